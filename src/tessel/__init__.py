@@ -1,0 +1,17 @@
+"""Tensors spread over processes: distribution as linear algebra."""
+
+from tessel import nn as nn
+from tessel import testing as testing
+from tessel.errors import WorkerLost as WorkerLost
+from tessel.launch import launch as launch
+from tessel.layout import Layout as Layout
+from tessel.layout import zero_volume_tensor as zero_volume_tensor
+from tessel.linop import LinearOperator as LinearOperator
+from tessel.move import Move as Move
+from tessel.partition import Partition as Partition
+from tessel.partition import world as world
+from tessel.primitives.repartition import all_gather as all_gather
+from tessel.primitives.repartition import gather as gather
+from tessel.primitives.repartition import scatter as scatter
+
+__version__ = "0.1.0"

@@ -1,0 +1,171 @@
+"""Agreement: before data moves, workers learn what the others hold, and raise together if it
+does not fit.
+
+Every worker describes its tensor in a few words (shape, dtype, device, whether it needs a
+gradient), all get all descriptions, and each draws the same conclusion from them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from tessel.layout import Shape
+from tessel.transport import Group
+
+MAX_DIM = 10
+_NUM_WORDS = 4 + MAX_DIM  # label, dtype and device, flags, number of dimensions, lengths
+
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.complex64, torch.complex128, torch.complex32,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
+_NEEDS_GRAD, _HAS_TANGENT = 1, 2
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one worker brings to a movement."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool
+    has_tangent: bool
+    ndim: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Claim:
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        return cls(tuple(x.shape), x.dtype, x.device.type, needs_grad, has_tangent(x), x.dim())
+
+    def words(self) -> list[int]:
+        """The claim as a fixed number of integers."""
+        if self.dtype not in _DTYPE_CODES or self.device not in _DEVICES:
+            raise NotImplementedError(f"tensors of {self.dtype} on {self.device} cannot be moved")
+        kind = _DTYPE_CODES[self.dtype] * len(_DEVICES) + _DEVICES.index(self.device)
+        flags = _NEEDS_GRAD * self.needs_grad | _HAS_TANGENT * self.has_tangent
+        lengths = self.shape[:MAX_DIM]
+        return [kind, flags, self.ndim, *lengths, *[0] * (MAX_DIM - len(lengths))]
+
+    @classmethod
+    def from_words(cls, words: list[int]) -> Claim:
+        kind, flags, ndim, *lengths = words
+        dtype, device = divmod(kind, len(_DEVICES))
+        return cls(
+            tuple(lengths[:ndim]),
+            _DTYPES[dtype],
+            _DEVICES[device],
+            bool(flags & _NEEDS_GRAD),
+            bool(flags & _HAS_TANGENT),
+            ndim,
+        )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all workers know after they agreed: the kind of tensor, and whether derivatives pass."""
+
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool
+    has_tangent: bool
+
+
+T = TypeVar("T")
+Conclusion = Callable[[dict[int, Shape], Terms], T]
+
+
+@dataclass
+class Meeting(Generic[T]):
+    """Where workers agree, call by call.
+
+    Args:
+        group: who must agree.
+        label: which movement this is, in the words of its user.
+        givers: the workers whose tensors move; what others pass is a placeholder.
+        conclude: makes something from the shapes by worker and the terms, or raises ValueError;
+            it must depend on nothing else, so that all workers come to the same.
+    """
+
+    group: Group
+    label: str
+    givers: Collection[int]
+    conclude: Conclusion[T]
+    _known: dict[bytes, T] = field(default_factory=dict)
+
+    def reach(self, claim: Claim) -> T:
+        """One small exchange; its conclusion is drawn once for the same claims."""
+        code = zlib.crc32(self.label.encode())
+        everyones = self.group.share_words([code, *claim.words()])
+        if everyones not in self._known:
+            self._known[everyones] = self._settle(everyones)
+        return self._known[everyones]
+
+    def _settle(self, everyones: bytes) -> T:
+        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, _NUM_WORDS).tolist()
+        self._check_labels([row[0] for row in rows])
+        claims = [Claim.from_words(row[1:]) for row in rows]
+        given = {w: c for w, c in zip(self.group.workers, claims, strict=True) if w in self.givers}
+        ndim = self._same("number of dimensions", {w: c.ndim for w, c in given.items()})
+        if ndim > MAX_DIM:
+            raise ValueError(f"{self.label}: at most {MAX_DIM} dimensions can be moved, got {ndim}")
+        terms = Terms(
+            self._same("dtype", {w: c.dtype for w, c in given.items()}),
+            self._same("device", {w: c.device for w, c in given.items()}),
+            any(claim.needs_grad for claim in claims),
+            any(claim.has_tangent for claim in claims),
+        )
+        return self.conclude({worker: claim.shape for worker, claim in given.items()}, terms)
+
+    def _same(self, what: str, values: dict[int, Any]) -> Any:
+        return same(values, what, self.label)
+
+    def _check_labels(self, codes: list[int]) -> None:
+        """Workers that call different movements would exchange nonsense."""
+        if len(set(codes)) == 1:
+            return
+        labels = self.group.share_objects(self.label)
+        other = next(k for k, text in enumerate(labels) if text != labels[0])
+        workers = self.group.workers
+        raise ValueError(
+            f"all workers must call the same movement: worker {workers[0]} calls {labels[0]}, "
+            f"worker {workers[other]} calls {labels[other]}"
+        )
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether a tensor carries a forward-mode derivative."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def admit(x: Tensor, terms: Terms, gives: bool) -> Tensor:
+    """What enters a movement: the tensor itself, or an empty one of the agreed kind."""
+    if not gives:
+        x = x.reshape(-1)[:0].to(dtype=terms.dtype, device=terms.device)
+    if terms.has_tangent and not has_tangent(x):
+        x = forward_ad.make_dual(x, torch.zeros_like(x))
+    return x
+
+
+def same(values: dict[int, Any], what: str, label: str) -> Any:
+    """The one value that all workers of `values` have; ValueError if they differ."""
+    first, expected = next(iter(values.items()))
+    for worker, value in values.items():
+        if value != expected:
+            raise ValueError(
+                f"{label}: the {what} differs between workers: {expected} on worker {first}, "
+                f"{value} on worker {worker}"
+            )
+    return expected

@@ -1,0 +1,125 @@
+"""Boxes of a global index space: pure integers, no tensors, no communication.
+
+An interval is a half-open pair `(start, stop)`; a box is one interval for each dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]
+Region = tuple[slice, ...]
+
+
+def consecutive(lengths: Iterable[int]) -> tuple[Interval, ...]:
+    """Intervals of these lengths, one after the other from zero.
+
+    >>> consecutive([3, 0, 2])
+    ((0, 3), (3, 3), (3, 5))
+    """
+    stops = [0, *accumulate(lengths)]
+    return tuple(zip(stops[:-1], stops[1:], strict=True))
+
+
+def balanced(length: int, parts: int) -> tuple[Interval, ...]:
+    """Split `length` into `parts` intervals; the first `length % parts` are one longer.
+
+    >>> balanced(10, 4)
+    ((0, 3), (3, 6), (6, 8), (8, 10))
+    """
+    short, longer = divmod(length, parts)
+    return consecutive(short + (part < longer) for part in range(parts))
+
+
+def shift(interval: Interval, offset: int) -> Interval:
+    """Move an interval by `offset`."""
+    return interval[0] + offset, interval[1] + offset
+
+
+def overlap(a: Interval, b: Interval) -> Interval | None:
+    """The indices that two intervals share, or None.
+
+    >>> overlap((0, 5), (3, 9)), overlap((0, 3), (3, 9))
+    ((3, 5), None)
+    """
+    start, stop = max(a[0], b[0]), min(a[1], b[1])
+    return (start, stop) if start < stop else None
+
+
+def grow(interval: Interval, left: int, right: int, length: int) -> Interval:
+    """Widen an interval on both sides, no further than `[0, length)`; an empty one stays empty.
+
+    >>> grow((3, 5), 1, 2, 6), grow((3, 3), 1, 2, 6)
+    ((2, 6), (3, 3))
+    """
+    start, stop = interval
+    return (max(0, start - left), min(length, stop + right)) if start < stop else interval
+
+
+def disjoint(intervals: Sequence[Interval]) -> bool:
+    """Whether no index lies in two of the intervals."""
+    filled = sorted(interval for interval in intervals if interval[0] < interval[1])
+    return all(a[1] <= b[0] for a, b in zip(filled, filled[1:], strict=False))
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    """The length of a box along each dimension."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """The number of indices in a box."""
+    return math.prod(extent(box))
+
+
+def within(part: Box, box: Box) -> Region:
+    """Where `part` lies in a tensor that stores `box`.
+
+    >>> within(((4, 6),), ((3, 9),))
+    (slice(1, 3, None),)
+    """
+    return tuple(
+        slice(start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(part, box, strict=True)
+    )
+
+
+def is_solid(part: Box, box: Box) -> bool:
+    """Whether `part` is one contiguous run of a row-major tensor that stores `box`.
+
+    >>> is_solid(((1, 3), (0, 4)), ((0, 5), (0, 4))), is_solid(((0, 5), (1, 3)), ((0, 5), (0, 4)))
+    (True, False)
+    """
+    lengths, whole = extent(part), extent(box)
+    inner = len(lengths)
+    while inner and lengths[inner - 1] == whole[inner - 1]:
+        inner -= 1
+    return all(length == 1 for length in lengths[: max(inner - 1, 0)])
+
+
+def ravel(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
+    """The row-major position of `coordinates` on a grid of these sizes.
+
+    >>> ravel((1, 2), (2, 3))
+    5
+    """
+    position = 0
+    for coordinate, size in zip(coordinates, sizes, strict=True):
+        position = position * size + coordinate
+    return position
+
+
+def unravel(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The coordinates at a row-major `position`, the inverse of `ravel`.
+
+    >>> unravel(5, (2, 3))
+    (1, 2)
+    """
+    coordinates = []
+    for size in reversed(sizes):
+        position, coordinate = divmod(position, size)
+        coordinates.append(coordinate)
+    return tuple(reversed(coordinates))

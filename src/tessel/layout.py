@@ -1,0 +1,301 @@
+"""Layouts: which box of a global index space each worker of a partition stores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from operator import index as as_int
+
+import torch
+from torch import Tensor
+
+from tessel import boxes, transport
+from tessel.boxes import Box, Interval
+from tessel.partition import Partition
+
+Shape = tuple[int, ...]
+Coordinates = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one dimension lies on the grid: `intervals[k]` at the k-th place along `axes`.
+
+    A dimension that no axis splits has `axes == ()` and one interval. Intervals may be of any
+    length, empty, and may overlap, as those of a halo do.
+    """
+
+    axes: tuple[int, ...]
+    intervals: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which box of a global tensor each worker stores, and what its copies mean.
+
+    Along an axis of the grid that splits no dimension, workers hold copies. They are *separate*
+    (independent values, all counted by the inner product) unless the axis is named in `shared`
+    (one value that is stored several times, counted once).
+
+    Args:
+        partition: the workers on their grid.
+        shape: the global shape.
+        cuts: one `Cut` for each dimension.
+        shared: the axes along which copies are one shared value.
+        blocks: for layouts of `Layout.blocks` only, the local shapes.
+
+    >>> import tessel
+    >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
+    >>> layout.box(), layout.local_shape
+    (((0, 6),), (6,))
+    """
+
+    partition: Partition
+    shape: Shape
+    cuts: tuple[Cut, ...]
+    shared: tuple[int, ...] = ()
+    blocks: tuple[Shape, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.cuts) != len(self.shape):
+            raise ValueError(
+                f"a layout needs one cut for each dimension: shape {self.shape} has "
+                f"{len(self.shape)}, got {len(self.cuts)} cuts"
+            )
+        for dim, cut in enumerate(self.cuts):
+            self._check_cut(dim, cut)
+        used = [axis for cut in self.cuts for axis in cut.axes]
+        if len(set(used) | set(self.shared)) < len(used) + len(self.shared):
+            raise ValueError(
+                f"an axis splits one dimension or holds copies, not more: axes {used} split, "
+                f"axes {list(self.shared)} are shared"
+            )
+
+    def _check_cut(self, dim: int, cut: Cut) -> None:
+        parts = math.prod(self.partition.shape[axis] for axis in cut.axes)
+        if len(cut.intervals) != parts:
+            raise ValueError(
+                f"dimension {dim} is split by axes {cut.axes} of {self.partition} into {parts} "
+                f"parts, got {len(cut.intervals)} intervals"
+            )
+        for start, stop in cut.intervals:
+            if not 0 <= start <= stop <= self.shape[dim]:
+                raise ValueError(
+                    f"interval {(start, stop)} does not lie in dimension {dim} of length "
+                    f"{self.shape[dim]}"
+                )
+
+    @classmethod
+    def balanced(cls, partition: Partition, shape: Iterable[int]) -> Layout:
+        """Axis d of the partition splits dimension d into parts that differ by at most one."""
+        lengths = tuple(as_int(length) for length in shape)
+        _check_dims(partition, len(lengths))
+        intervals = [
+            boxes.balanced(length, parts)
+            for length, parts in zip(lengths, partition.shape, strict=True)
+        ]
+        return cls._aligned(partition, lengths, intervals)
+
+    @classmethod
+    def from_lengths(cls, partition: Partition, lengths: Sequence[Sequence[int]]) -> Layout:
+        """Axis d of the partition splits dimension d into parts of the lengths `lengths[d]`."""
+        _check_dims(partition, len(lengths))
+        intervals = [boxes.consecutive(parts) for parts in lengths]
+        return cls._aligned(partition, tuple(map(sum, lengths)), intervals)
+
+    @classmethod
+    def from_local_shapes(cls, partition: Partition, shapes: Mapping[int, Shape]) -> Layout:
+        """The layout of a tensor whose worker w stores a part of the shape `shapes[w]`."""
+        _check_dims(partition, len(shapes[partition.ranks[0]]))
+        lengths = [
+            [shapes[partition.worker_at(_on_axis(partition, dim, k))][dim] for k in range(parts)]
+            for dim, parts in enumerate(partition.shape)
+        ]
+        layout = cls.from_lengths(partition, lengths)
+        for worker in partition.ranks:
+            if layout.shape_on(worker) != shapes[worker]:
+                raise ValueError(
+                    f"the local shapes do not fit together on {partition}: worker {worker} has "
+                    f"{shapes[worker]}, its neighbours on the grid ask for "
+                    f"{layout.shape_on(worker)}"
+                )
+        return layout
+
+    @classmethod
+    def _aligned(
+        cls, partition: Partition, shape: Shape, intervals: Sequence[tuple[Interval, ...]]
+    ) -> Layout:
+        cuts = tuple(Cut((axis,), parts) for axis, parts in enumerate(intervals))
+        return cls(partition, shape, cuts)
+
+    @classmethod
+    def whole(cls, partition: Partition, shape: Iterable[int], *, shared: bool = False) -> Layout:
+        """The whole tensor on every worker, as separate copies or as one shared value."""
+        lengths = tuple(as_int(length) for length in shape)
+        cuts = tuple(Cut((), ((0, length),)) for length in lengths)
+        return cls(partition, lengths, cuts, tuple(range(partition.dim)) if shared else ())
+
+    @classmethod
+    def blocks_along(
+        cls, partition: Partition, axes: tuple[int, ...], local_shapes: Sequence[Shape]
+    ) -> Layout:
+        """A tensor of any shape for each place along `axes`, separate copies along the others.
+
+        The index space is these tensors, flattened, one after the other.
+        """
+        intervals = boxes.consecutive(map(math.prod, local_shapes))
+        total = intervals[-1][1]
+        return cls(partition, (total,), (Cut(axes, intervals),), (), tuple(local_shapes))
+
+    def grow(self, halo: Sequence[tuple[int, int]]) -> Layout:
+        """Every box widened by `halo[d] = (left, right)`, not beyond the global border."""
+        cuts = tuple(
+            Cut(cut.axes, tuple(boxes.grow(part, left, right, length) for part in cut.intervals))
+            for cut, (left, right), length in zip(self.cuts, halo, self.shape, strict=True)
+        )
+        return replace(self, cuts=cuts)
+
+    @cached_property
+    def separate(self) -> tuple[int, ...]:
+        """The axes along which copies are separate values."""
+        taken = {axis for cut in self.cuts for axis in cut.axes} | set(self.shared)
+        return tuple(axis for axis in range(self.partition.dim) if axis not in taken)
+
+    @cached_property
+    def owns_once(self) -> bool:
+        """Whether no index is stored as two separate values."""
+        sizes = self.partition.shape
+        return all(sizes[axis] == 1 for axis in self.separate) and all(
+            boxes.disjoint(cut.intervals) for cut in self.cuts
+        )
+
+    def places(self, coordinates: Coordinates) -> tuple[int, ...]:
+        """For each dimension, which of its intervals the worker at these coordinates stores."""
+        sizes = self.partition.shape
+        return tuple(
+            boxes.ravel([coordinates[a] for a in cut.axes], [sizes[a] for a in cut.axes])
+            for cut in self.cuts
+        )
+
+    def box(self, worker: int | None = None) -> Box | None:
+        """The box of a worker (this one by default), or None when it stores nothing."""
+        coordinates = self._coordinates(worker)
+        if coordinates is None:
+            return None
+        places = self.places(coordinates)
+        return tuple(cut.intervals[k] for cut, k in zip(self.cuts, places, strict=True))
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of this worker's tensor; `(0,)` on workers outside of the partition."""
+        return self.shape_on(None)
+
+    def shape_on(self, worker: int | None) -> Shape:
+        """The shape of a worker's tensor."""
+        coordinates = self._coordinates(worker)
+        if coordinates is None:
+            return (0,)
+        if self.blocks:
+            return self.blocks[self.places(coordinates)[0]]
+        box = self.box(worker)
+        assert box is not None
+        return boxes.extent(box)
+
+    def _coordinates(self, worker: int | None) -> Coordinates | None:
+        return self.partition.coordinates(transport.this_worker() if worker is None else worker)
+
+    def meeting(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
+        """The places on the grid (0 along shared axes) whose boxes meet `box`, and where."""
+        hits = [
+            [(k, part) for k, own in enumerate(cut.intervals) if (part := boxes.overlap(own, want))]
+            for cut, want in zip(self.cuts, box, strict=True)
+        ]
+        copies = [range(self.partition.shape[axis]) for axis in self.separate]
+        for chosen in product(*hits):
+            for copy in product(*copies):
+                yield (
+                    self._at([k for k, _ in chosen], copy),
+                    tuple(part for _, part in chosen),
+                )
+
+    def _at(self, places: Sequence[int], copy: Sequence[int]) -> Coordinates:
+        """The coordinates where dimension d stores its interval `places[d]`."""
+        coordinates = [0] * self.partition.dim
+        for cut, place in zip(self.cuts, places, strict=True):
+            sizes = [self.partition.shape[axis] for axis in cut.axes]
+            for axis, coordinate in zip(cut.axes, boxes.unravel(place, sizes), strict=True):
+                coordinates[axis] = coordinate
+        for axis, coordinate in zip(self.separate, copy, strict=True):
+            coordinates[axis] = coordinate
+        return tuple(coordinates)
+
+    def holders(self, coordinates: Coordinates) -> list[int]:
+        """The workers that store the same value as the one here: all along the shared axes."""
+        choices = [
+            range(size) if axis in self.shared else (coordinates[axis],)
+            for axis, size in enumerate(self.partition.shape)
+        ]
+        return [self.partition.worker_at(place) for place in product(*choices)]
+
+    def local_part(self, tensor: Tensor) -> Tensor:
+        """This worker's part of a global tensor that it has whole (a view).
+
+        >>> import tessel, torch
+        >>> tessel.Layout.balanced(tessel.world(), (3,)).local_part(torch.arange(3))
+        tensor([0, 1, 2])
+        """
+        box = self.box()
+        if box is None:
+            return tensor.new_empty(0)
+        if tuple(tensor.shape) != self.shape:
+            raise ValueError(f"expected a tensor of shape {self.shape}, got {tuple(tensor.shape)}")
+        return tensor[boxes.within(box, tuple((0, n) for n in self.shape))]
+
+    def local_inner(self, x: Tensor, y: Tensor) -> Tensor:
+        """This worker's share of `inner`: shared values count on one worker only."""
+        coordinates = self._coordinates(None)
+        counted = coordinates is not None and not any(coordinates[axis] for axis in self.shared)
+        if not counted:
+            return x.new_zeros(())
+        return torch.vdot(x.reshape(-1), y.reshape(-1))
+
+    def inner(self, x: Tensor, y: Tensor) -> Tensor:
+        """The inner product ⟨x, y⟩ of two tensors in this layout, on every worker of it."""
+        mine = self.local_inner(x, y)
+        return self.partition.group.sum(mine) if self.partition.active else mine
+
+    def __repr__(self) -> str:
+        grid = "×".join(map(str, self.partition.shape)) or "1"
+        copies = f", shared along {self.shared}" if self.shared else ""
+        lengths = [tuple(stop - start for start, stop in cut.intervals) for cut in self.cuts]
+        parts = " × ".join(str(n[0]) if len(n) == 1 else str(n) for n in lengths)
+        return f"Layout({self.shape}, {grid}, parts {parts}{copies})"
+
+
+def zero_volume_tensor(
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """An empty tensor, what a worker passes to a movement when it has no part of the input.
+
+    >>> import tessel
+    >>> tessel.zero_volume_tensor().shape
+    torch.Size([0])
+    """
+    return torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+def _on_axis(partition: Partition, axis: int, at: int) -> Coordinates:
+    return tuple(at if each == axis else 0 for each in range(partition.dim))
+
+
+def _check_dims(partition: Partition, dims: int) -> None:
+    if partition.dim != dims:
+        raise ValueError(
+            f"a partition with as many axes as the tensor has dimensions is needed: "
+            f"got {partition} for {dims} dimensions"
+        )

@@ -1,0 +1,115 @@
+"""Move: the one operator that communicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tessel import transport
+from tessel.layout import Layout
+from tessel.linop import LinearOperator
+from tessel.plan import Piece, Plan, route
+
+Arrived = dict[int, Tensor | None]  # by worker; None for what is in its place already
+
+
+@dataclass(frozen=True)
+class Move(LinearOperator):
+    """Give every copy of an index in `codomain` the sum of its copies in `domain`.
+
+    Forward:  y_s[i] = Σ_c x_c[i], where c runs over the separate copies of i in the domain.
+    Adjoint:  x_c[i] = Σ_s y_s[i], which is `Move(codomain, domain)`.
+
+    Where the domain stores each index once, this copies. Every movement is a choice of boxes:
+    scatter, gather, broadcast, repartition and halo exchange copy; their adjoints, which swap the
+    two layouts, sum. With copies on both sides it is the all-reduce.
+
+    Args:
+        domain: the layout of the input.
+        codomain: the layout of the output, of the same global shape, over any workers.
+
+    >>> import tessel, torch
+    >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
+    >>> tessel.Move(layout, layout)(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+
+    domain: Layout
+    codomain: Layout
+
+    def __post_init__(self) -> None:
+        if self.domain.shape != self.codomain.shape:
+            raise ValueError(
+                f"a move needs two layouts of one global shape: from {self.domain} "
+                f"to {self.codomain}"
+            )
+
+    @cached_property
+    def H(self) -> Move:  # type: ignore[override]
+        adjoint = Move(self.codomain, self.domain)
+        adjoint.__dict__["H"] = self
+        return adjoint
+
+    @cached_property
+    def route(self) -> tuple[Plan, ...]:
+        """The exchanges of this worker."""
+        return route(self.domain, self.codomain, transport.this_worker())
+
+    def _apply(self, x: Tensor) -> Tensor:
+        for plan in self.route:
+            x = _carry_out(plan, self.group, x)
+        return x.reshape(self.codomain.local_shape)
+
+
+def _carry_out(plan: Plan, group: transport.Group, x: Tensor) -> Tensor:
+    """One exchange: pack what others need, let it travel, put together what arrived."""
+    x = x.reshape(plan.source_shape)
+    y = x.new_empty(plan.target_shape) if plan.once else x.new_zeros(plan.target_shape)
+    if plan.silent:
+        arrived: Arrived = {}
+    elif torch.compiler.is_compiling() or x.is_cuda or plan.dense:
+        arrived = _all_to_all(plan, group, x)
+    else:
+        arrived = _point_to_point(plan, group, x, y)
+    for piece in plan.takes:
+        part = arrived[piece.peer] if piece.peer in arrived else x[plan.kept]
+        if part is not None and plan.once:
+            y[piece.region].copy_(part)
+        elif part is not None:
+            y[piece.region].add_(part)
+    return y
+
+
+def _all_to_all(plan: Plan, group: transport.Group, x: Tensor) -> Arrived:
+    packed = [_packed(x, piece).reshape(-1) for piece in plan.gives]
+    gives = {piece.peer: piece.numel for piece in plan.gives}
+    takes = {piece.peer: piece.numel for piece in plan.arrives}
+    received = group.all_to_all(
+        torch.cat(packed) if packed else x.new_empty(0),
+        [gives.get(worker, 0) for worker in group.workers],
+        [takes.get(worker, 0) for worker in group.workers],
+    )
+    parts = received.split([piece.numel for piece in plan.arrives])
+    return {
+        piece.peer: part.view(piece.shape)
+        for piece, part in zip(plan.arrives, parts, strict=True)
+    }
+
+
+def _point_to_point(plan: Plan, group: transport.Group, x: Tensor, y: Tensor) -> Arrived:
+    """Messages between those who have something for each other, received in place if possible."""
+    in_place = {piece.peer for piece in plan.arrives if plan.once and piece.solid}
+    buffers = {
+        piece.peer: y[piece.region] if piece.peer in in_place else x.new_empty(piece.shape)
+        for piece in plan.arrives
+    }
+    sends = [(piece.peer, _packed(x, piece)) for piece in plan.gives]
+    group.exchange(sends, list(buffers.items()))()
+    return {peer: None if peer in in_place else buffer for peer, buffer in buffers.items()}
+
+
+def _packed(x: Tensor, piece: Piece) -> Tensor:
+    return x[piece.region].resolve_conj().resolve_neg().contiguous()

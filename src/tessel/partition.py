@@ -1,0 +1,198 @@
+"""Partitions: some workers of the job, arranged on a Cartesian grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from operator import index as as_int
+
+from tessel import boxes, transport
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Workers on a grid: the worker `ranks[k]` sits at the k-th place of `shape`, row by row.
+
+    All workers of the job make a partition together, those outside of it too: they hold an
+    inactive partition, which knows its `shape` and can be passed around. Two partitions are equal
+    when they have the same workers in the same order on the same grid.
+
+    Args:
+        ranks: the numbers of the workers in the job, any subset in any order.
+        shape: the shape of the grid.
+
+    >>> import tessel
+    >>> P = tessel.world()
+    >>> P.size, P.shape, P.index
+    (1, (1,), (0,))
+    """
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(as_int(rank) for rank in self.ranks))
+        object.__setattr__(self, "shape", tuple(as_int(size) for size in self.shape))
+        _check_ranks(self.ranks)
+        _check_shape(self.shape, len(self.ranks))
+        transport.group_of(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self.ranks)
+
+    @property
+    def dim(self) -> int:
+        """The number of axes of the grid."""
+        return len(self.shape)
+
+    @property
+    def active(self) -> bool:
+        """Whether this worker belongs to the partition."""
+        return transport.this_worker() in self._places
+
+    @property
+    def rank(self) -> int | None:
+        """The place of this worker among `ranks`, or None when it is not active."""
+        return self._places.get(transport.this_worker())
+
+    @property
+    def index(self) -> tuple[int, ...] | None:
+        """The coordinates of this worker on the grid, or None when it is not active."""
+        return self.coordinates(transport.this_worker())
+
+    def coordinates(self, worker: int) -> tuple[int, ...] | None:
+        """The coordinates of a worker of the job, or None when it is not in the partition."""
+        place = self._places.get(worker)
+        return None if place is None else boxes.unravel(place, self.shape)
+
+    def worker_at(self, coordinates: Sequence[int]) -> int:
+        """The worker at these coordinates, by its number in the job."""
+        return self.ranks[boxes.ravel(coordinates, self.shape)]
+
+    def axes(self, given: Iterable[int]) -> tuple[int, ...]:
+        """Axis numbers as 0 ≤ axis < dim, in ascending order; negative ones count from the end."""
+        axes = [as_int(axis) for axis in given]
+        for axis in axes:
+            if not -self.dim <= axis < self.dim:
+                raise ValueError(
+                    f"axis {axis} is out of range for a partition of shape {self.shape}: "
+                    f"it has axes 0 to {self.dim - 1}"
+                )
+        found = sorted({axis % self.dim for axis in axes})
+        if len(found) < len(axes):
+            raise ValueError(f"an axis is named twice in {tuple(axes)}")
+        return tuple(found)
+
+    def create_partition_inclusive(self, ranks: Iterable[int]) -> Partition:
+        """The partition of some of these workers, named by their places here, in this order.
+
+        >>> import tessel
+        >>> tessel.world().create_partition_inclusive([0]).ranks
+        (0,)
+        """
+        places = [as_int(rank) for rank in ranks]
+        for place in places:
+            if not 0 <= place < self.size:
+                raise ValueError(
+                    f"rank {place} is out of range: this partition has {self.size} workers, "
+                    f"ranks 0 to {self.size - 1}"
+                )
+        return Partition(tuple(self.ranks[place] for place in places), (len(places),))
+
+    def create_partition_union(self, other: Partition) -> Partition:
+        """The workers of both partitions, this one's first, in one row."""
+        ranks = tuple(dict.fromkeys(self.ranks + other.ranks))
+        return Partition(ranks, (len(ranks),))
+
+    def create_cartesian_topology_partition(self, shape: Iterable[int]) -> Partition:
+        """The same workers on a grid of this shape.
+
+        >>> import tessel
+        >>> tessel.world().create_cartesian_topology_partition([1, 1]).index
+        (0, 0)
+        """
+        return Partition(self.ranks, tuple(shape))
+
+    def rows(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """The workers in rows: those of one row differ only along `axes`."""
+        along = self.axes(axes)
+        starts = [(0,) if axis in along else range(n) for axis, n in enumerate(self.shape)]
+        return tuple(
+            tuple(
+                self.worker_at(at)
+                for at in product(
+                    *(range(n) if a in along else (start[a],) for a, n in enumerate(self.shape))
+                )
+            )
+            for start in product(*starts)
+        )
+
+    def slices(self, axes: Iterable[int]) -> tuple[Partition, ...]:
+        """The rows of workers that differ only along `axes`, each a partition of its own."""
+        sizes = tuple(self.shape[axis] for axis in self.axes(axes))
+        return tuple(Partition(row, sizes) for row in self.rows(axes))
+
+    @property
+    def group(self) -> transport.Group:
+        """The workers as a group that can talk."""
+        return transport.group_of(self.ranks)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {worker: place for place, worker in enumerate(self.ranks)}
+
+    def __getstate__(self) -> dict[str, tuple[int, ...]]:
+        return {"ranks": self.ranks, "shape": self.shape}
+
+    def __repr__(self) -> str:
+        grid = "×".join(map(str, self.shape)) or "1"
+        return f"Partition({grid} on workers {_abbreviated(self.ranks)})"
+
+
+def world() -> Partition:
+    """The partition of all workers of the job, in a row.
+
+    Under `torchrun` or `tessel run` this joins the job; in a plain `python script.py` it is a
+    world of one worker, on which everything works and nothing is sent.
+
+    >>> import tessel
+    >>> tessel.world().ranks
+    (0,)
+    """
+    transport.start()
+    workers = transport.num_workers()
+    return Partition(tuple(range(workers)), (workers,))
+
+
+def _check_ranks(ranks: tuple[int, ...]) -> None:
+    if not ranks:
+        raise ValueError("a partition needs at least one worker, got none")
+    if len(set(ranks)) < len(ranks):
+        raise ValueError(f"a worker can appear only once in a partition, got {ranks}")
+    workers = transport.num_workers()
+    if min(ranks) < 0 or max(ranks) >= workers:
+        raise ValueError(
+            f"there are {workers} workers, numbered 0 to {workers - 1}, got ranks {ranks}; "
+            f"start more with `tessel run -n {max(ranks) + 1}`"
+        )
+
+
+def _check_shape(shape: tuple[int, ...], workers: int) -> None:
+    if any(size < 1 for size in shape):
+        raise ValueError(f"every axis of a partition needs at least one worker, got {shape}")
+    if math.prod(shape) != workers:
+        raise ValueError(
+            f"a partition of shape {shape} needs {math.prod(shape)} workers, got {workers}"
+        )
+
+
+def _abbreviated(ranks: tuple[int, ...]) -> str:
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 2 and ranks == tuple(range(first, last + 1)):
+        return f"{first}..{last}"
+    return ", ".join(map(str, ranks))

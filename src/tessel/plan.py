@@ -1,0 +1,201 @@
+"""Plans: what one worker gives and takes when a tensor goes from one layout to another.
+
+A plan is a pure function of two layouts and a worker. Between two workers travels at most one
+piece, the overlap of the giver's box and the taker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from tessel import boxes
+from tessel.boxes import Box, Region
+from tessel.layout import Coordinates, Cut, Layout, Shape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the local tensor that comes from `peer` or goes to it; `solid` if contiguous."""
+
+    peer: int
+    region: Region
+    shape: Shape
+    numel: int
+    solid: bool
+
+    @classmethod
+    def of(cls, peer: int, part: Box, box: Box) -> Piece:
+        return cls(
+            peer,
+            boxes.within(part, box),
+            boxes.extent(part),
+            boxes.volume(part),
+            boxes.is_solid(part, box),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One worker's side of an exchange.
+
+    Attributes:
+        gives: what goes to others, by worker.
+        arrives: what comes from others, by worker.
+        takes: all that makes up the output, in the order of the sum, the same on all workers.
+        kept: where the piece that this worker takes from itself lies in its input.
+        source_shape, target_shape: the local tensors, as boxes.
+        once: whether each index arrives exactly once, so that it is copied rather than added.
+        silent: whether nobody sends anything to anybody.
+        dense: whether everybody sends something to everybody.
+    """
+
+    gives: tuple[Piece, ...]
+    arrives: tuple[Piece, ...]
+    takes: tuple[Piece, ...]
+    kept: Region
+    source_shape: Shape
+    target_shape: Shape
+    once: bool
+    silent: bool
+    dense: bool
+
+
+@lru_cache(maxsize=4096)
+def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
+    """The exchanges that take a tensor from `source` to `target`, as `worker` sees them.
+
+    One exchange, but for a sum of copies whose result all of them need: there each first sums one
+    part of it and then gives it to the others, which sends the least.
+    """
+    return tuple(plan(a, b, worker) for a, b in _legs(source, target))
+
+
+def _legs(source: Layout, target: Layout) -> list[tuple[Layout, Layout]]:
+    copies = prod(source.partition.shape[axis] for axis in source.separate)
+    sums_in_place = (
+        source.partition == target.partition
+        and source.cuts == target.cuts
+        and all(boxes.disjoint(cut.intervals) for cut in source.cuts)
+    )
+    if not sums_in_place or copies <= 2:  # two workers just swap their copies
+        return [(source, target)]
+    flat = _flattened(source)
+    scattered = _scattered(flat, copies)
+    return [(flat, scattered), (scattered, _flattened(target))]
+
+
+def _flattened(layout: Layout) -> Layout:
+    """The same local tensors, each as a block of a one-dimensional index space."""
+    axes = tuple(sorted(axis for cut in layout.cuts for axis in cut.axes))
+    sizes = [layout.partition.shape[axis] for axis in axes]
+    shapes = []
+    for place in range(prod(sizes)):
+        coordinates = [0] * layout.partition.dim
+        for axis, coordinate in zip(axes, boxes.unravel(place, sizes), strict=True):
+            coordinates[axis] = coordinate
+        shapes.append(layout.shape_on(layout.partition.worker_at(coordinates)))
+    flat = Layout.blocks_along(layout.partition, axes, shapes)
+    return replace(flat, shared=layout.shared)
+
+
+def _scattered(flat: Layout, copies: int) -> Layout:
+    """Each block of `flat` split evenly among the workers that hold a separate copy of it."""
+    (cut,) = flat.cuts
+    intervals = tuple(
+        boxes.shift(part, start)
+        for start, stop in cut.intervals
+        for part in boxes.balanced(stop - start, copies)
+    )
+    return Layout(
+        flat.partition, flat.shape, (Cut(cut.axes + flat.separate, intervals),), flat.shared
+    )
+
+
+@lru_cache(maxsize=4096)
+def plan(source: Layout, target: Layout, worker: int) -> Plan:
+    """One exchange from `source` to `target`, as `worker` sees it."""
+    takes = tuple(_takes(source, target, worker))
+    gives = sorted(_gives(source, target, worker), key=_peer)
+    target_shape = _box_shape(target, worker)
+    volume = sum(piece.numel for piece in takes)
+    return Plan(
+        gives=tuple(piece for piece in gives if piece.peer != worker),
+        arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=_peer)),
+        takes=takes,
+        kept=next((piece.region for piece in gives if piece.peer == worker), ()),
+        source_shape=_box_shape(source, worker),
+        target_shape=target_shape,
+        once=source.owns_once and volume == prod(target_shape),
+        silent=_is_silent(source, target),
+        dense=_is_dense(source, target),
+    )
+
+
+def _takes(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
+    """For each separate value of an index in `source`, one piece, whoever holds it."""
+    box = target.box(worker)
+    if box is None:
+        return
+    for place, part in source.meeting(box):
+        yield Piece.of(_giver(source, place, target, worker), part, box)
+
+
+def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
+    """The pieces of this worker's box for all takers who turn to it."""
+    own, box = source.partition.coordinates(worker), source.box(worker)
+    if own is None or box is None:
+        return
+    place = _without_shared(source, own)
+    for there, part in target.meeting(box):
+        for taker in target.holders(there):
+            if _giver(source, place, target, taker) == worker:
+                yield Piece.of(taker, part, box)
+
+
+def _giver(source: Layout, place: Coordinates, target: Layout, taker: int) -> int:
+    """Which holder of a value gives it to `taker`: itself if it can, else they take turns."""
+    own = source.partition.coordinates(taker)
+    if own is not None and _without_shared(source, own) == place:
+        return taker
+    holders = source.holders(place)
+    return holders[target.partition.ranks.index(taker) % len(holders)]
+
+
+def _without_shared(layout: Layout, coordinates: Coordinates) -> Coordinates:
+    return tuple(0 if axis in layout.shared else at for axis, at in enumerate(coordinates))
+
+
+def _is_silent(source: Layout, target: Layout) -> bool:
+    """Whether every worker takes only from itself."""
+    return all(
+        piece.peer == worker
+        for worker in target.partition.ranks
+        for piece in _takes(source, target, worker)
+    )
+
+
+def _is_dense(source: Layout, target: Layout) -> bool:
+    """Whether every worker takes from every other: then one all-to-all is the best exchange."""
+    same_workers = set(source.partition.ranks) == set(target.partition.ranks)
+    return (
+        same_workers
+        and not source.shared
+        and all(
+            boxes.overlap(a, b) is not None
+            for give, take in zip(source.cuts, target.cuts, strict=True)
+            for a in give.intervals
+            for b in take.intervals
+        )
+    )
+
+
+def _peer(piece: Piece) -> int:
+    return piece.peer
+
+
+def _box_shape(layout: Layout, worker: int) -> Shape:
+    box = layout.box(worker)
+    return (0,) if box is None else boxes.extent(box)

@@ -1,0 +1,1 @@
+"""The movements of data between workers, each a thin face of `tessel.Move`."""

@@ -1,0 +1,100 @@
+"""AllGather, and its adjoint, ReduceScatter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index as as_int
+
+from tessel import boxes
+from tessel.agreement import same
+from tessel.layout import Cut, Layout, Shape
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.primitives.slices import SliceMovement
+
+
+class _AlongDim(SliceMovement):
+    """Slices along one axis of the partition, tensors along one dimension."""
+
+    def __init__(self, P_x: Partition, axis: int, dim: int) -> None:
+        super().__init__(P_x, [axis])
+        self.dim = as_int(dim)
+
+    @property
+    def axis(self) -> int:
+        """The axis of the partition."""
+        return self._axes[0]
+
+    def _dim(self, ndim: int) -> int:
+        if not -ndim <= self.dim < ndim:
+            raise ValueError(f"{self!r}: dim {self.dim} is out of range for {ndim} dimensions")
+        return self.dim % ndim
+
+    def extra_repr(self) -> str:
+        return f"{self.P_x}, axis {self.axis}, dim {self.dim}"
+
+
+class AllGather(_AlongDim):
+    """Put the tensors along an axis of the partition together along a dimension, on every worker.
+
+    Forward:  y_k = (x_0, x_1, …) for all k.    Adjoint:  a `ReduceScatter`.
+
+    Args:
+        P_x: the workers.
+        axis: the axis of the partition whose workers hold the parts, of any lengths.
+        dim: the dimension of the tensor along which the parts are put together.
+
+    >>> import tessel, torch
+    >>> tessel.nn.AllGather(tessel.world(), axis=0, dim=0)(torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
+        dim = self._dim(len(shapes[row.ranks[0]]))
+        others = {w: shapes[w][:dim] + shapes[w][dim + 1 :] for w in row.ranks}
+        same(others, f"shape (but for dim {dim})", repr(self))
+        lengths = [shapes[worker][dim] for worker in row.ranks]
+        return _gather(row, shapes[row.ranks[0]], dim, boxes.consecutive(lengths))
+
+    @property
+    def H(self) -> ReduceScatter:
+        """The adjoint, for parts of balanced lengths."""
+        return ReduceScatter(self.P_x, self.axis, self.dim)
+
+
+class ReduceScatter(_AlongDim):
+    """Sum the tensors along an axis of the partition; each worker keeps a balanced part of it.
+
+    Forward:  y_k = (Σ_l x_l)[part k].    Adjoint:  an `AllGather`.
+
+    Args:
+        P_x: the workers.
+        axis: the axis of the partition to sum over; tensors along it have the same shape.
+        dim: the dimension along which the sum is split.
+
+    >>> import tessel, torch
+    >>> tessel.nn.ReduceScatter(tessel.world(), axis=0, dim=0)(torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    adds = True
+
+    def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
+        shape = same({worker: shapes[worker] for worker in row.ranks}, "shape", repr(self))
+        dim = self._dim(len(shape))
+        return _gather(row, shape, dim, boxes.balanced(shape[dim], row.size)).H
+
+    @property
+    def H(self) -> AllGather:
+        """The adjoint."""
+        return AllGather(self.P_x, self.axis, self.dim)
+
+
+def _gather(
+    row: Partition, shape: Shape, dim: int, intervals: tuple[boxes.Interval, ...]
+) -> Move:
+    """From parts of `dim` on the workers of a row to the whole on each of them."""
+    length = intervals[-1][1]
+    whole = Layout.whole(row, (*shape[:dim], length, *shape[dim + 1 :]))
+    cuts = (*whole.cuts[:dim], Cut((0,), intervals), *whole.cuts[dim + 1 :])
+    return Move(Layout(row, whole.shape, cuts), whole)

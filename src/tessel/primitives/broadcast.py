@@ -1,0 +1,99 @@
+"""Broadcast, and its adjoint, the sum-reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tessel.agreement import same
+from tessel.layout import Layout, Shape
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.primitives.movement import Movement
+
+
+class Broadcast(Movement):
+    """Copy the tensor of each worker of `P_x` to all workers of `P_y` in its slice.
+
+    The shape of `P_x`, filled up with ones from the left, equals that of `P_y` along each axis,
+    or is 1 there: along these axes `P_y` gets copies. The workers of the two partitions may be
+    the same, other ones, or some of both; tensors may differ in shape from one slice to another.
+
+    Forward:  y_(i,k) = x_i for all k.    Adjoint:  x_i = Σ_k y_(i,k), a `SumReduce`.
+
+    Args:
+        P_x: the workers that give.
+        P_y: the workers that get.
+
+    >>> import tessel, torch
+    >>> P = tessel.world()
+    >>> tessel.nn.Broadcast(P, P)(torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    def __init__(self, P_x: Partition, P_y: Partition) -> None:
+        _kept_axes(P_x, P_y)
+        super().__init__(P_x, P_y)
+
+    def operator(self, shapes: Mapping[int, Shape]) -> Move:
+        return _broadcast(self.P_x, self.P_y, [shapes[worker] for worker in self.P_x.ranks])
+
+    @property
+    def H(self) -> SumReduce:
+        """The adjoint."""
+        return SumReduce(self.P_y, self.P_x)
+
+
+class SumReduce(Movement):
+    """Sum the tensors of each slice of `P_x` onto one worker of `P_y`: Broadcast's adjoint.
+
+    The shape of `P_y`, filled up with ones from the left, equals that of `P_x` along each axis,
+    or is 1 there: over these axes tensors are summed, and so must have the same shape.
+
+    Forward:  y_i = Σ_k x_(i,k).    Adjoint:  x_(i,k) = y_i for all k, a `Broadcast`.
+
+    Args:
+        P_x: the workers that give.
+        P_y: the workers that get the sums.
+
+    >>> import tessel, torch
+    >>> P = tessel.world()
+    >>> tessel.nn.SumReduce(P, P)(torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    adds = True
+
+    def __init__(self, P_x: Partition, P_y: Partition) -> None:
+        _kept_axes(P_y, P_x)
+        super().__init__(P_x, P_y)
+
+    def operator(self, shapes: Mapping[int, Shape]) -> Move:
+        kept = _kept_axes(self.P_y, self.P_x)
+        summed = [axis for axis in range(self.P_x.dim) if axis not in kept]
+        rows = self.P_x.rows(summed)
+        common = [same({w: shapes[w] for w in row}, "shape", repr(self)) for row in rows]
+        return _broadcast(self.P_y, self.P_x, common).H
+
+    @property
+    def H(self) -> Broadcast:
+        """The adjoint."""
+        return Broadcast(self.P_y, self.P_x)
+
+
+def _broadcast(P_x: Partition, P_y: Partition, shapes: Sequence[Shape]) -> Move:
+    """The operator that copies a tensor of `shapes[k]` from the k-th worker of `P_x`."""
+    source = Layout.blocks_along(P_x, tuple(range(P_x.dim)), shapes)
+    return Move(source, Layout.blocks_along(P_y, _kept_axes(P_x, P_y), shapes))
+
+
+def _kept_axes(P_x: Partition, P_y: Partition) -> tuple[int, ...]:
+    """The axes of `P_y` along which `P_x` has as many workers, not one that all copy."""
+    sizes = (1,) * (P_y.dim - P_x.dim) + P_x.shape
+    if len(sizes) != P_y.dim or any(
+        a not in (1, b) for a, b in zip(sizes, P_y.shape, strict=True)
+    ):
+        raise ValueError(
+            f"cannot broadcast {P_x} to {P_y}: the first shape, filled up with ones from the "
+            f"left, must be 1 or equal to the second along each axis"
+        )
+    return tuple(axis for axis, size in enumerate(sizes) if size > 1)

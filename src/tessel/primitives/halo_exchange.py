@@ -1,0 +1,48 @@
+"""HaloExchange: each part, widened by what lies around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index as as_int
+
+from tessel.layout import Layout, Shape
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.primitives.movement import Movement
+
+
+class HaloExchange(Movement):
+    """Give every worker its part of the tensor widened by a halo of its neighbours' values.
+
+    A halo that is wider than the neighbour comes from further ones. At the border of the global
+    tensor nothing is invented: the part ends there. A worker with an empty part gets no halo.
+
+    Forward:  y_s[i] = x_owner(i)[i] for i in the widened box of s.
+    Adjoint:  x_r[i] = Σ_s y_s[i], the halos added back to where they came from.
+
+    Args:
+        P_x: the workers; axis d splits dimension d into parts of any lengths.
+        halo: for each dimension how many values to the left and to the right.
+
+    >>> import tessel, torch
+    >>> tessel.nn.HaloExchange(tessel.world(), [(1, 1)])(torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    def __init__(self, P_x: Partition, halo: Iterable[Sequence[int]]) -> None:
+        self.halo = tuple((as_int(left), as_int(right)) for left, right in halo)
+        if len(self.halo) != P_x.dim:
+            raise ValueError(
+                f"a halo needs one pair (left, right) for each of the {P_x.dim} axes of {P_x}, "
+                f"got {len(self.halo)}"
+            )
+        if any(width < 0 for pair in self.halo for width in pair):
+            raise ValueError(f"the widths of a halo cannot be negative, got {self.halo}")
+        super().__init__(P_x, P_x)
+
+    def operator(self, shapes: Mapping[int, Shape]) -> Move:
+        source = Layout.from_local_shapes(self.P_x, shapes)
+        return Move(source, source.grow(self.halo))
+
+    def extra_repr(self) -> str:
+        return f"{self.P_x}, halo {self.halo}"

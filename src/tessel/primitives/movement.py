@@ -1,0 +1,83 @@
+"""Movement: what all data movements have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel import transport
+from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.layout import Shape
+from tessel.linop import LinearOperator
+from tessel.partition import Partition
+
+
+class Movement(torch.nn.Module):
+    """A movement of tensors from the workers of `P_x` to those of `P_y`.
+
+    The global shape is not known beforehand: at each call the workers tell each other, in one
+    small exchange, what they hold. Then all raise the same error, or all apply the same operator.
+    A worker outside of both partitions gets a clone of what it passed.
+
+    A subclass gives `operator(shapes)`.
+    """
+
+    adds = False
+
+    def __init__(self, P_x: Partition, P_y: Partition) -> None:
+        super().__init__()
+        self.P_x = P_x
+        self.P_y = P_y
+        self._make_groups()
+
+    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
+        """The operator for local tensors of these shapes, by worker of `P_x`.
+
+        It must be the same on all workers, or raise ValueError on all of them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not give its operator")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if transport.this_worker() not in self._group.workers:
+            return x.clone()
+        if torch.compiler.is_compiling():
+            operator, terms = _settled(self, tuple(x.shape), x.dtype, x.device.type, x.requires_grad)
+        else:
+            operator, terms = self._meeting.reach(Claim.of(x))
+        return operator.apply(admit(x, terms, self.P_x.active), terms)
+
+    def _make_groups(self) -> None:
+        """All workers make the groups together, here and not in a call."""
+        self._group  # noqa: B018
+
+    @cached_property
+    def _group(self) -> transport.Group:
+        return transport.group_of({*self.P_x.ranks, *self.P_y.ranks})
+
+    @cached_property
+    def _meeting(self) -> Meeting[tuple[LinearOperator, Terms]]:
+        return Meeting(self._group, repr(self), self.P_x.ranks, self._conclude)
+
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> tuple[LinearOperator, Terms]:
+        if self.adds and terms.dtype is torch.bool:
+            raise ValueError(f"{self!r}: torch.bool cannot be summed; convert it to an integer")
+        return self.operator(shapes), terms
+
+    def extra_repr(self) -> str:
+        return f"{self.P_x} → {self.P_y}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        derived = {"_group", "_meeting"}
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+
+@torch.compiler.assume_constant_result
+def _settled(
+    movement: Movement, shape: Shape, dtype: torch.dtype, device: str, needs_grad: bool
+) -> tuple[LinearOperator, Terms]:
+    """What the workers agree on while all of them compile the call."""
+    return movement._meeting.reach(Claim(shape, dtype, device, needs_grad, False, len(shape)))

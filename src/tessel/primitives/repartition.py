@@ -1,0 +1,94 @@
+"""Repartition: the same tensor on other boxes; scatter and gather are cases of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from tessel.layout import Layout, Shape
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.primitives.movement import Movement
+
+
+class Repartition(Movement):
+    """Move a tensor from one partition to another of as many axes, over any workers.
+
+    Axis d of a partition splits dimension d of the tensor. The parts on `P_x` may be of any
+    lengths, those on `P_y` are balanced. Where both are the same nothing is sent.
+
+    Forward:  y_s[i] = x_owner(i)[i].    Adjoint:  the way back.
+
+    Args:
+        P_x: where the tensor lies.
+        P_y: where it shall lie.
+
+    >>> import tessel, torch
+    >>> P = tessel.world()
+    >>> tessel.nn.Repartition(P, P)(torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    def __init__(self, P_x: Partition, P_y: Partition) -> None:
+        if P_x.dim != P_y.dim:
+            raise ValueError(
+                f"a repartition needs two partitions with as many axes, got {P_x} and {P_y}"
+            )
+        super().__init__(P_x, P_y)
+
+    def operator(self, shapes: Mapping[int, Shape]) -> Move:
+        source = Layout.from_local_shapes(self.P_x, shapes)
+        return Move(source, Layout.balanced(self.P_y, source.shape))
+
+    @property
+    def H(self) -> Repartition:
+        """The adjoint, for parts of balanced lengths."""
+        return Repartition(self.P_y, self.P_x)
+
+
+def scatter(x: Tensor, P: Partition) -> Tensor:
+    """Spread a tensor that the first worker of `P` holds whole: balanced parts on all of `P`.
+
+    The other workers pass a zero-volume tensor. The adjoint is `gather`.
+
+    >>> import tessel, torch
+    >>> tessel.scatter(torch.ones(2), tessel.world())
+    tensor([1., 1.])
+    """
+    return Repartition(_first(P), P)(x)
+
+
+def gather(x: Tensor, P: Partition) -> Tensor:
+    """Put the parts of a tensor together on the first worker of `P`; others get zero volume.
+
+    The adjoint is `scatter`.
+
+    >>> import tessel, torch
+    >>> tessel.gather(torch.ones(2), tessel.world())
+    tensor([1., 1.])
+    """
+    return Repartition(P, _first(P))(x)
+
+
+def all_gather(x: Tensor, P: Partition) -> Tensor:
+    """Put the parts of a tensor together on every worker of `P`.
+
+    The copies are separate values: the adjoint sums what the workers ask of them and gives each
+    its part.
+
+    >>> import tessel, torch
+    >>> tessel.all_gather(torch.ones(2), tessel.world())
+    tensor([1., 1.])
+    """
+    return _AllGatherAll(P, P)(x)
+
+
+class _AllGatherAll(Movement):
+    def operator(self, shapes: Mapping[int, Shape]) -> Move:
+        source = Layout.from_local_shapes(self.P_x, shapes)
+        return Move(source, Layout.whole(self.P_y, source.shape))
+
+
+def _first(P: Partition) -> Partition:
+    return Partition(P.ranks[:1], (1,) * P.dim)

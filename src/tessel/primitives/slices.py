@@ -1,0 +1,46 @@
+"""SliceMovement: a movement within the slices of one partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from tessel import transport
+from tessel.layout import Shape
+from tessel.linop import LinearOperator
+from tessel.partition import Partition
+from tessel.primitives.movement import Movement
+
+
+class SliceMovement(Movement):
+    """A movement among workers of `P_x` that differ only along `axes`, in each slice on its own.
+
+    A subclass gives `slice_operator(row, shapes)`.
+    """
+
+    def __init__(self, P_x: Partition, axes: Iterable[int]) -> None:
+        self._axes = P_x.axes(axes)
+        super().__init__(P_x, P_x)
+
+    def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> LinearOperator:
+        """The operator on one slice, or a ValueError if the shapes in it do not fit."""
+        raise NotImplementedError(f"{type(self).__name__} does not give its operator")
+
+    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
+        operators = [self.slice_operator(row, shapes) for row in self._slices]
+        return next(op for op in operators if transport.this_worker() in op.domain.partition.ranks)
+
+    def _make_groups(self) -> None:
+        super()._make_groups()
+        self._slices  # noqa: B018
+
+    @cached_property
+    def _slices(self) -> tuple[Partition, ...]:
+        return self.P_x.slices(self._axes)
+
+    def extra_repr(self) -> str:
+        return f"{self.P_x}, axes {self._axes}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "_slices"}
