@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -31,7 +32,6 @@ _DTYPES: tuple[torch.dtype, ...] = (
 )  # fmt: skip
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
-_NEEDS_GRAD, _HAS_TANGENT = 1, 2
 
 
 @dataclass(frozen=True)
@@ -41,35 +41,35 @@ class Claim:
     shape: Shape
     dtype: torch.dtype
     device: str
-    needs_grad: bool
-    has_tangent: bool
-    ndim: int
+    needs_grad: bool = False
+    has_tangent: bool = False
+    compiles: bool = False
 
     @classmethod
     def of(cls, x: Tensor) -> Claim:
         needs_grad = x.requires_grad and torch.is_grad_enabled()
-        return cls(tuple(x.shape), x.dtype, x.device.type, needs_grad, has_tangent(x), x.dim())
+        return cls(tuple(x.shape), x.dtype, x.device.type, needs_grad, has_tangent(x))
 
     def words(self) -> list[int]:
         """The claim as a fixed number of integers."""
         if self.dtype not in _DTYPE_CODES or self.device not in _DEVICES:
             raise NotImplementedError(f"tensors of {self.dtype} on {self.device} cannot be moved")
         kind = _DTYPE_CODES[self.dtype] * len(_DEVICES) + _DEVICES.index(self.device)
-        flags = _NEEDS_GRAD * self.needs_grad | _HAS_TANGENT * self.has_tangent
+        flags = self.needs_grad | self.has_tangent << 1 | self.compiles << 2
         lengths = self.shape[:MAX_DIM]
-        return [kind, flags, self.ndim, *lengths, *[0] * (MAX_DIM - len(lengths))]
+        return [kind, flags, len(self.shape), *lengths, *[0] * (MAX_DIM - len(lengths))]
 
     @classmethod
     def from_words(cls, words: list[int]) -> Claim:
         kind, flags, ndim, *lengths = words
         dtype, device = divmod(kind, len(_DEVICES))
         return cls(
-            tuple(lengths[:ndim]),
+            tuple(lengths[:ndim]) + (0,) * (ndim - MAX_DIM),
             _DTYPES[dtype],
             _DEVICES[device],
-            bool(flags & _NEEDS_GRAD),
-            bool(flags & _HAS_TANGENT),
-            ndim,
+            needs_grad=bool(flags & 1),
+            has_tangent=bool(flags & 2),
+            compiles=bool(flags & 4),
         )
 
 
@@ -107,18 +107,22 @@ class Meeting(Generic[T]):
 
     def reach(self, claim: Claim) -> T:
         """One small exchange; its conclusion is drawn once for the same claims."""
-        code = zlib.crc32(self.label.encode())
-        everyones = self.group.share_words([code, *claim.words()])
+        everyones = self.group.share_words([self._code, *claim.words()])
         if everyones not in self._known:
             self._known[everyones] = self._settle(everyones)
         return self._known[everyones]
+
+    @cached_property
+    def _code(self) -> int:
+        return zlib.crc32(self.label.encode())
 
     def _settle(self, everyones: bytes) -> T:
         rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, _NUM_WORDS).tolist()
         self._check_labels([row[0] for row in rows])
         claims = [Claim.from_words(row[1:]) for row in rows]
         given = {w: c for w, c in zip(self.group.workers, claims, strict=True) if w in self.givers}
-        ndim = self._same("number of dimensions", {w: c.ndim for w, c in given.items()})
+        self._check_compiling(claims)
+        ndim = self._same("number of dimensions", {w: len(c.shape) for w, c in given.items()})
         if ndim > MAX_DIM:
             raise ValueError(f"{self.label}: at most {MAX_DIM} dimensions can be moved, got {ndim}")
         terms = Terms(
@@ -131,6 +135,15 @@ class Meeting(Generic[T]):
 
     def _same(self, what: str, values: dict[int, Any]) -> Any:
         return same(values, what, self.label)
+
+    def _check_compiling(self, claims: list[Claim]) -> None:
+        """A compiled call has fixed shapes: workers compile it together or not at all."""
+        compiling = [w for w, c in zip(self.group.workers, claims, strict=True) if c.compiles]
+        if compiling and len(compiling) < len(claims):
+            raise ValueError(
+                f"{self.label}: workers {compiling} compile this call anew and the others do not, "
+                f"since only their tensors changed shape; change all, or do not compile the call"
+            )
 
     def _check_labels(self, codes: list[int]) -> None:
         """Workers that call different movements would exchange nonsense."""

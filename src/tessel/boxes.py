@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -20,8 +20,7 @@ def consecutive(lengths: Iterable[int]) -> tuple[Interval, ...]:
     >>> consecutive([3, 0, 2])
     ((0, 3), (3, 3), (3, 5))
     """
-    stops = [0, *accumulate(lengths)]
-    return tuple(zip(stops[:-1], stops[1:], strict=True))
+    return tuple(pairwise([0, *accumulate(lengths)]))
 
 
 def balanced(length: int, parts: int) -> tuple[Interval, ...]:
@@ -62,7 +61,7 @@ def grow(interval: Interval, left: int, right: int, length: int) -> Interval:
 def disjoint(intervals: Sequence[Interval]) -> bool:
     """Whether no index lies in two of the intervals."""
     filled = sorted(interval for interval in intervals if interval[0] < interval[1])
-    return all(a[1] <= b[0] for a, b in zip(filled, filled[1:], strict=False))
+    return all(a[1] <= b[0] for a, b in pairwise(filled))
 
 
 def extent(box: Box) -> tuple[int, ...]:

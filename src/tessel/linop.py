@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cached_property, reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class LinearOperator:
         if transport.this_worker() not in self.group.workers:
             return x.clone()
         if torch.compiler.is_compiling():
+            _prepare_while_compiling(self)
             return self.apply(x)
         terms = self._meeting.reach(Claim.of(x))
         return self.apply(admit(x, terms, self.domain.partition.active), terms)
@@ -71,6 +73,11 @@ class LinearOperator:
                 f"{self.domain.local_shape}, got {tuple(x.shape)}"
             )
         return record(self, x, terms is not None and terms.needs_grad)
+
+    def prepare(self) -> None:
+        """Make now what the operator and its adjoint need, which else the first call makes."""
+        for operator in (self, self.H):
+            operator.group  # noqa: B018
 
     def __matmul__(self, other: LinearOperator) -> LinearOperator:
         """The product `A @ B`, which applies `B` first."""
@@ -100,7 +107,7 @@ class LinearOperator:
         return terms
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = {"group", "_label", "_meeting", "H", "route"}
+        derived = {"group", "_label", "_meeting", "H", "route", "number"}
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
 
@@ -129,7 +136,7 @@ class Product(LinearOperator):
     """The product of operators, the last one applied first: (A B).H = B.H A.H."""
 
     def __init__(self, *factors: LinearOperator) -> None:
-        for left, right in zip(factors, factors[1:], strict=False):
+        for left, right in pairwise(factors):
             if left.domain != right.codomain:
                 raise ValueError(
                     f"cannot compose: left expects {left.domain}, right gives {right.codomain}; "
@@ -140,6 +147,11 @@ class Product(LinearOperator):
 
     def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
         return reduce(lambda y, factor: factor.apply(y, terms), reversed(self.factors), x)
+
+    def prepare(self) -> None:
+        super().prepare()
+        for factor in self.factors:
+            factor.prepare()
 
     @property
     def H(self) -> LinearOperator:
@@ -155,6 +167,12 @@ class Product(LinearOperator):
 
     def __hash__(self) -> int:
         return hash((Product, self.factors))
+
+
+@torch.compiler.assume_constant_result
+def _prepare_while_compiling(operator: LinearOperator) -> bool:
+    operator.prepare()
+    return True
 
 
 def record(operator: LinearOperator, x: Tensor, needs_grad: bool) -> Tensor:

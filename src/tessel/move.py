@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
+from tessel.compiled import node, number_of
 from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.plan import Piece, Plan, route
@@ -48,7 +49,7 @@ class Move(LinearOperator):
             )
 
     @cached_property
-    def H(self) -> Move:  # type: ignore[override]
+    def H(self) -> Move:
         adjoint = Move(self.codomain, self.domain)
         adjoint.__dict__["H"] = self
         return adjoint
@@ -58,7 +59,19 @@ class Move(LinearOperator):
         """The exchanges of this worker."""
         return route(self.domain, self.codomain, transport.this_worker())
 
+    def prepare(self) -> None:
+        super().prepare()
+        for move in (self, self.H):
+            move.route, move.number  # noqa: B018
+
+    @cached_property
+    def number(self) -> int:
+        """The name of this move in compiled graphs."""
+        return number_of(self)
+
     def _apply(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return node(x, self.number)
         for plan in self.route:
             x = _carry_out(plan, self.group, x)
         return x.reshape(self.codomain.local_shape)
@@ -70,7 +83,7 @@ def _carry_out(plan: Plan, group: transport.Group, x: Tensor) -> Tensor:
     y = x.new_empty(plan.target_shape) if plan.once else x.new_zeros(plan.target_shape)
     if plan.silent:
         arrived: Arrived = {}
-    elif torch.compiler.is_compiling() or x.is_cuda or plan.dense:
+    elif x.is_cuda or plan.dense:
         arrived = _all_to_all(plan, group, x)
     else:
         arrived = _point_to_point(plan, group, x, y)
@@ -94,8 +107,7 @@ def _all_to_all(plan: Plan, group: transport.Group, x: Tensor) -> Arrived:
     )
     parts = received.split([piece.numel for piece in plan.arrives])
     return {
-        piece.peer: part.view(piece.shape)
-        for piece, part in zip(plan.arrives, parts, strict=True)
+        piece.peer: part.view(piece.shape) for piece, part in zip(plan.arrives, parts, strict=True)
     }
 
 

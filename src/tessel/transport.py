@@ -11,7 +11,7 @@ import datetime
 import os
 import socket
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessel.errors import WorkerLost as WorkerLost
+from tessel.errors import WorkerLost
 
 Parcel = tuple[int, Tensor]  # (the worker at the other end, a contiguous tensor)
 
@@ -76,7 +76,7 @@ def traffic() -> Traffic:
     return _job().traffic
 
 
-def group_of(workers: Sequence[int]) -> Group:
+def group_of(workers: Iterable[int]) -> Group:
     """The group of these workers; made by all workers of the job together the first time."""
     return _job().group(tuple(sorted(workers)))
 
@@ -88,7 +88,6 @@ class Group:
         self.workers = workers
         self.handle = handle  # None when there is nobody to talk to
         self.totals = totals
-        self.name: str = handle.group_name if handle is not None else ""
 
     @property
     def size(self) -> int:
@@ -109,8 +108,6 @@ class Group:
 
     def all_to_all(self, send: Tensor, gives: Sequence[int], takes: Sequence[int]) -> Tensor:
         """Send `gives[k]` elements of a flat tensor to the k-th worker, get `takes[k]` from it."""
-        if torch.compiler.is_compiling():
-            return self._traced_all_to_all(send, gives, takes)
         receive = send.new_empty(sum(takes))
         width = send.element_size()
         self._call(
@@ -123,19 +120,6 @@ class Group:
         )
         self._count(sum(count > 0 for count in gives), [send], [receive])
         return receive
-
-    def _traced_all_to_all(
-        self, send: Tensor, gives: Sequence[int], takes: Sequence[int]
-    ) -> Tensor:
-        """The same as a functional collective, which a compiler can put into its graph."""
-        as_real = send.is_complex()
-        width = 2 if as_real else 1
-        flat = torch.view_as_real(send).reshape(-1) if as_real else send
-        receive = torch.ops._c10d_functional.all_to_all_single(
-            flat, [width * n for n in takes], [width * n for n in gives], self.name
-        )
-        receive = torch.ops._c10d_functional.wait_tensor(receive)
-        return torch.view_as_complex(receive.reshape(-1, 2)) if as_real else receive
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""

@@ -90,9 +90,7 @@ class ReduceScatter(_AlongDim):
         return AllGather(self.P_x, self.axis, self.dim)
 
 
-def _gather(
-    row: Partition, shape: Shape, dim: int, intervals: tuple[boxes.Interval, ...]
-) -> Move:
+def _gather(row: Partition, shape: Shape, dim: int, intervals: tuple[boxes.Interval, ...]) -> Move:
     """From parts of `dim` on the workers of a row to the whole on each of them."""
     length = intervals[-1][1]
     whole = Layout.whole(row, (*shape[:dim], length, *shape[dim + 1 :]))

@@ -89,9 +89,7 @@ def _broadcast(P_x: Partition, P_y: Partition, shapes: Sequence[Shape]) -> Move:
 def _kept_axes(P_x: Partition, P_y: Partition) -> tuple[int, ...]:
     """The axes of `P_y` along which `P_x` has as many workers, not one that all copy."""
     sizes = (1,) * (P_y.dim - P_x.dim) + P_x.shape
-    if len(sizes) != P_y.dim or any(
-        a not in (1, b) for a, b in zip(sizes, P_y.shape, strict=True)
-    ):
+    if len(sizes) != P_y.dim or any(a not in (1, b) for a, b in zip(sizes, P_y.shape, strict=True)):
         raise ValueError(
             f"cannot broadcast {P_x} to {P_y}: the first shape, filled up with ones from the "
             f"left, must be 1 or equal to the second along each axis"

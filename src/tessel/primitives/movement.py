@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.compiled import Compiled
 from tessel.layout import Shape
 from tessel.linop import LinearOperator
 from tessel.partition import Partition
@@ -45,7 +47,9 @@ class Movement(torch.nn.Module):
         if transport.this_worker() not in self._group.workers:
             return x.clone()
         if torch.compiler.is_compiling():
-            operator, terms = _settled(self, tuple(x.shape), x.dtype, x.device.type, x.requires_grad)
+            lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
+            kind = lengths, x.dtype, x.device.type, x.requires_grad
+            operator, terms = getattr(self, _settled_while_compiling(self, *kind))
         else:
             operator, terms = self._meeting.reach(Claim.of(x))
         return operator.apply(admit(x, terms, self.P_x.active), terms)
@@ -71,13 +75,20 @@ class Movement(torch.nn.Module):
         return f"{self.P_x} → {self.P_y}"
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = {"_group", "_meeting"}
-        return {name: value for name, value in self.__dict__.items() if name not in derived}
+        return {name: value for name, value in self.__dict__.items() if not _is_derived(name)}
+
+
+def _is_derived(name: str) -> bool:
+    return name in ("_group", "_meeting", "_slices") or name.startswith("_settled")
 
 
 @torch.compiler.assume_constant_result
-def _settled(
-    movement: Movement, shape: Shape, dtype: torch.dtype, device: str, needs_grad: bool
-) -> tuple[LinearOperator, Terms]:
-    """What the workers agree on while all of them compile the call."""
-    return movement._meeting.reach(Claim(shape, dtype, device, needs_grad, False, len(shape)))
+def _settled_while_compiling(
+    movement: Movement, lengths: list[int], dtype: torch.dtype, device: str, needs_grad: bool
+) -> str:
+    """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
+    claim = Claim(tuple(lengths), dtype, device, needs_grad)
+    operator, terms = movement._meeting.reach(replace(claim, compiles=True))
+    name = f"_settled_{abs(hash(claim))}"
+    movement.__dict__[name] = Compiled(operator, movement._meeting, claim), terms
+    return name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
 
 from tessel import transport
 from tessel.layout import Shape
@@ -41,6 +40,3 @@ class SliceMovement(Movement):
 
     def extra_repr(self) -> str:
         return f"{self.P_x}, axes {self._axes}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "_slices"}
