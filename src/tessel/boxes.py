@@ -48,6 +48,19 @@ def overlap(a: Interval, b: Interval) -> Interval | None:
     return (start, stop) if start < stop else None
 
 
+def all_overlap(some: Sequence[Interval], others: Sequence[Interval]) -> bool:
+    """Whether each of `some` shares an index with each of `others`.
+
+    >>> all_overlap([(0, 2), (2, 4)], [(0, 4)]), all_overlap([(0, 2), (2, 4)], [(0, 2)])
+    (True, False)
+    """
+    if any(start == stop for start, stop in (*some, *others)):
+        return False
+    starts, stops = zip(*some, strict=True)
+    other_starts, other_stops = zip(*others, strict=True)
+    return max(starts) < min(other_stops) and max(other_starts) < min(stops)
+
+
 def grow(interval: Interval, left: int, right: int, length: int) -> Interval:
     """Widen an interval on both sides, no further than `[0, length)`; an empty one stays empty.
 

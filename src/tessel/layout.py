@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from operator import index as as_int
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,7 +189,7 @@ class Layout:
         places = self.places(coordinates)
         return tuple(cut.intervals[k] for cut, k in zip(self.cuts, places, strict=True))
 
-    @property
+    @cached_property
     def local_shape(self) -> Shape:
         """The shape of this worker's tensor; `(0,)` on workers outside of the partition."""
         return self.shape_on(None)
@@ -266,6 +267,9 @@ class Layout:
         """The inner product ⟨x, y⟩ of two tensors in this layout, on every worker of it."""
         mine = self.local_inner(x, y)
         return self.partition.group.sum(mine) if self.partition.active else mine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __repr__(self) -> str:
         grid = "×".join(map(str, self.partition.shape)) or "1"

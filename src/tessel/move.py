@@ -79,36 +79,45 @@ class Move(LinearOperator):
 
 def _carry_out(plan: Plan, group: transport.Group, x: Tensor) -> Tensor:
     """One exchange: pack what others need, let it travel, put together what arrived."""
+    if plan.stays:
+        return x.clone(memory_format=torch.contiguous_format)
     x = x.reshape(plan.source_shape)
-    y = x.new_empty(plan.target_shape) if plan.once else x.new_zeros(plan.target_shape)
+    y = x.new_empty(plan.target_shape) if plan.fills else x.new_zeros(plan.target_shape)
     if plan.silent:
         arrived: Arrived = {}
     elif x.is_cuda or plan.dense:
         arrived = _all_to_all(plan, group, x)
     else:
         arrived = _point_to_point(plan, group, x, y)
-    for piece in plan.takes:
+    for order, piece in enumerate(plan.takes):
         part = arrived[piece.peer] if piece.peer in arrived else x[plan.kept]
-        if part is not None and plan.once:
-            y[piece.region].copy_(part)
-        elif part is not None:
-            y[piece.region].add_(part)
+        if part is not None:
+            copies = plan.once or (plan.fills and order == 0)
+            (torch.Tensor.copy_ if copies else torch.Tensor.add_)(y[piece.region], part)
     return y
 
 
 def _all_to_all(plan: Plan, group: transport.Group, x: Tensor) -> Arrived:
-    packed = [_packed(x, piece).reshape(-1) for piece in plan.gives]
+    """One collective, for when everybody has something for everybody."""
+    send = x.new_empty(sum(piece.numel for piece in plan.gives))
+    for piece, part in zip(plan.gives, _parts(send, plan.gives), strict=True):
+        part.copy_(x[piece.region])
     gives = {piece.peer: piece.numel for piece in plan.gives}
     takes = {piece.peer: piece.numel for piece in plan.arrives}
     received = group.all_to_all(
-        torch.cat(packed) if packed else x.new_empty(0),
+        send,
         [gives.get(worker, 0) for worker in group.workers],
         [takes.get(worker, 0) for worker in group.workers],
     )
-    parts = received.split([piece.numel for piece in plan.arrives])
-    return {
-        piece.peer: part.view(piece.shape) for piece, part in zip(plan.arrives, parts, strict=True)
-    }
+    parts = _parts(received, plan.arrives)
+    return {piece.peer: part for piece, part in zip(plan.arrives, parts, strict=True)}
+
+
+def _parts(flat: Tensor, pieces: tuple[Piece, ...]) -> list[Tensor]:
+    """The pieces that lie one after the other in a flat tensor."""
+    lengths = [piece.numel for piece in pieces]
+    parts = flat.split(lengths) if pieces else ()
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
 
 
 def _point_to_point(plan: Plan, group: transport.Group, x: Tensor, y: Tensor) -> Arrived:

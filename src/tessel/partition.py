@@ -58,16 +58,20 @@ class Partition:
     @property
     def rank(self) -> int | None:
         """The place of this worker among `ranks`, or None when it is not active."""
-        return self._places.get(transport.this_worker())
+        return self.place(transport.this_worker())
 
     @property
     def index(self) -> tuple[int, ...] | None:
         """The coordinates of this worker on the grid, or None when it is not active."""
         return self.coordinates(transport.this_worker())
 
+    def place(self, worker: int) -> int | None:
+        """The place of a worker of the job among `ranks`, or None when it is not there."""
+        return self._places.get(worker)
+
     def coordinates(self, worker: int) -> tuple[int, ...] | None:
         """The coordinates of a worker of the job, or None when it is not in the partition."""
-        place = self._places.get(worker)
+        place = self.place(worker)
         return None if place is None else boxes.unravel(place, self.shape)
 
     def worker_at(self, coordinates: Sequence[int]) -> int:

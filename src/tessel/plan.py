@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from tessel import boxes
@@ -61,6 +61,16 @@ class Plan:
     once: bool
     silent: bool
     dense: bool
+
+    @cached_property
+    def fills(self) -> bool:
+        """Whether what arrives first, or all that arrives once, covers the output."""
+        return self.once or (bool(self.takes) and self.takes[0].shape == self.target_shape)
+
+    @cached_property
+    def stays(self) -> bool:
+        """Whether the whole tensor stays where it is, and nothing else happens anywhere."""
+        return self.silent and self.once and self.source_shape == self.target_shape
 
 
 @lru_cache(maxsize=4096)
@@ -161,7 +171,9 @@ def _giver(source: Layout, place: Coordinates, target: Layout, taker: int) -> in
     if own is not None and _without_shared(source, own) == place:
         return taker
     holders = source.holders(place)
-    return holders[target.partition.ranks.index(taker) % len(holders)]
+    turn = target.partition.place(taker)
+    assert turn is not None
+    return holders[turn % len(holders)]
 
 
 def _without_shared(layout: Layout, coordinates: Coordinates) -> Coordinates:
@@ -180,15 +192,11 @@ def _is_silent(source: Layout, target: Layout) -> bool:
 def _is_dense(source: Layout, target: Layout) -> bool:
     """Whether every worker takes from every other: then one all-to-all is the best exchange."""
     same_workers = set(source.partition.ranks) == set(target.partition.ranks)
+    cuts = zip(source.cuts, target.cuts, strict=True)
     return (
         same_workers
         and not source.shared
-        and all(
-            boxes.overlap(a, b) is not None
-            for give, take in zip(source.cuts, target.cuts, strict=True)
-            for a in give.intervals
-            for b in take.intervals
-        )
+        and all(boxes.all_overlap(give.intervals, take.intervals) for give, take in cuts)
     )
 
 

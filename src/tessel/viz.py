@@ -1,0 +1,425 @@
+"""Pictures of layouts: which worker stores which box, and what a move sends.
+
+The pictures need matplotlib, which `pip install 'tessel[viz]'` brings along. Every worker has its
+colour. A tensor of one dimension is drawn as a bar, one of two as a plane; of a tensor with more,
+the first two dimensions that are split.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from math import sqrt
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from tessel import boxes
+from tessel.boxes import Box, Interval
+from tessel.layout import Layout
+from tessel.move import Move
+from tessel.plan import plan, route
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_Point = tuple[float, float]
+
+_COLOURS = (
+    "#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#EE8866", "#44BB99",
+    "#997700", "#99DDFF", "#BB5566", "#AAAA00",
+)  # fmt: skip
+_INK = "#22262e"
+_FAINT = "#6b7280"
+_MOST_LABELLED_ARROWS = 8
+_FILL = {"edgecolor": "white", "linewidth": 0.6, "alpha": 0.85}
+_PILL = {"boxstyle": "round,pad=0.3,rounding_size=0.5", "facecolor": "white", "edgecolor": "none"}
+
+
+def colour(worker: int) -> str:
+    """The colour of a worker, the same in every picture."""
+    return _COLOURS[worker % len(_COLOURS)]
+
+
+def num_bytes(count: int) -> str:
+    """A number of bytes for people.
+
+    >>> num_bytes(512), num_bytes(1536), num_bytes(4 * 2**20)
+    ('512 B', '1.5 KiB', '4 MiB')
+    """
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches, independent of matplotlib's global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "pictures need matplotlib, which is not installed: pip install 'tessel[viz]'"
+        ) from error
+    return Figure(figsize=(width, height), facecolor="white")
+
+
+def draw_layout(layout: Layout, ax: Axes | None = None, *, title: str = "") -> Axes:
+    """Draw which box each worker stores; boxes that overlap and copies lie side by side.
+
+    Args:
+        layout: the layout.
+        ax: the matplotlib axes to draw on; new ones by default.
+        title: what to write above.
+
+    >>> import tessel
+    >>> from tessel.viz import draw_layout
+    >>> layout = tessel.Layout.balanced(tessel.world(), (8,))
+    >>> draw_layout(layout).figure.savefig("layout.png")  # doctest: +SKIP
+    """
+    axes = new_figure(4.8, 4.8).subplots() if ax is None else ax
+    _Stage(axes, _Paper(layout, _drawn_dims(layout)), title).show_owners()
+    return axes
+
+
+def draw_move(
+    move: Move, path: str | PathLike[str] | None = None, *, element_size: int = 4
+) -> Figure:
+    """Draw a tensor before and after a move, with an arrow for everything that travels.
+
+    After the move, every box shows by its colours from whom its content came; stripes are sums.
+
+    Args:
+        move: the move.
+        path: where to save the picture (PNG, PDF, SVG); it is only returned by default.
+        element_size: the bytes of one element of the tensor.
+
+    >>> import tessel
+    >>> from tessel.viz import draw_move
+    >>> layout = tessel.Layout.balanced(tessel.world(), (8,))
+    >>> figure = draw_move(tessel.Move(layout, layout), "move.png")  # doctest: +SKIP
+    """
+    figure = new_figure(10.5, 5.2)
+    before, after = figure.subplots(1, 2, gridspec_kw={"wspace": 0.28})
+    draw_exchange(before, after, move.domain, move.codomain, element_size=element_size)
+    if path is not None:
+        figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.3)
+    return figure
+
+
+def draw_exchange(
+    before: Axes,
+    after: Axes,
+    domain: Layout,
+    codomain: Layout,
+    *,
+    element_size: int = 4,
+    titles: tuple[str, str] = ("before", "after"),
+) -> None:
+    """Draw the move from `domain` to `codomain` on two axes; no workers need to run.
+
+    Args:
+        before: the axes for the domain.
+        after: the axes for the codomain.
+        domain: the layout that the tensor has.
+        codomain: the layout that it gets.
+        element_size: the bytes of one element of the tensor.
+        titles: what to write above the two.
+    """
+    dims = _drawn_dims(domain, codomain)
+    start = _Stage(before, _Paper(domain, dims), titles[0])
+    end = _Stage(after, _Paper(codomain, dims), titles[1])
+    parcels = list(_parcels(domain, codomain))
+    moved = [parcel for parcel in parcels if parcel.giver != parcel.taker]
+    start.show_owners()
+    for parcel in moved:
+        start.mark(parcel.giver, parcel.box)
+    end.show_origins(parcels)
+    # With a halo, neighbours give each other what both hold afterwards: one drawing shows it.
+    _draw_arrows(end if _keeps_boxes(domain, codomain) else start, end, moved, element_size)
+    end.caption(_summary(_sizes(domain, codomain, element_size)))
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """What one worker takes from one worker: a box of the global tensor."""
+
+    giver: int
+    taker: int
+    box: Box
+
+
+def _parcels(domain: Layout, codomain: Layout) -> Iterator[_Parcel]:
+    for taker in codomain.partition.ranks:
+        box = codomain.box(taker)
+        assert box is not None
+        for piece in plan(domain, codomain, taker).takes:
+            part = tuple(
+                (origin + region.start, origin + region.stop)
+                for (origin, _), region in zip(box, piece.region, strict=True)
+            )
+            yield _Parcel(piece.peer, taker, part)
+
+
+def _sizes(domain: Layout, codomain: Layout, element_size: int) -> list[int]:
+    """The bytes of every message."""
+    return [
+        element_size * piece.numel
+        for worker in {*domain.partition.ranks, *codomain.partition.ranks}
+        for exchange in route(domain, codomain, worker)
+        for piece in exchange.gives
+    ]
+
+
+def _summary(sizes: Sequence[int]) -> str:
+    """How many messages of which sizes, in words.
+
+    >>> _summary([4096, 4096, 512])
+    '3 messages, 8.5 KiB in all: 2 of 4 KiB, 1 of 512 B'
+    """
+    if not sizes:
+        return "nothing is sent"
+    total = f"{len(sizes)} messages, {num_bytes(sum(sizes))} in all"
+    counts = Counter(sizes).most_common()
+    if len(counts) > 3:
+        return total
+    return total + ": " + ", ".join(f"{count} of {num_bytes(size)}" for size, count in counts)
+
+
+def _keeps_boxes(domain: Layout, codomain: Layout) -> bool:
+    """Whether every worker's box in the codomain holds its box in the domain, as with a halo."""
+    return domain.partition == codomain.partition and all(
+        wide[0] <= own[0] and own[1] <= wide[1]
+        for worker in domain.partition.ranks
+        for own, wide in zip(domain.box(worker) or (), codomain.box(worker) or (), strict=True)
+    )
+
+
+def _drawn_dims(*layouts: Layout) -> tuple[int, ...]:
+    """The one or two dimensions to draw: those that are split come first."""
+    dims = range(len(layouts[0].shape))
+    split = [d for d in dims if any(len(layout.cuts[d].intervals) > 1 for layout in layouts)]
+    chosen = [*split, *(d for d in dims if d not in split)][:2]
+    return tuple(sorted(chosen))
+
+
+class _Paper:
+    """Where a layout's boxes lie on paper: side by side in their order, copies one by one.
+
+    The longest dimension is one unit long, the other no less than a third of it.
+    """
+
+    def __init__(self, layout: Layout, dims: tuple[int, ...]) -> None:
+        self.layout, self.dims = layout, dims
+        longest = max((layout.shape[d] for d in dims), default=0) or 1
+        self.scales = [max(1 / longest, 1 / (3 * max(layout.shape[d], 1))) for d in dims]
+        disjoint = all(boxes.disjoint(layout.cuts[d].intervals) for d in dims)
+        self.gap = 0.02 if disjoint else 0.11
+        used = {axis for d in dims for axis in layout.cuts[d].axes}
+        self.copy_axes = [axis for axis in range(layout.partition.dim) if axis not in used]
+
+    @cached_property
+    def starts(self) -> list[list[float]]:
+        """For each drawn dimension where its intervals start, and where the row of them ends."""
+        return [
+            [0.0, *accumulate(scale * (stop - start) + self.gap for start, stop in intervals)]
+            for scale, intervals in zip(self.scales, self._intervals(), strict=True)
+        ]
+
+    def _intervals(self) -> Iterator[Sequence[Interval]]:
+        return (self.layout.cuts[d].intervals for d in self.dims)
+
+    @cached_property
+    def size(self) -> tuple[float, float]:
+        """Height and width of one copy."""
+        lengths = [starts[-1] - self.gap for starts in self.starts] or [1.0]
+        return (lengths[0], lengths[1]) if len(lengths) == 2 else (1 / 6, lengths[0])
+
+    @cached_property
+    def extent(self) -> tuple[float, float]:
+        """Height and width of everything."""
+        spans = [self.rectangle(worker) for worker in self.layout.partition.ranks]
+        return max(y + h for _, y, _, h in spans), max(x + w for x, _, w, _ in spans)
+
+    def rectangle(self, worker: int, part: Box | None = None) -> tuple[float, float, float, float]:
+        """Left, top, width and height of a worker's box, or of a part of it."""
+        own = self.layout.box(worker) or ()
+        part = own if part is None else part
+        top, left = self._origin(worker)
+        spans = [
+            (scale * (part[d][0] - own[d][0]), scale * (part[d][1] - part[d][0]))
+            for d, scale in zip(self.dims, self.scales, strict=True)
+        ]
+        if len(spans) < 2:  # a bar
+            spans = [(0.0, self.size[0]), *(spans or [(0.0, 1.0)])]
+        (down, height), (right, width) = spans
+        return left + right, top + down, width, height
+
+    def _origin(self, worker: int) -> tuple[float, float]:
+        """Top and left of a worker's box."""
+        coordinates = self.layout.partition.coordinates(worker)
+        assert coordinates is not None
+        places = self.layout.places(coordinates)
+        at = [starts[places[d]] for d, starts in zip(self.dims, self.starts, strict=True)]
+        top, left = at if len(at) == 2 else (0.0, *(at or [0.0]))
+        row, column = divmod(self._copy(coordinates), self._copies_in_a_row())
+        height, width = self.size
+        return top + row * (height + 3 * self.gap), left + column * (width + 3 * self.gap)
+
+    def _copy(self, coordinates: Sequence[int]) -> int:
+        sizes = [self.layout.partition.shape[axis] for axis in self.copy_axes]
+        return boxes.ravel([coordinates[axis] for axis in self.copy_axes], sizes)
+
+    def _copies_in_a_row(self) -> int:
+        """As many as make the drawing about square."""
+        last = self._copy([size - 1 for size in self.layout.partition.shape])
+        height, width = self.size
+        return max(1, round(sqrt((last + 1) * height / max(width, 1e-9))))
+
+    def middle(self, worker: int, part: Box) -> _Point:
+        """The middle of a part of a worker's box."""
+        left, top, width, height = self.rectangle(worker, part)
+        return left + width / 2, top + height / 2
+
+
+class _Stage:
+    """Axes on which a layout is drawn."""
+
+    def __init__(self, ax: Axes, paper: _Paper, title: str) -> None:
+        self.ax, self.paper = ax, paper
+        height, width = paper.extent
+        ax.set_xlim(0, width)
+        ax.set_ylim(height, 0)
+        ax.set_aspect("equal")
+        ax.axis("off")
+        ax.set_title(title, color=_INK, fontsize=12, pad=10)
+        ax.apply_aspect()  # the axes get their final place, in which names are fitted
+
+    def show_owners(self) -> None:
+        """Paint every worker's box in its colour."""
+        for worker in self.paper.layout.partition.ranks:
+            self._add(self.paper.rectangle(worker), facecolor=colour(worker), **_FILL)
+            self._name(worker)
+
+    def show_origins(self, parcels: Iterable[_Parcel]) -> None:
+        """Paint every worker's box in the colours of those from whom it came."""
+        large_first = sorted(parcels, key=lambda p: (p.taker, -boxes.volume(p.box), p.box))
+        for (taker, box), group in groupby(large_first, key=lambda p: (p.taker, p.box)):
+            givers = [parcel.giver for parcel in group]
+            left, top, width, height = self.paper.rectangle(taker, box)
+            stripe = width / len(givers)  # one stripe for each term of a sum
+            for k, giver in enumerate(givers):
+                place = (left + k * stripe, top, stripe, height)
+                self._add(place, facecolor=colour(giver), **_FILL)
+        for worker in self.paper.layout.partition.ranks:
+            frame = self.paper.rectangle(worker)
+            self._add(frame, fill=False, edgecolor=colour(worker), linewidth=3, clip_on=False)
+            self._name(worker)
+
+    def mark(self, worker: int, part: Box) -> None:
+        """Draw a dashed line around a part that leaves a worker."""
+        style: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.2, "linestyle": (0, (4, 3))}
+        self._add(self.paper.rectangle(worker, part), fill=False, **style)
+
+    def caption(self, text: str) -> None:
+        """Write a line below the drawing."""
+        style: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 9.5, "color": _FAINT}
+        style |= {"xycoords": "axes fraction", "xytext": (0, -12), "textcoords": "offset points"}
+        self.ax.annotate(text, (0.5, 0), **style)
+
+    def _add(self, rectangle: tuple[float, float, float, float], **style: Any) -> None:
+        from matplotlib.patches import Rectangle
+
+        left, top, width, height = rectangle
+        if width and height:
+            self.ax.add_patch(Rectangle((left, top), width, height, **style))
+
+    def _name(self, worker: int) -> None:
+        """Write the worker's number and the shape of its tensor into its box, if they fit."""
+        left, top, width, height = self.paper.rectangle(worker)
+        if not (width and height):
+            return
+        wide, newline = width > 2 * height, "\n"
+        shape = "×".join(map(str, self.paper.layout.shape_on(worker)))
+        texts = (f"worker {worker}{'  ' if wide else newline}{shape}", f"worker {worker}")
+        text = next((t for t in texts if self._fits(t, width, height)), str(worker))
+        down = 0.25 if wide else 0.5
+        at = (left + width / 2, top + down * height)
+        _write(self.ax, at, text, fontsize=9 if len(text) > 3 else 7)
+
+    def _fits(self, text: str, width: float, height: float) -> bool:
+        """Whether a text, with some room around, is smaller than a box on paper."""
+        (x0, y0), (x1, y1) = self.ax.transData.transform([(0, 0), (width, height)])
+        points = 72 / self.ax.figure.dpi
+        lines = text.split("\n")
+        return (
+            max(map(len, lines)) * 5.4 + 14 < abs(x1 - x0) * points
+            and len(lines) * 12 + 8 < abs(y1 - y0) * points
+        )
+
+
+def _write(ax: Axes, at: _Point, text: str, **style: Any) -> None:
+    """Write on a white label, above the arrows, which belong to the figure."""
+    style |= {"ha": "center", "va": "center", "color": _INK, "bbox": _PILL, "zorder": 7}
+    ax.figure.text(at[0], at[1], text, transform=ax.transData, **style)
+
+
+def _draw_arrows(start: _Stage, end: _Stage, moved: Sequence[_Parcel], element_size: int) -> None:
+    """One arrow for each parcel, in the colour of its giver; those of one giver fan out."""
+    for giver, group in groupby(sorted(moved, key=lambda p: p.giver), key=lambda p: p.giver):
+        parcels = list(group)
+        for k, parcel in enumerate(parcels):
+            bend = 0.28 if start is end else 0.1 * ((len(parcels) - 1) / 2 - k)
+            tail = start.paper.middle(giver, parcel.box)
+            head = end.paper.middle(parcel.taker, parcel.box)
+            _draw_arrow(start.ax, end.ax, tail, head, bend, colour(giver))
+            if len(moved) <= _MOST_LABELLED_ARROWS and start is not end:
+                label = num_bytes(element_size * boxes.volume(parcel.box))
+                _write(end.ax, _between(start.ax, end.ax, tail, head, bend), label, fontsize=8)
+
+
+def _draw_arrow(
+    before: Axes, after: Axes, tail: _Point, head: _Point, bend: float, ink: str
+) -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import ConnectionPatch
+    from matplotlib.patheffects import Normal, withStroke
+
+    red, green, blue = to_rgb(ink)
+    before.plot(*tail, "o", markersize=4.5, color="white", zorder=6)
+    arrow = ConnectionPatch(
+        tail,
+        head,
+        before.transData,
+        after.transData,
+        arrowstyle="-|>,head_length=0.5,head_width=0.25",
+        connectionstyle=f"arc3,rad={bend}",
+        mutation_scale=12,
+        linewidth=1.5,
+        color=(0.6 * red, 0.6 * green, 0.6 * blue),  # darker than the boxes that it crosses
+        path_effects=[withStroke(linewidth=3.5, foreground="white"), Normal()],
+        zorder=5,
+    )
+    after.figure.add_artist(arrow)
+
+
+def _between(before: Axes, after: Axes, tail: _Point, head: _Point, bend: float) -> _Point:
+    """Where an arrow crosses the middle of the room between two drawings, seen from the second."""
+    (x0, y0), (x2, y2) = before.transData.transform(tail), after.transData.transform(head)
+    # matplotlib's arc3 is the quadratic curve with this point in the middle
+    x1, y1 = (x0 + x2) / 2 + bend * (y2 - y0), (y0 + y2) / 2 - bend * (x2 - x0)
+    middle = (before.transAxes.transform((1, 0))[0] + after.transAxes.transform((0, 0))[0]) / 2
+    curve = [
+        (
+            (1 - t) ** 2 * x0 + 2 * t * (1 - t) * x1 + t**2 * x2,
+            (1 - t) ** 2 * y0 + 2 * t * (1 - t) * y1 + t**2 * y2,
+        )
+        for t in (k / 100 for k in range(101))
+    ]
+    x, y = after.transData.inverted().transform(min(curve, key=lambda p: abs(p[0] - middle)))
+    return float(x), float(y)
