@@ -22,24 +22,26 @@ from tessel.layout import Shape
 from tessel.transport import Group
 
 MAX_DIM = 10
-_NUM_WORDS = 4 + MAX_DIM  # label, dtype and device, flags, number of dimensions, lengths
+MEMORY = 256  # conclusions that a meeting remembers
+_NUM_WORDS = 5 + MAX_DIM  # label, dtype, device, flags, number of dimensions, lengths
 
-_DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+_DTYPES: tuple[torch.dtype | None, ...] = (
+    None, torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.complex64, torch.complex128, torch.complex32,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_DEVICE_CODES = {device: code for code, device in enumerate(_DEVICES)}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one worker brings to a movement."""
+    """What one worker brings to a movement; no dtype if it is nothing that can be moved."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     device: str
     needs_grad: bool = False
     has_tangent: bool = False
@@ -47,22 +49,24 @@ class Claim:
 
     @classmethod
     def of(cls, x: Tensor) -> Claim:
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            return cls((), None, "cpu")
         needs_grad = x.requires_grad and torch.is_grad_enabled()
         return cls(tuple(x.shape), x.dtype, x.device.type, needs_grad, has_tangent(x))
 
     def words(self) -> list[int]:
         """The claim as a fixed number of integers."""
-        if self.dtype not in _DTYPE_CODES or self.device not in _DEVICES:
-            raise NotImplementedError(f"tensors of {self.dtype} on {self.device} cannot be moved")
-        kind = _DTYPE_CODES[self.dtype] * len(_DEVICES) + _DEVICES.index(self.device)
+        movable = self.dtype in _DTYPE_CODES and self.device in _DEVICE_CODES
+        dtype, device = (self.dtype, self.device) if movable else (None, "cpu")
         flags = self.needs_grad | self.has_tangent << 1 | self.compiles << 2
         lengths = self.shape[:MAX_DIM]
-        return [kind, flags, len(self.shape), *lengths, *[0] * (MAX_DIM - len(lengths))]
+        padding = [0] * (MAX_DIM - len(lengths))
+        codes = _DTYPE_CODES[dtype], _DEVICE_CODES[device]
+        return [*codes, flags, len(self.shape), *lengths, *padding]
 
     @classmethod
     def from_words(cls, words: list[int]) -> Claim:
-        kind, flags, ndim, *lengths = words
-        dtype, device = divmod(kind, len(_DEVICES))
+        dtype, device, flags, ndim, *lengths = words
         return cls(
             tuple(lengths[:ndim]) + (0,) * (ndim - MAX_DIM),
             _DTYPES[dtype],
@@ -109,7 +113,10 @@ class Meeting(Generic[T]):
         """One small exchange; its conclusion is drawn once for the same claims."""
         everyones = self.group.share_words([self._code, *claim.words()])
         if everyones not in self._known:
-            self._known[everyones] = self._settle(everyones)
+            conclusion = self._settle(everyones)
+            if len(self._known) >= MEMORY:
+                del self._known[next(iter(self._known))]
+            self._known[everyones] = conclusion
         return self._known[everyones]
 
     @cached_property
@@ -122,6 +129,7 @@ class Meeting(Generic[T]):
         claims = [Claim.from_words(row[1:]) for row in rows]
         given = {w: c for w, c in zip(self.group.workers, claims, strict=True) if w in self.givers}
         self._check_compiling(claims)
+        self._check_movable(given)
         ndim = self._same("number of dimensions", {w: len(c.shape) for w, c in given.items()})
         if ndim > MAX_DIM:
             raise ValueError(f"{self.label}: at most {MAX_DIM} dimensions can be moved, got {ndim}")
@@ -135,6 +143,14 @@ class Meeting(Generic[T]):
 
     def _same(self, what: str, values: dict[int, Any]) -> Any:
         return same(values, what, self.label)
+
+    def _check_movable(self, given: dict[int, Claim]) -> None:
+        for worker, claim in given.items():
+            if claim.dtype is None:
+                raise ValueError(
+                    f"{self.label}: worker {worker} passed no tensor, or one of a dtype, device or "
+                    f"layout that cannot be moved; dense tensors of the usual dtypes can"
+                )
 
     def _check_compiling(self, claims: list[Claim]) -> None:
         """A compiled call has fixed shapes: workers compile it together or not at all."""
@@ -166,7 +182,8 @@ def has_tangent(x: Tensor) -> bool:
 def admit(x: Tensor, terms: Terms, gives: bool) -> Tensor:
     """What enters a movement: the tensor itself, or an empty one of the agreed kind."""
     if not gives:
-        x = x.reshape(-1)[:0].to(dtype=terms.dtype, device=terms.device)
+        empty = torch.empty(0, dtype=terms.dtype, device=terms.device)
+        x = x.reshape(-1)[:0].to(empty) if isinstance(x, Tensor) and x.requires_grad else empty
     if terms.has_tangent and not has_tangent(x):
         x = forward_ad.make_dual(x, torch.zeros_like(x))
     return x

@@ -820,7 +820,7 @@ def _work(channel: socket.socket, stacks: int, call: Callable[[], object] | None
     faulthandler.register(DUMP_STACKS, stacks)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)  # lines stay whole
     if call is None:
         _reseed_numpy()
         _answer_calls(channel, None)

@@ -1,0 +1,32 @@
+"""What moves between workers, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+from tessel import transport
+from tessel.transport import Traffic
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """What this worker sends and receives inside of the `with` block, once it has ended.
+
+    >>> import tessel, torch
+    >>> layer = tessel.nn.AllSumReduce(tessel.world(), [0])
+    >>> with tessel.testing.count_traffic() as traffic:
+    ...     y = layer(torch.ones(3))
+    >>> traffic.bytes_sent
+    0
+    """
+    before = replace(transport.traffic())
+    counted = Traffic()
+    try:
+        yield counted
+    finally:
+        after = transport.traffic()
+        for each in fields(Traffic):
+            change = getattr(after, each.name) - getattr(before, each.name)
+            setattr(counted, each.name, change)
