@@ -77,7 +77,7 @@ class LinearOperator:
     def prepare(self) -> None:
         """Make now what the operator and its adjoint need, which else the first call makes."""
         for operator in (self, self.H):
-            operator.group  # noqa: B018
+            operator.group, operator.domain.local_shape  # noqa: B018
 
     def __matmul__(self, other: LinearOperator) -> LinearOperator:
         """The product `A @ B`, which applies `B` first."""
