@@ -6,32 +6,23 @@ call agrees again, so that a tensor that changed on some workers only raises on 
 
 from __future__ import annotations
 
-from weakref import WeakValueDictionary
-
 import torch
 from torch import Tensor
 
 from tessel.agreement import Claim, Meeting, Terms
 from tessel.linop import LinearOperator
-
-_operators: WeakValueDictionary[int, LinearOperator] = WeakValueDictionary()
-
-
-def number_of(operator: LinearOperator) -> int:
-    """The number by which a graph refers to an operator."""
-    _operators[id(operator)] = operator
-    return id(operator)
+from tessel.numbered import object_of
 
 
 @torch.library.custom_op("tessel::apply", mutates_args=())
 def node(x: Tensor, number: int) -> Tensor:
     """Apply the operator of this number."""
-    return _operators[number]._apply(x)
+    return object_of(number)._apply(x)
 
 
 @node.register_fake
 def _(x: Tensor, number: int) -> Tensor:
-    return x.new_empty(_operators[number].codomain.local_shape)
+    return x.new_empty(object_of(number).codomain.local_shape)
 
 
 class Compiled(LinearOperator):
@@ -45,7 +36,6 @@ class Compiled(LinearOperator):
     ) -> None:
         self.operator, self.meeting, self.claim = operator, meeting, claim
         self.domain, self.codomain = operator.domain, operator.codomain
-        self.number = number_of(self)
         operator.prepare()
 
     @property

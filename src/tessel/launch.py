@@ -184,7 +184,7 @@ class Workers:
             except BaseException:
                 _kill(process for process in team if process.reply is None)
                 raise
-            return [_unpickle_result(rank, process.body) for rank, process in enumerate(team)]
+            return [process.take_result(rank) for rank, process in enumerate(team)]
 
     def _start(self, nprocs: int) -> list[_Process]:
         """The first `nprocs` workers, started where they are missing or have ended."""
@@ -329,7 +329,7 @@ class _Process:
         self.pid = 0  # until it has started
         self.end: str | None = None  # how it ended
         self.reply: _Reply | None = None
-        self.body = b""
+        self._body = memoryview(b"")  # the result that came with the reply
         self._inbox = bytearray()
         self._template = template
         self._channel, channel = socket.socketpair()
@@ -401,6 +401,13 @@ class _Process:
             self._inbox += chunk
             self._read_inbox()
 
+    def take_result(self, rank: int) -> Any:
+        body, self._body = self._body, memoryview(b"")
+        try:
+            return pickle.loads(body)
+        except (ImportError, *UNPICKLABLE) as error:
+            raise RuntimeError(f"the result of worker {rank} cannot be unpickled here") from error
+
     def signal(self, number: int) -> None:
         if self.pid and self.end is None:
             self._template.signal(self.pid, number)
@@ -434,7 +441,7 @@ class _Process:
         head, body = _FRAME.unpack_from(self._inbox)
         if len(self._inbox) == _FRAME.size + head + body:
             view = memoryview(self._inbox)[_FRAME.size :]
-            self.reply, self.body = pickle.loads(view[:head]), bytes(view[head:])
+            self.reply, self._body = pickle.loads(view[:head]), view[head:]
             self._inbox = bytearray()
 
 
@@ -501,7 +508,7 @@ def _raise_timeout(team: Sequence[_Process], name: str, timeout: float | None) -
     ranks = ", ".join(map(str, stuck))
     stacks = [f"Worker {rank}:\n{p.stacks() or 'no answer'}" for rank, p in stuck.items()]
     raise TimeoutError(
-        f"{name} ran longer than its time limit of {timeout} s on worker(s) {ranks} of "
+        f"{name} ran longer than its limit of {timeout} s on worker(s) {ranks} of "
         f"{len(team)}, which were ended; this is where they were\n\n" + "\n".join(stacks)
     )
 
@@ -520,13 +527,6 @@ def _dump_stacks(processes: Sequence[_Process]) -> None:
         before = stacks
 
 
-def _unpickle_result(rank: int, body: bytes) -> Any:
-    try:
-        return pickle.loads(body)
-    except (ImportError, *UNPICKLABLE) as error:
-        raise RuntimeError(f"the result of worker {rank} cannot be unpickled here") from error
-
-
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes | None:
     """Function and arguments as bytes; None if a worker could not import what they name."""
     try:
@@ -534,7 +534,12 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes | None:
     except UNPICKLABLE:
         return None
     main = getattr(sys.modules["__main__"], "__file__", None)
-    return None if b"__main__" in payload and not (main and os.path.isfile(main)) else payload
+    return None if _names_main(payload) and not (main and os.path.isfile(main)) else payload
+
+
+def _names_main(payload: bytes | bytearray) -> bool:
+    """Whether a pickle may refer to the main module, here or (see `_import_main`) on a worker."""
+    return b"__main__" in payload or b"__mp_main__" in payload
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -575,7 +580,7 @@ def _flush_outputs() -> None:
 def _describe_end(exitcode: int) -> str:
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
-    hint = " (by the system, if memory ran out)" if exitcode == -signal.SIGKILL else ""
+    hint = " (as the system does when memory runs out)" if exitcode == -signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-exitcode).name}{hint}"
 
 
@@ -594,7 +599,7 @@ def _send(channel: socket.socket, head: object, body: bytes, fds: Sequence[int] 
     channel.sendall(body)
 
 
-def _receive(channel: socket.socket) -> tuple[Any, bytes, list[int]] | None:
+def _receive(channel: socket.socket) -> tuple[Any, bytearray, list[int]] | None:
     """The next message and its file descriptors; None if the other side has gone."""
     prefix, fds = _receive_fds(channel, _FRAME.size)
     if len(prefix) < _FRAME.size:
@@ -610,7 +615,7 @@ def _receive_fds(channel: socket.socket, size: int) -> tuple[bytes, list[int]]:
     return data, fds
 
 
-def _receive_bytes(channel: socket.socket, size: int) -> bytes:
+def _receive_bytes(channel: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -618,7 +623,7 @@ def _receive_bytes(channel: socket.socket, size: int) -> bytes:
         if not count:
             raise SystemExit(0)  # the other side has gone
         view = view[count:]
-    return bytes(data)
+    return data
 
 
 class _Template:
@@ -745,23 +750,24 @@ def _serve(control: socket.socket, call: Callable[[], object] | None = None) -> 
     signal.signal(signal.SIGINT, _ignore)  # Ctrl-C is for the parent, which then ends the workers
     signal.signal(signal.SIGCHLD, _ignore)
     signal.set_wakeup_fd(ringer.fileno())
-    while os.getppid() == parent:
-        ready = wait([control, bell], timeout=1.0)
-        if bell in ready:
-            bell.recv(4096)
-        _report_ends(children)
-        if control in ready:
-            order, fds = _receive_fds(control, _ORDER.size)
-            if not order:
-                break
-            pid, number = _ORDER.unpack(order)
-            if pid in children:
-                os.kill(pid, number)
-            elif pid == 0:
-                _fork_worker(fds, children, [control, bell, ringer], call)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    with control, bell, ringer:
+        while os.getppid() == parent:
+            ready = wait([control, bell], timeout=1.0)
+            if bell in ready:
+                bell.recv(4096)
+            _report_ends(children)
+            if control in ready:
+                order, fds = _receive_fds(control, _ORDER.size)
+                if not order:
+                    break
+                pid, number = _ORDER.unpack(order)
+                if pid in children:
+                    os.kill(pid, number)
+                elif pid == 0:
+                    _fork_worker(fds, children, [control, bell, ringer], call)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:
@@ -847,7 +853,7 @@ def _answer_calls(channel: socket.socket, inherited: Callable[[], object] | None
 
 def _answer(
     call: _Call | None,
-    payload: bytes,
+    payload: bytearray,
     fds: list[int],
     known: dict[str, str],
     inherited: Callable[[], object] | None,
@@ -894,9 +900,9 @@ def _join_world(call: _Call, listener: Sequence[int]) -> None:
     dist.init_process_group(call.backend, store=store, rank=call.rank, world_size=call.nprocs)
 
 
-def _unpickle_call(payload: bytes, scene: _Scene) -> Callable[[], object]:
+def _unpickle_call(payload: bytearray, scene: _Scene) -> Callable[[], object]:
     try:
-        if b"__main__" in payload:
+        if _names_main(payload):
             _import_main(*scene.main)
         fn, args = pickle.loads(payload)
     except (ImportError, AttributeError) as error:

@@ -17,9 +17,10 @@ from torch import Tensor
 from tessel import transport
 from tessel.agreement import Claim, Meeting, Terms, admit
 from tessel.layout import Layout, Shape
+from tessel.numbered import Numbered, object_of
 
 
-class LinearOperator:
+class LinearOperator(Numbered):
     """A linear map from tensors in one layout to tensors in another.
 
     A subclass sets `domain` and `codomain` and writes two methods on local tensors, `_apply` and
@@ -57,7 +58,7 @@ class LinearOperator:
         if transport.this_worker() not in self.group.workers:
             return x.clone()
         if torch.compiler.is_compiling():
-            _prepare_while_compiling(self)
+            _prepare_while_compiling(self.number)
             return self.apply(x)
         terms = self._meeting.reach(Claim.of(x))
         return self.apply(admit(x, terms, self.domain.partition.active), terms)
@@ -106,9 +107,8 @@ class LinearOperator:
                 )
         return terms
 
-    def __getstate__(self) -> dict[str, Any]:
-        derived = {"group", "_label", "_meeting", "H", "route", "number"}
-        return {name: value for name, value in self.__dict__.items() if name not in derived}
+    def _is_derived(self, name: str) -> bool:
+        return name in ("number", "group", "_label", "_meeting", "H", "route")
 
 
 class Adjoint(LinearOperator):
@@ -170,8 +170,8 @@ class Product(LinearOperator):
 
 
 @torch.compiler.assume_constant_result
-def _prepare_while_compiling(operator: LinearOperator) -> bool:
-    operator.prepare()
+def _prepare_while_compiling(number: int) -> bool:
+    object_of(number).prepare()
     return True
 
 

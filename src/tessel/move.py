@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.compiled import node, number_of
+from tessel.compiled import node
 from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.plan import Piece, Plan, route
@@ -62,12 +62,7 @@ class Move(LinearOperator):
     def prepare(self) -> None:
         super().prepare()
         for move in (self, self.H):
-            move.route, move.number  # noqa: B018
-
-    @cached_property
-    def number(self) -> int:
-        """The name of this move in compiled graphs."""
-        return number_of(self)
+            move.route  # noqa: B018
 
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():

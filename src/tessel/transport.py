@@ -275,7 +275,8 @@ def _is_alive(pid: int) -> bool:
 def _bytes(buffer: Tensor) -> Tensor:
     """The storage of a contiguous tensor as bytes, which every backend can move."""
     assert buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
-    return buffer.reshape(-1).view(torch.uint8)
+    # one element may have any stride and still be contiguous, but not be viewed as bytes
+    return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
 
 
 def _second(parcel: Parcel) -> Tensor:

@@ -47,6 +47,7 @@ def colour(worker: int) -> str:
 def num_bytes(count: int) -> str:
     """A number of bytes for people.
 
+    >>> from tessel.viz import num_bytes
     >>> num_bytes(512), num_bytes(1536), num_bytes(4 * 2**20)
     ('512 B', '1.5 KiB', '4 MiB')
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,11 @@ from tessel.agreement import Claim, Meeting, Terms, admit
 from tessel.compiled import Compiled
 from tessel.layout import Shape
 from tessel.linop import LinearOperator
+from tessel.numbered import Numbered, object_of
 from tessel.partition import Partition
 
 
-class Movement(torch.nn.Module):
+class Movement(Numbered, torch.nn.Module):
     """A movement of tensors from the workers of `P_x` to those of `P_y`.
 
     The global shape is not known beforehand: at each call the workers tell each other, in one
@@ -49,7 +49,7 @@ class Movement(torch.nn.Module):
         if torch.compiler.is_compiling():
             lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
             kind = lengths, x.dtype, x.device.type, x.requires_grad
-            operator, terms = getattr(self, _settled_while_compiling(self, *kind))
+            operator, terms = getattr(self, _settled_while_compiling(self.number, *kind))
         else:
             operator, terms = self._meeting.reach(Claim.of(x))
         return operator.apply(admit(x, terms, self.P_x.active), terms)
@@ -74,19 +74,16 @@ class Movement(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.P_x} → {self.P_y}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not _is_derived(name)}
-
-
-def _is_derived(name: str) -> bool:
-    return name in ("_group", "_meeting", "_slices") or name.startswith("_settled")
+    def _is_derived(self, name: str) -> bool:
+        return name in ("number", "_group", "_meeting", "_slices") or name.startswith("_settled")
 
 
 @torch.compiler.assume_constant_result
 def _settled_while_compiling(
-    movement: Movement, lengths: list[int], dtype: torch.dtype, device: str, needs_grad: bool
+    number: int, lengths: list[int], dtype: torch.dtype, device: str, needs_grad: bool
 ) -> str:
     """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
+    movement: Movement = object_of(number)
     claim = Claim(tuple(lengths), dtype, device, needs_grad)
     operator, terms = movement._meeting.reach(replace(claim, compiles=True))
     name = f"_settled_{abs(hash(claim))}"

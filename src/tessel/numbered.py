@@ -1,0 +1,34 @@
+"""Numbered: objects that a compiled graph, which holds only numbers and tensors, can refer to."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+_numbers = count()
+_numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+class Numbered:
+    """An object with a `number` of its own in this process; a copy of it gets another."""
+
+    number: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        instance = super().__new__(cls)
+        instance.__dict__["number"] = next(_numbers)
+        _numbered[instance.__dict__["number"]] = instance
+        return instance
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not self._is_derived(name)}
+
+    def _is_derived(self, name: str) -> bool:
+        """Whether an attribute belongs to this process rather than to the object."""
+        return name == "number"
+
+
+def object_of(number: int) -> Any:
+    """The object of this number."""
+    return _numbered[number]
