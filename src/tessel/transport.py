@@ -10,6 +10,7 @@ import atexit
 import datetime
 import os
 import socket
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -55,15 +56,26 @@ def start() -> None:
     """Join the job that the launcher's environment describes, unless that has happened."""
     if is_distributed() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return
-    if torch.cuda.is_available() and dist.is_nccl_available():
+    backend = "gloo"
+    if _has_own_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
-    else:
-        backend = "gloo"
     seconds = os.environ.get("TESSEL_TIMEOUT")
     limit = datetime.timedelta(seconds=float(seconds)) if seconds else None
     dist.init_process_group(backend, timeout=limit)
     atexit.register(_leave)  # a process that ends with open groups aborts
+
+
+def _has_own_gpu() -> bool:
+    """Whether each worker of this host can have a GPU, which NCCL does not let two share."""
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if 0 < gpus < workers:
+        warnings.warn(
+            f"{workers} workers on a host with {gpus} GPUs: they move CPU tensors only (Gloo)",
+            stacklevel=4,
+        )
+    return gpus >= workers
 
 
 def _leave() -> None:
