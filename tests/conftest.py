@@ -1,0 +1,57 @@
+"""One pool of workers for the whole run, and a time limit for every test."""
+
+import faulthandler
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+import pytest
+
+from tessel.testing.pool import WorkerPool
+
+LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """The workers of this run."""
+    with WorkerPool(timeout=60.0) as pool:
+        yield pool
+
+
+@pytest.fixture
+def run(pool: WorkerPool) -> Callable[..., list[Any]]:
+    """`run(fn, *args, nprocs=4, timeout=60)`: the results of `fn(*args)` on the workers."""
+    return pool.run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"limit(seconds): time limit of a test, else {LIMIT:g} s")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of each number of workers together, so that worlds are rarely made anew."""
+    items.sort(key=_num_workers)
+
+
+def _num_workers(item: pytest.Item) -> int:
+    return item.callspec.params.get("nprocs", 0) if hasattr(item, "callspec") else 0
+
+
+@pytest.fixture(autouse=True)
+def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that takes too long; end the run, with all stacks, if it cannot even fail."""
+    marker = request.node.get_closest_marker("limit")
+    seconds = float(marker.args[0]) if marker else LIMIT
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise TimeoutError(f"the test ran longer than its limit of {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + 30.0, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,443 @@
+"""Local workers: results, failures, and that nothing is left behind."""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tessel.errors import WorkerLost
+from tessel.launch import Workers, launch
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class PickyError(Exception):
+    """An exception that pickle cannot make again."""
+
+    def __init__(self, expected, got):
+        super().__init__(f"expected {expected}, got {got}")
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def rank_and(*args):
+    return rank(), *args
+
+
+def size_and_sum():
+    total = torch.tensor(float(rank()))
+    dist.all_reduce(total)
+    return dist.get_world_size(), total.item()
+
+
+def what_torchrun_says():
+    return [os.environ.get(name) for name in TORCHRUN_VARIABLES]
+
+
+def num_threads():
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def fail_on(worker, error):
+    if rank() == worker:
+        raise error
+    dist.barrier()
+
+
+def fail_on_3_before_others():
+    dist.barrier()
+    if rank() != 3:
+        time.sleep(0.4)
+    raise ValueError(f"I am worker {rank()}")
+
+
+def fail_picky():
+    raise PickyError(1, 2)
+
+
+def die_on(worker, how):
+    if rank() == worker:
+        how()
+    dist.barrier()
+
+
+def kill_myself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash():
+    ctypes.string_at(0)
+
+
+def hang_on(worker):
+    if rank() == worker:
+        time.sleep(100)
+    dist.barrier()
+
+
+def leave_a_transfer_unfinished():
+    if rank() == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+    raise ValueError(f"left {work if rank() == 0 else None}")
+
+
+def give_a_lock():
+    return threading.Lock()
+
+
+def shout(text):
+    print(text)
+    print(text, file=sys.stderr)
+
+
+def compiled_sum():
+    x = torch.arange(4.0, requires_grad=True)
+    torch.compile(lambda t: (t.sin() ** 2 + t.cos() ** 2).sum())(x).backward()
+    return x.grad.abs().max().item()
+
+
+def see_environment():
+    return os.environ.get("TESSEL_TEST_COLOUR"), os.getcwd()
+
+
+def destroy_world():
+    dist.destroy_process_group()
+
+
+def is_running(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(is_running, pids)):
+        time.sleep(0.02)
+    return [pid for pid in pids if is_running(pid)]
+
+
+def notes(info):
+    return "\n".join(info.value.__notes__)
+
+
+# Results
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_results_come_in_the_order_of_ranks(run, nprocs):
+    x = torch.arange(3.0)
+    results = run(rank_and, "text", x, nprocs=nprocs)
+    assert [result[:2] for result in results] == [(k, "text") for k in range(nprocs)]
+    assert all(torch.equal(result[2], x) for result in results)
+
+
+def test_tensors_larger_than_a_socket_buffer(run):
+    x = torch.arange(3_000_000)
+    assert all(torch.equal(y, x) for _, y in run(rank_and, x, nprocs=2))
+
+
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+def test_workers_share_a_world(run, nprocs):
+    assert run(size_and_sum, nprocs=nprocs) == [(nprocs, sum(range(nprocs)))] * nprocs
+
+
+def test_world_size_can_change_between_calls(run):
+    assert run(dist.is_initialized, nprocs=1) == [False]
+    for nprocs in (4, 2, 4):
+        assert run(size_and_sum, nprocs=nprocs) == [(nprocs, sum(range(nprocs)))] * nprocs
+    assert run(dist.is_initialized, nprocs=1) == [False]
+
+
+def test_world_is_kept_between_calls(run):
+    ports = [run(os.getenv, "MASTER_PORT", nprocs=2) for _ in range(2)]
+    assert ports[0] == ports[1]
+
+
+def test_world_that_a_function_destroyed_is_made_anew(run):
+    run(destroy_world, nprocs=2)
+    assert run(size_and_sum, nprocs=2) == [(2, 1.0)] * 2
+
+
+def test_environment_is_that_of_torchrun(run):
+    assert run(what_torchrun_says, nprocs=2) == [["0", "2", "0", "2"], ["1", "2", "1", "2"]]
+
+
+def test_single_worker_is_a_plain_process(run, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run(what_torchrun_says, nprocs=1) == [[None] * 4]
+
+
+def test_a_call_sees_the_present_environment_and_directory(run, monkeypatch, tmp_path):
+    run(see_environment, nprocs=1)
+    monkeypatch.setenv("TESSEL_TEST_COLOUR", "green")
+    monkeypatch.chdir(tmp_path)
+    assert run(see_environment, nprocs=1) == [("green", str(tmp_path))]
+    monkeypatch.undo()
+    assert run(see_environment, nprocs=1) == [(None, os.getcwd())]
+
+
+def test_cores_are_shared_out(run):
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert run(num_threads, nprocs=2) == [(threads, str(threads))] * 2
+    assert launch(num_threads, 2, threads=3) == [(3, "3")] * 2
+
+
+def test_output_passes_through(run, capfd):
+    run(shout, "a word", nprocs=2)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("a word\n" * 2, "a word\n" * 2)
+
+
+def test_compiled_functions_run(run):
+    assert max(run(compiled_sum, nprocs=2)) < 1e-6
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "2"])
+def test_number_of_workers_is_checked(bad):
+    with pytest.raises(ValueError, match="nprocs must be a whole number of at least 1, got"):
+        launch(rank, bad)
+
+
+# Functions that cannot be imported
+
+
+def test_lambdas_and_closures():
+    offset = torch.tensor(5)
+    assert launch(lambda: int(offset) + rank(), 3) == [5, 6, 7]
+
+
+def test_closure_after_parallel_work_and_backward_in_this_process():
+    x = torch.randn(600, 600, requires_grad=True)
+
+    def gradient():
+        y = x.detach().clone().requires_grad_()
+        (y @ y).sum().backward()
+        return y.grad
+
+    (x @ x).sum().backward()
+    results = launch(gradient, 2, threads=2, timeout=30)
+    for result in results:
+        torch.testing.assert_close(result, x.grad)
+
+
+def test_closure_may_fail():
+    def fail():
+        raise KeyError(rank())
+
+    with pytest.raises(KeyError):
+        launch(fail, 2)
+
+
+def test_closures_cannot_be_sent_to_running_workers(run):
+    with pytest.raises(TypeError, match=r"top level of a module, or use tessel\.launch"):
+        run(lambda: None)
+
+
+def test_unpicklable_result(run):
+    with pytest.raises(TypeError, match="result of worker 0, of type lock, cannot be pickled"):
+        run(give_a_lock, nprocs=1)
+
+
+# Failures
+
+
+def test_exception_keeps_its_type_and_shows_the_worker(run):
+    with pytest.raises(ZeroDivisionError, match="on purpose") as info:
+        run(fail_on, 2, ZeroDivisionError("on purpose"))
+    assert "Worker 2 of 4" in notes(info)
+    assert "in fail_on\n    raise error" in notes(info)
+    assert run(size_and_sum) == [(4, 6.0)] * 4
+
+
+def test_first_failure_in_time_wins(run):
+    with pytest.raises(ValueError, match="I am worker 3") as info:
+        run(fail_on_3_before_others)
+    assert "worker 0 failed with ValueError: I am worker 0" in notes(info)
+
+
+def test_exception_that_cannot_be_pickled_says_the_same(run):
+    with pytest.raises(RuntimeError, match="PickyError: expected 1, got 2") as info:
+        run(fail_picky, nprocs=2)
+    assert "raise PickyError(1, 2)" in notes(info)
+
+
+def test_unfinished_transfers_do_not_stop_the_pool(run):
+    with pytest.raises(ValueError, match="left"):
+        run(leave_a_transfer_unfinished, nprocs=2)
+    assert run(size_and_sum, nprocs=2, timeout=20) == [(2, 1.0)] * 2
+
+
+@pytest.mark.parametrize("nprocs", [1, 4])
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        (kill_myself, "was killed by SIGKILL"),
+        (crash, "was killed by SIGSEGV"),
+        (partial(os._exit, 3), "ended with exit code 3"),
+        (sys.exit, "ended with exit code 0"),
+    ],
+)
+def test_worker_that_dies_is_named(run, nprocs, how, what):
+    last = nprocs - 1
+    with pytest.raises(
+        WorkerLost, match=f"worker {last} of {nprocs} {what}.* while it ran .*die_on"
+    ):
+        run(die_on, last, how, nprocs=nprocs, timeout=20)
+    assert run(rank, nprocs=nprocs) == list(range(nprocs))
+
+
+def test_crash_shows_the_stack(run):
+    with pytest.raises(WorkerLost) as info:
+        run(die_on, 0, crash, nprocs=1)
+    assert "in crash" in notes(info)
+
+
+def test_worker_that_dies_between_calls_is_replaced(run):
+    pids = run(os.getpid, nprocs=2)
+    os.kill(pids[1], signal.SIGKILL)
+    while Path(f"/proc/{pids[1]}").exists():
+        time.sleep(0.01)
+    assert run(size_and_sum, nprocs=2) == [(2, 1.0)] * 2
+
+
+def test_time_limit_shows_where_each_worker_is(run):
+    run(rank, nprocs=3)
+    with pytest.raises(TimeoutError, match="hang_on ran longer than its limit of 2 s") as info:
+        run(hang_on, 1, nprocs=3, timeout=2)
+    workers = re.split(r"Worker \d:", str(info.value))[1:]
+    assert len(workers) == 3
+    assert "time.sleep" not in workers[0] and "barrier" in workers[0]
+    assert "in hang_on" in workers[1] and "barrier" not in workers[1]
+    assert run(size_and_sum, nprocs=3) == [(3, 3.0)] * 3
+
+
+# Nothing is left behind
+
+
+def test_close_ends_the_workers():
+    with Workers(3) as workers:
+        pids = workers.run(os.getpid)
+        assert all(map(is_running, pids))
+    assert not wait_until_gone(pids, seconds=0)
+
+
+def test_launch_ends_the_workers_of_a_closure():
+    pids = launch(lambda: (os.getpid(), os.getppid()), 2)
+    assert not wait_until_gone([pid for pair in pids for pid in pair], seconds=0)
+
+
+def script(tmp_path, text):
+    """Start a script that may import what it needs, in a process of its own."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, str(path)], start_new_session=True, **pipes)
+
+
+BUSY = """
+    import os, sys, time
+    from tessel.launch import launch
+
+    def busy():
+        os.write(1, f"{os.getpid()} {os.getppid()}\\n".encode())
+        %s
+
+    if __name__ == "__main__":
+        launch(%s, 2)
+"""
+FOREVER = "import torch.distributed as d; d.recv(__import__('torch').empty(1))"
+HOLD_GIL = "import re; re.match(r'(a+)+b', 'a' * 60)"
+
+
+@pytest.mark.parametrize(
+    ("body", "fn"),
+    [(FOREVER, "busy"), (HOLD_GIL, "busy"), (FOREVER, "lambda: busy()")],
+    ids=["in a collective", "without the GIL", "forked"],
+)
+def test_workers_end_with_their_parent(tmp_path, body, fn):
+    with script(tmp_path, BUSY % (body, fn)) as process:
+        pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
+        process.kill()
+        process.stderr.read()
+    assert len(pids) == 4 and not wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("fn", ["busy", "lambda: busy()"], ids=["imported", "forked"])
+def test_keyboard_interrupt_ends_all_workers(tmp_path, fn):
+    with script(tmp_path, BUSY % (FOREVER, fn)) as process:
+        pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        errors = process.stderr.read()
+    assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")
+    assert len(pids) == 4 and not wait_until_gone(pids)
+
+
+# Scripts
+
+
+def test_script_shares_its_own_classes_and_exceptions(tmp_path):
+    text = """
+        from dataclasses import dataclass
+        from tessel.launch import launch
+
+        @dataclass
+        class Point:
+            x: int
+
+        class Mine(Exception):
+            pass
+
+        def double(point):
+            return Point(2 * point.x)
+
+        def fail():
+            raise Mine("mine")
+
+        if __name__ == "__main__":
+            print(launch(double, 2, Point(3)))
+            try:
+                launch(fail, 1)
+            except Mine as error:
+                print(error)
+    """
+    with script(tmp_path, text) as process:
+        out, errors = process.communicate()
+    assert (out, errors) == ("[Point(x=6), Point(x=6)]\nmine\n", "")
+
+
+def test_script_without_guard_is_told_so(tmp_path):
+    text = """
+        from tessel.launch import launch
+
+        def double(x):
+            return 2 * x
+
+        print(launch(double, 3, 2))
+    """
+    with script(tmp_path, text) as process:
+        out, errors = process.communicate()
+    assert process.returncode == 1 and out == ""
+    assert 'if __name__ == "__main__":' in errors.split("Worker ")[0]
+
+
+def test_function_typed_at_a_prompt():
+    text = "from tessel.launch import launch\ndef f(): return 'here'\nprint(launch(f, 2))\n"
+    process = subprocess.run([sys.executable, "-"], input=text, text=True, capture_output=True)
+    assert (process.stdout, process.stderr) == ("['here', 'here']\n", "")
