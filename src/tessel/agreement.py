@@ -44,6 +44,7 @@ class Claim:
     dtype: torch.dtype | None
     device: str
     needs_grad: bool = False
+    forbids_grad: bool = False  # it runs under torch.no_grad()
     has_tangent: bool = False
     compiles: bool = False
 
@@ -51,14 +52,22 @@ class Claim:
     def of(cls, x: Tensor) -> Claim:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return cls((), None, "cpu")
-        needs_grad = x.requires_grad and torch.is_grad_enabled()
-        return cls(tuple(x.shape), x.dtype, x.device.type, needs_grad, has_tangent(x))
+        grad_enabled = torch.is_grad_enabled()
+        return cls(
+            tuple(x.shape),
+            x.dtype,
+            x.device.type,
+            needs_grad=x.requires_grad and grad_enabled,
+            forbids_grad=not grad_enabled,
+            has_tangent=has_tangent(x),
+        )
 
     def words(self) -> list[int]:
         """The claim as a fixed number of integers."""
         movable = self.dtype in _DTYPE_CODES and self.device in _DEVICE_CODES
         dtype, device = (self.dtype, self.device) if movable else (None, "cpu")
-        flags = self.needs_grad | self.has_tangent << 1 | self.compiles << 2
+        said = (self.needs_grad, self.forbids_grad, self.has_tangent, self.compiles)
+        flags = sum(flag << bit for bit, flag in enumerate(said))
         lengths = self.shape[:MAX_DIM]
         padding = [0] * (MAX_DIM - len(lengths))
         codes = _DTYPE_CODES[dtype], _DEVICE_CODES[device]
@@ -71,9 +80,7 @@ class Claim:
             tuple(lengths[:ndim]) + (0,) * (ndim - MAX_DIM),
             _DTYPES[dtype],
             _DEVICES[device],
-            needs_grad=bool(flags & 1),
-            has_tangent=bool(flags & 2),
-            compiles=bool(flags & 4),
+            *(bool(flags >> bit & 1) for bit in range(4)),
         )
 
 
@@ -129,6 +136,7 @@ class Meeting(Generic[T]):
         claims = [Claim.from_words(row[1:]) for row in rows]
         given = {w: c for w, c in zip(self.group.workers, claims, strict=True) if w in self.givers}
         self._check_compiling(claims)
+        self._check_grad_mode(claims)
         self._check_movable(given)
         ndim = self._same("number of dimensions", {w: len(c.shape) for w, c in given.items()})
         if ndim > MAX_DIM:
@@ -151,6 +159,16 @@ class Meeting(Generic[T]):
                     f"{self.label}: worker {worker} passed no tensor, or one of a dtype, device or "
                     f"layout that cannot be moved; dense tensors of the usual dtypes can"
                 )
+
+    def _check_grad_mode(self, claims: list[Claim]) -> None:
+        """A worker under no_grad() would not take part in the backward exchange of the others."""
+        needs = [w for w, c in zip(self.group.workers, claims, strict=True) if c.needs_grad]
+        forbids = [w for w, c in zip(self.group.workers, claims, strict=True) if c.forbids_grad]
+        if needs and forbids:
+            raise ValueError(
+                f"{self.label}: workers {needs} need a gradient and workers {forbids} run under "
+                f"torch.no_grad(), so that there would be no backward pass; do the same on all"
+            )
 
     def _check_compiling(self, claims: list[Claim]) -> None:
         """A compiled call has fixed shapes: workers compile it together or not at all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class Movement(Numbered, torch.nn.Module):
             return x.clone()
         if torch.compiler.is_compiling():
             lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
-            kind = lengths, x.dtype, x.device.type, x.requires_grad
+            grad = x.requires_grad and torch.is_grad_enabled(), not torch.is_grad_enabled()
+            kind = lengths, x.dtype, x.device.type, *grad
             operator, terms = getattr(self, _settled_while_compiling(self.number, *kind))
         else:
             operator, terms = self._meeting.reach(Claim.of(x))
@@ -79,12 +81,10 @@ class Movement(Numbered, torch.nn.Module):
 
 
 @torch.compiler.assume_constant_result
-def _settled_while_compiling(
-    number: int, lengths: list[int], dtype: torch.dtype, device: str, needs_grad: bool
-) -> str:
+def _settled_while_compiling(number: int, lengths: list[int], *kind: Any) -> str:
     """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
     movement: Movement = object_of(number)
-    claim = Claim(tuple(lengths), dtype, device, needs_grad)
+    claim = Claim(tuple(lengths), *kind)
     operator, terms = movement._meeting.reach(replace(claim, compiles=True))
     name = f"_settled_{abs(hash(claim))}"
     movement.__dict__[name] = Compiled(operator, movement._meeting, claim), terms
