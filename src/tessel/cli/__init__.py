@@ -1,0 +1,69 @@
+"""The `tessel` command: `run`, `doctor`, `demo`.
+
+A command is a module of this package with `SUMMARY` (one line), `add_arguments(parser)` and
+`execute(args) -> int` (the exit code); `COMMANDS` lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = ("demo", "run", "doctor")
+
+_DESCRIPTION = """\
+Tensors spread over processes: distribution as linear algebra, with exact adjoints.
+"""
+
+_EPILOG = """\
+start here:
+  tessel demo                          see that 4 workers compute what one process computes
+  tessel run -n 4 train.py --epochs 3  run a script on 4 workers of this machine
+  tessel doctor                        what this machine has, how fast it is, what to mend
+
+`tessel COMMAND --help` explains each command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the `tessel` command and return its exit code.
+
+    Args:
+        argv: the arguments after the program's name; those of this process by default.
+
+    >>> from tessel.cli import main
+    >>> main(["doctor", "--no-measure"])  # doctest: +SKIP
+    0
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.execute(args)
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the `tessel` command with all of its subcommands."""
+    from importlib.metadata import version
+
+    parser = argparse.ArgumentParser(
+        prog="tessel",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tessel {version('tessel')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = import_module(f"tessel.cli.{name}")
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(execute=module.execute)
+    return parser

@@ -1,0 +1,64 @@
+"""What the machine offers to this process: cores, memory, shared memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use: its affinity and its CPU quota."""
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    quota = cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def cpu_quota() -> float | None:
+    """The cores that the control group grants, or None when it grants all."""
+    values = _words(_CGROUP / "cpu.max") or [
+        *_words(_CGROUP / "cpu/cpu.cfs_quota_us"),
+        *_words(_CGROUP / "cpu/cpu.cfs_period_us"),
+    ]
+    if len(values) < 2 or not values[0].isdigit():
+        return None
+    return int(values[0]) / int(values[1])
+
+
+def memory_limit() -> int:
+    """The bytes of memory that this process may use: the machine's or its group's."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    values = _words(_CGROUP / "memory.max") or _words(_CGROUP / "memory/memory.limit_in_bytes")
+    return min(total, int(values[0])) if values and values[0].isdigit() else total
+
+
+def memory_available() -> int | None:
+    """The bytes of memory that are free for new work, or None where Linux doesn't say."""
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def shared_memory() -> tuple[int, int] | None:
+    """The size and the free bytes of /dev/shm, or None where there is none."""
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return [word for line in _lines(path) for word in line.split()]

@@ -1,0 +1,272 @@
+"""Run a script on several workers.
+
+It is torchrun with good defaults: as many threads per worker as there are cores for it, a
+rendezvous that needs no free port, and, when a worker fails, the traceback of the one that failed
+first as the last thing on the screen. The script sees the environment that torchrun gives, so
+`tessel.world()` and `torch.distributed.init_process_group()` work in it.
+
+  tessel run -n 4 train.py --epochs 3
+  tessel run -n 4 -m package.train --epochs 3
+
+On two hosts, the same line on each:
+
+  tessel run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tessel.cli.machine import usable_cores
+
+SUMMARY = "run a script on several workers (torchrun with good defaults)"
+
+# A death without a report is dated by when it was noticed, which is later than it happened.
+_NOTICED_LATE_SECONDS = 1.0
+_SECONDS_TO_END = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tessel run`."""
+    parser.usage = "tessel run [-n N] [options] (script.py | -m module) [its arguments ...]"
+    parser.add_argument(
+        "-n",
+        "--workers",
+        type=_positive,
+        metavar="N",
+        help="workers on this host (default: one per GPU, else one per core)",
+    )
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="run a module, as python -m does"
+    )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        metavar="T",
+        help="threads per worker (default: OMP_NUM_THREADS if set, else cores // N)",
+    )
+    hosts = parser.add_argument_group("several hosts")
+    hosts.add_argument(
+        "--nnodes", type=_positive, default=1, metavar="H", help="number of hosts (default: 1)"
+    )
+    hosts.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet; one of them"
+    )
+    hosts.add_argument(
+        "--rdzv-id", default="tessel", metavar="ID", help="name of this job, the same on every host"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the script or module, and its arguments"
+    )
+    parser.set_defaults(parser=parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the workers and return the exit code: 0, or that of the worker that failed first."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    _check(args, command)
+    n = args.workers or torch.cuda.device_count() or usable_cores()
+    _set_threads(args.threads, n)
+    _quieten_elastic()
+    target = ["-m", *command] if args.module else command
+    with tempfile.TemporaryDirectory(prefix="tessel_run_") as reports:
+        launch = elastic_launch(_config(args, n, reports), sys.executable)
+        try:
+            launch("-m", "tessel.cli.worker", *target)
+        except ChildFailedError as error:
+            failures = [_read(rank, failure) for rank, failure in error.failures.items()]
+            return report(failures, world_size=n * args.nnodes)
+        except SignalException as error:
+            _stderr().print(f"tessel run: stopped by {error.sigval.name}")
+            return 128 + int(error.sigval)
+        except RendezvousError as error:
+            _stderr().print(f"tessel run: the hosts did not meet: {error}", markup=False)
+            return 1
+    return 0
+
+
+def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """End with a message and exit code 2 when the workers could not even start."""
+    error = args.parser.error
+    if not command:
+        error("nothing to run: give a script, or -m and a module")
+    if args.module and not _module_exists(command[0]):
+        error(f"no module named {command[0]!r}; modules are looked up from {os.getcwd()}")
+    if not args.module and not os.path.exists(command[0]):
+        error(f"no such script: {command[0]!r} (looked in {os.getcwd()})")
+    if args.nnodes > 1 and not args.rdzv_endpoint:
+        error(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every host")
+
+
+def _module_exists(name: str) -> bool:
+    """Look up the top-level package only: looking further would import it here."""
+    path = sys.path[:]
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path[:] = path
+
+
+def _set_threads(threads: int | None, n: int) -> None:
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // n)))
+
+
+def _config(args: argparse.Namespace, n: int, reports: str) -> LaunchConfig:
+    alone = args.nnodes == 1 and not args.rdzv_endpoint
+    options = {
+        "min_nodes": args.nnodes,
+        "max_nodes": args.nnodes,
+        "nproc_per_node": n,
+        "run_id": str(uuid.uuid4()) if alone else args.rdzv_id,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0" if alone else args.rdzv_endpoint,
+        "local_addr": "localhost" if alone else None,
+        "max_restarts": 0,
+        "monitor_interval": 0.1,
+        "logs_specs": DefaultLogsSpecs(log_dir=reports),
+    }
+    if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
+        options["shutdown_timeout"] = _SECONDS_TO_END
+    return LaunchConfig(**options)
+
+
+def _quieten_elastic() -> None:
+    """Silence what torch's launcher logs about failures, unless the user asked for its log."""
+    if "LOGLEVEL" not in os.environ:
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker ended.
+
+    Args:
+        rank: the worker.
+        exitcode: its exit code, negative for a signal.
+        pid: its process.
+        time: when it failed, in seconds since the epoch.
+        error: the exception, empty when the worker left no report.
+        traceback: the exception's traceback, empty when the worker left no report.
+        consequence: whether another worker's end made it fail.
+    """
+
+    rank: int
+    exitcode: int
+    pid: int
+    time: float
+    error: str = ""
+    traceback: str = ""
+    consequence: bool = False
+
+    @property
+    def end(self) -> str:
+        """What happened, without the worker's name."""
+        if self.error:
+            return f"failed first: {self.error.splitlines()[0]}"
+        if self.exitcode < 0:
+            return f"was killed by {_signal_name(-self.exitcode)} (pid {self.pid})"
+        return f"ended with exit code {self.exitcode} (pid {self.pid})"
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that came first, those that other failures caused left out.
+
+    >>> from tessel.cli.run import Failure, first_failure
+    >>> lost = Failure(0, 1, 100, time=5.0, error="WorkerLost: worker 1", consequence=True)
+    >>> cause = Failure(1, 1, 101, time=5.1, error="ValueError: no data")
+    >>> first_failure([lost, cause]).rank
+    1
+    """
+    failures = list(failures)
+    causes = [failure for failure in failures if not failure.consequence]
+    return min(causes or failures, key=lambda failure: failure.time)
+
+
+def report(failures: Sequence[Failure], world_size: int) -> int:
+    """Show the failures, the first one last with its traceback, and return its exit code."""
+    first = first_failure(failures)
+    console = _stderr()
+    for line in _others(failures, first):
+        console.print(line, style="dim", markup=False)
+    console.print(
+        f"worker {first.rank} of {world_size} {first.end}", style="bold red", markup=False
+    )
+    if first.traceback:
+        console.print(first.traceback.rstrip("\n"), markup=False)
+    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+
+
+def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
+    """One line for each error that followed the first one, with the workers that ended with it."""
+    ranks: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure is not first and failure.error:
+            lost = "they lost a worker" if failure.consequence else failure.error.splitlines()[0]
+            ranks.setdefault(lost, []).append(failure.rank)
+    return [f"{_workers(who)} failed later: {error}" for error, who in ranks.items()]
+
+
+def _workers(ranks: list[int]) -> str:
+    *head, last = map(str, sorted(ranks))
+    return f"workers {', '.join(head)} and {last}" if head else f"worker {last}"
+
+
+def _read(rank: int, failure: ProcessFailure) -> Failure:
+    """Return what elastic knows of a worker's end, with the worker's own report if it left one."""
+    ended_by_launcher = failure.exitcode == -signal.SIGTERM
+    message = failure.message
+    if not isinstance(message, dict):
+        time = failure.timestamp - _NOTICED_LATE_SECONDS
+        return Failure(rank, failure.exitcode, failure.pid, time, consequence=ended_by_launcher)
+    info = message["extraInfo"]
+    return Failure(
+        rank,
+        info["exitcode"],  # the process may have been ended on its way out
+        failure.pid,
+        time=info["time"],
+        error=message["message"],
+        traceback=info["py_callstack"],
+        consequence=info["consequence"],
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value

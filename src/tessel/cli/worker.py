@@ -1,0 +1,158 @@
+"""One worker of `tessel run`: `python -m tessel.cli.worker [-m] TARGET ARGS…`.
+
+Runs a script or a module as python would, destroys the process group at a normal end, and leaves
+a report of a failure where the launcher finds it, so that the launcher can show the first one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import errors
+
+from tessel import transport
+from tessel.errors import WorkerLost
+
+# An exception that says that another worker went away, in the words of Gloo, NCCL and the store.
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|socket closed"
+    r"|timed out (after )?waiting|failed to recv|no error in sendbytes",
+    re.IGNORECASE,
+)
+_LOST_TYPES = (WorkerLost, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+_FRAMES_BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
+_SECONDS_TO_END = 10.0
+
+
+class Reporter(errors.ErrorHandler):
+    """Writes the exception that ended this worker, and when, for the launcher."""
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write `e` to the error file, or print it when there is no such file."""
+        text = "".join(traceback.format_exception(e.with_traceback(_trim(e.__traceback__))))
+        path = self._get_error_file_path()
+        if not path:
+            sys.stderr.write(text)
+            return
+        now = time.time()
+        info = {
+            "py_callstack": text,
+            "timestamp": str(int(now)),
+            "time": now,
+            "consequence": is_consequence(e),
+            "exitcode": _exit_code(e),
+        }
+        message = f"{type(e).__name__}: {e}".removesuffix(": ")
+        with open(path, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": info}}, file)
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Return whether an exception, or one that it came from, says that another worker was lost."""
+    while error is not None:
+        if isinstance(error, _LOST_TYPES):
+            return True
+        if isinstance(error, RuntimeError | OSError) and _LOST.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _trim(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames that lead to the first line of the script."""
+    while trace and trace.tb_frame.f_code.co_filename in _FRAMES_BEFORE_THE_SCRIPT:
+        trace = trace.tb_next
+    return trace
+
+
+def main(argv: list[str]) -> int:
+    """Run `[-m] TARGET ARGS…` and return this worker's exit code."""
+    _end_with_the_launcher()
+    _write_whole_lines()
+    reporter = Reporter()
+    reporter.initialize()
+    try:
+        _execute(argv)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SystemExit as end:
+        if _exit_code(end):
+            reporter.record_exception(end)
+            return _end_soon(_exit_code(end))
+    except BaseException as error:
+        reporter.record_exception(error)
+        return _end_soon(_exit_code(error))
+    _leave_the_job()
+    return 0
+
+
+def _execute(argv: list[str]) -> None:
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    path = os.path.abspath(argv[0])
+    sys.argv = [path, *argv[1:]]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    runpy.run_path(path, run_name="__main__")
+
+
+def _leave_the_job() -> None:
+    """End all groups with their threads: one that still runs when Python ends aborts the process.
+
+    A group lives as long as somebody refers to it, also after it was destroyed.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        transport.traffic()  # looks anew, sees that the job is over, and forgets its groups
+        gc.collect()
+
+
+def _exit_code(error: BaseException) -> int:
+    """The exit code that python gives to a program that ends with this exception."""
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1
+
+
+def _end_soon(code: int) -> int:
+    """Return `code`, and end the process with it even if a thread of the script goes on."""
+    sys.stdout.flush()
+    timer = threading.Timer(_SECONDS_TO_END, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    return code
+
+
+def _write_whole_lines() -> None:
+    """Write each line at once and in one piece, so that lines of several workers don't mix."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _end_with_the_launcher() -> None:
+    """Ask the kernel to end this process when its launcher is gone, even by SIGKILL."""
+    if sys.platform == "linux":
+        parent_death_signal = 1
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

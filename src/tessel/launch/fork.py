@@ -1,0 +1,62 @@
+"""Fork: a copy of this process that does one thing and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import NoReturn
+
+from tessel.launch.outputs import flush_outputs
+
+
+def fork(body: Callable[[], object]) -> int:
+    """Run `body` in a fork of this process, and return the number of the fork."""
+    with warnings.catch_warnings():
+        # Python warns of the threads that the fork will lack: see `worker.work`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _exit_after(body)
+    return pid
+
+
+def poll_fork(pid: int) -> int | None:
+    """How a fork of this process ended, None as long as it runs."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    return status if ended else None
+
+
+def die_with(parent: int) -> None:
+    """Have the system end this process when its parent ends, where it can."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _exit_after(body: Callable[[], object]) -> NoReturn:
+    """Run `body` and exit: a fork must not return to the code of its parent."""
+    code = 1
+    try:
+        body()
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            flush_outputs()
+        os._exit(code)

@@ -1,0 +1,132 @@
+"""Messages: what travels between a worker and the process that calls it.
+
+A message is two lengths, a pickled head and a body of bytes. File descriptors go with the lengths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tessel.launch.scene import Scene
+
+_PACKAGE = os.path.dirname(__file__)
+_LENGTHS = struct.Struct("<QQ")
+# What pickle raises, itself or through a type's own `__reduce__`, when it cannot pickle a value.
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RuntimeError, ValueError)
+# The signal at which a worker writes its stacks into a file.
+DUMP_STACKS = signal.SIGUSR2
+
+
+class Call(NamedTuple):
+    """A request to a worker; the pickled function follows it."""
+
+    rank: int
+    nprocs: int
+    port: int
+    fresh: bool  # whether a process group has to be made first
+    backend: str
+    scene: Scene
+    main: tuple[str, str | None] | None  # file and package of the script that it needs
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables by which torchrun tells a worker who it is."""
+        if self.nprocs == 1:
+            return {}
+        rank, size = str(self.rank), str(self.nprocs)
+        return {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+
+
+class Failure(NamedTuple):
+    """An exception on a worker, as it travels."""
+
+    time: float
+    pickled: bytes
+    summary: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an exception, from where it left this package."""
+        when = time.monotonic()
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        trace = error.__traceback__
+        while trace and os.path.dirname(trace.tb_frame.f_code.co_filename) == _PACKAGE:
+            trace = trace.tb_next
+        lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
+        return cls(when, _pickle_exception(error), summary, "".join(lines))
+
+    def exception(self) -> BaseException:
+        """The exception itself, or one that says the same if it cannot be had here."""
+        with contextlib.suppress(EOFError, ImportError, *UNPICKLABLE):
+            return pickle.loads(self.pickled)
+        return RuntimeError(self.summary)
+
+
+class Reply(NamedTuple):
+    """The answer of a worker; the pickled result follows it."""
+
+    failure: Failure | None = None
+    in_world: bool = False  # whether the process group is there and fit for the next call
+
+
+def send(channel: socket.socket, head: object, body: bytes, fds: Sequence[int] = ()) -> None:
+    """Send a message."""
+    pickled = pickle.dumps(head)
+    socket.send_fds(channel, [_LENGTHS.pack(len(pickled), len(body))], list(fds))
+    channel.sendall(pickled)
+    channel.sendall(body)
+
+
+def receive(channel: socket.socket) -> tuple[Any, memoryview, list[int]] | None:
+    """The next message and its file descriptors; None if the other side has gone."""
+    chunk, fds = receive_fds(channel, _LENGTHS.size)
+    data = bytearray(chunk)
+    while chunk:
+        if message := parse(data):
+            return *message, fds
+        chunk = channel.recv(1 << 20)
+        data += chunk
+    return None
+
+
+def receive_fds(channel: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """A fixed number of bytes and up to three file descriptors, not to be inherited."""
+    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+    data, fds, _, _ = socket.recv_fds(channel, size, 3, flags)
+    return data, fds
+
+
+def parse(data: bytearray) -> tuple[Any, memoryview] | None:
+    """Head and body of a message; None as long as a part of it is missing."""
+    if len(data) < _LENGTHS.size:
+        return None
+    head, body = _LENGTHS.unpack_from(data)
+    if len(data) < _LENGTHS.size + head + body:
+        return None
+    view = memoryview(data)[_LENGTHS.size :]
+    return pickle.loads(view[:head]), view[head:]
+
+
+def _pickle_exception(error: BaseException) -> bytes:
+    """The exception as bytes, empty if it would not be the same on the other side."""
+    try:
+        pickled = pickle.dumps(error)
+        return pickled if type(pickle.loads(pickled)) is type(error) else b""
+    except Exception:  # an exception's own code may raise anything here
+        return b""

@@ -1,0 +1,69 @@
+"""Scene: what a call sees of the process that makes it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import NamedTuple
+
+import torch
+
+
+class Scene(NamedTuple):
+    """The surroundings of a call."""
+
+    environ: dict[str, str]
+    path: list[str]
+    argv: list[str]
+    directory: str
+    threads: int
+
+    @classmethod
+    def present(cls, threads: int) -> Scene:
+        """The surroundings of this process, but for the number of torch threads."""
+        return cls(
+            environ={**_loopback(), **os.environ, "OMP_NUM_THREADS": str(threads)},
+            path=[str(entry) for entry in sys.path],
+            argv=list(sys.argv),
+            directory=os.getcwd(),
+            threads=threads,
+        )
+
+    def enter(self, known: dict[str, str], variables: dict[str, str]) -> None:
+        """Take on this scene, with these variables instead of those that torchrun sets.
+
+        `known` are the environment variables of the scene before, and then those of this one.
+        """
+        environ = {k: v for k, v in self.environ.items() if not _is_torchrun_variable(k)}
+        _follow(known, {**environ, **variables})
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
+        os.chdir(self.directory)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
+
+def _loopback() -> dict[str, str]:
+    """The variable that keeps Gloo to this machine, whatever its name resolves to."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
+def _is_torchrun_variable(name: str) -> bool:
+    return name.startswith("TORCHELASTIC_") or name in (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT"),
+    )
+
+
+def _follow(known: dict[str, str], environ: dict[str, str]) -> None:
+    """Make the changes from `known` to `environ`, and leave what the worker has set itself."""
+    for name in known.keys() - environ.keys():
+        os.environ.pop(name, None)
+    for name, value in environ.items():
+        if known.get(name) != value:
+            os.environ[name] = value
+    known.clear()
+    known.update(environ)

@@ -1,0 +1,198 @@
+"""Template: a process that has imported torch and forks workers in milliseconds."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+
+from tessel.launch.fork import die_with, fork, poll_fork
+from tessel.launch.message import receive_fds
+from tessel.launch.outputs import flush_outputs
+from tessel.launch.worker import work
+
+# Seconds that processes have to end by themselves.
+GRACE = 1.0
+# From the template: the number of a started process, then its exit code.
+STATUS = struct.Struct("<i")
+# To the template: the number of a process, 0 for a new one, and the signal to send to it.
+_ORDER = struct.Struct("<ii")
+_BOOT = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "fd, *sys.path = sys.argv[1:]; "
+    "from tessel.launch.template import run_template; run_template(int(fd))"
+)
+
+
+class Template:
+    """The handle of a template in the process that it serves."""
+
+    def __init__(self, control: socket.socket, pid: int, poll: Callable[[], object]) -> None:
+        self._control = control
+        self._pid = pid
+        self._poll = poll  # returns None as long as the process runs
+
+    def is_running(self) -> bool:
+        return self._poll() is None
+
+    def start(self, channel: int, report: int, stacks: int) -> None:
+        """Fork a worker that has these files: its channel, status pipe and file for stacks."""
+        socket.send_fds(self._control, [_ORDER.pack(0, 0)], [channel, report, stacks])
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a worker, if it has not ended."""
+        with contextlib.suppress(BrokenPipeError):
+            self._control.send(_ORDER.pack(pid, number))
+
+    def close(self) -> None:
+        """End the template and with it its workers."""
+        self._control.close()
+        deadline = time.monotonic() + GRACE
+        while self.is_running():
+            if time.monotonic() > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+            time.sleep(1e-3)
+
+
+def shared_template() -> Template:
+    """The template of this process, started by its first use, as long as the process lives."""
+    template = _spawn_template(os.getpid())
+    if not template.is_running():
+        _spawn_template.cache_clear()
+        template = _spawn_template(os.getpid())
+    return template
+
+
+@functools.lru_cache(maxsize=1)
+def _spawn_template(pid: int) -> Template:
+    """A template in a new interpreter; a fork of this process has another `pid`, so its own."""
+    mine, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, str(theirs.fileno()), *map(str, sys.path)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    template = Template(mine, process.pid, process.poll)
+    atexit.register(template.close)
+    return template
+
+
+def run_template(fd: int) -> None:
+    """Be the template at the other end of a socket, in a new interpreter."""
+    gc.freeze()  # memory that the workers share is then not copied by their garbage collection
+    _Server(socket.socket(fileno=fd), None).run()
+
+
+def fork_template(inherited: Callable[[], object]) -> Template:
+    """A template forked from this process, whose workers have a function that cannot be sent."""
+    if dist.is_initialized() or torch.cuda.is_initialized():
+        raise RuntimeError(
+            "this function or one of its arguments cannot be imported by the workers, and this "
+            "process cannot be forked instead, as it uses torch.distributed or CUDA already: "
+            "define the function at the top level of a module"
+        )
+    mine, theirs = socket.socketpair()
+
+    def serve() -> None:
+        mine.close()
+        _Server(theirs, inherited).run()
+
+    flush_outputs()
+    pid = fork(serve)
+    theirs.close()
+    return Template(mine, pid, functools.partial(poll_fork, pid))
+
+
+class _Server:
+    """What a template is in its own process: it forks and signals workers as told."""
+
+    def __init__(self, control: socket.socket, inherited: Callable[[], object] | None) -> None:
+        self._control = control
+        self._inherited = inherited
+        self._bell, self._ringer = socket.socketpair()  # rung by signals
+        self._reports: dict[int, int] = {}  # where to report the end of each worker, by number
+
+    def run(self) -> None:
+        """Do as told while the process that this one serves is there, then end the workers."""
+        self._ringer.setblocking(False)
+        signal.signal(signal.SIGINT, _ignore)  # Ctrl-C is for the parent, which ends the workers
+        signal.signal(signal.SIGCHLD, _ignore)
+        signal.set_wakeup_fd(self._ringer.fileno())
+        parent = os.getppid()
+        with self._control, self._bell, self._ringer:
+            while os.getppid() == parent and self._serve_once():
+                pass
+            for pid in self._reports:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _serve_once(self) -> bool:
+        """Wait for something to do and do it; False if there are no more orders to come."""
+        ready = wait([self._control, self._bell], timeout=1.0)
+        if self._bell in ready:
+            self._bell.recv(4096)
+        self._report_ends()
+        if self._control not in ready:
+            return True
+        order, fds = receive_fds(self._control, _ORDER.size)
+        if order:
+            self._obey(fds, *_ORDER.unpack(order))
+        return bool(order)
+
+    def _report_ends(self) -> None:
+        for pid in list(self._reports):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                report = self._reports.pop(pid)
+                _write_status(report, os.waitstatus_to_exitcode(status))
+                os.close(report)
+
+    def _obey(self, fds: list[int], pid: int, number: int) -> None:
+        if pid in self._reports:
+            os.kill(pid, number)
+        elif pid == 0:
+            self._start(*fds)
+
+    def _start(self, fd: int, report: int, stacks: int) -> None:
+        with socket.socket(fileno=fd) as channel:  # in the fork it is open until the very end
+            pid = fork(functools.partial(self._become_worker, os.getpid(), channel, report, stacks))
+        os.close(stacks)
+        self._reports[pid] = report
+        _write_status(report, pid)
+
+    def _become_worker(
+        self, template: int, channel: socket.socket, report: int, stacks: int
+    ) -> None:
+        """In a fork, let go of what is the template's, and work."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for owned in (self._control, self._bell, self._ringer):
+            owned.close()
+        for other in (report, *self._reports.values()):
+            os.close(other)
+        die_with(template)
+        work(channel, stacks, self._inherited)
+
+
+def _ignore(number: int, frame: types.FrameType | None) -> None:
+    """A signal handler that, unlike SIG_IGN, is not passed on to programs that a worker starts."""
+
+
+def _write_status(report: int, status: int) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(report, STATUS.pack(status))

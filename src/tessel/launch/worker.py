@@ -1,0 +1,99 @@
+"""Worker: the process that runs the functions which another one sends to it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from tessel.launch.message import DUMP_STACKS, UNPICKLABLE, Call, Failure, Reply, receive, send
+from tessel.launch.outputs import OUTPUTS, flush_outputs, keep_lines_whole, redirect_outputs
+from tessel.launch.task import load_task
+
+
+def work(channel: socket.socket, stacks: int, inherited: Callable[[], object] | None) -> None:
+    """Answer calls until the other side hangs up.
+
+    Args:
+        channel: to the process that makes the calls.
+        stacks: the file for Python's stacks, written on a signal and on a crash.
+        inherited: the function to call if this worker was forked from the process that has it.
+    """
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    faulthandler.enable(stacks)
+    faulthandler.register(DUMP_STACKS, stacks)
+    keep_lines_whole()
+    if inherited is None:
+        _reseed_numpy()
+        _answer_calls(channel, None)
+    else:
+        # OpenMP's threads did not survive the fork, and the thread that forked would wait for
+        # them forever. A new thread gets new ones.
+        ThreadPoolExecutor(1).submit(_answer_calls, channel, inherited).result()
+
+
+def _reseed_numpy() -> None:
+    """Give each worker its own random state, as processes have that do not come from a fork."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def _answer_calls(channel: socket.socket, inherited: Callable[[], object] | None) -> None:
+    known = dict(os.environ)
+    while message := receive(channel):
+        reply, body = _answer(*message, known, inherited)
+        flush_outputs()
+        with contextlib.suppress(BrokenPipeError):
+            send(channel, reply, body)
+
+
+def _answer(
+    call: Call | None,
+    pickled: memoryview,
+    fds: list[int],
+    known: dict[str, str],
+    inherited: Callable[[], object] | None,
+) -> tuple[Reply, bytes]:
+    """Make a call, or leave the world if there is none."""
+    try:
+        if call is None:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            return Reply(), b""
+        redirect_outputs(fds[: len(OUTPUTS)])
+        call.scene.enter(known, call.variables())
+        if call.fresh:
+            _join_world(call, fds[len(OUTPUTS) :])
+        result = (inherited or load_task(pickled, call.main))()
+        body = _pickle_result(call.rank, result)
+        return Reply(in_world=dist.is_initialized() == (call.nprocs > 1)), body
+    except SystemExit:
+        raise
+    except BaseException as error:
+        return Reply(Failure.of(error)), b""
+
+
+def _join_world(call: Call, listener: list[int]) -> None:
+    """Make the process group; the worker with the listener serves the rendezvous."""
+    serve: dict[str, Any] = {"is_master": True, "master_listen_fd": listener[0]} if listener else {}
+    store = dist.TCPStore("127.0.0.1", call.port, call.nprocs, wait_for_workers=False, **serve)
+    dist.init_process_group(call.backend, store=store, rank=call.rank, world_size=call.nprocs)
+
+
+def _pickle_result(rank: int, result: object) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except UNPICKLABLE as error:
+        raise TypeError(
+            f"the result of worker {rank}, of type {type(result).__name__}, cannot be pickled: "
+            f"{error}; return tensors, numbers, or containers of these"
+        ) from error

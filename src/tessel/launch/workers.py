@@ -1,0 +1,230 @@
+"""Workers: local processes that run a function together, each as one worker of a world."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, TypeVar
+
+from tessel.launch.message import Call
+from tessel.launch.outputs import OUTPUTS, flush_outputs
+from tessel.launch.process import Process
+from tessel.launch.scene import Scene
+from tessel.launch.task import Task, forbid_while_importing_main
+from tessel.launch.team import await_ends, await_starts, collect, kill, raise_failure, raise_timeout
+from tessel.launch.template import GRACE, Template, fork_template, shared_template
+
+T = TypeVar("T")
+
+
+def launch(
+    fn: Callable[..., T],
+    nprocs: int,
+    *args: Any,
+    timeout: float | None = None,
+    threads: int | None = None,
+    backend: str = "gloo",
+) -> list[T]:
+    """Run `fn(*args)` on `nprocs` local workers and return their results, in the order of ranks.
+
+    Each worker is a process of its own in a `torch.distributed` world that is initialised already,
+    with the environment variables that torchrun sets. A single worker is a plain process: it needs
+    no process group and gets none.
+
+    The first failure of a worker is raised here, as the exception that it was, with the worker's
+    traceback as a note. A worker that dies raises `tessel.WorkerLost`.
+
+    The workers import `fn` from its module or script, so a script calls `launch` under
+    `if __name__ == "__main__":`. Lambdas, closures and functions typed into a notebook have nothing
+    to be imported from: for them this process is forked.
+
+    Args:
+        fn: what every worker runs. Arguments and results are copied: they must be picklable.
+        nprocs: the number of workers.
+        args: the arguments of `fn`, the same for every worker.
+        timeout: seconds after which `TimeoutError` shows where each worker was; none by default.
+        threads: torch threads of each worker; by default the cores are shared out evenly.
+        backend: of the process group, as for `torch.distributed.init_process_group`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from tessel.launch import launch
+        >>> def total(value):
+        ...     x = torch.tensor(value + dist.get_rank())
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> launch(total, 3, 10)
+        [33, 33, 33]
+    """
+    workers = Workers(nprocs, threads=threads, backend=backend)
+    task = Task.of(fn, args)
+    with contextlib.ExitStack() as stack:
+        template = None  # the shared one
+        if not task.pickled:
+            template = fork_template(functools.partial(fn, *args))
+            stack.callback(template.close)
+        stack.callback(workers.close)
+        return workers._run(task, workers.nprocs, timeout, template)
+
+
+class Workers:
+    """Local processes that live until closed and run functions together, one call after the other.
+
+    The workers start when first needed, and a call replaces those that died. The process group is
+    kept between calls with the same `nprocs`, and made anew after a failure.
+
+    Args:
+        nprocs: the number of workers of a call that does not say otherwise.
+        threads: torch threads of each worker; by default the cores are shared out evenly.
+        backend: of the process group, as for `torch.distributed.init_process_group`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from tessel.launch import Workers
+        >>> with Workers(2) as workers:
+        ...     ranks = workers.run(dist.get_rank)
+        ...     sizes = workers.run(dist.get_world_size, nprocs=3)
+        >>> ranks, sizes
+        ([0, 1], [3, 3, 3])
+    """
+
+    def __init__(self, nprocs: int, *, threads: int | None = None, backend: str = "gloo") -> None:
+        self.nprocs = _count("nprocs", nprocs)
+        self.threads = None if threads is None else _count("threads", threads)
+        self.backend = backend
+        self._processes: list[Process] = []
+        self._world: _World | None = None
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        nprocs: int | None = None,
+        timeout: float | None = None,
+    ) -> list[T]:
+        """Run `fn(*args)` on the first `nprocs` workers, as `launch` does, and keep the workers.
+
+        A call sees this process's environment variables, `sys.path`, working directory and standard
+        output as they are now. The timeout does not count the start of new workers.
+        """
+        nprocs = self.nprocs if nprocs is None else _count("nprocs", nprocs)
+        task = Task.of(fn, args)
+        if not task.pickled:
+            raise TypeError(
+                f"workers that run already must be able to import what they are sent; "
+                f"{task.name} or one of its arguments cannot be imported: define it at the top "
+                f"level of a module, or use tessel.launch(fn, nprocs, ...), which can fork"
+            )
+        return self._run(task, nprocs, timeout)
+
+    def close(self) -> None:
+        """End all workers."""
+        with self._lock:
+            for process in self._processes:
+                process.hang_up()
+            await_ends(self._processes, GRACE)
+            self._remove(self._processes)
+            self._world = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _run(
+        self, task: Task, nprocs: int, timeout: float | None, template: Template | None = None
+    ) -> list[Any]:
+        forbid_while_importing_main()
+        with self._lock:
+            team = self._gather(nprocs, template)
+            deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+            try:
+                self._send(team, task, deadline)
+                collect(team, deadline)
+                raise_failure(team, task.name)
+                raise_timeout(team, task.name, timeout)
+            except BaseException:
+                kill(process for process in team if process.reply is None)
+                raise
+            return [process.take_result(rank) for rank, process in enumerate(team)]
+
+    def _gather(self, nprocs: int, template: Template | None) -> list[Process]:
+        """The first `nprocs` workers, with their process group or ready to make one."""
+        if self._world and self._world.is_usable(nprocs):
+            return self._world.members
+        self._disband()
+        self._remove([process for process in self._processes if not process.is_reachable()])
+        while len(self._processes) < nprocs:
+            self._processes.append(Process(template or shared_template()))
+        team = self._processes[:nprocs]
+        await_starts(team)
+        return team
+
+    def _disband(self) -> None:
+        """Destroy the process group of the present world; end a worker that cannot in time."""
+        world, self._world = self._world, None
+        members = [process for process in world.members if process.is_reachable()] if world else []
+        deadline = time.monotonic() + GRACE
+        try:
+            for process in members:
+                process.send(None, b"", [], deadline)
+            collect(members, deadline)
+        finally:
+            kill(process for process in members if process.reply is None)
+
+    def _remove(self, processes: list[Process]) -> None:
+        kill(processes)
+        self._processes = [process for process in self._processes if process not in processes]
+        for process in processes:
+            process.release()
+
+    def _send(self, team: list[Process], task: Task, deadline: float) -> None:
+        """Send a task to the team, with a meeting point if they have no world yet."""
+        with contextlib.ExitStack() as stack:
+            listener = []
+            if not self._world:
+                self._world = _World(team)
+                if len(team) > 1:
+                    # Worker 0 serves the rendezvous on this very socket: nobody can take its port.
+                    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                    self._world.port = server.getsockname()[1]
+                    listener = [server.fileno()]
+            world, fresh = self._world, bool(listener)
+            scene = Scene.present(self.threads or max(1, _num_cores() // len(team)))
+            flush_outputs()
+            for rank, process in enumerate(team):
+                call = Call(rank, len(team), world.port, fresh, self.backend, scene, task.main)
+                fds = OUTPUTS + listener if rank == 0 else OUTPUTS
+                process.send(call, task.pickled, fds, deadline)
+
+
+@dataclass
+class _World:
+    """The workers that share a process group, in the order of ranks."""
+
+    members: list[Process]
+    port: int = 0
+
+    def is_usable(self, nprocs: int) -> bool:
+        return len(self.members) == nprocs and all(p.is_in_world() for p in self.members)
+
+
+def _count(name: str, value: int) -> int:
+    if not isinstance(value, SupportsIndex) or operator.index(value) < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return operator.index(value)
+
+
+def _num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

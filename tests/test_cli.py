@@ -1,0 +1,445 @@
+"""The command line: every way in which a run can end, the doctor's findings, the demo."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessel.cli import build_parser, main
+from tessel.cli.acts.act import Row, Share
+from tessel.cli.doctor import CHECKS, Facts, check_rates, examine, gather_facts
+from tessel.cli.measure import Rate
+from tessel.cli.run import Failure, first_failure
+from tessel.cli.worker import is_consequence
+from tessel.errors import WorkerLost
+from tessel.layout import Layout
+from tessel.move import Move
+from tessel.partition import world
+from tessel.viz import _drawn_dims as drawn_dims
+from tessel.viz import _Paper as Paper
+from tessel.viz import draw_layout, draw_move
+
+Run = Callable[..., list[Any]]
+
+LIMIT = 90
+
+JOIN = "import os, signal, sys, time, torch, tessel\nP = tessel.world()\n"
+WAIT = "tessel.nn.AllSumReduce(P, [0])(torch.ones(3))\n"
+
+
+def tessel(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, in a terminal of its own."""
+    return subprocess.run(command(*args), cwd=cwd, env=environment(**env), **CAPTURED)
+
+
+CAPTURED = {"capture_output": True, "text": True, "timeout": LIMIT}
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "tessel", *map(str, args)]
+
+
+def environment(**env: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "LOGLEVEL")}
+    return {**kept, **env}
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(JOIN + text)
+    return path
+
+
+# --- run
+
+
+def test_run_is_python_on_every_worker(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("value = 7\n")
+    path = script(
+        tmp_path,
+        "import beside\n"
+        "assert __name__ == '__main__' and __file__ == os.path.abspath('script.py')\n"
+        "y = tessel.nn.AllSumReduce(P, [0])(torch.ones(1))\n"
+        "threads = os.environ['OMP_NUM_THREADS']\n"
+        "print(P.rank, P.size, int(y), beside.value, threads, *sys.argv[1:])\n",
+    )
+    done = tessel("run", "-n", 2, "--threads", 3, path.name, "-n", "a b", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "0 2 2 7 3 -n a b --help",
+        "1 2 2 7 3 -n a b --help",
+    ]
+    assert done.stderr == ""
+
+
+def test_run_module_and_default_threads(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "job.py").write_text(
+        "import os, sys\nprint(os.environ['OMP_NUM_THREADS'], *sys.argv[1:])\nsys.exit(0)\n"
+    )
+    done = tessel("run", "-n", 2, "-m", "package.job", "x", cwd=tmp_path)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [f"{threads} x"] * 2
+
+
+def test_run_keeps_the_users_threads(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
+    done = tessel("run", "-n", 1, path, cwd=tmp_path, OMP_NUM_THREADS="5")
+    assert (done.returncode, done.stdout) == (0, "5\n")
+
+
+def test_run_shows_the_first_failure_last(tmp_path: Path) -> None:
+    path = script(tmp_path, "if P.rank == 1:\n    raise ValueError('no data')\n" + WAIT)
+    done = tessel("run", "-n", 3, path, cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "ValueError: no data"
+    assert lines[-4] == "Traceback (most recent call last):"
+    assert f'File "{path}", line 4, in <module>' in lines[-3]
+    assert lines[-5] == "worker 1 of 3 failed first: ValueError: no data"
+    assert done.stderr.count("Traceback") == 1
+    assert "ChildFailedError" not in done.stderr and "elastic" not in done.stderr
+
+
+def test_run_shows_a_killed_worker(tmp_path: Path) -> None:
+    path = script(tmp_path, "if P.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT)
+    done = tessel("run", "-n", 2, path, cwd=tmp_path)
+    assert done.returncode == 128 + signal.SIGKILL
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(r"worker 1 of 2 was killed by SIGKILL \(pid \d+\)", last), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "shown"),
+    [
+        ("sys.exit(3)", 3, "worker 0 of 1 failed first: SystemExit: 3\n"),
+        ("sys.exit('no input')", 1, "worker 0 of 1 failed first: SystemExit: no input\n"),
+        ("os._exit(5)", 5, "worker 0 of 1 ended with exit code 5 (pid "),
+    ],
+)
+def test_run_returns_the_exit_code(tmp_path: Path, end: str, code: int, shown: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(f"import os, sys\n{end}\n")
+    done = tessel("run", "-n", 1, path, cwd=tmp_path)
+    assert done.returncode == code
+    assert shown in done.stderr
+
+
+def test_run_ends_with_the_interrupt(tmp_path: Path) -> None:
+    path = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    start = subprocess.Popen(
+        command("run", "-n", 2, path),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert start.stdout is not None
+    workers = [int(start.stdout.readline()) for _ in range(2)]
+    start.send_signal(signal.SIGINT)
+    _, stderr = start.communicate(timeout=30)
+    assert start.returncode == 128 + signal.SIGINT
+    assert stderr == "tessel run: stopped by SIGINT\n"
+    assert not any(map(is_running, workers))
+
+
+def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    path = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    start = subprocess.Popen(
+        command("run", "-n", 2, path), env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert start.stdout is not None
+    workers = [int(start.stdout.readline()) for _ in range(2)]
+    start.kill()
+    start.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def test_run_on_two_hosts(tmp_path: Path) -> None:
+    path = script(tmp_path, WAIT + "print(P.rank, P.size)\n")
+    with socket.create_server(("localhost", 0)) as server:
+        endpoint = f"localhost:{server.getsockname()[1]}"
+    hosts = [
+        subprocess.Popen(
+            command("run", "-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, path),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    printed = [host.communicate(timeout=LIMIT)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0]
+    assert sorted(printed) == ["0 2\n", "1 2\n"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["absent.py"], "no such script: 'absent.py'"),
+        (["-m", "absent.module"], "no module named 'absent.module'"),
+        ([], "nothing to run"),
+        (["-n", "0", "absent.py"], "expected 1 or more, got 0"),
+        (["--nnodes", "2", __file__], "--nnodes 2 needs --rdzv-endpoint"),
+    ],
+)
+def test_run_refuses_before_any_worker_starts(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["run", *args])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_first_failure_is_a_cause() -> None:
+    lost = Failure(0, 1, 100, time=1.0, error="WorkerLost: worker 1", consequence=True)
+    late = Failure(1, 1, 101, time=3.0, error="ValueError: late")
+    early = Failure(2, 1, 102, time=2.0, error="ValueError: early")
+    stopped = Failure(3, -signal.SIGTERM, 103, time=0.0, consequence=True)
+    assert first_failure([lost, late, early, stopped]) is early
+    assert first_failure([lost, stopped]) is stopped
+
+
+def test_consequences_are_told_from_causes() -> None:
+    assert is_consequence(WorkerLost("worker 1"))
+    assert is_consequence(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
+    wrapped = ValueError("step failed")
+    wrapped.__cause__ = WorkerLost("worker 1")
+    assert is_consequence(wrapped)
+    assert not is_consequence(ValueError("connection closed"))
+    assert not is_consequence(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+# --- doctor
+
+HEALTHY = Facts(
+    tessel="0.1.0",
+    torch="2.13.0+cpu",
+    python="3.11.7",
+    system="Linux",
+    hostname="host",
+    backends=("gloo",),
+    devices=(),
+    cores=8,
+    usable_cores=8,
+    memory=2**34,
+    memory_available=2**33,
+    shared_memory=2**33,
+    omp_num_threads=None,
+    torch_threads=8,
+    open_files=65536,
+    host_address="10.0.0.1",
+    loopback=True,
+    interfaces=("lo", "eth0"),
+    gloo_interface=None,
+    nvidia_driver=False,
+    job_variables=(),
+    matplotlib="3.10",
+)
+
+
+def test_the_doctor_finds_nothing_on_a_healthy_machine() -> None:
+    assert examine(HEALTHY) == []
+    assert check_rates([Rate("broadcast", 3e-4, 1e9, 2**22)]) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "broken", "what", "mend"),
+    [
+        ({"torch": "2.10.1"}, True, "2.10.1", "pip install 'torch>=2.11,<3'"),
+        ({"torch": "3.0.0"}, True, "3.0.0", "pip install 'torch>=2.11,<3'"),
+        ({"backends": ()}, True, "no Gloo", "USE_GLOO"),
+        ({"devices": ("GPU, 80 GiB",)}, True, "no NCCL", "CUDA"),
+        ({"nvidia_driver": True}, False, "sees no GPU", "CUDA package"),
+        ({"loopback": False}, True, "localhost", "ip link set lo up"),
+        ({"host_address": None}, False, "host, does not resolve", "/etc/hosts"),
+        ({"gloo_interface": "eth7"}, True, "eth7", "lo, eth0"),
+        ({"job_variables": ("RANK", "WORLD_SIZE")}, False, "RANK", "unset RANK"),
+        ({"omp_num_threads": "8"}, False, "16 threads on 8 cores", "4 or less"),
+        ({"usable_cores": 2}, False, "2 of the 8 cores", "OMP_NUM_THREADS=2"),
+        ({"shared_memory": 2**26}, False, "64 MiB", "--shm-size"),
+        ({"open_files": 256}, False, "256 files", "ulimit -n"),
+        ({"memory_available": 2**28}, False, "256 MiB", "fewer workers"),
+        ({"matplotlib": None}, False, "matplotlib", "tessel[viz]"),
+    ],
+)
+def test_the_doctor_says_what_is_wrong_and_how_to_mend_it(
+    facts: dict[str, object], broken: bool, what: str, mend: str
+) -> None:
+    (finding,) = examine(dataclasses.replace(HEALTHY, **facts))
+    assert finding.broken is broken
+    assert what in finding.what
+    assert mend in finding.mend
+
+
+def test_every_check_has_a_case() -> None:
+    cases = test_the_doctor_says_what_is_wrong_and_how_to_mend_it.pytestmark[0].args[1]
+    patients = [dataclasses.replace(HEALTHY, **facts) for facts, *_ in cases]
+    assert all(any(check(facts) for facts in patients) for check in CHECKS)
+
+
+def test_the_doctor_names_broken_things_first() -> None:
+    both = dataclasses.replace(HEALTHY, shared_memory=0, loopback=False)
+    assert [finding.broken for finding in examine(both)] == [True, False]
+
+
+def test_slow_messages_are_advice() -> None:
+    finding = check_rates([Rate("broadcast", 0.5, 1e9, 2**22)])
+    assert finding is not None and not finding.broken and "500 ms" in finding.what
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for word in ("torch", "gloo", "/dev/shm", "latency", "halo exchange", "GiB/s", "findings"):
+        assert word in text
+
+
+def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--no-measure"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["facts"]["torch"] == gather_facts().torch
+    assert told["movements"] == []
+
+
+# --- demo
+
+
+def test_demo(tmp_path: Path) -> None:
+    done = tessel("demo", "--output", "pictures", "--size", 64, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 workers compute what one process computes" in done.stdout
+    assert "pictures/demo.png" in done.stdout
+    for name in ("all-sum-reduce", "broadcast", "repartition", "halo exchange"):
+        assert error_in_row(done.stdout, name) < 1e-12
+    picture = (tmp_path / "pictures" / "demo.png").read_bytes()
+    width, height = struct.unpack(">II", picture[16:24])
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert width > 800 and height > 800 and len(picture) > 50_000
+
+
+def error_in_row(table: str, name: str) -> float:
+    (row,) = [line for line in table.splitlines() if line.strip().startswith(name)]
+    return max(map(float, row.split(name)[1].split()[:3]))
+
+
+def test_demo_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["demo", "--workers", "1", "--size", "8", "--output", str(tmp_path)]) == 0
+    assert "pip install 'tessel[viz]'" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_fails_when_a_number_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Share(0.5, 0.0, 1.0, 1.0, bytes_sent=8, messages=1, seconds=1e-3)
+    shares = [[(wrong,)] * 4]
+    monkeypatch.setattr("tessel.cli.demo._perform", lambda *args: (shares, []))
+    monkeypatch.setattr("tessel.cli.demo.draw", lambda *args: None)
+    assert main(["demo", "--output", str(tmp_path)]) == 1
+    assert "wrong: all-sum-reduce, broadcast" in capsys.readouterr().out
+
+
+def test_a_row_puts_shares_together() -> None:
+    row = Row.of(
+        "x", [Share(0.1, 0.0, 3.0, 1.0, 8, 1, 1e-3), Share(0.0, 0.2, 1.0, 2.0, 8, 2, 2e-3)]
+    )
+    assert row == Row("x", 0.25, 0.1, 0.2, 16, 3, 2e-3)
+    assert row.worst == 0.25
+
+
+# --- pictures
+
+
+def layouts() -> Iterator[Layout]:
+    """Layouts of every kind on four workers: bars, planes, three dimensions, copies, halos."""
+    P = world()
+    grids = {shape: P.create_cartesian_topology_partition(shape) for shape in GRIDS}
+    yield Layout.balanced(P, (10,))
+    yield Layout.balanced(P, (10,)).grow([(3, 3)])
+    yield Layout.balanced(P, (3,))
+    yield Layout.whole(P, (6, 4))
+    yield Layout.balanced(grids[4, 1], (8, 6))
+    yield Layout.balanced(grids[2, 2], (8, 6)).grow([(1, 2), (2, 1)])
+    yield Layout.balanced(grids[1, 2, 2], (3, 6, 400))
+    yield Layout.balanced(grids[2, 2, 1], (0, 6, 4))
+
+
+GRIDS: list[tuple[int, ...]] = [(4, 1), (2, 2), (1, 2, 2), (2, 2, 1)]
+
+
+def places_on_paper() -> list[list[tuple[float, float, float, float]]]:
+    return [
+        [Paper(layout, drawn_dims(layout)).rectangle(worker) for worker in range(4)]
+        for layout in layouts()
+    ]
+
+
+def test_no_box_is_drawn_over_another(run: Run) -> None:
+    for places in run(places_on_paper, nprocs=4)[0]:
+        for (x, y, w, h), (u, v, s, t) in itertools.combinations(places, 2):
+            apart = x + w <= u or u + s <= x or y + h <= v or v + t <= y
+            assert apart or not (w and h and s and t)
+
+
+def draw_all(folder: str) -> list[str]:
+    every = list(layouts())
+    pairs = [(a, b) for a in every for b in every if a.shape == b.shape]
+    texts = []
+    for k, (a, b) in enumerate(pairs):
+        figure = draw_move(Move(a, b), f"{folder}/{k}.png" if world().rank == 0 else None)
+        texts.append(figure.axes[1].texts[-1].get_text())
+        draw_layout(a, figure.axes[0], title="again")
+    return texts
+
+
+def test_every_move_can_be_drawn(run: Run, tmp_path: Path) -> None:
+    captions = run(draw_all, str(tmp_path), nprocs=4)[0]
+    pictures = sorted(tmp_path.iterdir(), key=lambda path: int(path.stem))
+    assert len(captions) == len(pictures) == 12
+    assert captions[0] == "nothing is sent"
+    assert captions[1] == "8 messages, 68 B in all: 3 of 12 B, 3 of 8 B, 2 of 4 B"
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+
+
+# --- help
+
+
+@pytest.mark.parametrize("name", [None, "run", "doctor", "demo"])
+def test_help_reads_well(name: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        build_parser().parse_args([name, "--help"] if name else ["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert "tessel" in text

@@ -1,0 +1,209 @@
+"""Movements inside of `torch.compile(fullgraph=True)`, never called before they are compiled."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tessel
+from movements import MODULES, Case, Loss, assert_close, case, me, mine
+from tessel import nn
+
+Run = Callable[..., list[Any]]
+
+SECONDS = 100  # a first compilation imports much, and inductor runs a C++ compiler
+DTYPES = [torch.float64, torch.complex128]
+OPERATORS = ("Move", "Move.H")
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
+)
+
+
+def around(movement: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The movement with something to do before and after it."""
+    return lambda x: movement(x * x).sin()
+
+
+def reference(movement: Case) -> Case:
+    """What `around` does, in one process."""
+    return Case(
+        around(movement.layer),
+        movement.shapes,
+        lambda xs: [y.sin() for y in movement.reference([x * x for x in xs])],
+    )
+
+
+def loss(worker: int, y: Tensor) -> Tensor:
+    return ((y * y.conj()).real * (worker + 1)).sum() + y.real.sum()
+
+
+def check(
+    layer: Callable[[Tensor], Tensor], expected: Case, dtype: torch.dtype, loss: Loss = loss
+) -> None:
+    """Output and gradient of a compiled layer are those of one process."""
+    everyones = expected.leaves(dtype)
+    x = mine(everyones).requires_grad_()
+    y = layer(x)
+    assert_close(y.detach(), mine(expected.reference(everyones)))
+    loss(me(), y).backward()
+    assert_close(x.grad, mine(expected.gradients(everyones, loss)))
+
+
+def compile_movement(name: str, backend: str, dtypes: list[torch.dtype]) -> None:
+    torch._dynamo.reset()
+    for dtype in dtypes:
+        expected = reference(case(name))
+        check(torch.compile(expected.layer, fullgraph=True, backend=backend), expected, dtype)
+        check(expected.layer, expected, dtype)  # and what is not compiled stays right
+
+
+@pytest.mark.parametrize("name", MODULES + OPERATORS)
+def test_movements(run: Run, name: str) -> None:
+    run(compile_movement, name, "aot_eager", DTYPES, nprocs=2, timeout=SECONDS)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["AllSumReduce", "Repartition", "Move"])
+def test_movements_with_inductor(run: Run, name: str) -> None:
+    run(compile_movement, name, "inductor", [torch.float64], nprocs=2, timeout=SECONDS)
+
+
+def compile_module(backend: str) -> None:
+    """Training of a small network whose rows lie on the workers, compiled and not."""
+    torch._dynamo.reset()
+    P = tessel.world().create_cartesian_topology_partition([2, 1])
+    compiled, plain = (_trained(P, backend if k else None) for k in (True, False))
+    for a, b in zip(compiled, plain, strict=True):
+        assert_close(a, b)
+
+
+def _trained(P: tessel.Partition, backend: str | None) -> list[Tensor]:
+    torch.manual_seed(me())
+    flat = tessel.world().create_cartesian_topology_partition([1, 2])
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 6, dtype=torch.float64),
+        nn.HaloExchange(P, [(1, 1), (0, 0)]),
+        torch.nn.Tanh(),
+        nn.Repartition(P, flat),
+        torch.nn.Linear(3, 3, dtype=torch.float64),
+        nn.AllSumReduce(tessel.world(), [0]),
+    )
+    apply = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(5 - me(), 4, dtype=torch.float64)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = apply(x).square().mean()
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return [*losses, *(parameter.detach() for parameter in model.parameters())]
+
+
+def test_module(run: Run) -> None:
+    run(compile_module, "aot_eager", nprocs=2, timeout=SECONDS)
+
+
+@needs_compiler
+def test_module_with_inductor(run: Run) -> None:
+    run(compile_module, "inductor", nprocs=2, timeout=SECONDS)
+
+
+def compile_for_sizes(name: str) -> None:
+    """Calls of one compiled function for sizes that change the shapes of all workers."""
+    torch._dynamo.reset()
+    layer = case(name).layer
+    compiled = torch.compile(around(layer), fullgraph=True, backend="aot_eager")
+    for size in (4, 4, 6, 8, 6, 4):
+        check(compiled, reference(case(name, size)), torch.float64)
+
+
+@pytest.mark.parametrize("name", ["AllGather", "HaloExchange", "AllSumReduce"])
+def test_all_local_shapes_change(run: Run, name: str) -> None:
+    run(compile_for_sizes, name, nprocs=2, timeout=SECONDS)
+
+
+def compile_for_unequal_changes(name: str) -> list[str]:
+    """What a worker sees when only some local shapes change: an error, or nothing."""
+    torch._dynamo.reset()
+    layer = case(name).layer
+    compiled = torch.compile(around(layer), fullgraph=True, backend="aot_eager")
+    outcomes = []
+    for size in (5, 6, 5):
+        expected = reference(case(name, size))
+        try:
+            check(compiled, expected, torch.float64)
+            outcomes.append("")
+        except (ValueError, RuntimeError) as error:
+            outcomes.append(str(error))
+        check(reference(case(name, size)).layer, expected, torch.float64)  # the world still works
+    return outcomes
+
+
+@pytest.mark.parametrize("name", ["AllGather", "HaloExchange"])
+def test_only_some_local_shapes_change(run: Run, name: str) -> None:
+    """5 → 6 over 2 workers: the right answer, or an error on every worker; never a hang."""
+    by_worker = run(compile_for_unequal_changes, name, nprocs=2, timeout=SECONDS)
+    for outcomes in zip(*by_worker, strict=True):
+        assert all(outcomes) or not any(outcomes), outcomes
+
+
+def compile_with_gradients_on(workers: list[int]) -> None:
+    """Only some inputs need a gradient, known when the call is compiled."""
+    torch._dynamo.reset()
+    for name in ("AllSumReduce", "Repartition"):
+        movement = case(name)
+        compiled = torch.compile(movement.layer, fullgraph=True, backend="aot_eager")
+        everyones = movement.leaves()
+        x = mine(everyones).requires_grad_(me() in workers)
+        y = compiled(x)
+        assert y.requires_grad == bool(workers)
+        if workers:
+            loss(me(), y).backward()
+        if me() in workers:
+            assert_close(x.grad, mine(movement.gradients(everyones, loss)))
+
+
+@pytest.mark.parametrize("workers", [[], [0], [1]])
+def test_only_some_inputs_need_a_gradient(run: Run, workers: list[int]) -> None:
+    run(compile_with_gradients_on, workers, nprocs=2, timeout=SECONDS)
+
+
+def compile_on_some_workers() -> None:
+    """A worker outside of the partitions compiles the call too, and gets a clone."""
+    torch._dynamo.reset()
+    P = tessel.world().create_partition_inclusive([2, 0])
+    x = torch.full((4,), float(me()), requires_grad=True)
+    layer = torch.compile(nn.AllSumReduce(P, [0]), fullgraph=True, backend="aot_eager")
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y.detach(), torch.full((4,), 2.0 if P.active else 1.0))
+    assert_close(x.grad, torch.full((4,), 2.0 if P.active else 1.0))
+
+
+def test_workers_outside_of_the_partition(run: Run) -> None:
+    run(compile_on_some_workers, nprocs=3, timeout=SECONDS)
+
+
+def compile_bad_input() -> str:
+    torch._dynamo.reset()
+    layer = torch.compile(nn.AllSumReduce(tessel.world(), [0]), fullgraph=True, backend="aot_eager")
+    text = ""
+    try:
+        layer(torch.ones(3 + me()))
+    except (ValueError, RuntimeError) as error:
+        text = str(error)
+    assert torch.equal(layer(torch.ones(5)), torch.full((5,), 2.0))
+    return text
+
+
+def test_bad_input_raises_on_all_workers_while_they_compile(run: Run) -> None:
+    for text in run(compile_bad_input, nprocs=2, timeout=SECONDS):
+        assert "(3,) on worker 0, (4,) on worker 1" in text

@@ -1,0 +1,178 @@
+"""Movements of CUDA tensors: NCCL on one GPU (or more), and Gloo where workers share a GPU.
+
+Needs a GPU, else all of it is skipped. Runs under pytest or as `python tests/test_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))  # when run as a script from elsewhere
+
+import tessel
+from movements import MOVEMENTS, assert_close, case, me, mine
+from tessel import nn, transport
+
+SECONDS = 120.0  # the first use of a GPU by a process takes seconds
+DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
+
+
+def loss(worker: int, y: Tensor) -> Tensor:
+    return ((y * y.conj()).real * (worker + 1)).sum() + y.real.sum()
+
+
+def check_movement(name: str, dtype: torch.dtype) -> None:
+    """Values and gradients of CUDA tensors are those of one process on the CPU."""
+    movement = case(name)
+    tolerance = 1e-4 if dtype in (torch.float32, torch.complex64) else 1e-12
+    everyones = movement.leaves(dtype)
+    x = mine(everyones).cuda().requires_grad_()
+    y = movement.layer(x)
+    assert y.is_cuda and y.dtype == dtype
+    assert_close(y.detach().cpu(), mine(movement.reference(everyones)), tolerance)
+    loss(me(), y).backward()
+    assert x.grad is not None and x.grad.is_cuda
+    assert_close(x.grad.cpu(), mine(movement.gradients(everyones, loss)), tolerance)
+
+
+def check_all_movements() -> None:
+    for name in MOVEMENTS:
+        for dtype in DTYPES:
+            check_movement(name, dtype)
+
+
+def check_kinds_of_tensors() -> None:
+    """Other dtypes, odd strides, placeholders on the CPU, and copies that stay on the GPU."""
+    layer = nn.AllGather(tessel.world(), 0, 0)
+    n = tessel.world().size
+    for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+        x = torch.ones(2, 3, device="cuda").to(dtype)
+        assert torch.equal(layer(x), torch.ones(2 * n, 3, device="cuda").to(dtype))
+    x = torch.arange(6.0, device="cuda").reshape(2, 3)
+    assert torch.equal(layer(x.T), torch.cat([x.T] * n))
+    assert torch.equal(layer(x[:1].expand(2, 3)), torch.cat([x[:1].expand(2, 3)] * n))
+    z = torch.complex(x, x)
+    assert torch.equal(layer(z.conj()), torch.cat([z.conj()] * n))
+    first = tessel.world().create_partition_inclusive([0])
+    given = x if me() == 0 else tessel.zero_volume_tensor()
+    assert torch.equal(nn.Broadcast(first, tessel.world())(given), x)
+
+
+def check_some_gradients(workers: list[int]) -> None:
+    """Only some inputs need a gradient, in first and second order."""
+    movement = case("AllSumReduce")
+    everyones = movement.leaves()
+    x = mine(everyones).cuda().requires_grad_(me() in workers)
+    loss(me(), movement.layer(x)).backward()
+    if me() in workers:
+        assert x.grad is not None
+        assert_close(x.grad.cpu(), mine(movement.gradients(everyones, loss)))
+
+
+def check_other_modes() -> None:
+    """Forward mode, torch.func, autocast and torch.compile."""
+    layer = nn.AllSumReduce(tessel.world(), [0])
+    n = tessel.world().size
+    x, t = torch.randn(3, 3, device="cuda"), torch.ones(3, 3, device="cuda")
+    _, tangent = torch.func.jvp(lambda v: layer(v.sin()), (x,), (t,))
+    assert_close(tangent, layer(x.cos()), 1e-5)
+    _, pull = torch.func.vjp(layer, x)
+    assert_close(pull(t)[0], n * t, 1e-5)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert layer(x @ t).dtype == torch.bfloat16
+    compiled = torch.compile(lambda v: layer(v * v).sin(), fullgraph=True, backend="aot_eager")
+    v, w = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, z = compiled(v), layer(w * w).sin()
+    assert_close(y, z, 1e-5)
+    y.sum().backward()
+    z.sum().backward()
+    assert v.grad is not None and w.grad is not None
+    assert_close(v.grad, w.grad, 1e-5)
+
+
+def check_everything() -> None:
+    if dist.is_initialized():
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    check_all_movements()
+    check_kinds_of_tensors()
+    check_some_gradients([0])
+    check_other_modes()
+
+
+def check_nccl_world_of_one(folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    check_everything()
+    dist.destroy_process_group()
+
+
+def check_nccl_transport(folder: str, backend: str) -> None:
+    """What movements call, on a group of one whose messages NCCL really carries."""
+    store = dist.FileStore(f"{folder}/store", 1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    group = transport.Group((0,), dist.group.WORLD, transport.Traffic())
+    for dtype in (torch.float32, torch.complex64, torch.bool, torch.bfloat16):
+        x = torch.ones(5, device="cuda").to(dtype)
+        assert torch.equal(group.all_to_all(x, [5], [5]), x)
+    assert torch.equal(group.sum(torch.ones(3, device="cuda")), torch.ones(3, device="cuda"))
+    words = torch.tensor([3, -4], dtype=torch.int64).numpy().tobytes()
+    assert group.share_words([3, -4]) == words
+    assert group.share_objects("text") == ["text"]
+    dist.destroy_process_group()
+
+
+def mixed_devices() -> str:
+    """One worker passes a CPU tensor: all raise."""
+    x = torch.ones(3, device="cuda" if me() == 0 else "cpu")
+    try:
+        nn.AllSumReduce(tessel.world(), [0])(x)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+class CudaTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def test_without_a_process_group(self) -> None:
+        tessel.launch(check_everything, 1, timeout=SECONDS)
+
+    def test_nccl_world_of_one(self) -> None:
+        tessel.launch(check_nccl_world_of_one, 1, self.folder, timeout=SECONDS)
+
+    def test_transport_on_nccl(self) -> None:
+        backend = "cpu:gloo,cuda:nccl"
+        tessel.launch(check_nccl_transport, 1, self.folder, backend, timeout=SECONDS)
+
+    def test_transport_on_nccl_alone(self) -> None:
+        tessel.launch(check_nccl_transport, 1, self.folder, "nccl", timeout=SECONDS)
+
+    def test_workers_that_share_a_gpu(self) -> None:
+        """Gloo carries CUDA tensors too, through the host."""
+        for nprocs in (2, 3):
+            tessel.launch(check_everything, nprocs, timeout=SECONDS)
+
+    def test_mixed_devices_raise_on_all(self) -> None:
+        first, second = tessel.launch(mixed_devices, 2, timeout=SECONDS)
+        self.assertEqual(first, second)
+        self.assertIn("cuda on worker 0, cpu on worker 1", first)
+
+    @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two GPUs")
+    def test_nccl_on_several_gpus(self) -> None:
+        nprocs = min(4, torch.cuda.device_count())
+        tessel.launch(check_everything, nprocs, timeout=SECONDS, backend="cpu:gloo,cuda:nccl")
+
+
+if __name__ == "__main__":
+    unittest.main()

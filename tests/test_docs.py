@@ -1,0 +1,201 @@
+"""README and docs are true: every code block runs, and prints what its page shows.
+
+A block is Python, or a console with commands after `$`. Its title says how it runs:
+
+    ```python                                  in one process
+    ```python title="4 workers"                on so many workers
+    ```python title="any number of workers"    on every number of workers that the page names
+    ```python title="first.py"                 by a command in a console block of its page
+    ```text title="output"                     what the block before it prints, worker by worker
+
+Blocks of a page that run on the same number of workers share their names, as cells of a notebook
+do. In an output, `...` stands for anything. A block that prints what is not shown fails too. Only
+blocks after a comment `<!-- not run -->` are not run.
+"""
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+import tessel
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LIMIT = 90.0
+
+FENCE = re.compile(r'```(?P<language>\w*)(?: title="(?P<title>[^"]*)")?')
+ANY = "any number of workers"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; `shown` is the output that the page shows after it."""
+
+    page: str
+    line: int
+    language: str
+    title: str
+    source: str
+    is_run: bool
+    shown: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def workers(self) -> int | None:
+        """On how many workers it runs; None for any number."""
+        return None if self.title == ANY else int(self.title.partition(" ")[0] or 1)
+
+    @property
+    def is_python(self) -> bool:
+        return self.language == "python" and self.is_run and not self.is_file
+
+    @property
+    def is_console(self) -> bool:
+        return self.language == "console" and self.is_run
+
+    @property
+    def is_file(self) -> bool:
+        return self.title.endswith(".py")
+
+
+def blocks(path: Path) -> list[Block]:
+    """The blocks of a page, each with the output that is shown after it."""
+    found: list[Block] = []
+    for block in fences(path):
+        if block.title == "output":
+            found[-1] = replace(found[-1], shown=block.source)
+        else:
+            found.append(block)
+    return found
+
+
+def fences(path: Path) -> Iterator[Block]:
+    """All fenced blocks of a page, in order."""
+    page = str(path.relative_to(ROOT))
+    lines = iter(enumerate(path.read_text().splitlines(), start=1))
+    is_run = True
+    for number, line in lines:
+        assert not re.match(r"\s+```", line), f"{page}:{number}: an indented block is not run"
+        if line.startswith("```"):
+            fence = FENCE.fullmatch(line)
+            assert fence, f"{page}:{number}: {line} is not understood"
+            source = "".join(f"{text}\n" for _, text in takewhile(lambda n: n[1] != "```", lines))
+            yield Block(page, number, fence["language"], fence["title"] or "", source, is_run)
+        is_run = line != "<!-- not run -->"
+
+
+def python_cases() -> list[tuple[Path, int]]:
+    """Each page with each number of workers that its blocks name."""
+    numbers = {path: {b.workers for b in blocks(path) if b.is_python} - {None} for path in PAGES}
+    return [(path, nprocs) for path in PAGES for nprocs in sorted(numbers[path])]
+
+
+def execute(sources: list[tuple[str, int, str]]) -> list[str]:
+    """Run blocks one after the other in one module; what each of them printed."""
+    module = types.ModuleType("page")
+    sys.modules["page"] = module
+    printed = []
+    for page, line, source in sources:
+        code = compile("\n" * line + source, page, "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(code, module.__dict__)
+        printed.append(output.getvalue())
+    return printed
+
+
+def check_output(block: Block, printed: str) -> None:
+    agrees = doctest.OutputChecker().check_output(block.shown, printed, doctest.ELLIPSIS)
+    assert agrees, f"{block.place} shows\n\n{block.shown}\nbut this is printed\n\n{printed}"
+
+
+@pytest.mark.limit(LIMIT + 10)
+@pytest.mark.parametrize(
+    ("path", "nprocs"), python_cases(), ids=lambda v: v.stem if isinstance(v, Path) else str(v)
+)
+def test_python_blocks_print_what_is_shown(path, nprocs, run):
+    todo = [b for b in blocks(path) if b.is_python and b.workers in (nprocs, None)]
+    sources = [(block.page, block.line, block.source) for block in todo]
+    by_worker = run(execute, sources, nprocs=nprocs, timeout=LIMIT)
+    for block, printed in zip(todo, zip(*by_worker, strict=True), strict=True):
+        if block.workers is not None:
+            check_output(block, "".join(printed))
+
+
+CONSOLE_PAGES = [path for path in PAGES if any(block.is_console for block in blocks(path))]
+
+
+@pytest.mark.limit(3 * LIMIT)
+@pytest.mark.parametrize("path", CONSOLE_PAGES, ids=lambda path: path.stem)
+def test_commands_print_what_is_shown(path, tmp_path):
+    for block in blocks(path):
+        if block.is_file:
+            (tmp_path / block.title).write_text(block.source)
+        if block.is_console:
+            for command, shown in commands(block):
+                check_output(replace(block, shown=shown), shell(command, tmp_path))
+
+
+def commands(block: Block) -> Iterator[tuple[str, str]]:
+    """The commands of a console block, each with the output shown under it."""
+    first, *rest = re.split(r"^\$ ", block.source, flags=re.MULTILINE)
+    assert not first, f"{block.place} shows an output without its command"
+    for part in rest:
+        command, _, shown = part.partition("\n")
+        yield command, shown
+
+
+def shell(command: str, folder: Path) -> str:
+    """What a command prints, in a folder, with this environment's programs."""
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    ended = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env={**os.environ, "PATH": programs},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT,
+    )
+    return ended.stdout
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_block_is_run_or_says_that_it_is_not(path):
+    consoles = [block.source for block in blocks(path) if block.is_console]
+    for block in blocks(path):
+        known = block.language in ("python", "console") or not block.is_run
+        assert known, f"{block.place}: a block of {block.language or 'no language'} is not run"
+        used = not block.is_file or any(block.title in text for text in consoles)
+        assert used, f"{block.place}: no command of the page uses {block.title}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        assert "://" in target or (path.parent / target).exists(), f"{path}: {target} is missing"
+
+
+def test_the_reference_names_everything_that_is_public():
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    for module in (tessel, tessel.nn, tessel.testing):
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not isinstance(value, types.ModuleType):
+                entry = rf"^::: {module.__name__}\.(\w+\.)*{name}$"
+                assert re.search(entry, reference, re.MULTILINE), f"{name} is not documented"

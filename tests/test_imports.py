@@ -1,0 +1,223 @@
+"""The layers of the code: imports go downwards, and each thing is done in one place."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "tessel"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+LAYERS = (  # from the top; a module imports only what stands below it, or in its own package
+    ("__main__",),
+    ("cli",),
+    ("viz",),
+    ("testing",),
+    ("nn",),
+    ("primitives",),
+    ("move",),
+    ("compiled", "plan"),
+    ("linop",),
+    ("agreement",),
+    ("layout",),
+    ("partition",),
+    ("transport", "launch"),
+    ("boxes", "errors", "numbered"),
+)
+HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}
+
+COMMUNICATION = {
+    *("broadcast", "reduce", "all_reduce", "gather", "all_gather", "all_gather_into_tensor"),
+    *("scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv", "P2POp", "barrier"),
+    *("monitored_barrier", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("broadcast_object_list", "send_object_list", "recv_object_list", "new_group"),
+    *("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+    *("_c10d_functional", "_functional_collectives"),
+}
+
+
+def name_of(path: Path) -> str:
+    """The name of a module, `tessel.x.y`; of a package, `tessel.x`."""
+    parts = ("tessel", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def component(module: str) -> str:
+    return module.partition(".")[2].partition(".")[0]
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Each module of Tessel that a file imports, wherever in it, and the line."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "tessel":
+                    yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            if node.module == "tessel":
+                for alias in node.names:
+                    yield f"tessel.{alias.name}", node.lineno
+            elif node.module and node.module.startswith("tessel."):
+                yield node.module, node.lineno
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "tessel"])
+def test_imports_go_downwards(module: str) -> None:
+    own = component(module)
+    assert own in HEIGHT, f"{module} is in no layer"
+    for imported, line in imports(MODULES[module]):
+        other = component(imported)
+        allowed = other == own or (other in HEIGHT and HEIGHT[other] < HEIGHT[own])
+        assert allowed, f"{MODULES[module]}:{line}: {own} must not import {imported}"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {
+        module: {name for name, _ in imports(path) if name in MODULES and name != module}
+        for module, path in MODULES.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def attributes(path: Path) -> Iterator[tuple[str, int]]:
+    """The names that a file takes from torch.distributed, however it imports that."""
+    aliases = {"torch.distributed"}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            aliases |= {
+                alias.asname or alias.name
+                for alias in node.names
+                if alias.name == "torch.distributed"
+            }
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            aliases |= {a.asname or a.name for a in node.names if a.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "torch.distributed._functional"
+        ):
+            yield "_functional_collectives", node.lineno
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and (
+            ast.unparse(node.value) in aliases or node.attr == "_c10d_functional"
+        ):
+            yield node.attr, node.lineno
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_transport_communicates(path: Path) -> None:
+    used = {name for name, _ in attributes(path)} & COMMUNICATION
+    if path.name == "transport.py":
+        assert used  # the test sees what it looks for
+    else:
+        assert not used, f"{path}: {used}"
+
+
+def test_one_autograd_function() -> None:
+    found = [
+        f"{path.name}:{node.name}"
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
+    ]
+    assert len(found) == 1 and found[0].startswith("linop.py:"), found
+
+
+def test_splits_are_computed_in_boxes() -> None:
+    """A second `divmod` or `%` by a number of parts is where two splits begin to differ."""
+    found = {
+        path.name
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "divmod"
+    }
+    assert found == {"boxes.py"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_error_is_swallowed(path: Path) -> None:
+    """`except Exception` hides what it does not know; where it must be, its line says why."""
+    lines = path.read_text().splitlines()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ExceptHandler):
+            caught = "everything" if node.type is None else ast.unparse(node.type)
+            explained = "#" in lines[node.lineno - 1]
+            assert caught not in ("everything", "Exception") or explained, f"{path}:{node.lineno}"
+
+
+ALONE = """
+import sys
+import numpy, rich.console, torch, torch._dynamo, torch.distributed
+
+for name in ("matplotlib", "pytest", "hypothesis", "scipy", "pandas", "typer", "mpi4py"):
+    for known in [known for known in sys.modules if known.partition(".")[0] == name]:
+        del sys.modules[known]
+    sys.modules[name] = None  # as if it were not installed
+known = {name.partition(".")[0] for name in sys.modules}
+import tessel, tessel.cli, tessel.viz
+new = {name.partition(".")[0] for name in sys.modules} - known - sys.stdlib_module_names
+assert new == {"tessel"}, new
+assert not torch.distributed.is_initialized()
+assert tessel.world().size == 1
+y = tessel.nn.AllSumReduce(tessel.world(), [0])(torch.ones(2))
+assert torch.equal(y, torch.ones(2))
+"""
+QUICK = """
+import sys, time
+import numpy, torch, torch.distributed
+
+begin = time.process_time()
+import tessel
+print(time.process_time() - begin)
+assert "torch._dynamo" not in sys.modules, "the compiler is imported before it is needed"
+assert "matplotlib" not in sys.modules
+"""
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_core_needs_torch_numpy_and_rich_alone() -> None:
+    done = python(ALONE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_import_is_quick() -> None:
+    """Beside torch's own, which takes seconds, it is not felt."""
+    done = python(QUICK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(done.stdout) < 1.0  # of this process's own time: 0.1 s
+
+
+def test_public_names() -> None:
+    """What the package promises is there."""
+    import tessel
+
+    names = (
+        *("world", "Partition", "Layout", "Move", "LinearOperator", "zero_volume_tensor"),
+        *("scatter", "gather", "all_gather", "launch", "WorkerLost", "nn", "testing"),
+    )
+    assert [name for name in names if not hasattr(tessel, name)] == []
+    layers = ("Broadcast", "SumReduce", "AllSumReduce", "AllGather", "ReduceScatter")
+    for name in (*layers, "Repartition", "HaloExchange"):
+        assert getattr(tessel.nn, name).__doc__
+    for name in ("check_adjoint", "check_gradient", "count_traffic", "WorkerPool"):
+        assert getattr(tessel.testing, name).__doc__
