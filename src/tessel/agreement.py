@@ -7,7 +7,6 @@ gradient), all get all descriptions, and each draws the same conclusion from the
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,11 +18,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from tessel.layout import Shape
-from tessel.transport import Group
+from tessel.transport import NUM_WORDS, Group, code_of
 
 MAX_DIM = 10
 MEMORY = 256  # conclusions that a meeting remembers
-_NUM_WORDS = 5 + MAX_DIM  # label, dtype, device, flags, number of dimensions, lengths
+assert 5 + MAX_DIM <= NUM_WORDS  # label, dtype, device, flags, number of dimensions, lengths
 
 _DTYPES: tuple[torch.dtype | None, ...] = (
     None, torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -77,7 +76,7 @@ class Claim:
     def from_words(cls, words: list[int]) -> Claim:
         dtype, device, flags, ndim, *lengths = words
         return cls(
-            tuple(lengths[:ndim]) + (0,) * (ndim - MAX_DIM),
+            tuple(lengths[: min(ndim, MAX_DIM)]) + (0,) * (ndim - MAX_DIM),
             _DTYPES[dtype],
             _DEVICES[device],
             *(bool(flags >> bit & 1) for bit in range(4)),
@@ -128,11 +127,11 @@ class Meeting(Generic[T]):
 
     @cached_property
     def _code(self) -> int:
-        return zlib.crc32(self.label.encode())
+        return code_of(self.label)
 
     def _settle(self, everyones: bytes) -> T:
-        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, _NUM_WORDS).tolist()
-        self._check_labels([row[0] for row in rows])
+        self.group.check_same_call(everyones, self.label)
+        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS).tolist()
         claims = [Claim.from_words(row[1:]) for row in rows]
         given = {w: c for w, c in zip(self.group.workers, claims, strict=True) if w in self.givers}
         self._check_compiling(claims)
@@ -179,32 +178,25 @@ class Meeting(Generic[T]):
                 f"since only their tensors changed shape; change all, or do not compile the call"
             )
 
-    def _check_labels(self, codes: list[int]) -> None:
-        """Workers that call different movements would exchange nonsense."""
-        if len(set(codes)) == 1:
-            return
-        labels = self.group.share_objects(self.label)
-        other = next(k for k, text in enumerate(labels) if text != labels[0])
-        workers = self.group.workers
-        raise ValueError(
-            f"all workers must call the same movement: worker {workers[0]} calls {labels[0]}, "
-            f"worker {workers[other]} calls {labels[other]}"
-        )
-
 
 def has_tangent(x: Tensor) -> bool:
     """Whether a tensor carries a forward-mode derivative."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return in_forward_mode() and forward_ad.unpack_dual(x).tangent is not None
 
 
 def admit(x: Tensor, terms: Terms, gives: bool) -> Tensor:
     """What enters a movement: the tensor itself, or an empty one of the agreed kind."""
     if not gives:
         empty = torch.empty(0, dtype=terms.dtype, device=terms.device)
-        x = x.reshape(-1)[:0].to(empty) if isinstance(x, Tensor) and x.requires_grad else empty
-    if terms.has_tangent and not has_tangent(x):
+        x = x.reshape(-1)[:0].to(empty) if isinstance(x, Tensor) else empty
+    if terms.has_tangent and in_forward_mode() and not has_tangent(x):
         x = forward_ad.make_dual(x, torch.zeros_like(x))
     return x
+
+
+def in_forward_mode() -> bool:
+    """Whether this worker computes forward-mode derivatives now."""
+    return forward_ad._current_level >= 0
 
 
 def same(values: dict[int, Any], what: str, label: str) -> Any:

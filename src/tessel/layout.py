@@ -46,7 +46,7 @@ class Layout:
         shape: the global shape.
         cuts: one `Cut` for each dimension.
         shared: the axes along which copies are one shared value.
-        blocks: for layouts of `Layout.blocks` only, the local shapes.
+        blocks: for layouts of `Layout.blocks_along` only, the local shapes.
 
     >>> import tessel
     >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
@@ -66,9 +66,12 @@ class Layout:
                 f"a layout needs one cut for each dimension: shape {self.shape} has "
                 f"{len(self.shape)}, got {len(self.cuts)} cuts"
             )
+        used = [axis for cut in self.cuts for axis in cut.axes]
+        for axis in (*used, *self.shared):
+            if not 0 <= axis < self.partition.dim:
+                raise ValueError(f"axis {axis} is out of range for {self.partition}")
         for dim, cut in enumerate(self.cuts):
             self._check_cut(dim, cut)
-        used = [axis for cut in self.cuts for axis in cut.axes]
         if len(set(used) | set(self.shared)) < len(used) + len(self.shared):
             raise ValueError(
                 f"an axis splits one dimension or holds copies, not more: axes {used} split, "
@@ -94,11 +97,31 @@ class Layout:
         """Axis d of the partition splits dimension d into parts that differ by at most one."""
         lengths = tuple(as_int(length) for length in shape)
         _check_dims(partition, len(lengths))
-        intervals = [
-            boxes.balanced(length, parts)
-            for length, parts in zip(lengths, partition.shape, strict=True)
-        ]
-        return cls._aligned(partition, lengths, intervals)
+        return cls.split(partition, lengths, range(partition.dim))
+
+    @classmethod
+    def split(
+        cls,
+        partition: Partition,
+        shape: Iterable[int],
+        axes: Sequence[int | None],
+        shared: Iterable[int] = (),
+    ) -> Layout:
+        """Axis `axes[d]` splits dimension d evenly, None leaves it whole; copies along the others.
+
+        >>> import tessel
+        >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
+        >>> tessel.Layout.split(P, (4, 6), (1, None), shared=[0]).local_shape
+        (4, 6)
+        """
+        lengths = tuple(as_int(length) for length in shape)
+        cuts = tuple(
+            Cut((), ((0, length),))
+            if axis is None
+            else Cut((axis,), boxes.balanced(length, partition.shape[axis]))
+            for length, axis in zip(lengths, axes, strict=True)
+        )
+        return cls(partition, lengths, cuts, partition.axes(shared))
 
     @classmethod
     def from_lengths(cls, partition: Partition, lengths: Sequence[Sequence[int]]) -> Layout:
@@ -135,9 +158,9 @@ class Layout:
     @classmethod
     def whole(cls, partition: Partition, shape: Iterable[int], *, shared: bool = False) -> Layout:
         """The whole tensor on every worker, as separate copies or as one shared value."""
-        lengths = tuple(as_int(length) for length in shape)
-        cuts = tuple(Cut((), ((0, length),)) for length in lengths)
-        return cls(partition, lengths, cuts, tuple(range(partition.dim)) if shared else ())
+        lengths = tuple(shape)
+        everywhere = range(partition.dim) if shared else ()
+        return cls.split(partition, lengths, [None] * len(lengths), everywhere)
 
     @classmethod
     def blocks_along(
@@ -276,7 +299,8 @@ class Layout:
         copies = f", shared along {self.shared}" if self.shared else ""
         lengths = [tuple(stop - start for start, stop in cut.intervals) for cut in self.cuts]
         parts = " × ".join(str(n[0]) if len(n) == 1 else str(n) for n in lengths)
-        return f"Layout({self.shape}, {grid}, parts {parts}{copies})"
+        workers = self.partition.listing
+        return f"Layout({self.shape}, {grid} on workers {workers}, parts {parts}{copies})"
 
 
 def zero_volume_tensor(

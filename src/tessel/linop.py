@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.agreement import Claim, Meeting, Terms, admit, in_forward_mode
 from tessel.layout import Layout, Shape
-from tessel.numbered import Numbered, object_of
+from tessel.numbered import Numbered, constant_in_graphs, object_of
 
 
 class LinearOperator(Numbered):
@@ -55,11 +55,11 @@ class LinearOperator(Numbered):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the operator to this worker's part, after all workers agreed that theirs fit."""
-        if transport.this_worker() not in self.group.workers:
-            return x.clone()
         if torch.compiler.is_compiling():
             _prepare_while_compiling(self.number)
-            return self.apply(x)
+            return self.apply(x) if self.takes_part else x.clone()
+        if not self.takes_part:
+            return x.clone()
         terms = self._meeting.reach(Claim.of(x))
         return self.apply(admit(x, terms, self.domain.partition.active), terms)
 
@@ -68,17 +68,22 @@ class LinearOperator(Numbered):
 
         Every worker must pass what `domain` says, and all or none an input that needs a gradient.
         """
+        if not self.takes_part:
+            return x
         if tuple(x.shape) != self.domain.local_shape:
             raise ValueError(
                 f"{self._label}: worker {transport.this_worker()} expected a tensor of shape "
                 f"{self.domain.local_shape}, got {tuple(x.shape)}"
             )
-        return record(self, x, terms is not None and terms.needs_grad)
+        y = record(self, x, terms is not None and terms.needs_grad)
+        if terms is not None and terms.has_tangent and not in_forward_mode():
+            self._apply(torch.zeros_like(x))  # others move tangents: so does this worker, a zero
+        return y
 
     def prepare(self) -> None:
         """Make now what the operator and its adjoint need, which else the first call makes."""
         for operator in (self, self.H):
-            operator.group, operator.domain.local_shape  # noqa: B018
+            operator.takes_part, operator.domain.local_shape  # noqa: B018
 
     def __matmul__(self, other: LinearOperator) -> LinearOperator:
         """The product `A @ B`, which applies `B` first."""
@@ -88,6 +93,17 @@ class LinearOperator(Numbered):
     def group(self) -> transport.Group:
         """All workers that hold a part of the input or the output."""
         return transport.group_of({*self.domain.partition.ranks, *self.codomain.partition.ranks})
+
+    @cached_property
+    def takes_part(self) -> bool:
+        """Whether this worker holds a part of the input or the output."""
+        return transport.this_worker() in self.group.workers
+
+    def check_dtype(self, dtype: torch.dtype, label: str) -> None:
+        """Raise ValueError, in the name of `label`, if tensors of this dtype cannot be mapped."""
+
+    def __repr__(self) -> str:
+        return self._label
 
     @cached_property
     def _label(self) -> str:
@@ -105,10 +121,11 @@ class LinearOperator(Numbered):
                     f"{self._label}: worker {worker} expected a tensor of shape {expected}, "
                     f"got {shape}"
                 )
+        self.check_dtype(terms.dtype, self._label)
         return terms
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("number", "group", "_label", "_meeting", "H", "route")
+        return name in ("number", "group", "takes_part", "_label", "_meeting", "H", "route")
 
 
 class Adjoint(LinearOperator):
@@ -144,14 +161,23 @@ class Product(LinearOperator):
                 )
         self.factors = factors
         self.domain, self.codomain = factors[-1].domain, factors[0].codomain
+        self.takes_part  # noqa: B018  (the groups are made by all workers, here or when unpickled)
 
     def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
         return reduce(lambda y, factor: factor.apply(y, terms), reversed(self.factors), x)
+
+    @cached_property
+    def _label(self) -> str:
+        return " @ ".join(map(repr, self.factors))
 
     def prepare(self) -> None:
         super().prepare()
         for factor in self.factors:
             factor.prepare()
+
+    def check_dtype(self, dtype: torch.dtype, label: str) -> None:
+        for factor in self.factors:
+            factor.check_dtype(dtype, label)
 
     @property
     def H(self) -> LinearOperator:
@@ -162,6 +188,12 @@ class Product(LinearOperator):
         layouts = [side for factor in self.factors for side in (factor.domain, factor.codomain)]
         return transport.group_of({rank for side in layouts for rank in side.partition.ranks})
 
+    @cached_property
+    def takes_part(self) -> bool:
+        for factor in self.factors:
+            factor.takes_part  # noqa: B018  (its groups too)
+        return transport.this_worker() in self.group.workers
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Product) and self.factors == other.factors
 
@@ -169,7 +201,7 @@ class Product(LinearOperator):
         return hash((Product, self.factors))
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _prepare_while_compiling(number: int) -> bool:
     object_of(number).prepare()
     return True
@@ -182,35 +214,47 @@ def record(operator: LinearOperator, x: Tensor, needs_grad: bool) -> Tensor:
     needs one makes this worker's autograd do so even if its own input needs none.
     """
     anchor = torch.empty(0, requires_grad=True) if needs_grad and not x.requires_grad else None
-    if torch.compiler.is_compiling():
-        return _Apply.apply(x, anchor, operator)
-    return _ApplyAnyMode.apply(x, anchor, operator)
+    return _apply(operator, x, anchor)
+
+
+def _apply(operator: LinearOperator, x: Tensor, anchor: Tensor | None) -> Tensor:
+    rule = _Apply if torch.compiler.is_compiling() else _ApplyAnyMode
+    return rule.apply(x, anchor, operator)[0]
 
 
 class _Apply(torch.autograd.Function):
-    """The gradient of A is A.H, itself recorded, so that derivatives of every order exist."""
+    """The gradient of A is A.H, itself recorded, so that derivatives of every order exist.
+
+    Beside the result there is an empty token. The gradient hangs on it: where the loss of one
+    worker is linear its gradient does not depend on the result, and still its second backward
+    pass must go through here, as that of the other workers does.
+    """
 
     @staticmethod
-    def forward(x: Tensor, anchor: Tensor | None, operator: LinearOperator) -> Tensor:
-        return operator._apply(x)
+    def forward(
+        x: Tensor, anchor: Tensor | None, operator: LinearOperator
+    ) -> tuple[Tensor, Tensor]:
+        y = operator._apply(x)
+        return y, y.new_empty(0)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.operator = inputs[2]
+        ctx.save_for_backward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # With create_graph, one worker's gradient may depend on its input and another's not:
-        # the second backward must be able to pass through all of them.
-        return record(ctx.operator.H, grad, torch.is_grad_enabled()), None, None
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        token = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
+        return _apply(ctx.operator.H, grad, token), None, None
 
 
 class _ApplyAnyMode(_Apply):
     """The same with the forward-mode rule, which compilers do not take."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return record(ctx.operator, tangent, False)
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        result = _apply(ctx.operator, tangent, None)
+        return result, result.new_empty(0)
 
 
 # autograd asks for the signature at every call; to find it once saves 25 µs each time.

@@ -14,10 +14,12 @@ from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.plan import Piece, Plan, route
 
+# what torch does not add, or not as numbers
+UNSUMMABLE = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 Arrived = dict[int, Tensor | None]  # by worker; None for what is in its place already
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Move(LinearOperator):
     """Give every copy of an index in `codomain` the sum of its copies in `domain`.
 
@@ -47,6 +49,7 @@ class Move(LinearOperator):
                 f"a move needs two layouts of one global shape: from {self.domain} "
                 f"to {self.codomain}"
             )
+        self.takes_part  # noqa: B018  (the group is made by all workers, here or when unpickled)
 
     @cached_property
     def H(self) -> Move:
@@ -58,6 +61,10 @@ class Move(LinearOperator):
     def route(self) -> tuple[Plan, ...]:
         """The exchanges of this worker."""
         return route(self.domain, self.codomain, transport.this_worker())
+
+    def check_dtype(self, dtype: torch.dtype, label: str) -> None:
+        if dtype in UNSUMMABLE and not self.domain.owns_once:
+            raise ValueError(f"{label}: {dtype} cannot be summed; convert it, say to torch.int64")
 
     def prepare(self) -> None:
         super().prepare()

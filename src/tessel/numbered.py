@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
+
+F = TypeVar("F")
 
 _numbers = count()
 _numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -32,3 +34,13 @@ class Numbered:
 def object_of(number: int) -> Any:
     """The object of this number."""
     return _numbered[number]
+
+
+def constant_in_graphs(function: F) -> F:
+    """Let a compiler call `function` while it compiles and keep the result.
+
+    This is `torch.compiler.assume_constant_result` without the import of the compiler, which takes
+    as long as that of torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

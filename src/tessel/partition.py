@@ -155,7 +155,15 @@ class Partition:
 
     def __repr__(self) -> str:
         grid = "×".join(map(str, self.shape)) or "1"
-        return f"Partition({grid} on workers {_abbreviated(self.ranks)})"
+        return f"Partition({grid} on workers {self.listing})"
+
+    @property
+    def listing(self) -> str:
+        """The workers in words."""
+        first, last = self.ranks[0], self.ranks[-1]
+        if self.size > 2 and self.ranks == tuple(range(first, last + 1)):
+            return f"{first}..{last}"
+        return ", ".join(map(str, self.ranks))
 
 
 def world() -> Partition:
@@ -193,10 +201,3 @@ def _check_shape(shape: tuple[int, ...], workers: int) -> None:
         raise ValueError(
             f"a partition of shape {shape} needs {math.prod(shape)} workers, got {workers}"
         )
-
-
-def _abbreviated(ranks: tuple[int, ...]) -> str:
-    first, last = ranks[0], ranks[-1]
-    if len(ranks) > 2 and ranks == tuple(range(first, last + 1)):
-        return f"{first}..{last}"
-    return ", ".join(map(str, ranks))

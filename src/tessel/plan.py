@@ -47,7 +47,8 @@ class Plan:
         takes: all that makes up the output, in the order of the sum, the same on all workers.
         kept: where the piece that this worker takes from itself lies in its input.
         source_shape, target_shape: the local tensors, as boxes.
-        once: whether each index arrives exactly once, so that it is copied rather than added.
+        once: whether each index arrives at most once, so that it is copied rather than added.
+        fills: whether what arrives first, or all that arrives once, covers the output.
         silent: whether nobody sends anything to anybody.
         dense: whether everybody sends something to everybody.
     """
@@ -59,18 +60,14 @@ class Plan:
     source_shape: Shape
     target_shape: Shape
     once: bool
+    fills: bool
     silent: bool
     dense: bool
 
     @cached_property
-    def fills(self) -> bool:
-        """Whether what arrives first, or all that arrives once, covers the output."""
-        return self.once or (bool(self.takes) and self.takes[0].shape == self.target_shape)
-
-    @cached_property
     def stays(self) -> bool:
         """Whether the whole tensor stays where it is, and nothing else happens anywhere."""
-        return self.silent and self.once and self.source_shape == self.target_shape
+        return self.silent and self.once and self.fills and self.source_shape == self.target_shape
 
 
 @lru_cache(maxsize=4096)
@@ -130,7 +127,7 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
     takes = tuple(_takes(source, target, worker))
     gives = sorted(_gives(source, target, worker), key=_peer)
     target_shape = _box_shape(target, worker)
-    volume = sum(piece.numel for piece in takes)
+    first = takes if source.owns_once else takes[:1]
     return Plan(
         gives=tuple(piece for piece in gives if piece.peer != worker),
         arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=_peer)),
@@ -138,7 +135,8 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
         kept=next((piece.region for piece in gives if piece.peer == worker), ()),
         source_shape=_box_shape(source, worker),
         target_shape=target_shape,
-        once=source.owns_once and volume == prod(target_shape),
+        once=source.owns_once,
+        fills=sum(piece.numel for piece in first) == prod(target_shape),
         silent=_is_silent(source, target),
         dense=_is_dense(source, target),
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import os
 import socket
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from tessel.errors import WorkerLost
 
+NUM_WORDS = 16
 Parcel = tuple[int, Tensor]  # (the worker at the other end, a contiguous tensor)
 
 
@@ -63,7 +66,7 @@ def start() -> None:
     seconds = os.environ.get("TESSEL_TIMEOUT")
     limit = datetime.timedelta(seconds=float(seconds)) if seconds else None
     dist.init_process_group(backend, timeout=limit)
-    atexit.register(_leave)  # a process that ends with open groups aborts
+    atexit.register(leave)  # a process that ends with open groups aborts
 
 
 def _has_own_gpu() -> bool:
@@ -78,14 +81,26 @@ def _has_own_gpu() -> bool:
     return gpus >= workers
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Leave the job: destroy its groups, and forget them, so that their threads can end."""
+    global _current
+    if _current is not None:
+        for group in _current.groups.values():
+            group.handle = None
+        _current = None
     if is_distributed():
         dist.destroy_process_group()
+    gc.collect()
 
 
 def traffic() -> Traffic:
     """The running totals of this worker."""
     return _job().traffic
+
+
+def code_of(call: str) -> int:
+    """A number for a call, by which workers see whether they make the same."""
+    return zlib.crc32(call.encode())
 
 
 def group_of(workers: Iterable[int]) -> Group:
@@ -143,20 +158,34 @@ class Group:
         return copies.view(self.size, *value.shape).sum(0)
 
     def share_words(self, words: Sequence[int]) -> bytes:
-        """Every worker's `words`, as many on each, as the bytes of one int64 array in group order.
+        """Every worker's words, at most `NUM_WORDS`, as the bytes of an int64 array in group order.
 
         This is how workers agree before data moves: one small all-to-all, which takes a fifth of
-        the time of Gloo's all-gather.
+        the time of Gloo's all-gather. All such messages have one length, so that workers that mean
+        different things by theirs can find out.
         """
+        words = [*words, *[0] * (NUM_WORDS - len(words))]
         if self.handle is None:
             return np.array(words, dtype=np.int64).tobytes()
         self.totals.agreements += 1
         with torch._C._DisableFuncTorch():  # these tensors belong to no transform of torch.func
             device = self._control_device
-            mine = torch.tensor([*words] * self.size, dtype=torch.int64, device=device)
+            mine = torch.tensor(words * self.size, dtype=torch.int64, device=device)
             everyones = torch.empty_like(mine)
             self._call(dist.all_to_all_single, everyones, mine, group=self.handle)
             return everyones.cpu().numpy().tobytes()
+
+    def check_same_call(self, everyones: bytes, call: str) -> None:
+        """Raise ValueError on every worker if the first of their words, the codes, differ."""
+        codes = np.frombuffer(everyones, dtype=np.int64)[::NUM_WORDS]
+        if (codes == codes[0]).all():
+            return
+        calls = self.share_objects(call)
+        other = next(k for k, text in enumerate(calls) if text != calls[0])
+        raise ValueError(
+            f"all workers must make the same calls in the same order: worker {self.workers[0]} "
+            f"calls {calls[0]}, worker {self.workers[other]} calls {calls[other]}"
+        )
 
     def share_objects(self, item: Any) -> list[Any]:
         """Every worker's item in group order; slow, for set-up and for the text of errors."""
@@ -192,13 +221,13 @@ class Group:
 
     def _lost(self, error: RuntimeError) -> RuntimeError:
         """Say which worker is gone when a message could not be delivered."""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or repr(error)
         if not any(sign in reason.lower() for sign in _SIGNS_OF_LOSS):
             return error
-        gone = _job().gone(self.workers)
-        who = ", ".join(map(str, gone)) if gone else f"one of {_listing(self.workers)}"
+        gone = _job().gone(self.workers, seconds=0.5)
+        who = f"worker {', '.join(map(str, gone))}" if gone else f"one of {_listing(self.workers)}"
         return WorkerLost(
-            f"worker {this_worker()} lost contact with worker {who} during a movement: {reason}"
+            f"worker {this_worker()} lost contact with {who} during a movement: {reason}"
         )
 
 
@@ -238,26 +267,19 @@ class _Job:
     def _agree_to_make(self, workers: tuple[int, ...], everyone: tuple[int, ...]) -> None:
         """Raise on every worker when they are about to make different groups."""
         meeting = self.group(everyone)
-        words = meeting.share_words([zlib.crc32(repr(workers).encode())])
-        if len({words[at : at + 8] for at in range(0, len(words), 8)}) == 1:
-            return
-        asked = meeting.share_objects(workers)
-        other = next(k for k in everyone if asked[k] != asked[0])
-        raise ValueError(
-            f"all workers must make the same partitions in the same order: worker 0 asks for "
-            f"workers {_listing(asked[0])}, worker {other} for {_listing(asked[other])}"
-        )
+        call = f"for a partition of workers {_listing(workers)}"
+        meeting.check_same_call(meeting.share_words([code_of(call)]), call)
 
-    def gone(self, workers: tuple[int, ...]) -> list[int]:
-        """Those of `workers` on this host whose process has ended."""
-        if not self.processes:
-            return []
+    def gone(self, workers: tuple[int, ...], seconds: float) -> list[int]:
+        """Those of `workers` on this host whose process has ended, or ends within `seconds`."""
         here = socket.gethostname()
-        return [
-            worker
-            for worker in workers
-            if self.processes[worker][0] == here and not _is_alive(self.processes[worker][1])
-        ]
+        pids = {w: pid for w, (host, pid) in enumerate(self.processes) if host == here}
+        deadline = time.monotonic() + seconds
+        while True:
+            ended = [w for w in workers if w in pids and not _is_alive(pids[w])]
+            if ended or time.monotonic() > deadline:
+                return ended
+            time.sleep(0.02)
 
 
 _current: _Job | None = None

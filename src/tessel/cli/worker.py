@@ -7,7 +7,6 @@ a report of a failure where the launcher finds it, so that the launcher can show
 from __future__ import annotations
 
 import ctypes
-import gc
 import io
 import json
 import os
@@ -112,14 +111,8 @@ def _execute(argv: list[str]) -> None:
 
 
 def _leave_the_job() -> None:
-    """End all groups with their threads: one that still runs when Python ends aborts the process.
-
-    A group lives as long as somebody refers to it, also after it was destroyed.
-    """
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-        transport.traffic()  # looks anew, sees that the job is over, and forgets its groups
-        gc.collect()
+    """End all groups with their threads: one that runs when Python ends aborts the process."""
+    transport.leave()
 
 
 def _exit_code(error: BaseException) -> int:

@@ -77,8 +77,6 @@ class ReduceScatter(_AlongDim):
     tensor([1., 1.])
     """
 
-    adds = True
-
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
         shape = same({worker: shapes[worker] for worker in row.ranks}, "shape", repr(self))
         dim = self._dim(len(shape))

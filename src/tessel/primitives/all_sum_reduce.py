@@ -28,8 +28,6 @@ class AllSumReduce(SliceMovement):
     tensor([1., 1.])
     """
 
-    adds = True
-
     def __init__(self, P_x: Partition, reduce_dims: Iterable[int]) -> None:
         super().__init__(P_x, reduce_dims)
 

@@ -61,8 +61,6 @@ class SumReduce(Movement):
     tensor([1., 1.])
     """
 
-    adds = True
-
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
         _kept_axes(P_y, P_x)
         super().__init__(P_x, P_y)

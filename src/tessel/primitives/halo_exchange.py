@@ -30,12 +30,13 @@ class HaloExchange(Movement):
     """
 
     def __init__(self, P_x: Partition, halo: Iterable[Sequence[int]]) -> None:
-        self.halo = tuple((as_int(left), as_int(right)) for left, right in halo)
-        if len(self.halo) != P_x.dim:
+        pairs = [tuple(as_int(width) for width in pair) for pair in halo]
+        if len(pairs) != P_x.dim or any(len(pair) != 2 for pair in pairs):
             raise ValueError(
                 f"a halo needs one pair (left, right) for each of the {P_x.dim} axes of {P_x}, "
-                f"got {len(self.halo)}"
+                f"got {pairs}"
             )
+        self.halo = tuple((left, right) for left, right in pairs)
         if any(width < 0 for pair in self.halo for width in pair):
             raise ValueError(f"the widths of a halo cannot be negative, got {self.halo}")
         super().__init__(P_x, P_x)

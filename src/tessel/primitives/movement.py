@@ -15,7 +15,7 @@ from tessel.agreement import Claim, Meeting, Terms, admit
 from tessel.compiled import Compiled
 from tessel.layout import Shape
 from tessel.linop import LinearOperator
-from tessel.numbered import Numbered, object_of
+from tessel.numbered import Numbered, constant_in_graphs, object_of
 from tessel.partition import Partition
 
 
@@ -29,13 +29,11 @@ class Movement(Numbered, torch.nn.Module):
     A subclass gives `operator(shapes)`.
     """
 
-    adds = False
-
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
         super().__init__()
         self.P_x = P_x
         self.P_y = P_y
-        self._make_groups()
+        self._takes_part  # noqa: B018  (the groups are made by all workers, here or when unpickled)
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         """The operator for local tensors of these shapes, by worker of `P_x`.
@@ -45,7 +43,7 @@ class Movement(Numbered, torch.nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not give its operator")
 
     def forward(self, x: Tensor) -> Tensor:
-        if transport.this_worker() not in self._group.workers:
+        if not self._takes_part:
             return x.clone()
         if torch.compiler.is_compiling():
             lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
@@ -56,9 +54,10 @@ class Movement(Numbered, torch.nn.Module):
             operator, terms = self._meeting.reach(Claim.of(x))
         return operator.apply(admit(x, terms, self.P_x.active), terms)
 
-    def _make_groups(self) -> None:
-        """All workers make the groups together, here and not in a call."""
-        self._group  # noqa: B018
+    @cached_property
+    def _takes_part(self) -> bool:
+        """Whether this worker gives or gets something."""
+        return transport.this_worker() in self._group.workers
 
     @cached_property
     def _group(self) -> transport.Group:
@@ -69,18 +68,24 @@ class Movement(Numbered, torch.nn.Module):
         return Meeting(self._group, repr(self), self.P_x.ranks, self._conclude)
 
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> tuple[LinearOperator, Terms]:
-        if self.adds and terms.dtype is torch.bool:
-            raise ValueError(f"{self!r}: torch.bool cannot be summed; convert it to an integer")
-        return self.operator(shapes), terms
+        operator = self.operator(shapes)
+        operator.check_dtype(terms.dtype, repr(self))
+        return operator, terms
 
     def extra_repr(self) -> str:
         return f"{self.P_x} → {self.P_y}"
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("number", "_group", "_meeting", "_slices") or name.startswith("_settled")
+        return name in (
+            "number",
+            "_group",
+            "_takes_part",
+            "_meeting",
+            "_slices",
+        ) or name.startswith("_settled")
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _settled_while_compiling(number: int, lengths: list[int], *kind: Any) -> str:
     """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
     movement: Movement = object_of(number)

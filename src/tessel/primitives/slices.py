@@ -30,9 +30,10 @@ class SliceMovement(Movement):
         operators = [self.slice_operator(row, shapes) for row in self._slices]
         return next(op for op in operators if transport.this_worker() in op.domain.partition.ranks)
 
-    def _make_groups(self) -> None:
-        super()._make_groups()
-        self._slices  # noqa: B018
+    @cached_property
+    def _takes_part(self) -> bool:
+        self._slices  # noqa: B018  (their groups too)
+        return self.P_x.active
 
     @cached_property
     def _slices(self) -> tuple[Partition, ...]:

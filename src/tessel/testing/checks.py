@@ -80,7 +80,12 @@ def check_gradient(
 
 
 def random_in(layout: Layout, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """A random tensor in a layout: shared copies are equal, separate ones are not."""
+    """A random tensor in a layout: shared copies are equal, separate ones are not.
+
+    >>> import tessel
+    >>> tessel.testing.random_in(tessel.Layout.balanced(tessel.world(), (3,))).shape
+    torch.Size([3])
+    """
     coordinates = layout.partition.index
     if coordinates is None:
         return torch.empty(0, dtype=dtype)
