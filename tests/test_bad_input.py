@@ -463,8 +463,9 @@ def second_order(name: str, orders: Sequence[int]) -> None:
 
 def _second_order_reference(movement: Case, everyones: Values, orders: Sequence[int]) -> Values:
     first = movement.gradients(everyones, lambda w, y: LOSSES[orders[w]](y))
-    total = sum(LOSSES[(orders[w] + 1) % 3](g) for w, g in enumerate(first))
-    total = total + sum(0 * x.sum() for x in everyones)  # there may be nothing to derive
+    terms = [LOSSES[(orders[w] + 1) % 3](g) for w, g in enumerate(first)]
+    terms += [0 * x.sum() for x in everyones]  # there may be nothing to derive
+    total = torch.stack(terms).sum()
     return list(torch.autograd.grad(total, everyones))
 
 

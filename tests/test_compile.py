@@ -155,25 +155,28 @@ def test_only_some_local_shapes_change(run: Run, name: str) -> None:
         assert all(outcomes) or not any(outcomes), outcomes
 
 
-def compile_with_gradients_on(workers: list[int]) -> None:
+def compile_with_gradients_on(workers: list[int]) -> str:
     """Only some inputs need a gradient, known when the call is compiled."""
     torch._dynamo.reset()
-    for name in ("AllSumReduce", "Repartition"):
-        movement = case(name)
-        compiled = torch.compile(movement.layer, fullgraph=True, backend="aot_eager")
-        everyones = movement.leaves()
-        x = mine(everyones).requires_grad_(me() in workers)
-        y = compiled(x)
-        assert y.requires_grad == bool(workers)
-        if workers:
-            loss(me(), y).backward()
-        if me() in workers:
-            assert_close(x.grad, mine(movement.gradients(everyones, loss)))
+    movement = case("AllSumReduce")
+    compiled = torch.compile(movement.layer, fullgraph=True, backend="aot_eager")
+    try:
+        y = compiled(mine(movement.leaves()).requires_grad_(me() in workers))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    assert not y.requires_grad
+    return ""
 
 
-@pytest.mark.parametrize("workers", [[], [0], [1]])
+def test_nobody_needs_a_gradient(run: Run) -> None:
+    assert run(compile_with_gradients_on, [], nprocs=2, timeout=SECONDS) == ["", ""]
+
+
+@pytest.mark.parametrize("workers", [[0], [1]])
 def test_only_some_inputs_need_a_gradient(run: Run, workers: list[int]) -> None:
-    run(compile_with_gradients_on, workers, nprocs=2, timeout=SECONDS)
+    """A compiled call has no backward pass where nothing needs one: all raise, none waits."""
+    texts = run(compile_with_gradients_on, workers, nprocs=2, timeout=SECONDS)
+    assert all(f"only workers {workers} need a gradient" in text for text in texts), texts
 
 
 def compile_on_some_workers() -> None:

@@ -177,6 +177,12 @@ class Meeting(Generic[T]):
                 f"{self.label}: workers {compiling} compile this call anew and the others do not, "
                 f"since only their tensors changed shape; change all, or do not compile the call"
             )
+        needs = [w for w, c in zip(self.group.workers, claims, strict=True) if c.needs_grad]
+        if compiling and needs and len(needs) < len(claims):
+            raise ValueError(
+                f"{self.label}: only workers {needs} need a gradient, and a compiled call has no "
+                f"backward pass on the others; let all inputs need one, also empty ones"
+            )
 
 
 def has_tangent(x: Tensor) -> bool:

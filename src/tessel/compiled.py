@@ -15,13 +15,13 @@ from tessel.numbered import object_of
 
 
 @torch.library.custom_op("tessel::apply", mutates_args=())
-def node(x: Tensor, number: int) -> Tensor:
+def node(x: Tensor, number: str) -> Tensor:
     """Apply the operator of this number."""
     return object_of(number)._apply(x)
 
 
 @node.register_fake
-def _(x: Tensor, number: int) -> Tensor:
+def _(x: Tensor, number: str) -> Tensor:
     return x.new_empty(object_of(number).codomain.local_shape)
 
 
@@ -37,6 +37,7 @@ class Compiled(LinearOperator):
         self.operator, self.meeting, self.claim = operator, meeting, claim
         self.domain, self.codomain = operator.domain, operator.codomain
         operator.prepare()
+        self.prepare()
 
     @property
     def H(self) -> LinearOperator:

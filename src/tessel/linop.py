@@ -19,6 +19,8 @@ from tessel.agreement import Claim, Meeting, Terms, admit, in_forward_mode
 from tessel.layout import Layout, Shape
 from tessel.numbered import Numbered, constant_in_graphs, object_of
 
+ANCHOR = torch.empty(0, requires_grad=True)  # needs a gradient and never gets one
+
 
 class LinearOperator(Numbered):
     """A linear map from tensors in one layout to tensors in another.
@@ -202,7 +204,7 @@ class Product(LinearOperator):
 
 
 @constant_in_graphs
-def _prepare_while_compiling(number: int) -> bool:
+def _prepare_while_compiling(number: str) -> bool:
     object_of(number).prepare()
     return True
 
@@ -213,8 +215,7 @@ def record(operator: LinearOperator, x: Tensor, needs_grad: bool) -> Tensor:
     When some worker needs a gradient all must take part in the backward exchange; an anchor that
     needs one makes this worker's autograd do so even if its own input needs none.
     """
-    anchor = torch.empty(0, requires_grad=True) if needs_grad and not x.requires_grad else None
-    return _apply(operator, x, anchor)
+    return _apply(operator, x, ANCHOR if needs_grad and not x.requires_grad else None)
 
 
 def _apply(operator: LinearOperator, x: Tensor, anchor: Tensor | None) -> Tensor:

@@ -9,18 +9,21 @@ from weakref import WeakValueDictionary
 F = TypeVar("F")
 
 _numbers = count()
-_numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbered: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 class Numbered:
-    """An object with a `number` of its own in this process; a copy of it gets another."""
+    """An object with a `number` of its own in this process; a copy of it gets another.
 
-    number: int
+    It is kept as text, since compilers take whole numbers for something that may change.
+    """
+
+    number: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         instance = super().__new__(cls)
-        instance.__dict__["number"] = next(_numbers)
-        _numbered[instance.__dict__["number"]] = instance
+        instance.__dict__["number"] = number = str(next(_numbers))
+        _numbered[number] = instance
         return instance
 
     def __getstate__(self) -> dict[str, Any]:
@@ -31,7 +34,7 @@ class Numbered:
         return name == "number"
 
 
-def object_of(number: int) -> Any:
+def object_of(number: str) -> Any:
     """The object of this number."""
     return _numbered[number]
 

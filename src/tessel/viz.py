@@ -268,7 +268,8 @@ class _Paper:
         places = self.layout.places(coordinates)
         at = [starts[places[d]] for d, starts in zip(self.dims, self.starts, strict=True)]
         top, left = at if len(at) == 2 else (0.0, *(at or [0.0]))
-        row, column = divmod(self._copy(coordinates), self._copies_in_a_row())
+        copies = (len(self.layout.partition.ranks), self._copies_in_a_row())
+        row, column = boxes.unravel(self._copy(coordinates), copies)
         height, width = self.size
         return top + row * (height + 3 * self.gap), left + column * (width + 3 * self.gap)
 

@@ -86,7 +86,7 @@ class Movement(Numbered, torch.nn.Module):
 
 
 @constant_in_graphs
-def _settled_while_compiling(number: int, lengths: list[int], *kind: Any) -> str:
+def _settled_while_compiling(number: str, lengths: list[int], *kind: Any) -> str:
     """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
     movement: Movement = object_of(number)
     claim = Claim(tuple(lengths), *kind)

@@ -17,10 +17,11 @@ from tessel.move import Move
 def check_adjoint(
     operator: LinearOperator, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> None:
-    """Raise AssertionError unless ⟨A x, y⟩ = ⟨x, A.H y⟩ for random x and y, and A.H.H is A.
+    """Raise AssertionError unless A is linear, ⟨A x, y⟩ = ⟨x, A.H y⟩ and A.H.H = A.
 
-    Where the output is shared, its copies must be equal too. All workers of the operator call
-    this together, and all raise or none.
+    This is tried on random tensors. Shapes must be those of the layouts, copies of a shared value
+    equal, and the input left as it was. All workers of the operator call this together, and all
+    raise or none.
 
     Args:
         operator: any `LinearOperator`.
@@ -31,18 +32,22 @@ def check_adjoint(
     >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
     >>> tessel.testing.check_adjoint(tessel.Move(layout, layout))
     """
-    x = random_in(operator.domain, dtype, seed)
+    x, direction = (random_in(operator.domain, dtype, seed + k) for k in (0, 1))
+    before = x.clone()
     image = operator(x)
-    y = random_in(operator.codomain, image.dtype, seed + 1)
+    _check_shape(operator, "A x", operator.codomain, image)
+    y = random_in(operator.codomain, image.dtype, seed + 2)
     back = operator.H(y)
-    left = _total(operator, operator.codomain.local_inner(image, y))
-    right = _total(operator, operator.domain.local_inner(x, back))
-    if not (x.is_complex() and y.is_complex()):  # a real space has the real inner product
-        left, right = complex(left.real), complex(right.real)
+    _check_shape(operator, "A.H y", operator.domain, back)
+    left = operator.codomain.local_inner(image, y)
+    right = operator.domain.local_inner(x, back)
     scale = _norm(operator, image) * _norm(operator, y) + _norm(operator, x) * _norm(operator, back)
-    if abs(left - right) > _tolerance(dtype) * max(scale, 1.0):
-        raise AssertionError(f"{operator}: ⟨A x, y⟩ = {left}, but ⟨x, A.H y⟩ = {right}")
+    _check_number(operator, "⟨A x, y⟩", left, "⟨x, A.H y⟩", right, scale)
+    factor = 2 - 3j if x.is_complex() else 2
+    combined = operator(x + factor * direction)
+    _check_equal(operator, "A (x + c d)", combined, image + factor * operator(direction))
     _check_equal(operator, "A.H.H x", operator.H.H(x), image)
+    _check_equal(operator, "x after A x", x, before)
     _check_copies(operator, "A x", operator.codomain, image)
     _check_copies(operator, "A.H y", operator.domain, back)
 
@@ -52,8 +57,10 @@ def check_gradient(
 ) -> None:
     """Raise AssertionError unless autograd of A gives A.H, in first and second order.
 
-    The gradient of ½|A x|² is A.H A x, and that of ½|A.H A x|² is (A.H A)² x; the forward-mode
-    derivative of A is A. All workers of the operator call this together, and all raise or none.
+    The gradient of ½|A x|² is A.H A x, and that of ½|A.H A x|² is (A.H A)² x. Their slopes along a
+    direction d, for which A alone is needed, must be ⟨A x, A d⟩ and ⟨A A.H A x, A d⟩. The
+    forward-mode derivative of A is A. All workers of the operator call this together, and all
+    raise or none.
 
     Args:
         operator: any `LinearOperator`.
@@ -65,18 +72,28 @@ def check_gradient(
     >>> tessel.testing.check_gradient(tessel.Move(layout, layout))
     """
     x = random_in(operator.domain, dtype, seed).requires_grad_()
-    first = _gradient(_half_square(operator(x)), x, create_graph=True)
-    second = _gradient(_half_square(first), x)
-    normal = operator.H(operator(x.detach()))
-    _check_equal(operator, "the gradient of ½|A x|²", first.detach(), normal)
-    expected = operator.H(operator(normal))
-    _check_equal(operator, "the gradient of ½|A.H A x|²", second, expected)
     direction = random_in(operator.domain, dtype, seed + 1)
+    image, along = operator(x), operator(direction)
+    first = _gradient(_half_square(image), x, create_graph=True)
+    second = _gradient(_half_square(first), x)
+    first = first.detach()
+    for what, gradient, forward in (
+        ("½|A x|²", first, image.detach()),
+        ("½|A.H A x|²", second, operator(first)),
+    ):
+        slope = operator.domain.local_inner(gradient, direction).real
+        expected = operator.codomain.local_inner(forward, along).real
+        scale = _norm(operator, gradient) * _norm(operator, direction)
+        _check_number(operator, f"the slope of {what}", slope, "⟨A x, A d⟩", expected, scale)
+    normal = operator.H(image.detach())
+    _check_equal(operator, "the gradient of ½|A x|²", first, normal)
+    twice = operator.H(operator(normal))
+    _check_equal(operator, "the gradient of ½|A.H A x|²", second, twice)
     with forward_ad.dual_level():
         dual = operator(forward_ad.make_dual(x.detach(), direction))
         tangent = forward_ad.unpack_dual(dual).tangent
     tangent = torch.zeros_like(dual) if tangent is None else tangent
-    _check_equal(operator, "the derivative of A x", tangent, operator(direction))
+    _check_equal(operator, "the derivative of A x", tangent, along)
 
 
 def random_in(layout: Layout, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -96,6 +113,8 @@ def random_in(layout: Layout, dtype: torch.dtype = torch.float64, seed: int = 0)
 
 def _gradient(loss: Tensor, x: Tensor, create_graph: bool = False) -> Tensor:
     """The gradient, zero where autograd sees no way from the loss to x."""
+    if not loss.requires_grad:
+        return torch.zeros_like(x)
     found = torch.autograd.grad(loss, x, create_graph=create_graph, allow_unused=True)[0]
     return torch.zeros_like(x) if found is None else found
 
@@ -113,12 +132,30 @@ def _check_copies(operator: LinearOperator, what: str, layout: Layout, value: Te
     _check_equal(operator, f"the copies of {what}", total, copies * value)
 
 
+def _check_shape(operator: LinearOperator, what: str, layout: Layout, value: Tensor) -> None:
+    wrong = tuple(value.shape) != layout.local_shape
+    if _total(operator, torch.tensor(float(wrong))) != 0:
+        raise AssertionError(
+            f"{operator}: {what} has another shape than {layout} says, on this worker "
+            f"{tuple(value.shape)} and {layout.local_shape}"
+        )
+
+
 def _check_equal(operator: LinearOperator, what: str, got: Tensor, expected: Tensor) -> None:
     difference = _norm(operator, got - expected)
-    if difference > _tolerance(got.dtype) * max(_norm(operator, expected), 1.0):
-        raise AssertionError(
-            f"{operator}: {what} is wrong by {difference:.3g} in norm on these workers"
-        )
+    if not difference <= _tolerance(got.dtype) * max(_norm(operator, expected), 1.0):
+        raise AssertionError(f"{operator}: {what} is wrong by {difference:.3g} in norm")
+
+
+def _check_number(
+    operator: LinearOperator, what: str, got: Tensor, other: str, expected: Tensor, scale: float
+) -> None:
+    """Two sums over all workers are equal; if one of them is real, in their real parts."""
+    left, right = _total(operator, got), _total(operator, expected)
+    if not (got.is_complex() and expected.is_complex()):
+        left, right = complex(left.real), complex(right.real)
+    if not abs(left - right) <= _tolerance(got.dtype) * max(scale, 1.0):
+        raise AssertionError(f"{operator}: {what} = {left}, but {other} = {right}")
 
 
 def _tolerance(dtype: torch.dtype) -> float:
