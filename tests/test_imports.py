@@ -28,7 +28,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("layout",),
     ("partition",),
     ("transport", "launch"),
-    ("boxes", "errors", "numbered"),
+    ("boxes", "errors", "limits", "numbered"),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}
 

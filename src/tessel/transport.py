@@ -7,7 +7,6 @@ job in one agreed order and kept, so that asking for the same workers again cost
 from __future__ import annotations
 
 import atexit
-import datetime
 import gc
 import os
 import socket
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tessel.errors import WorkerLost
+from tessel.limits import time_limit
 
 NUM_WORDS = 16
 Parcel = tuple[int, Tensor]  # (the worker at the other end, a contiguous tensor)
@@ -63,9 +63,7 @@ def start() -> None:
     if _has_own_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
-    seconds = os.environ.get("TESSEL_TIMEOUT")
-    limit = datetime.timedelta(seconds=float(seconds)) if seconds else None
-    dist.init_process_group(backend, timeout=limit)
+    dist.init_process_group(backend, timeout=time_limit())
     atexit.register(leave)  # a process that ends with open groups aborts
 
 
@@ -75,7 +73,7 @@ def _has_own_gpu() -> bool:
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if 0 < gpus < workers:
         warnings.warn(
-            f"{workers} workers on a host with {gpus} GPUs: they move CPU tensors only (Gloo)",
+            f"{workers} workers on a host with {gpus} GPUs: tensors move over Gloo, not NCCL",
             stacklevel=4,
         )
     return gpus >= workers
@@ -256,7 +254,7 @@ class _Job:
             self._introduce()
             return self.default
         self._agree_to_make(workers, everyone)
-        handle = dist.new_group(list(workers))
+        handle = dist.new_group(list(workers), timeout=time_limit())
         return handle if this_worker() in workers else None
 
     def _introduce(self) -> None:
@@ -271,7 +269,7 @@ class _Job:
         meeting.check_same_call(meeting.share_words([code_of(call)]), call)
 
     def gone(self, workers: tuple[int, ...], seconds: float) -> list[int]:
-        """Those of `workers` on this host whose process has ended, or ends within `seconds`."""
+        """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
         here = socket.gethostname()
         pids = {w: pid for w, (host, pid) in enumerate(self.processes) if host == here}
         deadline = time.monotonic() + seconds
@@ -295,11 +293,11 @@ def _job() -> _Job:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not reaped yet does not."""
+    """Whether a process runs: it has not ended, reaped or not, and is not stopped."""
     try:
         os.kill(pid, 0)
         with open(f"/proc/{pid}/stat") as status:
-            return status.read().rpartition(")")[2].split()[0] not in "ZX"
+            return status.read().rpartition(")")[2].split()[0] not in "ZXTt"
     except ProcessLookupError:
         return False
     except OSError:

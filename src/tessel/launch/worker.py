@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tessel.launch.message import DUMP_STACKS, UNPICKLABLE, Call, Failure, Reply, receive, send
 from tessel.launch.outputs import OUTPUTS, flush_outputs, keep_lines_whole, redirect_outputs
 from tessel.launch.task import load_task
+from tessel.limits import time_limit
 
 
 def work(channel: socket.socket, stacks: int, inherited: Callable[[], object] | None) -> None:
@@ -86,7 +87,13 @@ def _join_world(call: Call, listener: list[int]) -> None:
     """Make the process group; the worker with the listener serves the rendezvous."""
     serve: dict[str, Any] = {"is_master": True, "master_listen_fd": listener[0]} if listener else {}
     store = dist.TCPStore("127.0.0.1", call.port, call.nprocs, wait_for_workers=False, **serve)
-    dist.init_process_group(call.backend, store=store, rank=call.rank, world_size=call.nprocs)
+    dist.init_process_group(
+        call.backend,
+        store=store,
+        rank=call.rank,
+        world_size=call.nprocs,
+        timeout=time_limit(),
+    )
 
 
 def _pickle_result(rank: int, result: object) -> bytes:
