@@ -2,9 +2,12 @@
 
 For each movement and size, in one run, interleaved: the same messages written by hand with
 `torch.distributed` into buffers made beforehand; the operator whose layouts are known
-(`Move.apply`); and the module, which agrees on the shapes first. Medians in microseconds.
+(`Move.apply`), which also packs, unpacks and makes its result; and the module, which agrees on the
+shapes first. Medians over the rounds, averaged over the workers, in microseconds. "overhead" is the
+time on the processor that `apply` takes in the calling thread beyond that of the bare messages:
+unlike the wall clock it does not count who waits for whom.
 
-    python benchmarks/movements.py [--workers 2 4] [--rounds 200]
+    python benchmarks/movements.py [--workers 2 4] [--kib 1 64 1024 16384] [--rounds 100]
 """
 
 from __future__ import annotations
@@ -114,37 +117,39 @@ def cases(kib: int) -> list[Case]:
 
 
 def measure(kib: int, rounds: int) -> list[tuple[str, list[float]]]:
-    """Median microseconds of the three ways, interleaved, the slowest worker of each round."""
+    """Median microseconds of the ways, on the wall and on the processor, over all workers."""
     results = []
     group = tessel.world().group
     for name, *ways in cases(kib):
-        times: list[list[float]] = [[] for _ in ways]
+        walls: list[list[float]] = [[] for _ in ways]
+        processors: list[list[float]] = [[] for _ in ways]
         for _ in range(rounds):
-            for way, taken in zip(ways, times, strict=True):
+            for way, wall, processor in zip(ways, walls, processors, strict=True):
                 dist.barrier()
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.thread_time()
                 way()
-                taken.append(1e6 * (time.perf_counter() - start))
-        mine = torch.tensor([statistics.median(taken) for taken in times])
+                wall.append(1e6 * (time.perf_counter() - start))
+                processor.append(1e6 * (time.thread_time() - busy))
+        mine = torch.tensor([statistics.median(times) for times in walls + processors])
         results.append((name, (group.sum(mine) / group.size).tolist()))
     return results
 
 
 def report(workers: int, kib: int, rows: list[tuple[str, list[float]]]) -> Table:
     table = Table(title=f"{workers} workers, {kib} KiB a worker, µs")
-    for heading in (
-        "movement",
-        "by hand",
-        "Move.apply",
-        "overhead",
-        "module",
-        "agreement",
-        "ratio",
-    ):
-        table.add_column(heading, justify="left" if heading == "movement" else "right")
-    for name, (bare, move, module) in rows:
-        figures = [bare, move, move - bare, module, module - move]
-        table.add_row(name, *(f"{figure:.0f}" for figure in figures), f"{move / bare:.2f}")
+    table.add_column("movement", no_wrap=True)
+    for heading in ("by hand", "apply", "ratio", "overhead", "module", "agreement"):
+        table.add_column(heading, justify="right")
+    for name, (bare, apply, module, bare_busy, apply_busy, _) in rows:
+        table.add_row(
+            name,
+            f"{bare:.0f}",
+            f"{apply:.0f}",
+            f"{apply / bare:.2f}",
+            f"{apply_busy - bare_busy:.0f}",
+            f"{module:.0f}",
+            f"{module - apply:.0f}",
+        )
     return table
 
 

@@ -6,7 +6,6 @@ operator itself, and the gradient is its adjoint.
 
 from __future__ import annotations
 
-import inspect
 from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any
@@ -219,8 +218,12 @@ def record(operator: LinearOperator, x: Tensor, needs_grad: bool) -> Tensor:
 
 
 def _apply(operator: LinearOperator, x: Tensor, anchor: Tensor | None) -> Tensor:
-    rule = _Apply if torch.compiler.is_compiling() else _ApplyAnyMode
-    return rule.apply(x, anchor, operator)[0]
+    if torch.compiler.is_compiling():
+        return _Apply.apply(x, anchor, operator)[0]
+    transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
+    if anchor is None and not transformed and not (x.requires_grad and torch.is_grad_enabled()):
+        return operator._apply(x)
+    return _ApplyAnyMode.apply(x, anchor, operator)[0]
 
 
 class _Apply(torch.autograd.Function):
@@ -252,11 +255,14 @@ class _Apply(torch.autograd.Function):
 class _ApplyAnyMode(_Apply):
     """The same with the forward-mode rule, which compilers do not take."""
 
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """The same without binding arguments by name, which takes longer than all the rest."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         result = _apply(ctx.operator, tangent, None)
         return result, result.new_empty(0)
-
-
-# autograd asks for the signature at every call; to find it once saves 25 µs each time.
-_Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.compiled import node
-from tessel.layout import Layout
+from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.plan import Piece, Plan, route
 
@@ -76,14 +76,14 @@ class Move(LinearOperator):
             return node(x, self.number)
         for plan in self.route:
             x = _carry_out(plan, self.group, x)
-        return x.reshape(self.codomain.local_shape)
+        return _shaped(x, self.codomain.local_shape)
 
 
 def _carry_out(plan: Plan, group: transport.Group, x: Tensor) -> Tensor:
     """One exchange: pack what others need, let it travel, put together what arrived."""
     if plan.stays:
         return x.clone(memory_format=torch.contiguous_format)
-    x = x.reshape(plan.source_shape)
+    x = _shaped(x, plan.source_shape)
     y = x.new_empty(plan.target_shape) if plan.fills else x.new_zeros(plan.target_shape)
     if plan.silent:
         arrived: Arrived = {}
@@ -135,4 +135,11 @@ def _point_to_point(plan: Plan, group: transport.Group, x: Tensor, y: Tensor) ->
 
 
 def _packed(x: Tensor, piece: Piece) -> Tensor:
-    return x[piece.region].resolve_conj().resolve_neg().contiguous()
+    part = x[piece.region]
+    if part.is_conj() or part.is_neg():
+        part = part.resolve_conj().resolve_neg()
+    return part.contiguous()
+
+
+def _shaped(x: Tensor, shape: Shape) -> Tensor:
+    return x if x.shape == shape else x.reshape(shape)

@@ -50,7 +50,7 @@ class Plan:
         once: whether each index arrives at most once, so that it is copied rather than added.
         fills: whether what arrives first, or all that arrives once, covers the output.
         silent: whether nobody sends anything to anybody.
-        dense: whether everybody sends something to everybody.
+        dense: whether everybody, more than two, sends something to everybody.
     """
 
     gives: tuple[Piece, ...]
@@ -188,11 +188,12 @@ def _is_silent(source: Layout, target: Layout) -> bool:
 
 
 def _is_dense(source: Layout, target: Layout) -> bool:
-    """Whether every worker takes from every other: then one all-to-all is the best exchange."""
-    same_workers = set(source.partition.ranks) == set(target.partition.ranks)
+    """Whether everybody, more than two, takes from everybody: then one all-to-all is quickest."""
+    workers = set(source.partition.ranks)
     cuts = zip(source.cuts, target.cuts, strict=True)
     return (
-        same_workers
+        len(workers) > 2
+        and workers == set(target.partition.ranks)
         and not source.shared
         and all(boxes.all_overlap(give.intervals, take.intervals) for give, take in cuts)
     )

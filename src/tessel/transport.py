@@ -121,11 +121,11 @@ class Group:
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
         """Start point-to-point messages; the result waits for them. At most one a pair."""
         pending = [
-            self._call(dist.irecv, _bytes(buffer), src=peer, group=self.handle)
+            self._call(dist.irecv, _wire(buffer), src=peer, group=self.handle)
             for peer, buffer in receives
         ]
         pending += [
-            self._call(dist.isend, _bytes(buffer), dst=peer, group=self.handle)
+            self._call(dist.isend, _wire(buffer), dst=peer, group=self.handle)
             for peer, buffer in sends
         ]
         self._count(len(sends), map(_second, sends), map(_second, receives))
@@ -304,9 +304,16 @@ def _is_alive(pid: int) -> bool:
         return True
 
 
+# what Gloo and NCCL both move as it is; anything else travels as bytes
+_NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
+
+
+def _wire(buffer: Tensor) -> Tensor:
+    """A contiguous tensor as a backend can move it; torch itself refuses others here."""
+    return buffer if buffer.dtype in _NATIVE else _bytes(buffer)
+
+
 def _bytes(buffer: Tensor) -> Tensor:
-    """The storage of a contiguous tensor as bytes, which every backend can move."""
-    assert buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
     # one element may have any stride and still be contiguous, but not be viewed as bytes
     return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
 
