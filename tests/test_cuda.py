@@ -123,7 +123,7 @@ def check_nccl_transport(folder: str, backend: str) -> None:
         assert torch.equal(group.all_to_all(x, [5], [5]), x)
     assert torch.equal(group.sum(torch.ones(3, device="cuda")), torch.ones(3, device="cuda"))
     words = torch.tensor([3, -4], dtype=torch.int64).numpy().tobytes()
-    assert group.share_words([3, -4]) == words
+    assert group.share_words([3, -4]).startswith(words)
     assert group.share_objects("text") == ["text"]
     dist.destroy_process_group()
 

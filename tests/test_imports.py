@@ -22,12 +22,13 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("nn",),
     ("primitives",),
     ("move",),
-    ("compiled", "plan"),
+    ("plan",),
     ("linop",),
     ("agreement",),
     ("layout",),
     ("partition",),
     ("transport", "launch"),
+    ("graph",),
     ("boxes", "errors", "limits", "numbered"),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}

@@ -50,7 +50,7 @@ class Claim:
     @classmethod
     def of(cls, x: Tensor) -> Claim:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
-            return cls((), None, "cpu")
+            return cls((), None, "cpu", forbids_grad=not torch.is_grad_enabled())
         grad_enabled = torch.is_grad_enabled()
         return cls(
             tuple(x.shape),
@@ -107,12 +107,14 @@ class Meeting(Generic[T]):
         givers: the workers whose tensors move; what others pass is a placeholder.
         conclude: makes something from the shapes by worker and the terms, or raises ValueError;
             it must depend on nothing else, so that all workers come to the same.
+        identity: what the movement is to the last detail, where the label does not say all.
     """
 
     group: Group
     label: str
     givers: Collection[int]
     conclude: Conclusion[T]
+    identity: str = ""
     _known: dict[bytes, T] = field(default_factory=dict)
 
     def reach(self, claim: Claim) -> T:
@@ -127,7 +129,7 @@ class Meeting(Generic[T]):
 
     @cached_property
     def _code(self) -> int:
-        return code_of(self.label)
+        return code_of(self.identity or self.label)
 
     def _settle(self, everyones: bytes) -> T:
         self.group.check_same_call(everyones, self.label)
@@ -194,7 +196,8 @@ def admit(x: Tensor, terms: Terms, gives: bool) -> Tensor:
     """What enters a movement: the tensor itself, or an empty one of the agreed kind."""
     if not gives:
         empty = torch.empty(0, dtype=terms.dtype, device=terms.device)
-        x = x.reshape(-1)[:0].to(empty) if isinstance(x, Tensor) else empty
+        dense = isinstance(x, Tensor) and x.layout is torch.strided
+        x = x.reshape(-1)[:0].to(empty) if dense else empty
     if terms.has_tangent and in_forward_mode() and not has_tangent(x):
         x = forward_ad.make_dual(x, torch.zeros_like(x))
     return x

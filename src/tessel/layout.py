@@ -115,10 +115,13 @@ class Layout:
         (4, 6)
         """
         lengths = tuple(as_int(length) for length in shape)
+        if len(axes) != len(lengths):
+            raise ValueError(f"one axis or None for each of {lengths} is needed, got {axes}")
+        partition.axes(axis for axis in axes if axis is not None)
         cuts = tuple(
             Cut((), ((0, length),))
             if axis is None
-            else Cut((axis,), boxes.balanced(length, partition.shape[axis]))
+            else Cut((axis % partition.dim,), boxes.balanced(length, partition.shape[axis]))
             for length, axis in zip(lengths, axes, strict=True)
         )
         return cls(partition, lengths, cuts, partition.axes(shared))
@@ -176,6 +179,8 @@ class Layout:
 
     def grow(self, halo: Sequence[tuple[int, int]]) -> Layout:
         """Every box widened by `halo[d] = (left, right)`, not beyond the global border."""
+        if len(halo) != len(self.shape):
+            raise ValueError(f"one pair for each of {self.shape} is needed, got {halo}")
         cuts = tuple(
             Cut(cut.axes, tuple(boxes.grow(part, left, right, length) for part in cut.intervals))
             for cut, (left, right), length in zip(self.cuts, halo, self.shape, strict=True)
@@ -287,9 +292,18 @@ class Layout:
         return torch.vdot(x.reshape(-1), y.reshape(-1))
 
     def inner(self, x: Tensor, y: Tensor) -> Tensor:
-        """The inner product ⟨x, y⟩ of two tensors in this layout, on every worker of it."""
-        mine = self.local_inner(x, y)
+        """The inner product ⟨x, y⟩ of two tensors in this layout, on every worker of it.
+
+        It is a number: no gradient goes through it.
+        """
+        mine = self.local_inner(x.detach(), y.detach())
         return self.partition.group.sum(mine) if self.partition.active else mine
+
+    @property
+    def identity(self) -> str:
+        """All of it in words, the same on every worker."""
+        values = (getattr(self, each.name) for each in fields(self) if each.name != "partition")
+        return repr((self.partition.ranks, self.partition.shape, *values))
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -299,6 +313,9 @@ class Layout:
         copies = f", shared along {self.shared}" if self.shared else ""
         lengths = [tuple(stop - start for start, stop in cut.intervals) for cut in self.cuts]
         parts = " × ".join(str(n[0]) if len(n) == 1 else str(n) for n in lengths)
+        along = [axis for cut in self.cuts for axis in cut.axes]
+        if along != sorted(along):
+            parts += f" along axes {tuple(along)}"
         workers = self.partition.listing
         return f"Layout({self.shape}, {grid} on workers {workers}, parts {parts}{copies})"
 

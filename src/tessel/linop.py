@@ -6,7 +6,8 @@ operator itself, and the gradient is its adjoint.
 
 from __future__ import annotations
 
-from functools import cached_property, reduce
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.agreement import Claim, Meeting, Terms, admit, in_forward_mode
+from tessel.graph import node
 from tessel.layout import Layout, Shape
 from tessel.numbered import Numbered, constant_in_graphs, object_of
 
+Agreed = tuple["LinearOperator", Terms]
 ANCHOR = torch.empty(0, requires_grad=True)  # needs a gradient and never gets one
 
 
@@ -49,20 +52,14 @@ class LinearOperator(Numbered):
     def _apply_adjoint(self, y: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not say how its adjoint is applied")
 
-    @property
+    @cached_property
     def H(self) -> LinearOperator:
         """The adjoint: ⟨A x, y⟩ = ⟨x, A.H y⟩ in the inner products of the two layouts."""
         return Adjoint(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the operator to this worker's part, after all workers agreed that theirs fit."""
-        if torch.compiler.is_compiling():
-            _prepare_while_compiling(self.number)
-            return self.apply(x) if self.takes_part else x.clone()
-        if not self.takes_part:
-            return x.clone()
-        terms = self._meeting.reach(Claim.of(x))
-        return self.apply(admit(x, terms, self.domain.partition.active), terms)
+        return apply_agreed(self, x, self.domain.partition.active)
 
     def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
         """Apply the operator without asking the others.
@@ -111,10 +108,12 @@ class LinearOperator(Numbered):
         return f"{type(self).__name__}({self.domain} → {self.codomain})"
 
     @cached_property
-    def _meeting(self) -> Meeting[Terms]:
-        return Meeting(self.group, self._label, self.domain.partition.ranks, self._conclude)
+    def _meeting(self) -> Meeting[Agreed]:
+        identity = f"{self._label} {self.domain.identity} {self.codomain.identity}"
+        ranks = self.domain.partition.ranks
+        return Meeting(self.group, self._label, ranks, self._conclude, identity)
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Terms:
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
         for worker, shape in shapes.items():
             expected = self.domain.shape_on(worker)
             if shape != expected:
@@ -123,10 +122,11 @@ class LinearOperator(Numbered):
                     f"got {shape}"
                 )
         self.check_dtype(terms.dtype, self._label)
-        return terms
+        return self, terms
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("number", "group", "takes_part", "_label", "_meeting", "H", "route")
+        derived = ("number", "group", "takes_part", "_label", "_meeting", "H", "route")
+        return name in derived or name.startswith("_settled")
 
 
 class Adjoint(LinearOperator):
@@ -162,10 +162,12 @@ class Product(LinearOperator):
                 )
         self.factors = factors
         self.domain, self.codomain = factors[-1].domain, factors[0].codomain
-        self.takes_part  # noqa: B018  (the groups are made by all workers, here or when unpickled)
+        self.takes_part  # noqa: B018  (all workers make the groups, here or in the first call of a copy)
 
-    def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
-        return reduce(lambda y, factor: factor.apply(y, terms), reversed(self.factors), x)
+    def _apply(self, x: Tensor) -> Tensor:
+        for factor in reversed(self.factors):
+            x = factor._apply(x) if factor.takes_part else x
+        return x
 
     @cached_property
     def _label(self) -> str:
@@ -180,7 +182,7 @@ class Product(LinearOperator):
         for factor in self.factors:
             factor.check_dtype(dtype, label)
 
-    @property
+    @cached_property
     def H(self) -> LinearOperator:
         return Product(*(factor.H for factor in reversed(self.factors)))
 
@@ -202,10 +204,69 @@ class Product(LinearOperator):
         return hash((Product, self.factors))
 
 
+class Compiled(LinearOperator):
+    """An operator in compiled code, whose every run agrees again.
+
+    Shapes are fixed when a call is compiled, by an agreement of all workers. A tensor that changed
+    on some of them only then raises on all.
+    """
+
+    def __init__(self, operator: LinearOperator, meeting: Meeting[Agreed], claim: Claim) -> None:
+        self.operator, self.meeting, self.claim = operator, meeting, claim
+        self.domain, self.codomain = operator.domain, operator.codomain
+        self.group = operator.group
+        operator.prepare()
+        self.prepare()
+
+    @property
+    def H(self) -> LinearOperator:
+        return self.operator.H
+
+    def _apply(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return node(x, self.number)
+        operator, _ = self.meeting.reach(self.claim)
+        if operator != self.operator:
+            raise ValueError(
+                f"{self.meeting.label}: this call was compiled for other shapes than "
+                f"{operator.domain}; compiled calls have fixed shapes on all workers"
+            )
+        return operator._apply(x)
+
+
+def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
+    """Apply the operator that the workers agree on in the meeting of `caller`.
+
+    A worker that takes no part in it gets a clone.
+    """
+    if torch.compiler.is_compiling():
+        if not _takes_part_while_compiling(caller.number):
+            return x.clone()
+        lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
+        enabled = torch.is_grad_enabled()
+        kind = lengths, x.dtype, x.device.type, x.requires_grad and enabled, not enabled
+        operator, terms = getattr(caller, _settled_while_compiling(caller.number, *kind))
+    elif caller.takes_part:
+        operator, terms = caller._meeting.reach(Claim.of(x))
+    else:
+        return x.clone()
+    return operator.apply(admit(x, terms, gives), terms)
+
+
 @constant_in_graphs
-def _prepare_while_compiling(number: str) -> bool:
-    object_of(number).prepare()
-    return True
+def _takes_part_while_compiling(number: str) -> bool:
+    return object_of(number).takes_part
+
+
+@constant_in_graphs
+def _settled_while_compiling(number: str, lengths: list[int], *kind: Any) -> str:
+    """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
+    caller = object_of(number)
+    claim = Claim(tuple(lengths), *kind)
+    operator, terms = caller._meeting.reach(replace(claim, compiles=True))
+    name = f"_settled_{abs(hash(claim))}"
+    caller.__dict__[name] = Compiled(operator, caller._meeting, claim), terms
+    return name
 
 
 def record(operator: LinearOperator, x: Tensor, needs_grad: bool) -> Tensor:
@@ -222,7 +283,9 @@ def _apply(operator: LinearOperator, x: Tensor, anchor: Tensor | None) -> Tensor
         return _Apply.apply(x, anchor, operator)[0]
     transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
     if anchor is None and not transformed and not (x.requires_grad and torch.is_grad_enabled()):
-        return operator._apply(x)
+        with torch.no_grad():
+            y = operator._apply(x)
+        return y.clone() if y is x else y
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
 
 
@@ -248,8 +311,8 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        token = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
-        return _apply(ctx.operator.H, grad, token), None, None
+        (token,) = ctx.saved_tensors  # asked for on all workers: a checkpoint recomputes then
+        return _apply(ctx.operator.H, grad, token if torch.is_grad_enabled() else None), None, None
 
 
 class _ApplyAnyMode(_Apply):

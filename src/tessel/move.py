@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.compiled import node
+from tessel.graph import node
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.plan import Piece, Plan, route
@@ -49,7 +49,7 @@ class Move(LinearOperator):
                 f"a move needs two layouts of one global shape: from {self.domain} "
                 f"to {self.codomain}"
             )
-        self.takes_part  # noqa: B018  (the group is made by all workers, here or when unpickled)
+        self.takes_part  # noqa: B018  (all workers make the group, here or in the first call of a copy)
 
     @cached_property
     def H(self) -> Move:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any, TypeVar
+from uuid import uuid4
 from weakref import WeakValueDictionary
 
 F = TypeVar("F")
 
-_numbers = count()
 _numbered: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 class Numbered:
-    """An object with a `number` of its own in this process; a copy of it gets another.
+    """An object with a `number` of its own; a copy of it gets another.
 
-    It is kept as text, since compilers take whole numbers for something that may change.
+    No other process has the same number, since compilers keep their results on the disk by what a
+    graph says. It is text, since they take whole numbers for something that may change.
     """
 
     number: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         instance = super().__new__(cls)
-        instance.__dict__["number"] = number = str(next(_numbers))
+        instance.__dict__["number"] = number = uuid4().hex
         _numbered[number] = instance
         return instance
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import product
 from operator import index as as_int
 
@@ -32,10 +31,12 @@ class Partition:
 
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
+    _places: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(as_int(rank) for rank in self.ranks))
         object.__setattr__(self, "shape", tuple(as_int(size) for size in self.shape))
+        self._find_places()
         _check_ranks(self.ranks)
         _check_shape(self.shape, len(self.ranks))
         transport.group_of(self.ranks)
@@ -78,9 +79,9 @@ class Partition:
         """The worker at these coordinates, by its number in the job."""
         return self.ranks[boxes.ravel(coordinates, self.shape)]
 
-    def axes(self, given: Iterable[int]) -> tuple[int, ...]:
+    def axes(self, given: Iterable[int] | int) -> tuple[int, ...]:
         """Axis numbers as 0 ≤ axis < dim, in ascending order; negative ones count from the end."""
-        axes = [as_int(axis) for axis in given]
+        axes = [as_int(axis) for axis in (given if isinstance(given, Iterable) else (given,))]
         for axis in axes:
             if not -self.dim <= axis < self.dim:
                 raise ValueError(
@@ -146,9 +147,13 @@ class Partition:
         """The workers as a group that can talk."""
         return transport.group_of(self.ranks)
 
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {worker: place for place, worker in enumerate(self.ranks)}
+    def _find_places(self) -> None:
+        places = {worker: place for place, worker in enumerate(self.ranks)}
+        object.__setattr__(self, "_places", places)
+
+    def __setstate__(self, state: dict[str, tuple[int, ...]]) -> None:
+        self.__dict__.update(state)
+        self._find_places()
 
     def __getstate__(self) -> dict[str, tuple[int, ...]]:
         return {"ranks": self.ranks, "shape": self.shape}

@@ -179,7 +179,7 @@ class Group:
         if (codes == codes[0]).all():
             return
         calls = self.share_objects(call)
-        other = next(k for k, text in enumerate(calls) if text != calls[0])
+        other = next(k for k, code in enumerate(codes) if code != codes[0])
         raise ValueError(
             f"all workers must make the same calls in the same order: worker {self.workers[0]} "
             f"calls {calls[0]}, worker {self.workers[other]} calls {calls[other]}"

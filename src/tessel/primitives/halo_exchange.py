@@ -30,7 +30,10 @@ class HaloExchange(Movement):
     """
 
     def __init__(self, P_x: Partition, halo: Iterable[Sequence[int]]) -> None:
-        pairs = [tuple(as_int(width) for width in pair) for pair in halo]
+        pairs = [
+            tuple(as_int(width) for width in (pair if isinstance(pair, Iterable) else (pair,)))
+            for pair in halo
+        ]
         if len(pairs) != P_x.dim or any(len(pair) != 2 for pair in pairs):
             raise ValueError(
                 f"a halo needs one pair (left, right) for each of the {P_x.dim} axes of {P_x}, "

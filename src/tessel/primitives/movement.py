@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import Claim, Meeting, Terms, admit
-from tessel.compiled import Compiled
+from tessel.agreement import Meeting, Terms
 from tessel.layout import Shape
-from tessel.linop import LinearOperator
-from tessel.numbered import Numbered, constant_in_graphs, object_of
+from tessel.linop import Agreed, LinearOperator, apply_agreed
+from tessel.numbered import Numbered
 from tessel.partition import Partition
 
 
@@ -33,7 +30,7 @@ class Movement(Numbered, torch.nn.Module):
         super().__init__()
         self.P_x = P_x
         self.P_y = P_y
-        self._takes_part  # noqa: B018  (the groups are made by all workers, here or when unpickled)
+        self.takes_part  # noqa: B018  (all workers make the groups, here or in a copy's first call)
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         """The operator for local tensors of these shapes, by worker of `P_x`.
@@ -43,19 +40,10 @@ class Movement(Numbered, torch.nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not give its operator")
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._takes_part:
-            return x.clone()
-        if torch.compiler.is_compiling():
-            lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
-            grad = x.requires_grad and torch.is_grad_enabled(), not torch.is_grad_enabled()
-            kind = lengths, x.dtype, x.device.type, *grad
-            operator, terms = getattr(self, _settled_while_compiling(self.number, *kind))
-        else:
-            operator, terms = self._meeting.reach(Claim.of(x))
-        return operator.apply(admit(x, terms, self.P_x.active), terms)
+        return apply_agreed(self, x, self.P_x.active)
 
     @cached_property
-    def _takes_part(self) -> bool:
+    def takes_part(self) -> bool:
         """Whether this worker gives or gets something."""
         return transport.this_worker() in self._group.workers
 
@@ -64,10 +52,10 @@ class Movement(Numbered, torch.nn.Module):
         return transport.group_of({*self.P_x.ranks, *self.P_y.ranks})
 
     @cached_property
-    def _meeting(self) -> Meeting[tuple[LinearOperator, Terms]]:
+    def _meeting(self) -> Meeting[Agreed]:
         return Meeting(self._group, repr(self), self.P_x.ranks, self._conclude)
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> tuple[LinearOperator, Terms]:
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
         operator = self.operator(shapes)
         operator.check_dtype(terms.dtype, repr(self))
         return operator, terms
@@ -79,18 +67,7 @@ class Movement(Numbered, torch.nn.Module):
         return name in (
             "number",
             "_group",
-            "_takes_part",
+            "takes_part",
             "_meeting",
             "_slices",
         ) or name.startswith("_settled")
-
-
-@constant_in_graphs
-def _settled_while_compiling(number: str, lengths: list[int], *kind: Any) -> str:
-    """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
-    movement: Movement = object_of(number)
-    claim = Claim(tuple(lengths), *kind)
-    operator, terms = movement._meeting.reach(replace(claim, compiles=True))
-    name = f"_settled_{abs(hash(claim))}"
-    movement.__dict__[name] = Compiled(operator, movement._meeting, claim), terms
-    return name

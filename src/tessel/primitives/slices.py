@@ -31,7 +31,7 @@ class SliceMovement(Movement):
         return next(op for op in operators if transport.this_worker() in op.domain.partition.ranks)
 
     @cached_property
-    def _takes_part(self) -> bool:
+    def takes_part(self) -> bool:
         self._slices  # noqa: B018  (their groups too)
         return self.P_x.active
 

@@ -159,7 +159,7 @@ def _check_number(
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5
+    return 1e-12 if dtype in (torch.float64, torch.complex128) else 100 * torch.finfo(dtype).eps
 
 
 def _norm(operator: LinearOperator, value: Tensor) -> float:
