@@ -248,6 +248,7 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
         operator, terms = getattr(caller, _settled_while_compiling(caller.number, *kind))
     elif caller.takes_part:
         operator, terms = caller._meeting.reach(Claim.of(x))
+        caller._meeting.group.number_call()
     else:
         return x.clone()
     return operator.apply(admit(x, terms, gives), terms)
@@ -307,12 +308,18 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.operator = inputs[2]
+        ctx.call = 0 if torch.compiler.is_compiling() else transport.current_call()
         ctx.save_for_backward(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         (token,) = ctx.saved_tensors  # asked for on all workers: a checkpoint recomputes then
-        return _apply(ctx.operator.H, grad, token if torch.is_grad_enabled() else None), None, None
+        anchor = token if torch.is_grad_enabled() else None
+        if torch.compiler.is_compiling():
+            return _apply(ctx.operator.H, grad, anchor), None, None
+        # Backward passes are not agreed on: that of another call must not answer this one.
+        with transport.tagged(ctx.call):
+            return _apply(ctx.operator.H, grad, anchor), None, None
 
 
 class _ApplyAnyMode(_Apply):

@@ -87,7 +87,7 @@ def _carry_out(plan: Plan, group: transport.Group, x: Tensor) -> Tensor:
     y = x.new_empty(plan.target_shape) if plan.fills else x.new_zeros(plan.target_shape)
     if plan.silent:
         arrived: Arrived = {}
-    elif x.is_cuda or plan.dense:
+    elif x.is_cuda or (plan.dense and not transport.is_tagged()):  # a collective has no tag
         arrived = _all_to_all(plan, group, x)
     else:
         arrived = _point_to_point(plan, group, x, y)

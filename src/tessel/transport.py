@@ -13,7 +13,8 @@ import socket
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -96,6 +97,27 @@ def traffic() -> Traffic:
     return _job().traffic
 
 
+def current_call() -> int:
+    """The number of the call that the workers last agreed on."""
+    return _job().call
+
+
+def is_tagged() -> bool:
+    """Whether messages carry the number of a call now."""
+    return _job().tag != 0
+
+
+@contextmanager
+def tagged(call: int) -> Iterator[None]:
+    """Let messages carry the number of a call: they wait for those of the same call only."""
+    job = _job()
+    before, job.tag = job.tag, call
+    try:
+        yield
+    finally:
+        job.tag = before
+
+
 def code_of(call: str) -> int:
     """A number for a call, by which workers see whether they make the same."""
     return zlib.crc32(call.encode())
@@ -113,6 +135,7 @@ class Group:
         self.workers = workers
         self.handle = handle  # None when there is nobody to talk to
         self.totals = totals
+        self.num_calls = 0
 
     @property
     def size(self) -> int:
@@ -120,12 +143,13 @@ class Group:
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
         """Start point-to-point messages; the result waits for them. At most one a pair."""
+        tag = _job().tag
         pending = [
-            self._call(dist.irecv, _wire(buffer), src=peer, group=self.handle)
+            self._call(dist.irecv, _wire(buffer), src=peer, group=self.handle, tag=tag)
             for peer, buffer in receives
         ]
         pending += [
-            self._call(dist.isend, _wire(buffer), dst=peer, group=self.handle)
+            self._call(dist.isend, _wire(buffer), dst=peer, group=self.handle, tag=tag)
             for peer, buffer in sends
         ]
         self._count(len(sends), map(_second, sends), map(_second, receives))
@@ -185,6 +209,11 @@ class Group:
             f"calls {calls[0]}, worker {self.workers[other]} calls {calls[other]}"
         )
 
+    def number_call(self) -> None:
+        """Count a call that all workers agreed on; they all have the same count."""
+        self.num_calls += 1
+        _job().call = self.num_calls
+
     def share_objects(self, item: Any) -> list[Any]:
         """Every worker's item in group order; slow, for set-up and for the text of errors."""
         if self.handle is None:
@@ -237,6 +266,8 @@ class _Job:
     """What this process knows of its job: one group for each set of workers, and who runs where."""
 
     default: Any
+    call: int = 0  # the number of the last call that was agreed on, in its group
+    tag: int = 0  # what messages carry now, so that they cannot be taken for others
     traffic: Traffic = field(default_factory=Traffic)
     groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
     processes: list[tuple[str, int]] = field(default_factory=list)
