@@ -29,7 +29,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("partition",),
     ("transport", "launch"),
     ("graph",),
-    ("boxes", "errors", "limits", "numbered"),
+    ("boxes", "errors", "limits", "machine", "numbered"),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tessel.cli import machine
+from tessel import machine
 from tessel.cli.measure import Rate, measure_rates
 from tessel.viz import num_bytes
 

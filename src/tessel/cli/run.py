@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tessel.cli.machine import usable_cores
+from tessel.machine import usable_cores
 
 SUMMARY = "run a script on several workers (torchrun with good defaults)"
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import operator
-import os
 import socket
 import threading
 import time
@@ -21,6 +20,7 @@ from tessel.launch.scene import Scene
 from tessel.launch.task import Task, forbid_while_importing_main
 from tessel.launch.team import await_ends, await_starts, collect, kill, raise_failure, raise_timeout
 from tessel.launch.template import GRACE, Template, fork_template, shared_template
+from tessel.machine import usable_cores
 
 T = TypeVar("T")
 
@@ -200,7 +200,7 @@ class Workers:
                     self._world.port = server.getsockname()[1]
                     listener = [server.fileno()]
             world, fresh = self._world, bool(listener)
-            scene = Scene.present(self.threads or max(1, _num_cores() // len(team)))
+            scene = Scene.present(self.threads or max(1, usable_cores() // len(team)))
             flush_outputs()
             for rank, process in enumerate(team):
                 call = Call(rank, len(team), world.port, fresh, self.backend, scene, task.main)
@@ -223,8 +223,3 @@ def _count(name: str, value: int) -> int:
     if not isinstance(value, SupportsIndex) or operator.index(value) < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return operator.index(value)
-
-
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
