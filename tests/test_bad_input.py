@@ -62,9 +62,6 @@ def assert_same_error(
         assert str(word) in outcomes[0].text, f"{word} is not in: {outcomes[0].text}"
 
 
-# ------------------------------------------------------------------- tensors that do not fit
-
-
 def change_input(name: str, odd: int, change: str) -> Outcome:
     """Call a movement with a changed tensor on one worker (on all if `odd` is negative)."""
     movement = case(name)
@@ -162,9 +159,6 @@ def broadcast_with_placeholders() -> bool:
     return torch.equal(layer(mine[me()]), torch.ones(4, dtype=torch.complex64))
 
 
-# --------------------------------------------------------------- grids on which parts do not fit
-
-
 def misfit_on_a_grid(name: str) -> Outcome:
     world = tessel.world()
     P = world.create_cartesian_topology_partition([2, 2])
@@ -189,9 +183,6 @@ def misfit_on_a_grid(name: str) -> Outcome:
 def test_a_misfit_in_one_slice_raises_in_all(run: Run, name: str) -> None:
     outcomes = run(misfit_on_a_grid, name, nprocs=4, timeout=SECONDS)
     assert_same_error(outcomes, "worker 3", 4, 5)
-
-
-# ---------------------------------------------------------------------- arguments out of range
 
 
 def raise_from(name: str) -> Outcome:
@@ -278,9 +269,6 @@ def axis_too_large(dim: int) -> Outcome:
     ranks, shape = ((0, 1, 2), (1,) * (dim - 1) + (3,)) if dim else ((1,), ())
     P = tessel.Partition(ranks, shape)
     return attempt(lambda: nn.AllSumReduce(P, [dim]))
-
-
-# ------------------------------------------------------------ workers that do different things
 
 
 def differ(name: str) -> Outcome:
@@ -373,9 +361,6 @@ def grids_differ() -> Outcome:
 def test_workers_make_grids_of_different_shape(run: Run) -> None:
     outcomes = run(grids_differ, nprocs=4, timeout=SECONDS)
     assert_same_error(outcomes, "worker 0", "worker 3", "2×2", "4×1")
-
-
-# ----------------------------------------------------- who needs a gradient, and who does not
 
 
 def loss(worker: int, y: Tensor) -> Tensor:
@@ -476,9 +461,6 @@ def test_second_order_of_unequal_losses(run: Run, name: str, orders: Sequence[in
     run(second_order, name, orders, nprocs=3, timeout=SECONDS)
 
 
-# --------------------------------------------------------------- sizes that change between calls
-
-
 def change_sizes(name: str, sizes: Sequence[int]) -> None:
     """Calls of one layer for tensors of many sizes, forward and backward."""
     layer = case(name).layer
@@ -498,9 +480,6 @@ def change_sizes(name: str, sizes: Sequence[int]) -> None:
 def test_a_size_that_changes_some_local_shapes(run: Run, name: str, nprocs: int) -> None:
     """5 → 6 over 2 workers changes the local shape of one of them."""
     run(change_sizes, name, [5, 6, 5, 5, 7, 6, 1, 0, 2, 6], nprocs=nprocs, timeout=SECONDS)
-
-
-# ------------------------------------------------------------- products over different workers
 
 
 def product_over_some() -> None:

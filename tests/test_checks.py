@@ -68,9 +68,6 @@ def fails(check: Callable[..., None], operator: LinearOperator, dtype: torch.dty
     return False
 
 
-# ------------------------------------------------------------------------------- right operators
-
-
 def identity(x: Tensor) -> Tensor:
     return x.clone()
 
@@ -125,9 +122,6 @@ def pass_single(dtype: torch.dtype) -> None:
     for operator in (Move(balanced(), grown()), Move(grown(), balanced())):
         check_adjoint(operator, dtype)
         check_gradient(operator, dtype)
-
-
-# ------------------------------------------------------------------------------- wrong operators
 
 
 class TwiceIsAnother(Local):
@@ -265,9 +259,6 @@ def test_the_failure_says_what_differs(run: Run) -> None:
     assert "⟨A x, y⟩" in texts[0] and "Local" in texts[0]
 
 
-# --------------------------------------------------------------------------- a user's operator
-
-
 def use_an_operator() -> None:
     """Call, adjoint, gradient, product: all of it from two methods."""
     halo = Move(balanced(), grown())
@@ -315,9 +306,6 @@ def without_methods() -> None:
 
 def test_an_operator_without_methods_names_itself(run: Run) -> None:
     run(without_methods, nprocs=2, timeout=SECONDS)
-
-
-# -------------------------------------------------------------------------------- count_traffic
 
 
 def counted() -> None:

@@ -28,9 +28,6 @@ SECONDS = 20  # of a call to the pool, which takes less than two
 SOON = 5.0  # within which a survivor must have noticed
 
 
-# ------------------------------------------------------------------------- a worker that is killed
-
-
 def die(*args: object, **kwargs: object) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
@@ -135,9 +132,6 @@ def test_a_worker_killed_while_partitions_are_made(run: Run, tmp_path: Path) -> 
         assert f"lost contact with worker {LOST} " in (tmp_path / str(survivor)).read_text()
 
 
-# ------------------------------------------------------------------------- a worker that raises
-
-
 def fail_before_a_movement(in_backward: bool) -> None:
     layer = nn.AllSumReduce(tessel.world(), [0])
     y = layer(torch.ones(3, requires_grad=True))
@@ -157,9 +151,6 @@ def test_an_ordinary_exception_ends_the_call_and_is_shown(run: Run, in_backward:
     assert time.monotonic() - begin < SOON
     assert any("fail_before_a_movement" in note for note in caught.value.__notes__)
     assert run(total, nprocs=3) == [3.0] * 3
-
-
-# ----------------------------------------------------------------------------- under `tessel run`
 
 
 def tessel_run(
@@ -214,9 +205,6 @@ def test_run_shows_the_traceback_of_a_worker_that_raised(tmp_path: Path) -> None
     assert "script.py" in done.stderr and "worker 2" in done.stderr
 
 
-# ------------------------------------------------------------------------- a worker that hangs
-
-
 def wait_for_a_stopped_worker(folder: str, port: int, workers: list[int]) -> None:
     """Join a world with a time limit, as a worker of torchrun does; one worker stops in it."""
     dist.destroy_process_group()
@@ -247,9 +235,6 @@ def test_a_stopped_worker_is_named_after_the_time_limit(
         seconds, text = (tmp_path / str(survivor)).read_text().split("\n", 1)
         assert 1 < float(seconds) < 10
         assert f"worker {LOST}" in text, text
-
-
-# ------------------------------------------------------------------------- nothing hangs at the end
 
 
 def test_a_job_may_end_without_a_word(tmp_path: Path) -> None:

@@ -49,9 +49,6 @@ def tangents(movement: Case, inputs: Values, directions: Values) -> Values:
     return list(out)
 
 
-# ---------------------------------------------------------------------------------- torch.func
-
-
 def transform(name: str, dtype: torch.dtype) -> None:
     """vjp, jvp and grad of a function with a movement in it."""
     movement = around(case(name))
@@ -148,9 +145,6 @@ def test_functional_call(run: Run) -> None:
     run(call_functionally, nprocs=2)
 
 
-# -------------------------------------------------------------------------------- forward mode
-
-
 def forward_mode(name: str, subset: Sequence[int], everywhere: bool) -> None:
     """Tangents on the workers of a subset, the others without one or outside of forward mode."""
     movement = around(case(name))
@@ -216,9 +210,6 @@ def test_reverse_over_forward(run: Run, name: str, linear: Sequence[int]) -> Non
     run(reverse_over_forward, name, linear, nprocs=3, timeout=SECONDS)
 
 
-# ------------------------------------------------------------------------ autocast, checkpoint
-
-
 def autocast() -> None:
     """A matrix product in bfloat16, its sum over workers, and the gradient in float32."""
     weight = torch.full((3, 3), 0.5, requires_grad=True)
@@ -274,9 +265,6 @@ def checkpointed(name: str, reentrant: bool, subset: Sequence[int]) -> None:
 def test_checkpoint(run: Run, name: str, reentrant: bool) -> None:
     for subset in [(0, 1, 2), (1,)]:
         run(checkpointed, name, reentrant, subset, nprocs=3, timeout=SECONDS)
-
-
-# ------------------------------------------------------------------------- copies and pickles
 
 
 def copied(how: str) -> None:
@@ -371,9 +359,6 @@ def test_pickles_travel_to_another_world(run: Run) -> None:
     data = run(pickle_on_some, nprocs=5, timeout=SECONDS)[0]
     run(me, nprocs=2)  # so that the next world knows no groups
     run(use_in_a_new_world, data, nprocs=5, timeout=SECONDS)
-
-
-# -------------------------------------------------------------------------- modules of torch
 
 
 def module_habits() -> None:
