@@ -29,6 +29,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("partition",),
     ("transport", "launch"),
     ("graph",),
+    ("windows",),
     ("boxes", "errors", "limits", "machine", "numbered"),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}

@@ -187,6 +187,32 @@ class Layout:
         )
         return replace(self, cuts=cuts)
 
+    def resized(self, shape: Iterable[int]) -> Layout:
+        """A tensor of another shape on the same axes of the grid, in balanced parts.
+
+        >>> import tessel
+        >>> tessel.Layout.from_lengths(tessel.world(), [[6]]).resized((3,)).local_shape
+        (3,)
+        """
+        lengths = tuple(as_int(length) for length in shape)
+        cuts = tuple(
+            Cut(cut.axes, boxes.balanced(length, len(cut.intervals)))
+            for cut, length in zip(self.cuts, lengths, strict=True)
+        )
+        return replace(self, shape=lengths, cuts=cuts)
+
+    def embedded(self, before: Sequence[int], after: Sequence[int]) -> Layout:
+        """The same parts as those of a tensor that is longer, by indices that nobody stores.
+
+        A `Move` from here gives zeros there: this is how a tensor is padded.
+        """
+        cuts = tuple(
+            Cut(cut.axes, tuple(boxes.shift(part, offset) for part in cut.intervals))
+            for cut, offset in zip(self.cuts, before, strict=True)
+        )
+        shape = tuple(a + n + b for a, n, b in zip(before, self.shape, after, strict=True))
+        return replace(self, shape=shape, cuts=cuts)
+
     @cached_property
     def separate(self) -> tuple[int, ...]:
         """The axes along which copies are separate values."""

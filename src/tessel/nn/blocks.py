@@ -1,0 +1,187 @@
+"""Blocks: layers whose weight may itself lie in blocks on a grid of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.layout import Layout, Shape
+from tessel.move import Move
+from tessel.nn.layer import Layer, Result, used
+from tessel.nn.shared import equalize, spread
+from tessel.partition import Partition
+
+
+@dataclass(frozen=True)
+class WeightGrid:
+    """The part that each axis of a grid of workers has in a product of weights and inputs.
+
+    Attributes:
+        partition: the workers; each holds one block of the weight.
+        lead: the axes that split the dimensions before the channels, or None for all of them.
+        out: the axis that splits the outputs.
+        into: the axis that splits the inputs, over which results are summed.
+        space: the axes that split the dimensions behind the channels.
+    """
+
+    partition: Partition
+    lead: tuple[int | None, ...]
+    out: int
+    into: int
+    space: tuple[int, ...]
+
+    @classmethod
+    def of(cls, partition: Partition, ndim: int, num_dims: int) -> WeightGrid:
+        """The grid for tensors of `ndim` dimensions, of which the last `num_dims` are space."""
+        lead = ndim - num_dims - 1
+        extra = partition.dim - num_dims - 2
+        if extra not in (0, lead):
+            raise ValueError(
+                f"a weight grid has axes for outputs, inputs and {num_dims} dimensions of space, "
+                f"and before them {lead} or none for the leading dimensions of the tensor: "
+                f"got {partition}"
+            )
+        leading = tuple(range(extra)) if extra else (None,) * lead
+        space = tuple(range(extra + 2, partition.dim))
+        return cls(partition, leading, extra, extra + 1, space)
+
+    def split(self, shape: Shape, channel: int) -> Layout:
+        """A tensor of inputs or outputs, its channels split by the axis `channel`."""
+        return _split(self.partition, shape, (*self.lead, channel, *self.space))
+
+    def weight(self, shape: Shape, axes: Sequence[int]) -> Layout:
+        """A parameter whose first dimensions are split by `axes`; the other axes share it."""
+        shared = tuple(axis for axis in range(self.partition.dim) if axis not in axes)
+        return _split(self.partition, shape, (*axes, *[None] * (len(shape) - len(axes))), shared)
+
+
+@lru_cache(maxsize=1024)
+def _split(
+    partition: Partition,
+    shape: Shape,
+    axes: tuple[int | None, ...],
+    shared: tuple[int, ...] = (),
+) -> Layout:
+    return Layout.split(partition, shape, axes, shared)
+
+
+class Weighted(Layer):
+    """A layer with a weight and a bias, whole on all workers or in blocks on a grid of them.
+
+    Without `P_w` both are shared by all workers of `P_x`. With it each worker of `P_w` stores the
+    block of the weight for its outputs and inputs, and the bias of its outputs; `state_dict`
+    collects and `load_state_dict` relocates them, in the whole form that torch's layer has.
+    """
+
+    P_y: Partition | None = None
+    P_w: Partition | None = None
+    num_dims: int = 0
+    outputs_first = True  # whether the weight's first dimension is that of the outputs
+
+    def __init__(
+        self,
+        P_x: Partition,
+        *args: Any,
+        P_y: Partition | None = None,
+        P_w: Partition | None = None,
+        **settings: Any,
+    ) -> None:
+        super(Layer, self).__init__(*args, **settings)
+        self.place_with(P_x, P_y, P_w)
+
+    def check_grid(self, grid: WeightGrid) -> None:
+        """Raise if the layer cannot work on a grid."""
+
+    def whole_shapes(self) -> dict[str, Shape]:
+        """The shapes of the parameters as torch's own layer has them."""
+        raise NotImplementedError(f"{type(self).__name__} does not name its parameters")
+
+    def place_with(self, P_x: Partition, P_y: Partition | None, P_w: Partition | None) -> None:
+        """Put a layer, as torch made it, onto its partitions."""
+        self.P_y, self.P_w = P_y, P_w
+        self.place_on(P_x)
+        assert isinstance(self, torch.nn.Module)
+        if P_w is None:
+            self.equalize_parameters()
+            return
+        self.check_grid(self._grid())
+        equalize(self.parameters(recurse=False), P_w)
+        for name, layout in self._block_layouts().items():
+            whole = getattr(self, name)
+            block = layout.local_part(whole.detach()).clone()
+            setattr(self, name, torch.nn.Parameter(block, requires_grad=whole.requires_grad))
+
+    def _grid(self) -> WeightGrid:
+        assert self.P_w is not None
+        ndim = self.P_x.dim
+        return WeightGrid.of(self.P_w, ndim, self.num_dims)
+
+    def weight_grid(self, ndim: int) -> WeightGrid | None:
+        """The grid of `P_w`, for tensors of this many dimensions."""
+        return None if self.P_w is None else WeightGrid.of(self.P_w, ndim, self.num_dims)
+
+    def _block_layouts(self) -> dict[str, Layout]:
+        grid = self._grid()
+        both = (grid.out, grid.into) if self.outputs_first else (grid.into, grid.out)
+        return {
+            name: grid.weight(shape, both if name == "weight" else (grid.out,))
+            for name, shape in self.whole_shapes().items()
+        }
+
+    def use_parameters(self, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias for use on a worker's own part of the work.
+
+        On a grid the bias counts once: on the first worker along the axis of the inputs.
+        """
+        weight: Tensor = getattr(self, "weight")  # noqa: B009
+        bias: Tensor | None = getattr(self, "bias")  # noqa: B009
+        if self.P_w is None:
+            first = used(weight, layout)
+            assert first is not None
+            return first, used(bias, layout)
+        layouts = self._block_layouts()
+        weight = spread(weight, layouts["weight"], layouts["weight"].shared)
+        if bias is not None:
+            bias = spread(bias, layouts["bias"], layouts["bias"].shared)
+            index = self.P_w.index
+            bias = bias if index is None or index[self._grid().into] == 0 else bias * 0
+        return weight, bias
+
+    def onto_P_y(self, y: Tensor, layout: Layout) -> Result:
+        """The result on `P_y`, by default `P_x`: summed over the inputs if it is in parts."""
+        if self.P_w is None and self.P_y in (None, layout.partition):
+            return y, layout
+        target = _balanced(self.P_y or self.P_x, layout.shape)
+        return Move(layout, target).apply(y), target
+
+    def partitions(self) -> Iterable[Partition]:
+        return tuple(each for each in (self.P_x, self.P_y, self.P_w) if each is not None)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if self.P_w is None:
+            return
+        everyone = Partition(self._group.workers, (self._group.size,))
+        for name, layout in self._block_layouts().items():
+            block = getattr(self, name).detach()
+            destination[prefix + name] = Move(layout, Layout.whole(everyone, layout.shape)).apply(
+                block
+            )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.P_w is not None:
+            for name, layout in self._block_layouts().items():
+                whole = state_dict.get(prefix + name)
+                if whole is not None and tuple(whole.shape) == layout.shape:
+                    state_dict[prefix + name] = layout.local_part(whole)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+@lru_cache(maxsize=1024)
+def _balanced(partition: Partition, shape: Shape) -> Layout:
+    return Layout.balanced(partition, shape)

@@ -1,0 +1,178 @@
+"""Layer: what layers over partitioned tensors have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
+from inspect import Signature, signature
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tessel import transport
+from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.layout import Layout, Shape
+from tessel.nn import ledger
+from tessel.nn.shared import equalize, spread
+from tessel.numbered import Numbered
+from tessel.partition import Partition
+
+Entry = tuple[Layout, Terms]
+Result = tuple[Tensor, Layout]
+
+
+class Layer(Numbered):
+    """A mixin that lets a torch layer work on tensors that are spread over a partition.
+
+    A subclass derives from this and from torch's own layer, whose arguments, parameters and
+    `state_dict` it keeps. It gives `compute`, which takes this worker's part and the layout of the
+    whole to this worker's part of the result and its layout. All that `compute` decides about
+    movements it decides by the layout, which is the same on all workers.
+
+    On its own, a layer lets the workers agree on the shapes at each call. Inside of a converted
+    model the model has done so, and the layouts of all tensors are known.
+    """
+
+    P_x: Partition
+
+    def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)  # that of torch's own layer
+        self.place_on(P_x)
+        self.equalize_parameters()
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Let the signature of a layer name all arguments: those of torch's layer, and its own."""
+        super().__init_subclass__(**settings)
+        theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
+        if theirs is not None:
+            own, torchs = (vars(each)["__init__"] for each in (_with_init(cls), _with_init(theirs)))
+            cls.__signature__ = _signature(own, torchs)  # type: ignore[attr-defined]
+
+    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+        """This worker's part of the result, and its layout."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is computed")
+
+    def place_on(self, P_x: Partition) -> None:
+        """Make the layer work on tensors that lie on `P_x`."""
+        self.P_x = P_x
+        self._group  # noqa: B018  (all workers make the group)
+
+    @classmethod
+    def from_torch(cls, layer: torch.nn.Module, P_x: Partition) -> Self:
+        """The same layer over `P_x`: it shares parameters, buffers, hooks and flags with `layer`.
+
+        The parameters of all workers are taken to be equal.
+        """
+        new: Self = cls.__new__(cls)
+        new.__dict__.update(
+            {name: value for name, value in layer.__dict__.items() if name != "number"}
+        )
+        new.place_on(P_x)
+        return new
+
+    def equalize_parameters(self) -> None:
+        """Give all workers the parameters of the first."""
+        assert isinstance(self, torch.nn.Module)
+        equalize(self.parameters(recurse=False), self.P_x)
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        with ledger.paused():
+            known = ledger.layout_of(x)
+            if known is None:
+                if transport.this_worker() not in self._group.workers:
+                    return x.clone()
+                x, known = self._agree(x)
+            y, layout = self.compute(x, known, *args)
+            return ledger.note(y, layout)
+
+    def torch_forward(self, x: Tensor, *args: Any) -> Any:
+        """What torch's own layer computes."""
+        return super().forward(x, *args)  # type: ignore[misc]
+
+    def _agree(self, x: Tensor) -> tuple[Tensor, Layout]:
+        """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
+        layout, terms = self._meeting.reach(Claim.of(x))
+        self._group.number_call()
+        x = admit(x, terms, self.P_x.active)
+        return even(x, terms), layout
+
+    @property
+    def _meeting(self) -> Meeting[Entry]:
+        """One for each state of the layer, in which all workers must be alike."""
+        assert isinstance(self, torch.nn.Module)
+        state = (self.training, *(each.requires_grad for each in self.parameters(recurse=False)))
+        meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
+        if state not in meetings:
+            label = f"{self!r} in {'training' if self.training else 'evaluation'}"
+            meetings[state] = Meeting(
+                self._group, label, self.P_x.ranks, self._conclude, f"{label} {state}"
+            )
+        return meetings[state]
+
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
+        return Layout.from_local_shapes(self.P_x, shapes), terms
+
+    @cached_property
+    def _group(self) -> transport.Group:
+        return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
+
+    def partitions(self) -> Iterable[Partition]:
+        """All partitions whose workers take part."""
+        return (self.P_x,)
+
+    def _is_derived(self, name: str) -> bool:
+        return name in ("number", "_meetings", "_group")
+
+    def extra_repr(self) -> str:
+        assert isinstance(self, torch.nn.Module)
+        own = super().extra_repr()  # type: ignore[misc]
+        return f"{self.P_x}, {own}" if own else f"{self.P_x}"
+
+
+def _with_init(cls: type) -> type:
+    return next(each for each in cls.__mro__ if "__init__" in vars(each))
+
+
+def _signature(own: Callable[..., None], torchs: Callable[..., None]) -> Signature:
+    """The first arguments of `own`, all of `torchs`, and those of `own` that have to be named."""
+    mine = list(signature(own).parameters.values())[1:]
+    theirs = list(signature(torchs).parameters.values())[1:]
+    lead = [each for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = [each for each in mine if each.kind is each.KEYWORD_ONLY]
+    taken = {each.name for each in (*lead, *named)}
+    between = [each for each in theirs if each.name not in taken]
+    last = [each for each in between if each.kind is each.KEYWORD_ONLY]
+    return Signature([*lead, *(each for each in between if each not in last), *last, *named])
+
+
+def even(x: Tensor, terms: Terms) -> Tensor:
+    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
+    if terms.needs_grad and not x.requires_grad:
+        return x.detach().requires_grad_()
+    return x
+
+
+def used(parameter: Tensor | None, layout: Layout) -> Tensor | None:
+    """A parameter that all workers of `layout` share, for use on each worker's part.
+
+    Along the axes that split the tensor its uses are separate, and their gradients are summed;
+    along those where the tensor is shared each worker does the same work.
+    """
+    if parameter is None:
+        return None
+    partition = layout.partition
+    separate = tuple(axis for axis in range(partition.dim) if axis not in layout.shared)
+    return spread(parameter, _shared(partition, tuple(parameter.shape)), separate)
+
+
+@lru_cache(maxsize=1024)
+def _shared(partition: Partition, shape: Shape) -> Layout:
+    return Layout.whole(partition, shape, shared=True)
+
+
+def nothing(shape: Shape, *inputs: Tensor | None) -> Tensor:
+    """Zeros that hang on their inputs, so that the graphs of all workers are alike."""
+    anchor = sum(each.reshape(-1)[:0].sum() for each in inputs if each is not None)
+    assert isinstance(anchor, Tensor)
+    return anchor.expand(shape)

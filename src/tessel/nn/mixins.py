@@ -1,0 +1,36 @@
+"""Window arithmetic for authors of layers: a face of `tessel.windows`."""
+
+from __future__ import annotations
+
+from tessel.windows import Window
+
+
+class PoolingMixin:
+    """Which inputs an output of a pool reads, and which halo a worker's part needs.
+
+    A pool's window is not centred: its origin is its first entry. Indices are global; those below
+    zero and beyond the end lie in the padding.
+
+    >>> from tessel.nn.mixins import PoolingMixin
+    >>> PoolingMixin().window_range(4, kernel_size=3, stride=2, padding=1, dilation=1)
+    (7, 9)
+    """
+
+    def leftmost_input_index(
+        self, output: int, kernel_size: int, stride: int, padding: int = 0, dilation: int = 1
+    ) -> int:
+        """The leftmost input index that an output index reads."""
+        return Window(kernel_size, stride, dilation, padding).first(output)
+
+    def rightmost_input_index(
+        self, output: int, kernel_size: int, stride: int, padding: int = 0, dilation: int = 1
+    ) -> int:
+        """The rightmost input index that an output index reads."""
+        return Window(kernel_size, stride, dilation, padding).last(output)
+
+    def window_range(
+        self, output: int, kernel_size: int, stride: int, padding: int = 0, dilation: int = 1
+    ) -> tuple[int, int]:
+        """The left- and the rightmost input index that an output index reads."""
+        window = Window(kernel_size, stride, dilation, padding)
+        return window.first(output), window.last(output)

@@ -1,0 +1,133 @@
+"""Windowed: where the input of a layer must lie so that each worker can compute its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel import boxes
+from tessel.boxes import Box, Interval
+from tessel.layout import Cut, Layout, Shape
+from tessel.move import Move
+from tessel.nn.layer import nothing
+from tessel.windows import Reach, reads
+
+Reaches = tuple[Reach | None, ...]
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """How a tensor in the layout `source` becomes one in the layout `target`.
+
+    Each worker reads the box that its outputs read, clipped to the tensor: `reach[d]` says it for
+    dimension d, and without one outputs read inputs of the same index.
+
+    Args:
+        source: where the input lies.
+        target: where the output shall lie, on the same grid.
+        reach: one for each dimension.
+    """
+
+    source: Layout
+    target: Layout
+    reach: Reaches
+
+    @cached_property
+    def read(self) -> Layout:
+        """The boxes that the workers read."""
+        cuts = tuple(
+            Cut(cut.axes, tuple(reads(reach, part, length) for part in cut.intervals))
+            for reach, cut, length in zip(
+                self.reach, self.target.cuts, self.source.shape, strict=True
+            )
+        )
+        return replace(self.target, shape=self.source.shape, cuts=cuts)
+
+    @cached_property
+    def move(self) -> Move:
+        """The one exchange that brings every worker what it reads."""
+        return Move(self.source, self.read)
+
+    @cached_property
+    def is_silent(self) -> bool:
+        """Whether nobody needs anything of others."""
+        own, wanted = self.source.box(), self.read.box()
+        return own is not None and wanted is not None and all(p.silent for p in self.move.route)
+
+    def fetch(self, x: Tensor) -> Tensor:
+        """This worker's part of the input to what it reads."""
+        if self.source == self.read:
+            return x
+        if not self.is_silent or self.adds_zeros:
+            return self.move.apply(x)
+        own, wanted = self.source.box(), self.read.box()
+        assert own is not None and wanted is not None
+        if 0 in self.read.local_shape:
+            return nothing(self.read.local_shape, x)
+        return x[boxes.within(wanted, own)]
+
+    @cached_property
+    def adds_zeros(self) -> bool:
+        """Whether some worker reads an index that nobody stores."""
+        return any(
+            part[0] < min(start for start, _ in source.intervals)
+            or part[1] > max(stop for _, stop in source.intervals)
+            for source, read in zip(self.source.cuts, self.read.cuts, strict=True)
+            for part in read.intervals
+            if part[0] < part[1]
+        )
+
+    @property
+    def overhang(self) -> tuple[Interval, ...]:
+        """How far the windows of this worker stick out of the tensor, on both sides."""
+        box = self.target.box()
+        assert box is not None
+        return tuple(
+            (0, 0) if reach is None or part[0] == part[1] else _overhang(reach.hull(part), length)
+            for reach, part, length in zip(self.reach, box, self.source.shape, strict=True)
+        )
+
+    @cached_property
+    def stays_whole(self) -> bool:
+        """Whether this worker reads and computes everything, as one process would."""
+        return self.target.local_shape == self.target.shape and (
+            self.read.local_shape == self.source.shape
+        )
+
+
+def _overhang(hull: Interval, length: int) -> Interval:
+    return max(0, -hull[0]), max(0, hull[1] - length)
+
+
+@lru_cache(maxsize=4096)
+def windowed(source: Layout, shape: Shape, reach: Reaches) -> Windowed:
+    """From `source` to balanced parts of a tensor of this shape."""
+    return Windowed(source, source.resized(shape), reach)
+
+
+def leading(ndim: int, reaches: Sequence[Reach | None]) -> Reaches:
+    """Reaches of the last dimensions, and none of those before."""
+    return (None,) * (ndim - len(reaches)) + tuple(reaches)
+
+
+def origin(box: Box | None) -> tuple[int, ...]:
+    """Where a box begins."""
+    return () if box is None else tuple(start for start, _ in box)
+
+
+def outline(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without values, on which torch says what shape comes out, or what is wrong."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def tuple_of(value: Any, length: int) -> tuple[int, ...]:
+    """A number for each of `length` dimensions, from one number or as many."""
+    if isinstance(value, int):
+        return (value,) * length
+    numbers = tuple(value)
+    return numbers * length if len(numbers) == 1 else numbers

@@ -1,0 +1,333 @@
+"""Windows: which input indices an output index reads, along one dimension. Pure integers.
+
+A layer that slides something over a tensor (a convolution, a pool, an interpolation) is, for the
+matter of where data lies, a rule that takes an interval of outputs to the interval of inputs that
+they read. Every such rule is here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import ceil, floor
+from typing import Protocol
+
+import numpy as np
+
+from tessel.boxes import Interval, overlap
+
+
+class Reach(Protocol):
+    """A rule that says which inputs some outputs read."""
+
+    def hull(self, outputs: Interval) -> Interval:
+        """The inputs from the first to the last that non-empty `outputs` read, also those that
+        lie outside of the tensor."""
+        ...
+
+
+def reads(reach: Reach | None, outputs: Interval, length: int) -> Interval:
+    """The inputs out of `length` that `outputs` read; without a reach, those of the same indices.
+
+    >>> reads(Window(3, before=1), (0, 4), 8), reads(Window(3, before=1), (4, 4), 8)
+    ((0, 5), (0, 0))
+    """
+    if outputs[0] == outputs[1]:
+        return 0, 0
+    hull = outputs if reach is None else reach.hull(outputs)
+    return overlap(hull, (0, length)) or (0, 0)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of a convolution or a pool: output i reads s·i − before + d·t for t < kernel.
+
+    >>> Window(kernel=3, stride=2, before=1).hull((2, 4))
+    (3, 8)
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    def first(self, output: int) -> int:
+        """The leftmost input index that an output reads."""
+        return self.stride * output - self.before
+
+    def last(self, output: int) -> int:
+        """The rightmost input index that an output reads."""
+        return self.first(output) + self.dilation * (self.kernel - 1)
+
+    def hull(self, outputs: Interval) -> Interval:
+        return self.first(outputs[0]), self.last(outputs[1] - 1) + 1
+
+
+@dataclass(frozen=True)
+class TransposedWindow:
+    """The adjoint of a window: input i is written to outputs s·i − before + d·t for t < kernel.
+
+    >>> TransposedWindow(kernel=3, stride=2, before=1).hull((2, 4))
+    (1, 3)
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    def hull(self, outputs: Interval) -> Interval:
+        start, stop = outputs[0] + self.before, outputs[1] + self.before
+        span = self.dilation * (self.kernel - 1)
+        return -((span - start) // self.stride), (stop - 1) // self.stride + 1
+
+    def writes(self, inputs: Interval) -> Interval:
+        """The outputs from the first to the last that non-empty `inputs` are written to."""
+        window = Window(self.kernel, self.stride, self.dilation, self.before)
+        return window.hull(inputs)
+
+
+@dataclass(frozen=True)
+class AdaptiveWindow:
+    """The window of an adaptive pool: output i of m reads ⌊i·n/m⌋ to ⌈(i+1)·n/m⌉.
+
+    >>> AdaptiveWindow(inputs=7, outputs=3).hull((1, 2))
+    (2, 5)
+    """
+
+    inputs: int
+    outputs: int
+
+    def hull(self, outputs: Interval) -> Interval:
+        start, stop = outputs
+        return start * self.inputs // self.outputs, -(-stop * self.inputs // self.outputs)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The channels of a grouped convolution: an output reads all inputs of its group.
+
+    >>> Groups(2, inputs=4, outputs=6).hull((1, 4))
+    (0, 4)
+    """
+
+    groups: int
+    inputs: int
+    outputs: int
+
+    @property
+    def size(self) -> int:
+        """The number of outputs of a group."""
+        return self.outputs // self.groups
+
+    def touched(self, outputs: Interval) -> Interval:
+        """The groups that have an output among `outputs`."""
+        return outputs[0] // self.size, (outputs[1] - 1) // self.size + 1
+
+    def hull(self, outputs: Interval) -> Interval:
+        size = self.inputs // self.groups
+        first, stop = self.touched(outputs)
+        return first * size, stop * size
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """A window over a tensor that goes on beyond its border: mirrored there, or constant.
+
+    >>> Mirrored(Window(3, before=1), 8, "reflect").places((0, 2))
+    [1, 0, 1, 2]
+    """
+
+    window: Window
+    length: int
+    mode: str  # "reflect" or "replicate"
+
+    def places(self, outputs: Interval) -> list[int]:
+        """The input index for each place that the windows of non-empty `outputs` cover."""
+        return [self._inside(index) for index in range(*self.window.hull(outputs))]
+
+    def hull(self, outputs: Interval) -> Interval:
+        places = self.places(outputs)
+        return min(places), max(places) + 1
+
+    def _inside(self, index: int) -> int:
+        last = self.length - 1
+        if self.mode == "reflect":
+            index = last - abs(last - abs(index))
+        return min(max(index, 0), last)
+
+
+def num_outputs(
+    length: int, kernel: int, stride: int, padding: int, dilation: int = 1, ceil_mode: bool = False
+) -> int:
+    """How many outputs a pool has along a dimension of this length, as torch counts them.
+
+    In `ceil_mode` a last window may stick out, if it begins within the tensor or its left padding.
+
+    >>> num_outputs(8, 3, 2, 0), num_outputs(8, 3, 2, 0, ceil_mode=True)
+    (3, 4)
+    """
+    free = length + 2 * padding - dilation * (kernel - 1) - 1
+    count = (ceil if ceil_mode else floor)(Fraction(free, stride)) + 1
+    sticks_out = ceil_mode and (count - 1) * stride >= length + padding
+    return count - sticks_out
+
+
+Table = tuple[np.ndarray, np.ndarray]  # indices and weights, both (tap, output)
+
+
+@dataclass(frozen=True)
+class Interpolation(ABC):
+    """How an interpolation reads along one dimension: y[i] = Σ_t w_t(i) · x[index_t(i)].
+
+    Positions are computed in the arithmetic of torch's own kernels, step by step: a position that
+    lies between two inputs by rounding only must fall to the same side.
+
+    Args:
+        inputs, outputs: the lengths.
+        scale: how much longer the output is, where that was given; by default outputs / inputs.
+        double: whether torch computes positions in double precision, as it does for such tensors.
+    """
+
+    inputs: int
+    outputs: int
+    scale: float | None = None
+    double: bool = True
+
+    @cached_property
+    @abstractmethod
+    def table(self) -> Table:
+        """Which inputs each output reads, all within the tensor, and their weights."""
+
+    def hull(self, outputs: Interval) -> Interval:
+        indices = self.table[0][:, outputs[0] : outputs[1]]
+        return int(indices.min()), int(indices.max()) + 1
+
+    @property
+    def precision(self) -> type[np.floating]:
+        return np.float64 if self.double else np.float32
+
+    @property
+    def step(self) -> np.floating:
+        """How far apart the positions of two outputs are."""
+        if self.scale is not None and self.scale > 0:
+            return self.precision(1.0 / self.scale)
+        return self.precision(self.inputs) / self.precision(self.outputs)
+
+    def clipped(self, positions: np.ndarray) -> np.ndarray:
+        """The input at or before each position; torch rounds to single precision before it cuts."""
+        whole = np.floor(positions.astype(np.float32)).astype(np.int64)
+        return np.minimum(whole, self.inputs - 1)
+
+    @property
+    def centers(self) -> np.ndarray:
+        """Where the outputs lie among the inputs: one fused multiply-add, rounded once."""
+        wide = np.longdouble if self.double else np.float64
+        half = self.precision(0.5)
+        exact = wide(self.step) * (self.places + half).astype(wide) - wide(0.5)
+        return exact.astype(self.precision)
+
+    @property
+    def places(self) -> np.ndarray:
+        """The indices of the outputs, as numbers to compute with."""
+        return np.arange(self.outputs).astype(self.precision)
+
+
+@dataclass(frozen=True)
+class Nearest(Interpolation):
+    """The one input that lies nearest: ⌊i·n/m⌋, or with `exact` ⌊(i + ½)·n/m⌋.
+
+    With `shortcut` torch takes equal and doubled lengths as what they are, whatever the scale is.
+
+    >>> Nearest(3, 6).hull((1, 4)), Nearest(3, 2, exact=True).hull((0, 1))
+    ((0, 2), (0, 1))
+    """
+
+    exact: bool = False
+    shortcut: bool = False
+
+    @cached_property
+    def table(self) -> Table:
+        return self._indices[None], np.ones((1, self.outputs), self.precision)
+
+    @property
+    def _indices(self) -> np.ndarray:
+        half = self.precision(0.5)
+        if self.shortcut and self.exact:
+            return self.clipped((np.arange(self.outputs) + 0.5) * np.float64(self.step))
+        if self.exact:
+            return self.clipped(np.maximum(self.centers, 0) + half)
+        if self.shortcut and self.outputs in (self.inputs, 2 * self.inputs):
+            return np.arange(self.outputs) // (self.outputs // self.inputs)
+        return self.clipped(self.places * self.step)
+
+
+@dataclass(frozen=True)
+class _Centered(Interpolation):
+    """Positions on the line through the centres of the inputs.
+
+    Args:
+        align_corners: whether the first and the last input and output lie at the same positions.
+    """
+
+    align_corners: bool = False
+
+    @property
+    def positions(self) -> np.ndarray:
+        if not self.align_corners:
+            return self.centers
+        if self.outputs == 1:
+            return self.places
+        step = self.precision(self.inputs - 1) / self.precision(self.outputs - 1)
+        return step * self.places
+
+    def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The input at or before each position, and how far behind it the position is."""
+        first = self.clipped(positions)
+        return first, np.clip(positions - first, 0, 1).astype(self.precision)
+
+
+@dataclass(frozen=True)
+class Linear(_Centered):
+    """The two inputs around a position, weighted by how near they are.
+
+    >>> Linear(4, 8).hull((2, 4)), Linear(4, 8).hull((0, 1))
+    ((0, 3), (0, 2))
+    """
+
+    @cached_property
+    def table(self) -> Table:
+        if self.inputs == self.outputs:  # torch copies, whatever the scale is
+            return np.arange(self.outputs)[None], np.ones((1, self.outputs), self.precision)
+        first, behind = self.split(np.maximum(self.positions, 0))
+        second = np.minimum(first + 1, self.inputs - 1)
+        return np.stack([first, second]), np.stack([1 - behind, behind])
+
+
+@dataclass(frozen=True)
+class Cubic(_Centered):
+    """The four inputs around a position, weighted by the cubic convolution kernel with a = −¾.
+
+    >>> Cubic(8, 16).hull((8, 9))
+    (2, 6)
+    """
+
+    @cached_property
+    def table(self) -> Table:
+        first, behind = self.split(self.positions)
+        taps = first + np.arange(-1, 3)[:, None]
+        ahead = 1 - behind
+        weights = _outer(behind + 1), _inner(behind), _inner(ahead), _outer(ahead + 1)
+        return np.clip(taps, 0, self.inputs - 1), np.stack(weights)
+
+
+def _inner(distance: np.ndarray) -> np.ndarray:
+    """The cubic convolution kernel up to a distance of 1."""
+    return (1.25 * distance - 2.25) * distance * distance + 1
+
+
+def _outer(distance: np.ndarray) -> np.ndarray:
+    """The cubic convolution kernel for a distance of 1 to 2."""
+    return ((-0.75 * distance + 3.75) * distance - 6) * distance + 3
