@@ -1,8 +1,12 @@
 """Data movements as torch modules."""
 
+from tessel.nn.conv_transpose import DistributedConvTranspose1d as DistributedConvTranspose1d
+from tessel.nn.conv_transpose import DistributedConvTranspose2d as DistributedConvTranspose2d
+from tessel.nn.conv_transpose import DistributedConvTranspose3d as DistributedConvTranspose3d
 from tessel.nn.convolution import DistributedConv1d as DistributedConv1d
 from tessel.nn.convolution import DistributedConv2d as DistributedConv2d
 from tessel.nn.convolution import DistributedConv3d as DistributedConv3d
+from tessel.nn.linear import DistributedLinear as DistributedLinear
 from tessel.nn.pooling import DistributedAvgPool1d as DistributedAvgPool1d
 from tessel.nn.pooling import DistributedAvgPool2d as DistributedAvgPool2d
 from tessel.nn.pooling import DistributedAvgPool3d as DistributedAvgPool3d
