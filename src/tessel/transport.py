@@ -16,8 +16,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from tessel.errors import WorkerLost
 from tessel.limits import time_limit
 
 NUM_WORDS = 16
+F = TypeVar("F", bound=Callable[..., Any])
 Parcel = tuple[int, Tensor]  # (the worker at the other end, a contiguous tensor)
 
 
@@ -116,6 +117,19 @@ def tagged(call: int) -> Iterator[None]:
         yield
     finally:
         job.tag = before
+
+
+def kept_in_job(function: F) -> F:
+    """Remember the results of a function until this process starts or leaves a job.
+
+    For what depends on the number of this worker, or holds groups: both end with the job.
+    """
+    remembering = lru_cache(maxsize=4096)(function)
+    _memories.append(remembering.cache_clear)
+    return cast(F, remembering)
+
+
+_memories: list[Callable[[], None]] = []
 
 
 def code_of(call: str) -> int:
@@ -320,6 +334,8 @@ def _job() -> _Job:
     default = dist.group.WORLD if is_distributed() else None
     if _current is None or _current.default is not default:
         _current = _Job(default)
+        for forget in _memories:
+            forget()
     return _current
 
 

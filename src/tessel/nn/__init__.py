@@ -21,3 +21,4 @@ from tessel.primitives.broadcast import Broadcast as Broadcast
 from tessel.primitives.broadcast import SumReduce as SumReduce
 from tessel.primitives.halo_exchange import HaloExchange as HaloExchange
 from tessel.primitives.repartition import Repartition as Repartition
+from tessel.nn.convert import distribute_module as distribute_module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from tessel.move import Move
 from tessel.nn.layer import Layer, Result, used
 from tessel.nn.shared import equalize, spread
 from tessel.partition import Partition
+from tessel.transport import kept_in_job
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class WeightGrid:
         return _split(self.partition, shape, (*axes, *[None] * (len(shape) - len(axes))), shared)
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def _split(
     partition: Partition,
     shape: Shape,
@@ -182,6 +182,6 @@ class Weighted(Layer):
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def _balanced(partition: Partition, shape: Shape) -> Layout:
     return Layout.balanced(partition, shape)

@@ -15,6 +15,7 @@ from tessel.layout import Layout, Shape
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result, nothing
 from tessel.nn.windowed import Windowed, outline, tuple_of
+from tessel.transport import kept_in_job
 from tessel.windows import Groups, TransposedWindow
 
 Numbers = tuple[int, ...]
@@ -58,7 +59,7 @@ def convolved(shape: Shape, settings: Settings) -> Shape:
     return tuple(_as_torch(outline(shape), outline(settings.weight), None, settings).shape)
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def planned(
     source: Layout, target: Layout, channels: Groups | None, settings: Settings
 ) -> Windowed:
@@ -223,7 +224,7 @@ def _trim(window: TransposedWindow, read: Interval, outputs: Interval) -> _Trim:
 class DistributedConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
     """The transposed convolution of a tensor over `P_x`: `torch.nn.ConvTranspose1d`.
 
-    Forward:  y[o, j] = b[o] + Σ_c Σ_(i, t) w[c, o, t] x[c, i], over all i, t with s·i − p + d·t = j.
+    Forward:  y[o, j] = b[o] + Σ w[c, o, t] x[c, i] over all c, i, t with s·i − p + d·t = j.
 
     Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
     blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.
@@ -247,7 +248,7 @@ class DistributedConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
 class DistributedConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
     """The transposed convolution of a tensor over `P_x`: `torch.nn.ConvTranspose2d`.
 
-    Forward:  y[o, j] = b[o] + Σ_c Σ_(i, t) w[c, o, t] x[c, i], over all i, t with s·i − p + d·t = j.
+    Forward:  y[o, j] = b[o] + Σ w[c, o, t] x[c, i] over all c, i, t with s·i − p + d·t = j.
 
     Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
     blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.
@@ -271,7 +272,7 @@ class DistributedConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
 class DistributedConvTranspose3d(_ConvTranspose, torch.nn.ConvTranspose3d):
     """The transposed convolution of a tensor over `P_x`: `torch.nn.ConvTranspose3d`.
 
-    Forward:  y[o, j] = b[o] + Σ_c Σ_(i, t) w[c, o, t] x[c, i], over all i, t with s·i − p + d·t = j.
+    Forward:  y[o, j] = b[o] + Σ w[c, o, t] x[c, i] over all c, i, t with s·i − p + d·t = j.
 
     Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
     blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.

@@ -16,6 +16,7 @@ from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result, nothing
 from tessel.nn.padding import Wrapped, wrapped
 from tessel.nn.windowed import Windowed, outline, tuple_of
+from tessel.transport import kept_in_job
 from tessel.windows import Groups, Mirrored, Reach, Window
 
 Numbers = tuple[int, ...]
@@ -94,7 +95,7 @@ class Plan:
         return x
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def planned(source: Layout, target: Layout, channels: Groups | None, settings: Settings) -> Plan:
     """The plan for outputs in the layout `target`.
 

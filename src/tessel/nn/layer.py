@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from inspect import Signature, signature
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from tessel.nn import ledger
 from tessel.nn.shared import equalize, spread
 from tessel.numbered import Numbered
 from tessel.partition import Partition
+from tessel.transport import kept_in_job
 
 Entry = tuple[Layout, Terms]
 Result = tuple[Tensor, Layout]
@@ -166,7 +167,7 @@ def used(parameter: Tensor | None, layout: Layout) -> Tensor | None:
     return spread(parameter, _shared(partition, tuple(parameter.shape)), separate)
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def _shared(partition: Partition, shape: Shape) -> Layout:
     return Layout.whole(partition, shape, shared=True)
 

@@ -14,6 +14,7 @@ from tessel.nn.blocks import Weighted
 from tessel.nn.layer import Result, nothing
 from tessel.nn.windowed import Windowed, outline
 from tessel.partition import Partition
+from tessel.transport import kept_in_job
 from tessel.windows import Groups
 
 
@@ -89,12 +90,12 @@ def _shape(shape: Shape, weight: Shape) -> Shape:
     return tuple(F.linear(outline(shape), outline(weight)).shape)
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def _reading(source: Layout, target: Layout) -> Windowed:
     return Windowed(source, target, (None,) * len(source.shape))
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def _gathering(source: Layout, target: Layout) -> Windowed:
     """Every worker reads all features of its rows."""
     return Windowed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout
 from tessel.move import Move
+from tessel.transport import kept_in_job
 
 
 @dataclass(frozen=True)
@@ -69,4 +70,7 @@ def _with_parts(layout: Layout, dim: int, parts: tuple[Interval, ...]) -> Layout
     return replace(layout, cuts=tuple(cuts))
 
 
-wrapped = lru_cache(maxsize=1024)(Wrapped)
+@kept_in_job
+def wrapped(source: Layout, dim: int, before: int, after: int) -> Wrapped:
+    """A tensor in the layout `source` continued periodically."""
+    return Wrapped(source, dim, before, after)

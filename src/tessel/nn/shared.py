@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.partition import Partition
+from tessel.transport import kept_in_job
 
 
 class Spread(LinearOperator):
@@ -44,7 +44,7 @@ class Spread(LinearOperator):
         return self._move.H
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def _spread(domain: Layout, separate: tuple[int, ...]) -> Spread:
     shared = tuple(axis for axis in domain.shared if axis not in separate)
     return Spread(domain, replace(domain, shared=shared))
@@ -68,7 +68,7 @@ def total(share: Tensor, partition: Partition, shared: Iterable[int] = ()) -> Te
     return _total(partition, tuple(share.shape), tuple(shared)).apply(share)
 
 
-@lru_cache(maxsize=1024)
+@kept_in_job
 def _total(partition: Partition, shape: Shape, shared: tuple[int, ...]) -> Move:
     whole = [None] * len(shape)
     source = Layout.split(partition, shape, whole, shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tessel.boxes import Box, Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.nn.layer import nothing
+from tessel.transport import kept_in_job
 from tessel.windows import Reach, reads
 
 Reaches = tuple[Reach | None, ...]
@@ -104,7 +105,7 @@ def _overhang(hull: Interval, length: int) -> Interval:
     return max(0, -hull[0]), max(0, hull[1] - length)
 
 
-@lru_cache(maxsize=4096)
+@kept_in_job
 def windowed(source: Layout, shape: Shape, reach: Reaches) -> Windowed:
     """From `source` to balanced parts of a tensor of this shape."""
     return Windowed(source, source.resized(shape), reach)

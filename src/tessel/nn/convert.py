@@ -1,0 +1,285 @@
+"""Conversion: any torch model, over tensors that are spread over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.layout import Layout, Shape, zero_volume_tensor
+from tessel.nn import ledger
+from tessel.nn.adaptive import (
+    DistributedAdaptiveAvgPool1d,
+    DistributedAdaptiveAvgPool2d,
+    DistributedAdaptiveAvgPool3d,
+    DistributedAdaptiveMaxPool1d,
+    DistributedAdaptiveMaxPool2d,
+    DistributedAdaptiveMaxPool3d,
+)
+from tessel.nn.conv_transpose import (
+    DistributedConvTranspose1d,
+    DistributedConvTranspose2d,
+    DistributedConvTranspose3d,
+)
+from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
+from tessel.nn.layer import Entry, Layer, even
+from tessel.nn.ledger import Ledger, note
+from tessel.nn.linear import DistributedLinear
+from tessel.nn.norm import (
+    DistributedBatchNorm,
+    DistributedBatchNorm1d,
+    DistributedBatchNorm2d,
+    DistributedBatchNorm3d,
+    DistributedGroupNorm,
+    DistributedInstanceNorm1d,
+    DistributedInstanceNorm2d,
+    DistributedInstanceNorm3d,
+    DistributedLayerNorm,
+)
+from tessel.nn.pooling import (
+    DistributedAvgPool1d,
+    DistributedAvgPool2d,
+    DistributedAvgPool3d,
+    DistributedMaxPool1d,
+    DistributedMaxPool2d,
+    DistributedMaxPool3d,
+)
+from tessel.nn.rules import follow
+from tessel.nn.shared import equalize
+from tessel.nn.upsample import DistributedUpsample
+from tessel.partition import Partition
+
+nn = torch.nn
+
+REPLACEMENTS: dict[type[nn.Module], type[Layer]] = {
+    nn.Conv1d: DistributedConv1d,
+    nn.Conv2d: DistributedConv2d,
+    nn.Conv3d: DistributedConv3d,
+    nn.ConvTranspose1d: DistributedConvTranspose1d,
+    nn.ConvTranspose2d: DistributedConvTranspose2d,
+    nn.ConvTranspose3d: DistributedConvTranspose3d,
+    nn.AvgPool1d: DistributedAvgPool1d,
+    nn.AvgPool2d: DistributedAvgPool2d,
+    nn.AvgPool3d: DistributedAvgPool3d,
+    nn.MaxPool1d: DistributedMaxPool1d,
+    nn.MaxPool2d: DistributedMaxPool2d,
+    nn.MaxPool3d: DistributedMaxPool3d,
+    nn.AdaptiveAvgPool1d: DistributedAdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d: DistributedAdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d: DistributedAdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d: DistributedAdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d: DistributedAdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d: DistributedAdaptiveMaxPool3d,
+    nn.BatchNorm1d: DistributedBatchNorm1d,
+    nn.BatchNorm2d: DistributedBatchNorm2d,
+    nn.BatchNorm3d: DistributedBatchNorm3d,
+    nn.SyncBatchNorm: DistributedBatchNorm,
+    nn.InstanceNorm1d: DistributedInstanceNorm1d,
+    nn.InstanceNorm2d: DistributedInstanceNorm2d,
+    nn.InstanceNorm3d: DistributedInstanceNorm3d,
+    nn.GroupNorm: DistributedGroupNorm,
+    nn.LayerNorm: DistributedLayerNorm,
+    nn.Linear: DistributedLinear,
+    nn.Upsample: DistributedUpsample,
+    nn.UpsamplingNearest2d: DistributedUpsample,
+    nn.UpsamplingBilinear2d: DistributedUpsample,
+}
+
+# layers of torch that treat each element on its own, or whose functions have rules
+UNCHANGED: tuple[type[nn.Module], ...] = (
+    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.Softmin),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU),
+    *(nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish),
+    *(nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink, nn.Threshold),
+    *(nn.GLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
+    *(nn.FeatureAlphaDropout, nn.PixelShuffle, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+    *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, nn.ReflectionPad1d, nn.ReflectionPad2d),
+    *(nn.ReflectionPad3d, nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+    *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d, nn.ParameterList, nn.ParameterDict),
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict),
+)
+
+
+def distribute_module(model: nn.Module, P_x: Partition) -> nn.Module:
+    """Let a torch model work on tensors that are spread over `P_x`.
+
+    Every supported layer, at any depth, is replaced by its distributed form, in place, and the
+    model is returned. It keeps its parameters (tied ones stay tied), buffers, `state_dict`, hooks
+    and flags. All workers get the parameters and buffers of the first. The model's own code may
+    stay as it is: inside of the model `x.shape` is the global shape, additions, activations, `torch.cat`,
+    `flatten`, means, slices and functional pools and interpolations do what they do in one process,
+    and a function that is not known raises and names itself.
+
+    Workers pass their parts of the input, tensors with as many dimensions as `P_x` has axes; what
+    else they pass must be the same on all of them. They agree on the shapes once for each call of
+    the model. An output that has the dimensions of the input is spread as the input is, in balanced
+    parts. After `flatten` or a mean over split dimensions a tensor is *shared*: every worker has it
+    whole (but for the batch, if that is split), computes the same with it, and calls `backward()`
+    with single-process gradients.
+
+    Args:
+        model: a torch model; a single layer is returned in its distributed form.
+        P_x: where the input lies; axis d splits dimension d.
+
+    >>> import tessel, torch
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU())
+    >>> tessel.nn.distribute_module(model, P)(torch.ones(2, 3, 16, 16)).shape
+    torch.Size([2, 8, 16, 16])
+    """
+    _check_layers(model)
+    seed = _agree_on_model(model, P_x)
+    equalize([*model.parameters(), *model.buffers()], P_x)
+    converted = _converted(model, P_x, Stream(seed), {})
+    if not isinstance(converted, Layer):
+        converted.forward = Entrance(converted, P_x, Stream(seed))
+    return converted
+
+
+def _converted(
+    module: nn.Module, P_x: Partition, stream: Stream, done: dict[int, nn.Module]
+) -> nn.Module:
+    """A module over `P_x`; one that occurs twice is converted once."""
+    if id(module) in done:
+        return done[id(module)]
+    replacement: Any = REPLACEMENTS.get(type(module))
+    new: nn.Module = module if replacement is None else replacement.from_torch(module, P_x)
+    done[id(module)] = new
+    for name, child in module._modules.items():
+        if child is not None:
+            new._modules[name] = _converted(child, P_x, stream, done)
+    if new._modules and not isinstance(new, Layer):
+        new.forward = Entrance(new, P_x, stream)
+    return new
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Raise if a layer is not supported, naming all of them."""
+    wrong = [
+        f"{path or 'the model'} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if not _is_supported(module)
+    ]
+    if wrong:
+        raise NotImplementedError(
+            f"these layers have no distributed form: {', '.join(wrong)}; replace them, or convert "
+            f"only the parts of the model that do not hold them"
+        )
+
+
+def _is_supported(module: nn.Module) -> bool:
+    if type(module) in REPLACEMENTS or type(module) in UNCHANGED or isinstance(module, Layer):
+        return True
+    of_torch = type(module).__module__.startswith("torch.")
+    return not of_torch and not isinstance(module, tuple(REPLACEMENTS))
+
+
+def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
+    """Raise on all workers if their models differ in form; else a number that all of them have."""
+    form = [
+        (name, tuple(value.shape), str(value.dtype), value.requires_grad)
+        for name, value in (*model.named_parameters(), *model.named_buffers())
+    ]
+    if not P_x.active:
+        return 0
+    forms = P_x.group.share_objects((form, int(torch.randint(2**62, ()))))
+    for worker, (other, _) in zip(P_x.group.workers, forms, strict=True):
+        for theirs, ours in zip_longest(other, forms[0][0]):
+            if theirs != ours:
+                raise ValueError(
+                    f"distribute_module needs the same model on all workers: worker "
+                    f"{P_x.group.workers[0]} has {ours}, worker {worker} has {theirs}"
+                )
+    return forms[0][1]
+
+
+@dataclass
+class Stream:
+    """The random numbers of a converted model, the same on all workers, call by call."""
+
+    seed: int
+    num_calls: int = 0
+
+    @contextmanager
+    def flowing(self) -> Iterator[None]:
+        """Let torch's random numbers come from here.
+
+        In a backward pass, when a checkpoint computes a part of the model again, they come from
+        where they came from before.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            yield
+            return
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed((self.seed + self.num_calls) % 2**63)
+            self.num_calls += 1
+            yield
+
+
+class Entrance:
+    """The `forward` of a module in a converted model: the outermost agrees on the input.
+
+    Args:
+        module: whose own forward it calls.
+        P_x: where the input lies.
+        stream: the random numbers of the model.
+    """
+
+    def __init__(self, module: nn.Module, P_x: Partition, stream: Stream) -> None:
+        self.module, self.P_x, self.stream = module, P_x, stream
+        self._meetings: dict[Any, Meeting[Entry]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward
+        if ledger.active() is not None:
+            return forward(self.module, *args, **kwargs)
+        if not self.P_x.active:
+            return zero_volume_tensor(*_kind(args, kwargs))
+        random = self.module.training and self.P_x.size > 1
+        with self.stream.flowing() if random else nullcontext(), Ledger(self.P_x, follow):
+            args, kwargs = self._entered(args, kwargs)
+            return forward(self.module, *args, **kwargs)
+
+    def _entered(self, args: Any, kwargs: Any) -> Any:
+        """The arguments, with the layouts of all parts of tensors written down."""
+        numbers = count()
+
+        def enter(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() != self.P_x.dim:
+                return value
+            layout, terms = self._meeting(next(numbers)).reach(Claim.of(value))
+            return note(even(admit(value, terms, True), terms).view_as(value), layout)
+
+        with ledger.paused():
+            entered = tree_map(enter, (args, kwargs))
+            self.P_x.group.number_call()
+        return entered
+
+    def _meeting(self, number: int) -> Meeting[Entry]:
+        flags = [each.requires_grad for each in self.module.parameters()]
+        state = (number, self.module.training, *flags)
+        if state not in self._meetings:
+            label = f"input {number} of {type(self.module).__name__} over {self.P_x}"
+            self._meetings[state] = Meeting(
+                self.P_x.group, label, self.P_x.ranks, self._conclude, f"{label} {state}"
+            )
+        return self._meetings[state]
+
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
+        return Layout.from_local_shapes(self.P_x, shapes), terms
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_meetings": {}}
+
+
+def _kind(*values: Any) -> tuple[torch.dtype | None, torch.device | None]:
+    found = next(ledger.tensors(*values), None)
+    return (None, None) if found is None else (found.dtype, found.device)
