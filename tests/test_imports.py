@@ -21,6 +21,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("testing",),
     ("nn",),
     ("primitives",),
+    ("fringe",),
     ("move",),
     ("plan",),
     ("linop",),

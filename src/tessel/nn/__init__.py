@@ -22,3 +22,14 @@ from tessel.primitives.broadcast import SumReduce as SumReduce
 from tessel.primitives.halo_exchange import HaloExchange as HaloExchange
 from tessel.primitives.repartition import Repartition as Repartition
 from tessel.nn.convert import distribute_module as distribute_module
+from tessel.nn.loss import DistributedBCELoss as DistributedBCELoss
+from tessel.nn.loss import DistributedBCEWithLogitsLoss as DistributedBCEWithLogitsLoss
+from tessel.nn.loss import DistributedCrossEntropyLoss as DistributedCrossEntropyLoss
+from tessel.nn.loss import DistributedGaussianNLLLoss as DistributedGaussianNLLLoss
+from tessel.nn.loss import DistributedHuberLoss as DistributedHuberLoss
+from tessel.nn.loss import DistributedKLDivLoss as DistributedKLDivLoss
+from tessel.nn.loss import DistributedL1Loss as DistributedL1Loss
+from tessel.nn.loss import DistributedMSELoss as DistributedMSELoss
+from tessel.nn.loss import DistributedNLLLoss as DistributedNLLLoss
+from tessel.nn.loss import DistributedPoissonNLLLoss as DistributedPoissonNLLLoss
+from tessel.nn.loss import DistributedSmoothL1Loss as DistributedSmoothL1Loss

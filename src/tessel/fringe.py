@@ -1,0 +1,233 @@
+"""The fringe: what a worker reads of others, without the part that it has itself.
+
+A move to wider boxes copies each worker's own part into them. Where that part can be used where it
+is, only what lies around it need travel, and it may travel while the worker computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tessel import boxes, transport
+from tessel.boxes import Box, Region
+from tessel.layout import Layout, Shape
+from tessel.linop import LinearOperator, record
+from tessel.plan import Plan, plan
+
+Parts = dict[int, Tensor]  # by worker
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A box of values of others, with room for zeros around it.
+
+    Attributes:
+        origin: the global index of its first element, which may lie outside of the tensor.
+        shape: of the strip.
+        box: where it has values, in global indices.
+    """
+
+    origin: tuple[int, ...]
+    shape: Shape
+    box: Box
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def region(self, part: Box) -> Region:
+        """Where a global box lies in the strip."""
+        return tuple(
+            slice(start - first, stop - first)
+            for (start, stop), first in zip(part, self.origin, strict=True)
+        )
+
+
+class Fringe(LinearOperator):
+    """Bring every worker the strips around its part, one after the other in a flat tensor.
+
+    Forward:  y_s[i] = x_owner(i)[i] for i in the strips of s.    Adjoint:  x_r[i] = Σ_s y_s[i].
+
+    Args:
+        source: where the tensor lies.
+        read: what each worker reads, its own part and what lies around it.
+        strips: for each worker, in the order of the partition, disjoint strips that make up what
+            it reads and does not have.
+    """
+
+    def __init__(self, source: Layout, read: Layout, strips: tuple[tuple[Strip, ...], ...]) -> None:
+        self.domain, self.read, self.strips = source, read, strips
+        partition = source.partition
+        lengths = [(sum(strip.numel for strip in each),) for each in strips]
+        self.codomain = Layout.blocks_along(partition, tuple(range(partition.dim)), lengths)
+        self.takes_part  # noqa: B018  (all workers make the group)
+
+    @cached_property
+    def own_strips(self) -> tuple[Strip, ...]:
+        """The strips of this worker."""
+        place = self.domain.partition.rank
+        return () if place is None else self.strips[place]
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The strips that lie one after the other in a flat tensor."""
+        parts = flat.split([strip.numel for strip in self.own_strips]) if self.own_strips else ()
+        return [part.view(s.shape) for part, s in zip(parts, self.own_strips, strict=True)]
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self.land(self.depart(x)(), x)
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        return self.land_adjoint(self.depart_adjoint(y)(), y)
+
+    def depart(self, x: Tensor) -> Callable[[], Parts]:
+        """Send what others read of this part; the result waits for what comes."""
+        sends = {piece.peer: x[piece.region] for piece in self._plan.gives}
+        return self._swap(sends, {piece.peer: piece.shape for piece in self._plan.arrives}, x)
+
+    def land(self, arrived: Parts, like: Tensor) -> Tensor:
+        """Put what came into the strips."""
+        flat = like.new_zeros(self.codomain.local_shape)
+        views = self.split(flat)
+        for peer, strip, there, here in self._copies:
+            views[strip][there].copy_(arrived[peer][here])
+        return flat
+
+    def depart_adjoint(self, y: Tensor) -> Callable[[], Parts]:
+        """Send what the strips hold back to where it came from."""
+        sends = {piece.peer: y.new_empty(piece.shape) for piece in self._plan.arrives}
+        views = self.split(y.contiguous())
+        for peer, strip, there, here in self._copies:
+            sends[peer][here].copy_(views[strip][there])
+        return self._swap(sends, {piece.peer: piece.shape for piece in self._plan.gives}, y)
+
+    def land_adjoint(self, arrived: Parts, like: Tensor) -> Tensor:
+        """Add what came to where it belongs."""
+        x = like.new_zeros(self.domain.local_shape)
+        for piece in self._plan.gives:
+            x[piece.region].add_(arrived[piece.peer])
+        return x
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return plan(self.domain, self.read, transport.this_worker())
+
+    @cached_property
+    def _copies(self) -> list[tuple[int, int, Region, Region]]:
+        """(peer, number of the strip, where in the strip, where in what the peer sends)."""
+        box = self.read.box()
+        if box is None:
+            return []
+        found = []
+        for piece in self._plan.arrives:
+            start = [part.start + first for part, (first, _) in zip(piece.region, box, strict=True)]
+            sent: Box = tuple((a, a + n) for a, n in zip(start, piece.shape, strict=True))
+            for number, strip in enumerate(self.own_strips):
+                common = [boxes.overlap(a, b) for a, b in zip(sent, strip.box, strict=True)]
+                part = tuple(each for each in common if each is not None)
+                if len(part) == len(common):
+                    found.append((piece.peer, number, strip.region(part), boxes.within(part, sent)))
+        return found
+
+    def _swap(self, sends: Parts, shapes: dict[int, Shape], like: Tensor) -> Callable[[], Parts]:
+        """Start the messages; the result waits for those that come."""
+        sends = {peer: part.resolve_conj().resolve_neg() for peer, part in sends.items()}
+        if like.is_cuda:
+            arrived = self._all_to_all(sends, shapes, like)
+            return lambda: arrived
+        into = {peer: like.new_empty(shape) for peer, shape in shapes.items()}
+        packed = [(peer, part.contiguous()) for peer, part in sends.items()]
+        wait = self.group.exchange(packed, list(into.items()))
+
+        def arrive() -> Parts:
+            wait()
+            packed.clear()  # kept until here: the messages are read from them
+            return into
+
+        return arrive
+
+    def _all_to_all(self, sends: Parts, shapes: dict[int, Shape], like: Tensor) -> Parts:
+        workers = self.group.workers
+        empty = [like.new_empty(0)]
+        flat = torch.cat([*(sends[w].reshape(-1) for w in workers if w in sends), *empty])
+        gives = [sends[w].numel() if w in sends else 0 for w in workers]
+        takes = [prod(shapes[w]) if w in shapes else 0 for w in workers]
+        parts = self.group.all_to_all(flat, gives, takes).split(takes)
+        found = dict(zip(workers, parts, strict=True))
+        return {peer: found[peer].view(shape) for peer, shape in shapes.items()}
+
+    def _is_derived(self, name: str) -> bool:
+        return name in ("own_strips", "_plan", "_copies") or super()._is_derived(name)
+
+
+class Journey:
+    """One application of a fringe in two steps, so that a worker can compute while data travels.
+
+    `depart(x)` sends; `land(token)` waits and gives the strips. In the backward pass the adjoint
+    departs where the strips landed and lands where the input departed: what was computed between
+    the two is derived between them.
+    """
+
+    def __init__(self, fringe: Fringe) -> None:
+        self.departure = _Departure(fringe, _Slot(), _Slot())
+
+    def depart(self, x: Tensor) -> Tensor:
+        """Send; the result stands for what is on its way."""
+        return record(self.departure, x, False)
+
+    def land(self, token: Tensor) -> Tensor:
+        """Wait; the strips, one after the other in a flat tensor."""
+        return record(self.departure.landing, token, False)
+
+
+class _Slot:
+    """What is on its way."""
+
+    arrive: Callable[[], Parts]
+
+
+class _Departure(LinearOperator):
+    """The first step of a fringe (or of its adjoint, if that is given by `adjoint`)."""
+
+    def __init__(self, fringe: Fringe, slot: _Slot, back: _Slot, adjoint: bool = False) -> None:
+        self.fringe, self.slot, self.back, self.adjoint = fringe, slot, back, adjoint
+        self.domain = fringe.codomain if adjoint else fringe.domain
+        self.codomain = fringe.codomain
+        self.group = fringe.group
+
+    def _apply(self, x: Tensor) -> Tensor:
+        fringe = self.fringe
+        self.slot.arrive = fringe.depart_adjoint(x) if self.adjoint else fringe.depart(x)
+        return x.new_empty(fringe.codomain.local_shape)
+
+    @cached_property
+    def landing(self) -> _Landing:
+        return _Landing(self.fringe, self.slot, self.back, self.adjoint)
+
+    @cached_property
+    def H(self) -> LinearOperator:
+        return _Landing(self.fringe, self.back, self.slot, not self.adjoint)
+
+
+class _Landing(LinearOperator):
+    """The second step."""
+
+    def __init__(self, fringe: Fringe, slot: _Slot, back: _Slot, adjoint: bool = False) -> None:
+        self.fringe, self.slot, self.back, self.adjoint = fringe, slot, back, adjoint
+        self.domain = fringe.codomain
+        self.codomain = fringe.domain if adjoint else fringe.codomain
+        self.group = fringe.group
+
+    def _apply(self, token: Tensor) -> Tensor:
+        fringe, arrived = self.fringe, self.slot.arrive()
+        del self.slot.arrive
+        return fringe.land_adjoint(arrived, token) if self.adjoint else fringe.land(arrived, token)
+
+    @cached_property
+    def H(self) -> LinearOperator:
+        return _Departure(self.fringe, self.back, self.slot, not self.adjoint)

@@ -1,0 +1,222 @@
+"""Strips: a convolution where the tensor lies, completed from what lies around it.
+
+A convolution is linear in its input: that of a worker's own part, with zeros around it, plus that
+of the strips around the part is that of all that the worker reads. So the part is not copied into a
+larger tensor, and it is convolved while the strips are on their way. Their share concerns only the
+outputs near the border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from tessel.boxes import Interval
+from tessel.fringe import Fringe, Journey, Strip
+from tessel.layout import Layout
+from tessel.nn.layer import nothing
+from tessel.nn.windowed import Windowed
+from tessel.transport import kept_in_job
+from tessel.windows import Reach, Window
+
+Numbers = tuple[int, ...]
+Convolve = Callable[[Tensor, Numbers], Tensor]  # of a tensor with this padding
+
+LEAST_VALUES = 1 << 15  # of a worker's part, below which a copy of it is cheaper
+LARGEST_SHARE = 0.25  # of the outputs that strips may concern
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One side of a part: a strip there, and the outputs that read it.
+
+    Attributes:
+        dim: the dimension, counted from the end.
+        outputs: which of this worker's outputs along it.
+        strip: what is read.
+        padding: for torch's convolution of the strip.
+    """
+
+    dim: int
+    outputs: Interval
+    strip: Strip
+    padding: Numbers
+
+
+@dataclass(frozen=True)
+class Stripped:
+    """A convolution by strips.
+
+    Attributes:
+        padding: for torch's convolution of this worker's own part.
+        edges: what is added to its result.
+        fringe: what brings the strips.
+    """
+
+    padding: Numbers
+    edges: tuple[Edge, ...]
+    fringe: Fringe
+
+    def apply(self, x: Tensor, convolve: Convolve, biased: Convolve) -> Tensor:
+        """This worker's outputs; `biased` adds the bias, `convolve` does not."""
+        journey = Journey(self.fringe)
+        token = journey.depart(x)
+        y = biased(x, self.padding)
+        flat = journey.land(token)
+        for edge, strip in zip(self.edges, self.fringe.split(flat), strict=True):
+            rows = torch.arange(*edge.outputs, device=x.device)
+            y = y.index_add_(edge.dim, rows, convolve(strip, edge.padding))
+        if not self.edges:  # others may still read of this part: it hangs on the journey, too
+            none = torch.arange(0, device=x.device)
+            y = y.index_add_(-1, none, nothing((*y.shape[:-1], 0), flat))
+        return y
+
+
+@kept_in_job
+def stripped(
+    source: Layout, target: Layout, windows: tuple[Window, ...], least: int, share: float
+) -> Stripped | None:
+    """How to convolve by strips, or None if that is not possible on all workers, or not worth it.
+
+    Args:
+        source: where the input lies.
+        target: where the outputs shall lie.
+        windows: along each dimension of space.
+        least: how many values a worker's part must have for it to be worth it.
+        share: the largest share of outputs that strips may concern.
+    """
+    D = len(windows)
+    lead = len(source.shape) - D
+    if source.cuts[: lead - 1] != target.cuts[: lead - 1] or _is_split(source, lead - 1):
+        return None
+    if prod(source.shape) < least * source.partition.size:
+        return None
+    split = [d for d in range(D) if _is_split(source, lead + d)]
+    sides = {d: _sides(source, target, windows[d], lead + d) for d in split}
+    if not split or any(each is None for parts in sides.values() for each in parts):
+        return None
+    if sum(_concerned(sides[d]) / max(1, target.shape[lead + d]) for d in split) > share:
+        return None
+    reach: tuple[Reach | None, ...] = (*[None] * (lead - 1), None, *windows)
+    inputs = target.resized(
+        (*target.shape[: lead - 1], source.shape[lead - 1], *target.shape[lead:])
+    )
+    read = Windowed(source, inputs, reach).read
+    geometry = _Geometry(source, target, read, windows)
+    everyones = tuple(geometry.edges(worker) for worker in source.partition.ranks)
+    fringe = Fringe(source, read, tuple(tuple(e.strip for e in each) for each in everyones))
+    place = source.partition.rank
+    assert place is not None
+    worker = source.partition.ranks[place]
+    return Stripped(geometry.padding(worker), everyones[place], fringe)
+
+
+def _is_split(layout: Layout, dim: int) -> bool:
+    return len(layout.cuts[dim].intervals) > 1
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Along one dimension, for one part: torch's padding, and the outputs that read others."""
+
+    padding: int
+    left: Interval
+    right: Interval
+
+
+def _sides(source: Layout, target: Layout, window: Window, dim: int) -> list[_Side | None]:
+    length = source.shape[dim]
+    parts = zip(source.cuts[dim].intervals, target.cuts[dim].intervals, strict=True)
+    return [_side(window, part, outputs, length) for part, outputs in parts]
+
+
+def _side(window: Window, part: Interval, outputs: Interval, length: int) -> _Side | None:
+    """None if torch's convolution of the part alone does not give as many outputs."""
+    (a, b), (i, j) = part, outputs
+    padding = a - window.first(i)
+    span = window.dilation * (window.kernel - 1) + 1
+    if i == j or padding < 0 or b - a + 2 * padding < span:
+        return None
+    if (b - a + 2 * padding - span) // window.stride + 1 != j - i:
+        return None
+    first = max(i, ceil((b - window.last(0)) / window.stride))  # the first that reads b or more
+    stop = min(j, ceil((a - window.first(0)) / window.stride))  # behind the last that reads below a
+    left = (i, stop) if a > 0 and stop > i else (i, i)
+    right = (first, j) if b < length and first < j else (j, j)
+    return _Side(padding, left, right)
+
+
+def _concerned(sides: list[_Side | None]) -> int:
+    """How many outputs read something of others."""
+    found = [each for each in sides if each is not None]
+    return sum(stop - start for each in found for start, stop in (each.left, each.right))
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    source: Layout
+    target: Layout
+    read: Layout
+    windows: tuple[Window, ...]
+
+    @property
+    def lead(self) -> int:
+        return len(self.source.shape) - len(self.windows)
+
+    def side(self, worker: int, d: int) -> _Side:
+        own, outputs = self.source.box(worker), self.target.box(worker)
+        assert own is not None and outputs is not None
+        dim = self.lead + d
+        side = _side(self.windows[d], own[dim], outputs[dim], self.source.shape[dim])
+        assert side is not None
+        return side
+
+    def padding(self, worker: int) -> Numbers:
+        """For torch's convolution of a worker's own part."""
+        return tuple(
+            self.side(worker, d).padding if self._is_split(d) else window.before
+            for d, window in enumerate(self.windows)
+        )
+
+    def _is_split(self, d: int) -> bool:
+        return _is_split(self.source, self.lead + d)
+
+    def edges(self, worker: int) -> tuple[Edge, ...]:
+        """The edges of a worker, dimension by dimension: those before as they are, those behind
+        with all that is read."""
+        found = []
+        for d in range(len(self.windows)):
+            if self._is_split(d):
+                side = self.side(worker, d)
+                for outputs in (side.left, side.right):
+                    if outputs[0] < outputs[1]:
+                        found.append(self._edge(worker, d, outputs, outputs is side.right))
+        return tuple(found)
+
+    def _edge(self, worker: int, d: int, outputs: Interval, is_right: bool) -> Edge:
+        own, read, out = (each.box(worker) for each in (self.source, self.read, self.target))
+        assert own is not None and read is not None and out is not None
+        padding = list(self.padding(worker))
+        box: list[Interval] = list(own)
+        covered: list[Interval] = list(own)  # with room for zeros
+        for e in range(d, len(self.windows)):
+            dim = self.lead + e
+            if e == d:
+                halo = (own[dim][1], read[dim][1]) if is_right else (read[dim][0], own[dim][0])
+                box[dim], covered[dim] = halo, self.windows[e].hull(outputs)
+                padding[e] = 0
+            elif self._is_split(e):
+                box[dim], covered[dim] = read[dim], self.windows[e].hull(out[dim])
+                padding[e] = 0
+        strip = Strip(
+            tuple(start for start, _ in covered),
+            tuple(stop - start for start, stop in covered),
+            tuple(box),
+        )
+        first = out[self.lead + d][0]
+        local = (outputs[0] - first, outputs[1] - first)
+        return Edge(d - len(self.windows), local, strip, tuple(padding))
