@@ -57,8 +57,8 @@ class Fringe(LinearOperator):
     Args:
         source: where the tensor lies.
         read: what each worker reads, its own part and what lies around it.
-        strips: for each worker, in the order of the partition, disjoint strips that make up what
-            it reads and does not have.
+        strips: for each worker, in the order of the partition, disjoint strips of what it reads
+            and does not have.
     """
 
     def __init__(self, source: Layout, read: Layout, strips: tuple[tuple[Strip, ...], ...]) -> None:
@@ -100,7 +100,7 @@ class Fringe(LinearOperator):
 
     def depart_adjoint(self, y: Tensor) -> Callable[[], Parts]:
         """Send what the strips hold back to where it came from."""
-        sends = {piece.peer: y.new_empty(piece.shape) for piece in self._plan.arrives}
+        sends = {piece.peer: y.new_zeros(piece.shape) for piece in self._plan.arrives}
         views = self.split(y.contiguous())
         for peer, strip, there, here in self._copies:
             sends[peer][here].copy_(views[strip][there])

@@ -239,7 +239,8 @@ class Interpolation(ABC):
 class Nearest(Interpolation):
     """The one input that lies nearest: ⌊i·n/m⌋, or with `exact` ⌊(i + ½)·n/m⌋.
 
-    With `shortcut` torch takes equal and doubled lengths as what they are, whatever the scale is.
+    Some kernels of torch have a `shortcut`: they take equal and doubled lengths as what they are,
+    whatever the scale is, and do not round ½ away from the centre.
 
     >>> Nearest(3, 6).hull((1, 4)), Nearest(3, 2, exact=True).hull((0, 1))
     ((0, 2), (0, 1))

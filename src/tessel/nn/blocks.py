@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tessel import transport
 from tessel.layout import Layout, Shape
 from tessel.move import Move
 from tessel.nn.layer import Layer, Result, used
@@ -158,6 +161,12 @@ class Weighted(Layer):
             return y, layout
         target = _balanced(self.P_y or self.P_x, layout.shape)
         return Move(layout, target).apply(y), target
+
+    @cached_property
+    def _group(self) -> transport.Group:
+        for some, others in combinations(self.partitions(), 2):  # all workers make these groups too
+            transport.group_of({*some.ranks, *others.ranks})
+        return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
 
     def partitions(self) -> Iterable[Partition]:
         return tuple(each for each in (self.P_x, self.P_y, self.P_w) if each is not None)

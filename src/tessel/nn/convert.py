@@ -214,7 +214,7 @@ class Stream:
         In a backward pass, when a checkpoint computes a part of the model again, they come from
         where they came from before.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if ledger.in_backward():
             yield
             return
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -243,7 +243,7 @@ class Entrance:
             return forward(self.module, *args, **kwargs)
         if not self.P_x.active:
             return zero_volume_tensor(*_kind(args, kwargs))
-        random = self.module.training and self.P_x.size > 1
+        random = self.P_x.size > 1
         with self.stream.flowing() if random else nullcontext(), Ledger(self.P_x, follow):
             args, kwargs = self._entered(args, kwargs)
             return forward(self.module, *args, **kwargs)
@@ -255,12 +255,15 @@ class Entrance:
         def enter(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != self.P_x.dim:
                 return value
+            if ledger.in_backward() and (known := ledger.written(value)) is not None:
+                return note(value.view_as(value), known)  # a checkpoint computes it again
             layout, terms = self._meeting(next(numbers)).reach(Claim.of(value))
             return note(even(admit(value, terms, True), terms).view_as(value), layout)
 
         with ledger.paused():
             entered = tree_map(enter, (args, kwargs))
-            self.P_x.group.number_call()
+            if not ledger.in_backward():
+                self.P_x.group.number_call()
         return entered
 
     def _meeting(self, number: int) -> Meeting[Entry]:

@@ -199,7 +199,8 @@ class _Convolution(Weighted):
         assert weight is not None
         channel = len(shape) - self.num_dims - 1
         if grid is None and _is_whole(layout, channel) and layout.cuts[0] == target.cuts[0]:
-            return self.onto_P_y(self._conv_forward(x, weight, bias), target)
+            y = self._conv_forward(x, weight, bias) if layout.partition.active else x
+            return self.onto_P_y(y, target)
         if grid is None:
             y = self._by_strips(x, layout, target, weight, bias, settings)
             if y is not None:
@@ -233,13 +234,14 @@ class _Convolution(Weighted):
             return None
         convolve = _CONVOLUTIONS[self.num_dims - 1]
 
-        def without(part: Tensor, padding: Numbers) -> Tensor:
-            return convolve(part, weight, None, self.stride, padding, self.dilation, self.groups)
-
-        def biased(part: Tensor, padding: Numbers) -> Tensor:
+        def of_part(part: Tensor, padding: Numbers) -> Tensor:
             return convolve(part, weight, bias, self.stride, padding, self.dilation, self.groups)
 
-        return plan.apply(x, without, biased)
+        def of_strip(strip: Tensor, padding: Numbers, dim: int, taps: Interval) -> Tensor:
+            some = weight.narrow(dim, taps[0], taps[1] - taps[0])
+            return convolve(strip, some, None, self.stride, padding, self.dilation, self.groups)
+
+        return plan.apply(x, of_part, of_strip)
 
     def _convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, target: Layout

@@ -93,6 +93,8 @@ class Layer(Numbered):
 
     def _agree(self, x: Tensor) -> tuple[Tensor, Layout]:
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
+        if self._group.size == 1:
+            return x, _alone(self.P_x, tuple(x.shape))
         layout, terms = self._meeting.reach(Claim.of(x))
         self._group.number_call()
         x = admit(x, terms, self.P_x.active)
@@ -165,6 +167,11 @@ def used(parameter: Tensor | None, layout: Layout) -> Tensor | None:
     partition = layout.partition
     separate = tuple(axis for axis in range(partition.dim) if axis not in layout.shared)
     return spread(parameter, _shared(partition, tuple(parameter.shape)), separate)
+
+
+@kept_in_job
+def _alone(partition: Partition, shape: Shape) -> Layout:
+    return Layout.from_local_shapes(partition, {partition.ranks[0]: shape})
 
 
 @kept_in_job

@@ -8,6 +8,7 @@ shape there, as they would in one process.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 
 from tessel.layout import Layout
@@ -23,6 +26,7 @@ from tessel.partition import Partition
 Rule = Callable[["Ledger", Any, tuple[Any, ...], dict[str, Any]], Any]
 _active: ContextVar[Ledger | None] = ContextVar("ledger", default=None)
 _MARK = "_tessel_layout"
+_ORIGINALS = "_tessel_originals"
 
 
 class Ledger(TorchFunctionMode):
@@ -37,12 +41,18 @@ class Ledger(TorchFunctionMode):
         super().__init__()
         self.partition = partition
         self.rule = rule
+        self.level = _transform_level()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(getattr(each, _MARK, None) is not None for each in tensors(args, kwargs)):
+        if _transform_level() != self.level:
+            raise NotImplementedError(
+                f"torch's `{func.__name__}` in a transform of torch.func inside of a converted "
+                f"model: which part it works on is not known there; transform the whole model"
+            )
+        if not any(written(each) is not None for each in tensors(args, kwargs)):
             return func(*args, **kwargs)
         return self.rule(self, func, args, kwargs)
 
@@ -62,18 +72,78 @@ def active() -> Ledger | None:
 
 
 def layout_of(x: Any) -> Layout | None:
-    """The layout of a tensor inside of a converted model, or None if it is not known."""
-    mark = getattr(x, _MARK, None)
-    return mark[1] if mark is not None and mark[0] is _active.get() else None
+    """The layout of a tensor inside of a converted model, or None outside of one.
+
+    A tensor whose layout nobody wrote down comes from parameters, or was made by all workers
+    alike: it is whole on all of them.
+    """
+    ledger = _active.get()
+    if ledger is None:
+        return getattr(x, _MARK, None) if in_backward() else None
+    layout = written(x)
+    return Layout.whole(ledger.partition, x.shape, shared=True) if layout is None else layout
+
+
+def written(x: Any) -> Layout | None:
+    """The layout of a tensor that was written down, or None."""
+    node = getattr(x, "grad_fn", None)
+    if isinstance(node, BackwardCFunction):
+        return _written_before(x, node)
+    layout: Layout | None = getattr(x, _MARK, None)
+    return layout
+
+
+def _written_before(x: Tensor, node: Any) -> Layout | None:
+    """The layout of what came out of a Python function: of this library, or of a backward hook."""
+    function = node._forward_cls
+    place = x.output_nr
+    while function is BackwardHookFunction:  # gives what it gets
+        if _MARK in node.metadata:
+            break
+        node, place = node.next_functions[place]
+        function = getattr(node, "_forward_cls", None)
+    if function is not None and not function.__module__.startswith(("tessel.", "torch.nn.modules.")):
+        raise NotImplementedError(
+            f"the result of {function.__qualname__} in a converted model: what a function with a "
+            f"backward pass of its own does with a part of a tensor is not known; apply it "
+            f"outside of the model"
+        )
+    layout: Layout | None = getattr(x, _MARK, None)
+    return node.metadata.get(_MARK, {}).get(place) if layout is None and node else layout
 
 
 def note(x: Any, layout: Layout) -> Any:
     """Write down the layout of a tensor, or of several, inside of a converted model."""
-    ledger = _active.get()
-    if ledger is not None:
+    if _active.get() is not None:
         for each in x if isinstance(x, tuple) else (x,):
-            setattr(each, _MARK, (ledger, layout))
+            setattr(each, _MARK, layout)
+            if each.grad_fn is not None:  # backward hooks make another tensor of it
+                each.grad_fn.metadata.setdefault(_MARK, {})[each.output_nr] = layout
     return x
+
+
+def note_view(y: Tensor, x: Tensor) -> Tensor:
+    """Write down that torch makes a view of `x`, where a copy of it was made."""
+    originals = getattr(x, _ORIGINALS, ())
+    if y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        originals = (*originals, weakref.ref(x))
+    setattr(y, _ORIGINALS, originals)
+    return y
+
+
+def is_copy(x: Any) -> bool:
+    """Whether a change of a tensor should change others that are still there, and does not."""
+    return any(original() is not None for original in getattr(x, _ORIGINALS, ()))
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs, in which a checkpoint may compute something again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _transform_level() -> int:
+    level: int = torch._C._functorch.maybe_current_level() or 0
+    return level
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from tessel.boxes import Interval
+from tessel.boxes import Interval, overlap
 from tessel.fringe import Fringe, Journey, Strip
 from tessel.layout import Layout
 from tessel.nn.layer import nothing
@@ -24,7 +24,9 @@ from tessel.transport import kept_in_job
 from tessel.windows import Reach, Window
 
 Numbers = tuple[int, ...]
-Convolve = Callable[[Tensor, Numbers], Tensor]  # of a tensor with this padding
+# the convolution of a part with this padding; of a strip with some taps along a dimension, too
+OfPart = Callable[[Tensor, Numbers], Tensor]
+OfStrip = Callable[[Tensor, Numbers, int, Interval], Tensor]
 
 LEAST_VALUES = 1 << 15  # of a worker's part, below which a copy of it is cheaper
 LARGEST_SHARE = 0.25  # of the outputs that strips may concern
@@ -37,12 +39,14 @@ class Edge:
     Attributes:
         dim: the dimension, counted from the end.
         outputs: which of this worker's outputs along it.
+        taps: which entries of the kernel along it reach into the strip.
         strip: what is read.
         padding: for torch's convolution of the strip.
     """
 
     dim: int
     outputs: Interval
+    taps: Interval
     strip: Strip
     padding: Numbers
 
@@ -61,15 +65,15 @@ class Stripped:
     edges: tuple[Edge, ...]
     fringe: Fringe
 
-    def apply(self, x: Tensor, convolve: Convolve, biased: Convolve) -> Tensor:
-        """This worker's outputs; `biased` adds the bias, `convolve` does not."""
+    def apply(self, x: Tensor, of_part: OfPart, of_strip: OfStrip) -> Tensor:
+        """This worker's outputs; the bias is added by `of_part` alone."""
         journey = Journey(self.fringe)
         token = journey.depart(x)
-        y = biased(x, self.padding)
+        y = of_part(x, self.padding)
         flat = journey.land(token)
         for edge, strip in zip(self.edges, self.fringe.split(flat), strict=True):
             rows = torch.arange(*edge.outputs, device=x.device)
-            y = y.index_add_(edge.dim, rows, convolve(strip, edge.padding))
+            y = y.index_add_(edge.dim, rows, of_strip(strip, edge.padding, edge.dim, edge.taps))
         if not self.edges:  # others may still read of this part: it hangs on the journey, too
             none = torch.arange(0, device=x.device)
             y = y.index_add_(-1, none, nothing((*y.shape[:-1], 0), flat))
@@ -201,13 +205,16 @@ class _Geometry:
         own, read, out = (each.box(worker) for each in (self.source, self.read, self.target))
         assert own is not None and read is not None and out is not None
         padding = list(self.padding(worker))
+        taps = (0, 0)
         box: list[Interval] = list(own)
         covered: list[Interval] = list(own)  # with room for zeros
         for e in range(d, len(self.windows)):
             dim = self.lead + e
             if e == d:
                 halo = (own[dim][1], read[dim][1]) if is_right else (read[dim][0], own[dim][0])
-                box[dim], covered[dim] = halo, self.windows[e].hull(outputs)
+                taps = _taps(self.windows[e], outputs, own[dim], is_right)
+                covered[dim] = _hull(self.windows[e], outputs, taps)
+                box[dim] = overlap(halo, covered[dim]) or (halo[0], halo[0])
                 padding[e] = 0
             elif self._is_split(e):
                 box[dim], covered[dim] = read[dim], self.windows[e].hull(out[dim])
@@ -219,4 +226,19 @@ class _Geometry:
         )
         first = out[self.lead + d][0]
         local = (outputs[0] - first, outputs[1] - first)
-        return Edge(d - len(self.windows), local, strip, tuple(padding))
+        return Edge(d - len(self.windows), local, taps, strip, tuple(padding))
+
+
+def _taps(window: Window, outputs: Interval, own: Interval, is_right: bool) -> Interval:
+    """The entries of the kernel that reach beyond a part for some of these outputs."""
+    if is_right:
+        distance = own[1] - window.first(outputs[1] - 1)
+        return max(0, ceil(distance / window.dilation)), window.kernel
+    distance = own[0] - window.first(outputs[0])
+    return 0, min(window.kernel, ceil(distance / window.dilation))
+
+
+def _hull(window: Window, outputs: Interval, taps: Interval) -> Interval:
+    """What these outputs read through these entries of the kernel."""
+    start = window.first(outputs[0]) + window.dilation * taps[0]
+    return start, window.first(outputs[1] - 1) + window.dilation * (taps[1] - 1) + 1

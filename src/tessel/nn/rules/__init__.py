@@ -17,7 +17,12 @@ def follow(ledger: Ledger, func: Any, args: Arguments, kwargs: Settings) -> Any:
     On tensors that every worker has whole there is nothing to know: torch does it.
     """
     name = _name(func)
+    if kwargs.get("out") is not None:
+        raise unsupported(name, "it cannot write to `out`", *held_layouts(args, kwargs))
     if name in RULES:
+        args, kwargs = _in_order(args, kwargs)
+        if not args:
+            raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
         return RULES[name](name, func, args, kwargs)
     if is_pointwise(name):
         return pointwise(name, func, args, kwargs)
@@ -28,6 +33,15 @@ def follow(ledger: Ledger, func: Any, args: Arguments, kwargs: Settings) -> Any:
     for each in tensors(result):
         note(each, Layout.whole(ledger.partition, each.shape, shared=True))
     return result
+
+
+_TORCHS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "tensors": "input"}
+
+
+def _in_order(args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
+    """The same arguments with torch's first names, the input by its position."""
+    kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
+    return ((kwargs.pop("input"), *args) if "input" in kwargs else args), kwargs
 
 
 def _name(func: Any) -> str:

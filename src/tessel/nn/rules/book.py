@@ -12,7 +12,7 @@ from torch import Tensor
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.nn.layer import used
-from tessel.nn.ledger import layout_of, note, tensors
+from tessel.nn.ledger import layout_of, note, tensors, written
 from tessel.transport import kept_in_job
 
 Arguments = tuple[Any, ...]
@@ -50,7 +50,7 @@ def whole(x: Tensor) -> Layout:
 
 def held_layouts(*values: Any) -> list[Layout]:
     """The layouts of all tensors among the arguments that have one."""
-    return [layout for each in tensors(*values) if (layout := layout_of(each)) is not None]
+    return [layout for each in tensors(*values) if (layout := written(each)) is not None]
 
 
 def is_split(layout: Layout, dim: int) -> bool:
@@ -110,7 +110,7 @@ def outlines(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def _outline(value: Any) -> Any:
     if isinstance(value, Tensor):
-        layout = layout_of(value)
+        layout = written(value)
         shape: Shape = tuple(value.shape) if layout is None else layout.shape
         return torch.empty(shape, dtype=value.dtype, device="meta")
     if isinstance(value, list | tuple):

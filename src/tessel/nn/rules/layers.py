@@ -54,10 +54,12 @@ _POOLS: dict[str, type[Layer]] = {
 _MAX_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 
 
-@rule(*_POOLS)
+@rule(*_POOLS, *(f"{name}_with_indices" for name in _POOLS if "max" in name))
 def pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The layer of the same name; torch orders the arguments of some functions otherwise."""
     x, layout = args[0], whole(args[0])
+    if name.endswith("_with_indices"):
+        name, kwargs = name.removesuffix("_with_indices"), {**kwargs, "return_indices": True}
     if name.startswith("max_pool"):
         args, kwargs = (x,), dict(zip(_MAX_POOL, args[1:], strict=False)) | kwargs
     y, target = _POOLS[name](layout.partition, *args[1:], **kwargs).compute(x, layout)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout
-from tessel.nn.ledger import layout_of, tensors
+from tessel.nn.ledger import is_copy, tensors, written
 from tessel.nn.rules.book import (
     Arguments,
     Settings,
     held_layouts,
+    is_whole,
     moved,
     noted,
     rule,
@@ -33,21 +34,28 @@ ALSO = frozenset(
             "softsign",
             "tanhshrink",
             "logsigmoid",
+            "log_sigmoid",
+            "_threshold",
             "contiguous",
             "detach",
-            "to",
             "type",
         ),
-        *("type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"),
+        *("float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"),
         *("fill", "zero", "floor_divide", "multiply", "subtract", "divide", "real", "imag"),
         *("zeros_like", "ones_like", "full_like", "empty_like", "requires_grad"),
     )
 )
 
 
+# what gives a number or a truth value, for which a tensor must be whole
+_NUMBERS = frozenset(("equal", "__bool__", "__float__", "__int__", "__index__", "__complex__"))
+
+
 @lru_cache(maxsize=1024)
 def is_pointwise(name: str) -> bool:
     """Whether a torch function of this name treats each element on its own."""
+    if name in _NUMBERS:
+        return False
     plain = _plain(name)
     packet = getattr(torch.ops.aten, plain, None)
     tagged = packet is not None and any(
@@ -57,6 +65,7 @@ def is_pointwise(name: str) -> bool:
 
 
 _OPERATORS = {"rdiv": "div", "truediv": "div", "rpow": "pow", "invert": "bitwise_not"}
+_OPERATORS |= {"floordiv": "floor_divide", "pos": "positive"}
 _OPERATORS |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder"}
 
 
@@ -73,28 +82,46 @@ def is_in_place(name: str) -> bool:
     """Whether a function changes its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name in (
         *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__idiv__"),
+        *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
+        *("__ilshift__", "__irshift__"),
     )
 
 
 def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """All operands in the layout of the result, which that of the largest is."""
-    target = whole(args[0]) if is_in_place(name) else _target(name, args, kwargs)
-    if all(layout is target for layout in held_layouts(args, kwargs)) and not _others(args, kwargs):
-        return noted(func(*args, **kwargs), target)
-    args = tuple(_fitted(each, target) for each in args)
-    kwargs = {key: _fitted(each, target) for key, each in kwargs.items()}
-    return noted(func(*args, **kwargs), target)
+    in_place = is_in_place(name)
+    if (in_place or kwargs.get("inplace")) and args:
+        _check_change(name, args, kwargs)
+    if in_place and written(args[0]) is None:
+        return func(*args, **kwargs)
+    target = whole(args[0]) if in_place else _target(name, args, kwargs)
+    others = any(written(each) is None for each in tensors(args, kwargs))
+    if others or any(layout is not target for layout in held_layouts(args, kwargs)):
+        args = tuple(_fitted(each, target) for each in args)
+        kwargs = {key: _fitted(each, target) for key, each in kwargs.items()}
+    result = func(*args, **kwargs)
+    if isinstance(result, str):  # the name of a type
+        return result
+    if not isinstance(result, Tensor):
+        raise unsupported(name, "it does not give one tensor", target)
+    return noted(result, target)
 
 
-def _others(args: Arguments, kwargs: Settings) -> bool:
-    """Whether there are tensors that are no numbers and of no known layout."""
-    return any(layout_of(each) is None and Tensor.dim(each) for each in tensors(args, kwargs))
+def _check_change(name: str, args: Arguments, kwargs: Settings) -> None:
+    """Raise if a change in place would not reach all that torch lets it reach."""
+    layouts = held_layouts(args, kwargs)
+    if written(args[0]) is None and not all(map(is_whole, layouts)):
+        raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
+    if is_copy(args[0]):
+        raise unsupported(
+            name, "it would change a copy where torch has a view of another tensor", *layouts
+        )
 
 
 def _target(name: str, args: Arguments, kwargs: Settings) -> Layout:
     layouts = held_layouts(args, kwargs)
     shapes = [layout.shape for layout in layouts]
-    shapes += [tuple(each.shape) for each in tensors(args, kwargs) if layout_of(each) is None]
+    shapes += [tuple(each.shape) for each in tensors(args, kwargs) if written(each) is None]
     shape = tuple(torch.broadcast_shapes(*shapes))
     fitting = [layout for layout in layouts if layout.shape == shape]
     if not fitting:
@@ -106,9 +133,9 @@ def _fitted(value: Any, target: Layout) -> Any:
     """An operand, so that it can be combined with this worker's part of `target`."""
     if not isinstance(value, Tensor):
         return value
-    layout = layout_of(value)
+    layout = written(value)
     if layout is None:
-        return sliced(value, target) if value.dim() else value
+        return sliced(value, target)
     return value if layout == target else moved(value, _broadcast(layout, target))
 
 
@@ -125,6 +152,14 @@ def _broadcast(layout: Layout, target: Layout) -> Layout:
 
 def _everywhere(parts: tuple[Interval, ...]) -> tuple[Interval, ...]:
     return tuple((0, min(1, stop - start)) for start, stop in parts)
+
+
+@rule("to", "type_as")
+def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """As another tensor is, whose layout plays no part."""
+    layout = written(args[0])
+    y = func(*args, **kwargs)
+    return y if layout is None else noted(y, layout)
 
 
 @rule("prelu")

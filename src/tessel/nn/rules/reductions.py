@@ -27,7 +27,7 @@ def _dims(layout: Layout, args: Arguments, kwargs: Settings) -> tuple[int, ...]:
     """The dimensions that are named, all if none is."""
     given = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     ndim = len(layout.shape)
-    if given is None or given == () or given == []:
+    if given is None or isinstance(given, bool) or given == () or given == []:
         return tuple(range(ndim))
     dims = (given,) if isinstance(given, int) else tuple(given)
     for dim in dims:
@@ -75,6 +75,8 @@ def along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     position = {"roll": 2, "normalize": 2}.get(name, 1)
     usual = {"normalize": 1, "glu": -1, "sort": -1, "argsort": -1}.get(name)
     given = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("dims", usual))
+    if name == "flip" and isinstance(given, int):
+        given = args[position:]
     dims = _dims(layout, (None, given), {})
     if any(is_split(layout, dim) for dim in dims):
         raise unsupported(name, f"dimensions {dims} must be whole", layout)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
-from tessel.nn.ledger import layout_of
+from tessel.nn.layer import nothing
+from tessel.nn.ledger import note_view, written
 from tessel.nn.rules.book import (
     Arguments,
     Settings,
@@ -62,14 +63,16 @@ def _blocks(before: Shape, after: Shape) -> tuple[Block, ...]:
 
 @rule(
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"),
-    *("ravel", "squeeze_", "unsqueeze_"),
+    "ravel",
 )
 def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Dimensions that stay keep their parts; those that are merged or split become whole."""
     x, layout = args[0], whole(args[0])
+    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+        raise unsupported(name, "it cannot take values as those of another type", layout)
     after = tuple(outlines(func, args, kwargs).shape)
     loose, target = _reshaped(layout, after)
-    return noted(moved(x, loose).reshape(target.local_shape), target)
+    return note_view(noted(moved(x, loose).reshape(target.local_shape), target), x)
 
 
 @kept_in_job
@@ -106,15 +109,15 @@ def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         shape=tuple(layout.shape[dim] for dim in order),
         cuts=tuple(layout.cuts[dim] for dim in order),
     )
-    return noted(func(x, *args[1:], **kwargs), target)
+    return note_view(noted(func(x, *args[1:], **kwargs), target), x)
 
 
 @rule("cat", "concat", "concatenate")
 def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Along a whole dimension each worker joins its own parts; else, a sum of embeddings."""
-    parts: Sequence[Tensor] = args[0] if args else kwargs["tensors"]
+    parts: Sequence[Tensor] = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if any(layout_of(each) is None for each in parts):
+    if any(written(each) is None for each in parts):
         raise unsupported(name, "all tensors must be of known layout", whole(_first_held(parts)))
     shape = tuple(outlines(func, (list(parts), dim), {}).shape)
     first = whole(parts[0])
@@ -135,7 +138,7 @@ def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _first_held(parts: Sequence[Tensor]) -> Tensor:
-    return next(each for each in parts if layout_of(each) is not None)
+    return next(each for each in parts if written(each) is not None)
 
 
 def _with(shape: Shape, dim: int, part: Tensor, first: Layout) -> Shape:
@@ -145,8 +148,8 @@ def _with(shape: Shape, dim: int, part: Tensor, first: Layout) -> Shape:
 @rule("__getitem__")
 def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Slices of step one; whole numbers on whole dimensions; new dimensions."""
-    x, key = args
-    layout = whole(x)
+    base, key = args
+    x, layout = base, whole(base)
     items = list(key) if isinstance(key, tuple) else [key]
     if not all(each is None or each is Ellipsis or isinstance(each, int | slice) for each in items):
         raise unsupported(name, "only whole numbers and slices are known", layout)
@@ -162,7 +165,7 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     cropped, x = _cropped(x, layout, parts)
     rest = [None if each is None else _rest(each, part) for each, part in _pairs(items, parts)]
     y = x[tuple(rest)]
-    return noted(y, _indexed(cropped, rest, tuple(y.shape)))
+    return note_view(noted(y, _indexed(cropped, rest, tuple(y.shape))), base)
 
 
 def _pairs(items: list[Any], parts: list[Interval | None]) -> list[tuple[Any, Interval | None]]:
@@ -264,7 +267,10 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     widths = list(args[1] if len(args) > 1 else kwargs["pad"])
     touched = [len(shape) - 1 - k // 2 for k, width in enumerate(widths) if width]
     if not any(is_split(layout, dim) for dim in (*changed, *touched)):
-        return noted(func(*args, **kwargs), _shortened(layout, tuple((0, n) for n in shape)))
+        target = _shortened(layout, tuple((0, n) for n in shape))
+        if 0 in x.shape and 0 not in layout.shape:  # torch refuses it, in some modes
+            return noted(nothing(target.local_shape, x), target)
+        return noted(func(*args, **kwargs), target)
     rest = dict(zip(("mode", "value"), args[2:], strict=False)) | kwargs
     if rest.get("mode", "constant") != "constant" or rest.get("value") not in (None, 0):
         raise unsupported(name, "split dimensions can be padded with zeros only", layout)
