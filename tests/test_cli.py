@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tessel.cli import build_parser, main
+from tessel.cli.acts import picture
 from tessel.cli.acts.act import Row, Share
 from tessel.cli.doctor import CHECKS, Facts, check_rates, examine, gather_facts
 from tessel.cli.measure import Rate
@@ -336,13 +337,15 @@ def test_demo(tmp_path: Path) -> None:
     done = tessel("demo", "--output", "pictures", "--size", 64, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 workers compute what one process computes" in done.stdout
-    assert "pictures/demo.png" in done.stdout
+    assert "pictures/demo.png" in done.stdout and "pictures/unet.png" in done.stdout
+    assert "worker 3" in done.stdout and "U-Net" in done.stdout
     for name in ("all-sum-reduce", "broadcast", "repartition", "halo exchange"):
         assert error_in_row(done.stdout, name) < 1e-12
-    picture = (tmp_path / "pictures" / "demo.png").read_bytes()
-    width, height = struct.unpack(">II", picture[16:24])
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    assert width > 800 and height > 800 and len(picture) > 50_000
+    for name, least in (("demo.png", 800), ("unet.png", 400)):
+        picture = (tmp_path / "pictures" / name).read_bytes()
+        width, height = struct.unpack(">II", picture[16:24])
+        assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+        assert width > 800 and height > least and len(picture) > 50_000
 
 
 def error_in_row(table: str, name: str) -> float:
@@ -364,10 +367,31 @@ def test_demo_fails_when_a_number_is_wrong(
 ) -> None:
     wrong = Share(0.5, 0.0, 1.0, 1.0, bytes_sent=8, messages=1, seconds=1e-3)
     shares = [[(wrong,)] * 4]
-    monkeypatch.setattr("tessel.cli.demo._perform", lambda *args: (shares, []))
+    report = picture.perform(8)
+    assert report is not None
+    monkeypatch.setattr("tessel.cli.demo._perform", lambda *args: (shares, [], report))
     monkeypatch.setattr("tessel.cli.demo.draw", lambda *args: None)
     assert main(["demo", "--output", str(tmp_path)]) == 1
     assert "wrong: all-sum-reduce, broadcast" in capsys.readouterr().out
+
+
+def test_demo_fails_when_the_model_differs_or_needs_too_much(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Share(0.0, 0.0, 1.0, 1.0, bytes_sent=8, messages=1, seconds=1e-3)
+    report = picture.perform(8)
+    assert report is not None and report.worst < picture.LIMIT
+    for changed in (
+        dataclasses.replace(report, gradient_error=1e-3),
+        dataclasses.replace(report, peaks=(report.alone,) * 4, sent=(0,) * 4),
+    ):
+        monkeypatch.setattr(
+            "tessel.cli.demo._perform", lambda *args, r=changed: ([[(right,)] * 4], [], r)
+        )
+        monkeypatch.setattr("tessel.cli.demo._try_to_draw", lambda *args: "")
+        monkeypatch.setattr("tessel.cli.acts.picture.table", lambda *args: "")
+        assert main(["demo", "--output", str(tmp_path)]) == 1
+        assert "wrong: a U-Net" in capsys.readouterr().out
 
 
 def test_a_row_puts_shares_together() -> None:

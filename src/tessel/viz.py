@@ -88,6 +88,34 @@ def draw_layout(layout: Layout, ax: Axes | None = None, *, title: str = "") -> A
     return axes
 
 
+def mark_parts(ax: Axes, layout: Layout, dims: tuple[int, int]) -> None:
+    """Mark on an image who has which part of it.
+
+    Args:
+        ax: where the image is drawn.
+        layout: of a tensor that holds the image in two of its dimensions.
+        dims: these dimensions, rows and columns.
+    """
+    from matplotlib.patches import Rectangle
+
+    for worker in layout.partition.ranks:
+        box = layout.box(worker)
+        assert box is not None
+        (top, bottom), (left, right) = (box[dim] for dim in dims)
+        frame = Rectangle(
+            (left - 0.5, top - 0.5),
+            right - left,
+            bottom - top,
+            facecolor=colour(worker),
+            edgecolor="white",
+            linewidth=2,
+            alpha=0.45,
+        )
+        ax.add_patch(frame)
+        middle = ((left + right - 1) / 2, (top + bottom - 1) / 2)
+        ax.text(*middle, f"worker {worker}", ha="center", va="center", color=_INK, bbox=_PILL)
+
+
 def draw_move(
     move: Move, path: str | PathLike[str] | None = None, *, element_size: int = 4
 ) -> Figure:

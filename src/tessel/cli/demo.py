@@ -2,7 +2,9 @@
 
 Local workers share a tensor and move it in every way that Tessel knows. For each movement the
 table says how exact it is, what it sends and how long it takes; the picture shows how the tensor
-lies on the workers before and after. The exit code is 1 when an error is larger than it should be.
+lies on the workers before and after. Then a picture that is too large for one worker's budget goes
+through a U-Net that was written for one process. The exit code is 1 when an error is larger than it
+should be.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from tessel import viz
-from tessel.cli.acts import ACTS
+from tessel.cli.acts import ACTS, picture
 from tessel.cli.acts.act import Act, Row, Share, Sketch
+from tessel.cli.acts.picture import Report
 from tessel.launch import launch
 from tessel.partition import world
 
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("demo-output"),
         metavar="FOLDER",
-        help="where the picture goes (default: demo-output)",
+        help="where the pictures go (default: demo-output)",
     )
     parser.set_defaults(parser=parser)
 
@@ -61,36 +64,41 @@ def execute(args: argparse.Namespace) -> int:
     if args.workers < 1 or args.size < 1:
         args.parser.error("--workers and --size must be 1 or more")
     console = Console(highlight=False)
-    shares, sketches = _perform(console, args.workers, args.size)
+    shares, sketches, report = _perform(console, args.workers, args.size)
     results = [
         (act, [Row.of(name, column) for name, column in zip(act.rows, columns, strict=True)])
         for act, columns in zip(ACTS, shares, strict=True)
     ]
-    picture = _try_to_draw(sketches, args.output / "demo.png")
+    drawn = _try_to_draw(sketches, report, args.output)
     console.print(_table(results, args.workers, args.size))
     console.print(_LEGEND, style="dim")
-    passed = _print_verdict(console, results, args.workers)
-    console.print(picture, markup=False, soft_wrap=True)
+    console.print()
+    console.print(picture.table(report))
+    console.print(picture.legend(report), style="dim", soft_wrap=True)
+    passed = _print_verdict(console, results, report, args.workers)
+    console.print(drawn, markup=False, soft_wrap=True)
     return 0 if passed else 1
 
 
 def _perform(
     console: Console, workers: int, size: int
-) -> tuple[list[list[tuple[Share, ...]]], list[Sketch]]:
+) -> tuple[list[list[tuple[Share, ...]]], list[Sketch], Report]:
     """Run the acts; for each act and row the shares of all workers, and what to draw."""
     with tempfile.TemporaryDirectory() as folder:
         done = Path(folder) / "done"
         done.touch()
         with _progress(console, workers, done):
             results = launch(_work, workers, size, str(done), timeout=_TIME_LIMIT)
-    by_worker = [shares for shares, _ in results]
+    by_worker = [shares for shares, _, _ in results]
     by_act = [
         list(zip(*(shares[a] for shares in by_worker), strict=True)) for a in range(len(ACTS))
     ]
-    return by_act, results[0][1]
+    _, sketches, report = results[0]
+    assert report is not None
+    return by_act, sketches, report
 
 
-def _work(size: int, done: str) -> tuple[list[list[Share]], list[Sketch]]:
+def _work(size: int, done: str) -> tuple[list[list[Share]], list[Sketch], Report | None]:
     """What a worker does: every act; the first worker notes each row that is done."""
     first = world().rank == 0
     shares: list[list[Share]] = []
@@ -101,13 +109,14 @@ def _work(size: int, done: str) -> tuple[list[list[Share]], list[Sketch]]:
             if first:
                 with open(done, "a") as file:
                     file.write(f"{name}\n")
-    return shares, [sketch for act in ACTS for sketch in act.sketch(size)]
+    sketches = [sketch for act in ACTS for sketch in act.sketch(size)]
+    return shares, sketches, picture.perform(size)
 
 
 @contextmanager
 def _progress(console: Console, workers: int, done: Path) -> Iterator[None]:
     """Show a bar that follows the file in which the first worker notes what is done."""
-    names = [name for act in ACTS for name in act.rows]
+    names = [*(name for act in ACTS for name in act.rows), picture.TITLE]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(f"starting {workers} workers", total=len(names))
@@ -161,31 +170,38 @@ def _error(value: float, limit: float) -> str:
 
 
 def _print_verdict(
-    console: Console, results: Sequence[tuple[Act, Sequence[Row]]], workers: int
+    console: Console,
+    results: Sequence[tuple[Act, Sequence[Row]]],
+    report: Report,
+    workers: int,
 ) -> bool:
-    wrong = [row for act, rows in results for row in rows if not row.worst <= act.limit]
-    worst = max(row.worst for _, rows in results for row in rows)
+    wrong = [row.name for act, rows in results for row in rows if not row.worst <= act.limit]
+    wrong += [picture.TITLE] if not (report.worst <= picture.LIMIT and report.fits) else []
+    worst = max(report.worst, *(row.worst for _, rows in results for row in rows))
     if not wrong:
         console.print(
             f"\n[bold green]{workers} workers compute what one process computes[/] "
             f"(largest error {worst:.0e})"
         )
         return True
-    names = ", ".join(row.name for row in wrong)
+    names = ", ".join(wrong)
     console.print(f"\n[bold red]wrong: {names}[/] (largest error {worst:.0e})")
     return False
 
 
-def _try_to_draw(sketches: Sequence[Sketch], path: Path) -> str:
-    """Save the picture and say where it is and what to look at, or why there is none."""
+def _try_to_draw(sketches: Sequence[Sketch], report: Report, folder: Path) -> str:
+    """Save the pictures and say where they are and what to look at, or why there are none."""
     try:
-        draw(sketches, path)
+        draw(sketches, folder / "demo.png")
+        picture.draw(report, folder / "unet.png")
     except ImportError as error:
         return f"no picture: {error}"
     return (
-        f"picture: {path}\n"
+        f"pictures: {folder / 'demo.png'}\n"
         "  Every worker has a colour. On the right, look at the colours inside of each frame:\n"
-        "  they tell from whom the worker got its values; the arrows are what was sent."
+        "  they tell from whom the worker got its values; the arrows are what was sent.\n"
+        f"          {folder / 'unet.png'}\n"
+        "  The picture, who has which part of it, and what the U-Net makes of it: no seams."
     )
 
 

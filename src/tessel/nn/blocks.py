@@ -136,6 +136,14 @@ class Weighted(Layer):
             for name, shape in self.whole_shapes().items()
         }
 
+    def check_dtype(self, x: Tensor) -> None:
+        """Raise as torch does, also on workers that have nothing to compute."""
+        weight: Tensor = getattr(self, "weight")  # noqa: B009
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise RuntimeError(
+                f"input and weight must have the same dtype, got {x.dtype} and {weight.dtype}"
+            )
+
     def use_parameters(self, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias for use on a worker's own part of the work.
 
@@ -189,6 +197,22 @@ class Weighted(Layer):
                 if whole is not None and tuple(whole.shape) == layout.shape:
                     state_dict[prefix + name] = layout.local_part(whole)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+def check_numbers(
+    kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], padding: Sequence[int]
+) -> None:
+    """Raise for settings that torch rejects only where there are values to convolve."""
+    for what, numbers, least in (
+        ("padding", padding, 0),
+        ("stride", stride, 1),
+        ("dilation", dilation, 1),
+        ("kernel_size", kernel, 1),
+    ):
+        if any(number < least for number in numbers):
+            raise RuntimeError(
+                f"a {what} of at least {least} is needed along each dimension, got {tuple(numbers)}"
+            )
 
 
 @kept_in_job

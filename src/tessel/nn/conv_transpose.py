@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tessel.boxes import Interval
 from tessel.layout import Layout, Shape
-from tessel.nn.blocks import Weighted, WeightGrid
+from tessel.nn.blocks import Weighted, WeightGrid, check_numbers
 from tessel.nn.layer import Result, nothing
 from tessel.nn.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -49,6 +49,13 @@ class Settings:
 @lru_cache(maxsize=1024)
 def convolved(shape: Shape, settings: Settings) -> Shape:
     """The shape of the whole output; torch's own error if there is none."""
+    check_numbers(settings.weight[2:], settings.stride, settings.dilation, settings.padding)
+    limits = [max(pair) for pair in zip(settings.stride, settings.dilation, strict=True)]
+    if any(not 0 <= n < m for n, m in zip(settings.output_padding, limits, strict=True)):
+        raise RuntimeError(
+            f"output padding must be smaller than either stride or dilation, and not negative: got "
+            f"{settings.output_padding} for {settings.stride} and {settings.dilation}"
+        )
     channel = len(shape) - settings.num_dims - 1
     if channel in (0, 1) and shape[channel] != settings.weight[0]:
         raise RuntimeError(
@@ -99,6 +106,7 @@ class _ConvTranspose(Weighted):
 
     def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
         """The result; `args` may hold the `output_size` of the whole tensor, as torch takes it."""
+        self.check_dtype(x)
         settings = self.settings(self._widths(layout, *args))
         shape = convolved(layout.shape, settings)
         grid = self.weight_grid(len(shape))

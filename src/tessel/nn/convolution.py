@@ -13,7 +13,7 @@ from torch import Tensor
 from tessel.boxes import Interval
 from tessel.layout import Layout, Shape
 from tessel.nn import strips
-from tessel.nn.blocks import Weighted, WeightGrid
+from tessel.nn.blocks import Weighted, WeightGrid, check_numbers
 from tessel.nn.layer import Result, nothing
 from tessel.nn.padding import Wrapped, wrapped
 from tessel.nn.windowed import Windowed, outline, tuple_of
@@ -54,6 +54,11 @@ def convolved(shape: Shape, settings: Settings) -> Shape:
     """The shape of the whole output; torch's own error if there is none."""
     x = outline(shape)
     widths = [width for pair in reversed(settings.widths) for width in pair]
+    if settings.mode != "zeros" and any(width < 0 for width in widths):
+        raise NotImplementedError(
+            f"a negative padding, which cuts off the tensor, is not supported: got {settings.widths}"
+        )
+    check_numbers(settings.weight[2:], settings.stride, settings.dilation, widths)
     if any(widths):
         x = F.pad(x, widths, "constant" if settings.mode == "zeros" else settings.mode)
     channel = len(shape) - settings.num_dims - 1
@@ -191,6 +196,7 @@ class _Convolution(Weighted):
         return tuple((p, p) for p in tuple_of(self.padding, self.num_dims))
 
     def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+        self.check_dtype(x)
         settings = self.settings()
         shape = convolved(layout.shape, settings)
         grid = self.weight_grid(len(shape))

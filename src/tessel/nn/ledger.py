@@ -102,7 +102,9 @@ def _written_before(x: Tensor, node: Any) -> Layout | None:
             break
         node, place = node.next_functions[place]
         function = getattr(node, "_forward_cls", None)
-    if function is not None and not function.__module__.startswith(("tessel.", "torch.nn.modules.")):
+    if function is not None and not function.__module__.startswith(
+        ("tessel.", "torch.nn.modules.")
+    ):
         raise NotImplementedError(
             f"the result of {function.__qualname__} in a converted model: what a function with a "
             f"backward pass of its own does with a part of a tensor is not known; apply it "
@@ -122,12 +124,10 @@ def note(x: Any, layout: Layout) -> Any:
     return x
 
 
-def note_view(y: Tensor, x: Tensor) -> Tensor:
-    """Write down that torch makes a view of `x`, where a copy of it was made."""
+def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
+    """Write down that torch has a view of `x` in `y`, which may be a copy here."""
     originals = getattr(x, _ORIGINALS, ())
-    if y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-        originals = (*originals, weakref.ref(x))
-    setattr(y, _ORIGINALS, originals)
+    setattr(y, _ORIGINALS, (*originals, weakref.ref(x)) if copied else originals)
     return y
 
 

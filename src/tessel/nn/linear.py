@@ -59,6 +59,7 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
 
     def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+        self.check_dtype(x)
         shape = _shape(layout.shape, self.whole_shapes()["weight"])
         grid = self.weight_grid(len(shape))
         weight, bias = self.use_parameters(layout)

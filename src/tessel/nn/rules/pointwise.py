@@ -211,7 +211,7 @@ def length(name: str, func: Any, args: Arguments, kwargs: Settings) -> int:
     *("get is_quantized", "get is_meta", "get is_nested", "get grad", "dim", "ndimension"),
     *("is_floating_point", "is_complex", "get_device", "element_size", "is_contiguous", "__hash__"),
     *("register_hook", "retain_grad", "is_signed", "get_default_dtype", "__repr__", "__format__"),
-    *("is_same_size", "is_conj", "is_neg", "is_inference"),
+    *("is_same_size", "is_conj", "is_neg", "is_inference", "get output_nr"),
 )
 def local_fact(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What is the same for a part as for the whole."""

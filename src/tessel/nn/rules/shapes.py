@@ -72,7 +72,8 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise unsupported(name, "it cannot take values as those of another type", layout)
     after = tuple(outlines(func, args, kwargs).shape)
     loose, target = _reshaped(layout, after)
-    return note_view(noted(moved(x, loose).reshape(target.local_shape), target), x)
+    y = noted(moved(x, loose).reshape(target.local_shape), target)
+    return note_view(y, x, copied=loose != layout)
 
 
 @kept_in_job
@@ -165,7 +166,8 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     cropped, x = _cropped(x, layout, parts)
     rest = [None if each is None else _rest(each, part) for each, part in _pairs(items, parts)]
     y = x[tuple(rest)]
-    return note_view(noted(y, _indexed(cropped, rest, tuple(y.shape))), base)
+    y = noted(y, _indexed(cropped, rest, tuple(y.shape)))
+    return note_view(y, base, copied=cropped is not layout)
 
 
 def _pairs(items: list[Any], parts: list[Interval | None]) -> list[tuple[Any, Interval | None]]:

@@ -1,0 +1,76 @@
+"""The memory of tensors, counted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Memory:
+    """Bytes of tensors that were made in a block: `current` now, and `peak` at most at once."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.peak = 0
+
+    def _add(self, count: int) -> None:
+        self.current += count
+        self.peak = max(self.peak, self.current)
+
+
+@contextmanager
+def count_memory() -> Iterator[Memory]:
+    """How many bytes of tensors are alive at once of those made inside of the `with` block.
+
+    What lies in the memory of the system is more (what an allocator keeps, what kernels use for
+    themselves), and changes from run to run; this does not. Tensors that were made before count
+    nothing, nor does what is made in other threads, as gradients on a GPU are.
+
+    >>> import tessel, torch
+    >>> with tessel.testing.count_memory() as memory:
+    ...     y = torch.ones(100) + torch.ones(100)
+    >>> memory.peak, memory.current
+    (1200, 400)
+    """
+    memory = Memory()
+    with _Counter(memory):
+        yield memory
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory = memory
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            self._count(storage, given)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known and key not in given:
+            self.known.add(key)
+            self.memory._add(size)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.memory._add(-size)
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for each in tree_leaves(values):
+        if isinstance(each, torch.Tensor) and each.device.type != "meta":
+            yield each.untyped_storage()

@@ -1,0 +1,183 @@
+"""Convolution by strips, and the fringe that brings them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tessel
+from parity import Case, check_case, close, values
+from tessel import Layout
+from tessel.fringe import Fringe, Journey
+from tessel.nn import strips
+from tessel.testing import check_adjoint, check_gradient, count_traffic
+from tessel.windows import Window
+
+Run = Callable[..., list[Any]]
+ALWAYS = (0, 100.0)  # however small the parts and however large the share of the strips
+
+
+def fringe_of(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> Fringe:
+    P = tessel.world().create_cartesian_topology_partition(grid)
+    source = Layout.balanced(P, shape)
+    plan = strips.stripped(source, source, windows, *ALWAYS)
+    assert plan is not None
+    return plan.fringe
+
+
+def check_laws(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> None:
+    fringe = fringe_of(grid, shape, *windows)
+    for dtype in (torch.float64, torch.complex128):
+        check_adjoint(fringe, dtype)
+        check_gradient(fringe, dtype)
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_a_fringe_keeps_the_laws(run: Run, nprocs: int) -> None:
+    wide, narrow = Window(5, before=2), Window(3, before=1)
+    run(check_laws, (1, 1, nprocs), (2, 3, 5 * nprocs), wide, nprocs=nprocs)
+    run(check_laws, (1, 1, nprocs // 2, 2), (1, 2, 9, 7), narrow, wide, nprocs=nprocs)
+    run(check_laws, (1, 1, nprocs, 1), (1, 2, nprocs, 7), wide, narrow, nprocs=nprocs)
+
+
+def travel_in_two_steps() -> None:
+    fringe = fringe_of((1, 1, 2, 2), (1, 2, 8, 9), Window(3, before=1), Window(5, before=2))
+    x = values(fringe.domain.local_shape, 7 + (tessel.world().rank or 0)).requires_grad_()
+    at_once = fringe(x)
+    journey = Journey(fringe)
+    token = journey.depart(x)
+    between = x * 2  # what is computed meanwhile
+    landed = journey.land(token)
+    close("strips", landed, at_once)
+    loss = landed.pow(3).sum()
+    (first,) = torch.autograd.grad(loss + between.sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(at_once.pow(3).sum() + 2 * x.sum(), x, create_graph=True)
+    close("gradient", first, expected)
+    (second,) = torch.autograd.grad(first.pow(2).sum(), x)
+    (other,) = torch.autograd.grad(expected.pow(2).sum(), x)
+    close("gradient of second order", second, other)
+
+
+def test_a_journey_is_a_fringe_in_two_steps(run: Run) -> None:
+    run(travel_in_two_steps, nprocs=4)
+
+
+def random_cases(count: int, seed: int) -> list[Case]:
+    """Convolutions whose outputs often lie as their inputs do."""
+    chance = random.Random(seed)
+    cases = []
+    while len(cases) < count:
+        D = chance.choice([1, 1, 2, 2, 3])
+        grid = [1, 1, *{1: (4,), 2: chance.choice([(2, 2), (4, 1), (1, 3)]), 3: (2, 1, 2)}[D]]
+        groups = chance.choice([1, 1, 2])
+        kernel = [chance.choice([1, 2, 3, 3, 5]) for _ in range(D)]
+        stride = [chance.choice([1, 1, 1, 2, 3]) for _ in range(D)]
+        dilation = [chance.choice([1, 1, 2]) for _ in range(D)]
+        padding = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
+        sizes = [chance.randint(4, 33 if D == 1 else 13) for _ in range(D)]
+        settings = {
+            "stride": tuple(stride),
+            "padding": tuple(padding),
+            "dilation": tuple(dilation),
+            "groups": groups,
+            "bias": chance.random() < 0.7,
+        }
+        channels = (groups * chance.randint(1, 2), groups * chance.randint(1, 2))
+        spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+        if any(n + 2 * p < s for n, p, s in zip(sizes, padding, spans, strict=True)):
+            continue
+        cases.append(
+            Case(
+                f"Conv{D}d",
+                (*channels, tuple(kernel)),
+                tuple(grid),
+                (chance.randint(1, 2), channels[0], *sizes),
+                tuple(settings.items()),
+                seed=chance.randint(0, 999),
+            )
+        )
+    return cases
+
+
+def check_by_strips(cases: list[Case]) -> int:
+    """All cases, by strips wherever that is possible; how many were."""
+    count = 0
+    apply = strips.Stripped.apply
+
+    def counted(self: strips.Stripped, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return apply(self, *args)
+
+    before = strips.LEAST_VALUES, strips.LARGEST_SHARE
+    strips.LEAST_VALUES, strips.LARGEST_SHARE = ALWAYS
+    strips.Stripped.apply = counted  # type: ignore[method-assign]
+    try:
+        for case in cases:
+            check_case(case)
+    finally:
+        strips.LEAST_VALUES, strips.LARGEST_SHARE = before
+        strips.Stripped.apply = apply  # type: ignore[method-assign]
+    return count
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_strips_give_what_torch_gives(run: Run, seed: int) -> None:
+    counts = run(check_by_strips, random_cases(80, seed), nprocs=4, timeout=100)
+    assert counts[0] >= 20  # cases by strips, not only those that cannot be
+
+
+def traffic_of(shape: tuple[int, ...], grid: tuple[int, ...], by_strips: bool) -> tuple[int, ...]:
+    P = tessel.world().create_cartesian_topology_partition(grid)
+    layer = tessel.nn.DistributedConv2d(P, shape[1], 2, 3, padding=1)
+    layer.weight.requires_grad_(False)
+    layer.bias.requires_grad_(False)
+    before = strips.LEAST_VALUES
+    strips.LEAST_VALUES = 0 if by_strips else 1 << 40
+    x = torch.ones(Layout.balanced(P, shape).local_shape, requires_grad=True)
+    try:
+        with count_traffic() as forward:
+            y = layer(x)
+        with count_traffic() as backward:
+            y.sum().backward()
+    finally:
+        strips.LEAST_VALUES = before
+    return forward.messages, forward.bytes_sent, backward.messages, backward.bytes_sent
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 4, 1), (1, 1, 2, 2)])
+def test_strips_send_what_a_move_sends_in_one_exchange(run: Run, grid: tuple[int, ...]) -> None:
+    """One message to each neighbour, with the rows and columns that it lacks and no more."""
+    shape = (1, 3, 64, 64)
+    strip = run(traffic_of, shape, grid, True, nprocs=4)
+    move = run(traffic_of, shape, grid, False, nprocs=4)
+    assert strip == move
+    row = 3 * 64 * 4
+    if grid == (1, 1, 4, 1):
+        assert [each[:2] for each in strip] == [(1, row), (2, 2 * row), (2, 2 * row), (1, row)]
+    else:
+        assert {each[:2] for each in strip} == {(3, 3 * (32 + 32 + 1) * 4)}
+
+
+def keeps_no_padded_copy() -> tuple[int, int]:
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, 1])
+    layer = tessel.nn.DistributedConv2d(P, 4, 4, 3, padding=1)
+    x = torch.ones(1, 4, 128, 128, requires_grad=True)
+    with tessel.testing.count_memory() as memory:
+        y = layer(x)
+    return memory.peak, y.nbytes
+
+
+def test_a_part_is_not_copied(run: Run) -> None:
+    for peak, output in run(keeps_no_padded_copy, nprocs=2):
+        assert peak < 1.2 * output
+
+
+def test_strips_only_where_they_are_worth_it() -> None:
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
+    whole = Layout.balanced(P, (1, 4, 64))
+    assert strips.stripped(whole, whole, (Window(3, before=1),), *ALWAYS) is None  # nobody to ask
