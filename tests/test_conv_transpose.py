@@ -135,10 +135,20 @@ def test_weights_in_blocks_are_exact(run: Run, seed: int) -> None:
 
 BLOCKS = [
     GridCase(
-        "ConvTranspose1d", (1, 5, 3), (2, 1, 9), Place(FOUR, (1, 1, 4)), None, Place(FOUR, (2, 2, 1))
+        "ConvTranspose1d",
+        (1, 5, 3),
+        (2, 1, 9),
+        Place(FOUR, (1, 1, 4)),
+        None,
+        Place(FOUR, (2, 2, 1)),
     ),
     GridCase(
-        "ConvTranspose1d", (5, 1, 3), (2, 5, 9), Place(FOUR, (1, 1, 4)), None, Place(FOUR, (4, 1, 1))
+        "ConvTranspose1d",
+        (5, 1, 3),
+        (2, 5, 9),
+        Place(FOUR, (1, 1, 4)),
+        None,
+        Place(FOUR, (4, 1, 1)),
     ),
     GridCase(
         "ConvTranspose2d",
@@ -370,7 +380,9 @@ def test_it_is_the_adjoint_of_the_convolution(run: Run) -> None:
 def test_one_worker_convolves_alone() -> None:
     for D in (1, 2, 3):
         settings = (("padding", 1), ("stride", 2), ("output_padding", 1))
-        check_case(Case(f"ConvTranspose{D}d", (2, 3, 3), (1,) * (D + 2), (2, 2, *[5] * D), settings))
+        check_case(
+            Case(f"ConvTranspose{D}d", (2, 3, 3), (1,) * (D + 2), (2, 2, *[5] * D), settings)
+        )
 
 
 def test_states_have_the_keys_and_shapes_of_torch() -> None:

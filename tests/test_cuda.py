@@ -5,6 +5,7 @@ Needs a GPU, else all of it is skipped. Runs under pytest or as `python tests/te
 
 from __future__ import annotations
 
+import copy
 import sys
 import tempfile
 import unittest
@@ -16,6 +17,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))  # when run as a script from elsewhere
 
+import models
+import parity
 import tessel
 from movements import MOVEMENTS, assert_close, case, me, mine
 from tessel import nn, transport
@@ -97,6 +100,69 @@ def check_other_modes() -> None:
     assert_close(v.grad, w.grad, 1e-5)
 
 
+def check_layers() -> None:
+    """Layers over all workers on the GPU give what torch's own give on the CPU."""
+    n = tessel.world().size
+    grid = (1, 1, n, 1)
+    conv, pool = {"padding": 1, "stride": 2}, {"padding": 1, "stride": 2}
+    for name, args, settings, shape in (
+        ("Conv2d", (3, 4, 3), conv, (2, 3, 11, 8)),
+        ("Conv2d", (3, 4, 3), {"padding": 1}, (1, 3, 256, 256)),  # by strips
+        ("Conv2d", (3, 4, 3), {"padding": 1, "padding_mode": "circular"}, (2, 3, 9, 8)),
+        ("ConvTranspose2d", (3, 4, 3), {"stride": 2, "output_padding": 1}, (2, 3, 7, 8)),
+        ("MaxPool2d", (3,), pool, (2, 3, 11, 8)),
+        ("AvgPool2d", (3,), pool, (2, 3, 11, 8)),
+        ("AdaptiveAvgPool2d", (1,), {}, (2, 3, 11, 8)),
+        ("AdaptiveMaxPool2d", (3,), {}, (2, 3, 11, 8)),
+        ("BatchNorm2d", (3,), {}, (2, 3, 11, 8)),
+        ("GroupNorm", (1, 3), {}, (2, 3, 11, 8)),
+        ("Upsample", (), {"scale_factor": 2, "mode": "bilinear"}, (2, 3, 11, 8)),
+        ("Upsample", (), {"scale_factor": 2}, (2, 3, 11, 8)),
+    ):
+        case = parity.Case(name, args, grid, shape, tuple(settings.items()))
+        compare_on_gpu(case.torch_layer(), case.layer(), shape, case.layout())
+
+
+def compare_on_gpu(
+    alone: torch.nn.Module, spread: torch.nn.Module, shape: tuple[int, ...], layout: tessel.Layout
+) -> None:
+    spread.load_state_dict(alone.state_dict())
+    spread.cuda()
+    x = parity.values(shape, 3)
+    whole = x.clone().requires_grad_()
+    part = layout.local_part(x).cuda().requires_grad_()
+    expected, got = alone(whole), spread(part)
+    split = got.dim() == len(layout.shape)
+    out = (
+        layout.resized(expected.shape)
+        if split
+        else tessel.Layout.whole(layout.partition, expected.shape)
+    )
+    parity.close("output", got.cpu(), out.local_part(expected), 1e-10)
+    weights = parity.values(expected.shape, 5)
+    (expected * weights).sum().backward()
+    (got * out.local_part(weights).cuda()).sum().backward()
+    parity.close("gradient", part.grad.cpu(), layout.local_part(whole.grad), 1e-10)
+    for p, q in zip(alone.parameters(), spread.parameters(), strict=True):
+        parity.close("gradient of a parameter", q.grad.cpu(), p.grad, 1e-9)
+
+
+def check_models() -> None:
+    """Converted models on the GPU give what the models give on the CPU."""
+    n = tessel.world().size
+    for name, args, shape in (
+        ("UNet", (2, 4), (1, 1, 18, 16)),
+        ("UNet", (3, 2), (1, 1, 9, 8, 8)),
+        ("ResNet18", (4,), (2, 3, 64, 64)),
+        ("VGG", (16,), (2, 3, 16, 16)),
+    ):
+        P = tessel.world().create_cartesian_topology_partition([1, 1, n, *[1] * (len(shape) - 3)])
+        torch.manual_seed(1)
+        alone = getattr(models, name)(*args).double()
+        spread = nn.distribute_module(copy.deepcopy(alone), P)
+        compare_on_gpu(alone, spread, shape, tessel.Layout.balanced(P, shape))
+
+
 def check_everything() -> None:
     if dist.is_initialized():
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -104,6 +170,8 @@ def check_everything() -> None:
     check_kinds_of_tensors()
     check_some_gradients([0])
     check_other_modes()
+    check_layers()
+    check_models()
 
 
 def check_nccl_world_of_one(folder: str) -> None:

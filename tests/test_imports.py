@@ -76,7 +76,9 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
                 for alias in node.names:
                     yield f"tessel.{alias.name}", node.lineno
             elif node.module and node.module.startswith("tessel."):
-                yield node.module, node.lineno
+                for alias in node.names:
+                    module = f"{node.module}.{alias.name}"
+                    yield module if module in MODULES else node.module, node.lineno
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "tessel"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from math import prod
 from random import Random
 from typing import Any
 
@@ -34,7 +35,7 @@ FOUR = (0, 1, 2, 3)
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_layers_are_exact(run: Run, seed: int) -> None:
-    """Weights in blocks or whole, with 1 to 3 dimensions, over equal, other and overlapping workers.
+    """Weights in blocks or whole, over equal, other and overlapping workers.
 
     The gradient of a block is the block of the gradient, and the state is whole on all workers.
     """
@@ -90,7 +91,7 @@ def check_uneven(seed: int, count: int) -> None:
         inputs, outputs = rng.randint(1, 9), rng.randint(1, 9)
         shape = (*(rng.randint(1, 6) for _ in range(rng.randint(0, 3))), inputs)
         grid = random_grid(rng, len(shape), 4)
-        place = Place(FOUR[: prod_of(grid)], grid)
+        place = Place(FOUR[: prod(grid)], grid)
         layout = Layout.from_lengths(place.partition(), random_lengths(rng, shape, grid))
         torch.manual_seed(seed)
         bias = rng.random() < 0.7
@@ -99,10 +100,6 @@ def check_uneven(seed: int, count: int) -> None:
         layer = tessel.nn.DistributedLinear(P, None, None, inputs, outputs, bias).double()
         layer.load_state_dict(alone.state_dict())
         check_layers(alone, layer, values(shape, rng.randrange(99)), layout)
-
-
-def prod_of(grid: tuple[int, ...]) -> int:
-    return torch.tensor(grid).prod().item()
 
 
 def test_uneven_and_empty_parts_are_exact(run: Run) -> None:
@@ -116,7 +113,7 @@ def check_uneven_with_blocks(seed: int, count: int) -> None:
         inputs, outputs = rng.randint(1, 9), rng.randint(1, 9)
         shape = (rng.randint(1, 6), inputs)
         grid = random_grid(rng, 2, 4)
-        P = Place(FOUR[: prod_of(grid)], grid).partition()
+        P = Place(FOUR[: prod(grid)], grid).partition()
         P_w = Place(FOUR, rng.choice([(2, 2), (4, 1), (1, 4), (2, 1, 2)])).partition()
         layout = Layout.from_lengths(P, random_lengths(rng, shape, grid))
         x = values(shape, seed)

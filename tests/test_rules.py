@@ -16,6 +16,7 @@ import tessel
 from parity import close, slopes, values
 from tessel import Layout
 from tessel.nn import ledger
+from tessel.nn.convert import outside
 
 Shape = tuple[int, ...]
 Function = Callable[["Body", Tensor], Any]
@@ -126,7 +127,7 @@ def compare(alone: Body, spread: Body, inputs: Any, outputs: Any, layout: Layout
     assert len(expected) == len(got) == len(spread.layouts)
     wrong, losses = [], []
     for k, (a, b, held) in enumerate(zip(expected, got, spread.layouts, strict=True)):
-        where = held or Layout.whole(layout.partition, a.shape, shared=True)
+        where = outside(held) if held else Layout.whole(layout.partition, a.shape, shared=True)
         wrong += difference(f"output {k}", b, where.local_part(a))
         weights = values(a.shape, 99 + k).to(a.dtype)
         if a.requires_grad:

@@ -44,7 +44,7 @@ def test_a_window_reads_what_a_sliding_window_covers() -> None:
     """First and last index of every output, and the hull of every interval of outputs."""
     checked = 0
     for length, numbers in settings(300, 1):
-        kernel, stride, dilation, padding = numbers
+        kernel, _, dilation, padding = numbers
         if dilation * (kernel - 1) + 1 > length + 2 * padding:
             continue
         window, table = Window(*numbers), slid(length, *numbers)
@@ -96,7 +96,7 @@ def test_reads_are_the_hull_of_all_indices_within_the_tensor() -> None:
             found = set().union(*sets[start:stop])
             if found:
                 assert got[0] <= min(found) and max(found) < got[1]
-                assert 0 <= got[0] and got[1] <= length
+                assert got[0] >= 0 and got[1] <= length
             if stride <= kernel and dilation == 1 and found:
                 assert got == (min(found), max(found) + 1)
             if dilation == 1 and stride <= kernel and not found:

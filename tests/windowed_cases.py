@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import prod
 from pathlib import Path
 from random import Random
@@ -145,7 +145,9 @@ def check_against_file(case: Case, path: Path) -> None:
         close("gradient of a parameter", a, b)
 
 
-def random_cases(make: Callable[[Random, int], Case], count: int, workers: int, seed: int) -> Any:
+def random_cases(
+    make: Callable[[Random, int], Case], count: int, workers: int, seed: int
+) -> list[Case]:
     """That many cases of `make` that torch accepts, on at most so many workers."""
     rng = Random(seed)
     cases: list[Case] = []
@@ -254,7 +256,7 @@ def random_lengths(rng: Random, shape: Shape, grid: Shape) -> tuple[Shape, ...]:
     lengths = []
     for length, parts in zip(shape, grid, strict=True):
         cuts = [0, *sorted(rng.randint(0, length) for _ in range(parts - 1)), length]
-        lengths.append(tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False)))
+        lengths.append(tuple(b - a for a, b in pairwise(cuts)))
     return tuple(lengths)
 
 
@@ -325,7 +327,7 @@ def _part(whole: Tensor, dim: int, place: int, parts: int) -> Tensor:
 
 
 def check_grid_case(case: GridCase) -> None:
-    """Outputs, all gradients and the `state_dict` are those of torch's own layer, or their parts."""
+    """Outputs, gradients and the `state_dict` are those of torch's own layer, or their parts."""
     try:
         _check_grid_case(case)
     except AssertionError as error:

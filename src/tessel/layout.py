@@ -194,12 +194,25 @@ class Layout:
         >>> tessel.Layout.from_lengths(tessel.world(), [[6]]).resized((3,)).local_shape
         (3,)
         """
-        lengths = tuple(as_int(length) for length in shape)
-        cuts = tuple(
-            Cut(cut.axes, boxes.balanced(length, len(cut.intervals)))
-            for cut, length in zip(self.cuts, lengths, strict=True)
-        )
-        return replace(self, shape=lengths, cuts=cuts)
+        lengths = tuple(shape)
+        if lengths not in self._resized:
+            cuts = tuple(
+                Cut(cut.axes, boxes.balanced(as_int(length), len(cut.intervals)))
+                for cut, length in zip(self.cuts, lengths, strict=True)
+            )
+            self._resized[lengths] = replace(self, shape=lengths, cuts=cuts)
+        return self._resized[lengths]
+
+    @cached_property
+    def _resized(self) -> dict[Shape, Layout]:
+        return {}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.partition, self.shape, self.cuts, self.shared, self.blocks))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def embedded(self, before: Sequence[int], after: Sequence[int]) -> Layout:
         """The same parts as those of a tensor that is longer, by indices that nobody stores.

@@ -118,6 +118,8 @@ class _ConvTranspose(Weighted):
         y = plan.fetch(x)
         if target.partition.active:
             y = self._convolve(y, weight, bias, plan, target, settings)
+        else:
+            y = nothing((0,), y, weight, bias)
         return self.onto_P_y(y, target)
 
     def _widths(self, layout: Layout, output_size: Any = None) -> Numbers:

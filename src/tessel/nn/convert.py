@@ -52,9 +52,11 @@ from tessel.nn.pooling import (
     DistributedMaxPool3d,
 )
 from tessel.nn.rules import follow
+from tessel.nn.rules.book import gathered, is_split, move
 from tessel.nn.shared import equalize
 from tessel.nn.upsample import DistributedUpsample
 from tessel.partition import Partition
+from tessel.transport import kept_in_job
 
 nn = torch.nn
 
@@ -246,29 +248,35 @@ class Entrance:
         random = self.P_x.size > 1
         with self.stream.flowing() if random else nullcontext(), Ledger(self.P_x, follow):
             args, kwargs = self._entered(args, kwargs)
-            return forward(self.module, *args, **kwargs)
+            result = forward(self.module, *args, **kwargs)
+            with ledger.paused():
+                return tree_map(_left, result)
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
         """The arguments, with the layouts of all parts of tensors written down."""
         numbers = count()
+        dims = tuple(each.dim() for each in ledger.tensors(args, kwargs))
 
         def enter(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != self.P_x.dim:
                 return value
             if ledger.in_backward() and (known := ledger.written(value)) is not None:
                 return note(value.view_as(value), known)  # a checkpoint computes it again
-            layout, terms = self._meeting(next(numbers)).reach(Claim.of(value))
+            layout, terms = self._meeting(next(numbers), dims).reach(Claim.of(value))
             return note(even(admit(value, terms, True), terms).view_as(value), layout)
 
         with ledger.paused():
+            if self.P_x.dim not in dims and not ledger.in_backward():  # that raises, on all workers
+                self._meeting(0, dims).reach(Claim.of(next(ledger.tensors(args, kwargs), None)))
             entered = tree_map(enter, (args, kwargs))
             if not ledger.in_backward():
                 self.P_x.group.number_call()
         return entered
 
-    def _meeting(self, number: int) -> Meeting[Entry]:
+    def _meeting(self, number: int, dims: tuple[int, ...]) -> Meeting[Entry]:
+        """One for each state of the model and kind of arguments, alike on all workers."""
         flags = [each.requires_grad for each in self.module.parameters()]
-        state = (number, self.module.training, *flags)
+        state = (number, dims, self.module.training, *flags)
         if state not in self._meetings:
             label = f"input {number} of {type(self.module).__name__} over {self.P_x}"
             self._meetings[state] = Meeting(
@@ -281,6 +289,24 @@ class Entrance:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_meetings": {}}
+
+
+def _left(value: Any) -> Any:
+    """An output on its own: what was written on it inside of the model stays there."""
+    layout = ledger.written(value) if isinstance(value, Tensor) else None
+    if layout is None:
+        return value
+    target = outside(layout)
+    return value.view_as(value) if target == layout else move(layout, target).apply(value)
+
+
+@kept_in_job
+def outside(layout: Layout) -> Layout:
+    """How an output leaves a model: features of a tensor of other dimensions are whole."""
+    if len(layout.shape) == layout.partition.dim:
+        return layout
+    dims = (dim for dim, cut in enumerate(layout.cuts) if 1 in cut.axes and is_split(layout, dim))
+    return gathered(layout, tuple(dims))
 
 
 def _kind(*values: Any) -> tuple[torch.dtype | None, torch.device | None]:

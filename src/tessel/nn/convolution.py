@@ -56,7 +56,8 @@ def convolved(shape: Shape, settings: Settings) -> Shape:
     widths = [width for pair in reversed(settings.widths) for width in pair]
     if settings.mode != "zeros" and any(width < 0 for width in widths):
         raise NotImplementedError(
-            f"a negative padding, which cuts off the tensor, is not supported: got {settings.widths}"
+            f"a negative padding, which cuts off the tensor, is not supported: "
+            f"got {settings.widths}"
         )
     check_numbers(settings.weight[2:], settings.stride, settings.dilation, widths)
     if any(widths):
@@ -205,8 +206,9 @@ class _Convolution(Weighted):
         assert weight is not None
         channel = len(shape) - self.num_dims - 1
         if grid is None and _is_whole(layout, channel) and layout.cuts[0] == target.cuts[0]:
-            y = self._conv_forward(x, weight, bias) if layout.partition.active else x
-            return self.onto_P_y(y, target)
+            if layout.partition.active:
+                return self.onto_P_y(self._conv_forward(x, weight, bias), target)
+            return self.onto_P_y(nothing((0,), x, weight, bias), target)
         if grid is None:
             y = self._by_strips(x, layout, target, weight, bias, settings)
             if y is not None:
@@ -219,6 +221,8 @@ class _Convolution(Weighted):
         y = plan.fetch(x)
         if target.partition.active:
             y = self._convolve(y, weight, bias, plan, target)
+        else:
+            y = nothing((0,), y, weight, bias)
         return self.onto_P_y(y, target)
 
     def _by_strips(

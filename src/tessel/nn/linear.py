@@ -72,6 +72,8 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         y = plan.fetch(x)
         if target.partition.active:
             y = self._multiply(y, weight, bias, target)
+        else:
+            y = nothing((0,), y, weight, bias)
         return self.onto_P_y(y, target)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Layout) -> Tensor:

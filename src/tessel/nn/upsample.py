@@ -235,8 +235,8 @@ def _lines(
 
 def _line(reach: Interpolation, read: Interval, outputs: Interval) -> Line:
     length = read[1] - read[0]
-    factor, rest = divmod(reach.outputs, reach.inputs)
-    if rest or not _shifts(reach, factor, read, outputs):
+    factor = reach.outputs // reach.inputs
+    if factor * reach.inputs < reach.outputs or not _shifts(reach, factor, read, outputs):
         whole = read == (0, reach.inputs) and outputs == (0, reach.outputs)
         if whole and not isinstance(reach, Nearest):
             return Line(reach, read, outputs, reach.outputs, reach.scale)
