@@ -210,3 +210,32 @@ def compile_bad_input() -> str:
 def test_bad_input_raises_on_all_workers_while_they_compile(run: Run) -> None:
     for text in run(compile_bad_input, nprocs=2, timeout=SECONDS):
         assert "(3,) on worker 0, (4,) on worker 1" in text
+
+
+def compile_layers() -> None:
+    """Layers, losses and converted models run as they are, between the graphs of the rest."""
+    P = tessel.world().create_cartesian_topology_partition([1, 1, tessel.world().size])
+    torch.manual_seed(0)
+    layer = tessel.nn.DistributedConv1d(P, 2, 3, 3, padding=1).double()
+    loss = tessel.nn.DistributedMSELoss(P)
+    model = tessel.nn.distribute_module(
+        torch.nn.Sequential(torch.nn.Conv1d(3, 3, 3), torch.nn.ReLU()).double(), P
+    )
+    x = torch.randn(1, 2, 5, dtype=torch.float64)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = model(layer(2 * x) + 1)
+        return loss(y, torch.zeros_like(y))
+
+    expected = step(x)
+    compiled = torch.compile(step, backend="eager")(x)
+    assert torch.equal(expected, compiled)
+    expected.backward()
+    first = layer.weight.grad
+    layer.weight.grad = None
+    compiled.backward()
+    assert torch.allclose(first, layer.weight.grad, rtol=1e-12)
+
+
+def test_layers_in_compiled_code(run: Run) -> None:
+    run(compile_layers, nprocs=2, timeout=100)

@@ -567,7 +567,7 @@ def check_dropout_of_parts() -> None:
 
 
 def check_random_values() -> None:
-    """Noise: each part of the whole its own, the same for copies of what is shared; also in evaluation."""
+    """Noise: each part has its own, copies of what is shared have the same, also in evaluation."""
     makers = {
         "randn": lambda x: x + torch.randn(x.shape, dtype=x.dtype),
         "randn_like": lambda x: x + torch.randn_like(x),
@@ -636,6 +636,44 @@ def check_checkpoint() -> None:
                 close(f"{grid} {dropout}", given, without, 1e-12)
             if not dropout:
                 agree_with(alone, spread, grid, (2, 3, 8, 8))
+
+
+def again(x: Tensor) -> Tensor:
+    return (x - x.mean()).square()
+
+
+def check_refused_checkpoints() -> None:
+    """What a checkpoint would compute again without knowing the layouts is refused."""
+    layout = Layout.balanced(place(SPLIT), (2, 3, 8, 8))
+    for reentrant, does in ((False, again), (True, again), (True, nn.Sequential(nn.Tanh()))):
+        model = Random(lambda x, does=does, how=reentrant: checkpoint(does, x, use_reentrant=how))
+        model = tessel.nn.distribute_module(model, place(SPLIT))
+        with pytest.raises(NotImplementedError, match=r"[cC]heckpoint"):
+            model(layout.local_part(values(layout.shape, 1)).requires_grad_())
+
+
+class Leaf(nn.Module):
+    """A module without layers, whose code needs the layouts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean()).square() * x.shape[2]
+
+
+class WithLeaf(nn.Module):
+    def __init__(self, saves: bool) -> None:
+        super().__init__()
+        self.saves, self.leaf = saves, Leaf()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return checkpoint(self.leaf, y, use_reentrant=False) if self.saves else self.leaf(y)
+
+
+def check_checkpoint_of_a_leaf() -> None:
+    alone, _ = pair(lambda: WithLeaf(False), SPLIT)
+    _, spread = pair(lambda: WithLeaf(True), SPLIT)
+    agree_with(alone, spread, SPLIT, (2, 3, 7, 8))
 
 
 def check_memory() -> None:
@@ -734,8 +772,15 @@ CHECKS: Sequence[Callable[[], None]] = (
     *(check_copies, check_output_travels, check_evaluation, check_autocast, check_hooks),
     *(check_refused_models, check_different_models, check_wrong_input, check_shared_loss),
     *(check_shared_loss_of_split_batch, check_dropout_of_shared, check_dropout_of_parts),
-    *(check_random_values, check_checkpoint, check_memory, check_inactive, check_several),
-    check_memory_of_a_model,
+    *(
+        check_random_values,
+        check_checkpoint,
+        check_refused_checkpoints,
+        check_memory,
+        check_inactive,
+        check_several,
+    ),
+    *(check_memory_of_a_model, check_checkpoint_of_a_leaf),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -85,18 +86,20 @@ def test_random_pools_on_larger_grids_are_exact(run: Run, nprocs: int) -> None:
     run(check_cases, random_cases(random_pool, 30, nprocs, nprocs), nprocs=nprocs, timeout=100)
 
 
-def check_indices(cases: list[Case]) -> None:
+def check_indices(cases: list[Case], special: float | None) -> None:
     """Places of the largest values are those in the whole tensor, also with ties."""
     for case in cases:
         layout = case.layout()
         x = values(case.shape, case.seed).mul(2).round()  # ties: the first of them is meant
+        if special is not None:
+            x = x.masked_fill(x >= 0, special)
         expected, places = case.torch_layer()(x)
         result = case.layer()(layout.local_part(x))
         if not layout.partition.active:
             continue
         got, found = result
         out = layout.resized(expected.shape)
-        close(f"{case}", got, out.local_part(expected))
+        assert torch.equal(got.nan_to_num(), out.local_part(expected).nan_to_num()), f"{case}"
         assert found.dtype == torch.int64
         assert found.shape == got.shape
         wanted = out.local_part(places)
@@ -111,9 +114,10 @@ def random_max_pool(rng: Any, workers: int) -> Case:
     return Case(case.name, case.args, case.grid, case.shape, settings, case.lengths, case.seed)
 
 
-def test_indices_are_those_in_the_whole_tensor(run: Run) -> None:
-    """With padding, dilation, ceil_mode and uneven parts."""
-    run(check_indices, random_cases(random_max_pool, 150, 4, 21), nprocs=4)
+@pytest.mark.parametrize("special", [None, -math.inf, math.nan])
+def test_indices_are_those_in_the_whole_tensor(run: Run, special: float | None) -> None:
+    """With padding, dilation, ceil_mode and uneven parts; infinite values and NaN as torch does."""
+    run(check_indices, random_cases(random_max_pool, 100, 4, 21), special, nprocs=4)
 
 
 def check_gradients_with_indices(cases: list[Case]) -> None:

@@ -110,6 +110,7 @@ def check(case: Rule, layout: Layout, alone: Body, spread: Body) -> None:
     except NotImplementedError as error:
         said = layout.partition.group.share_objects(str(error))
         assert must_raise, f"raised {error}"
+        assert "in a converted model" in str(error), f"says {error}"
         assert len(set(said)) == 1, f"workers say different things: {said}"
         return
     assert not must_raise, f"no error, though dimensions {must_raise} are split"
@@ -171,7 +172,7 @@ def check_all(names: Sequence[str]) -> int:
             count += 1
             try:
                 check(RULES[name], layout, *pair)
-            except Exception as error:  # noqa: BLE001  (all of them are reported)
+            except Exception as error:  # all of them are reported
                 wrong.setdefault(name, f"{name} on {place}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong.values())
     return count
@@ -284,6 +285,19 @@ ARITHMETIC = {
     "addition with alpha": Rule(lambda m, x: torch.add(x, m.conv(x), alpha=2)),
     "sub method": Rule(lambda m, x: x.sub(m.channel, alpha=3)),
     "rsub": Rule(lambda m, x: torch.rsub(x, m.channel)),
+    "prelu by keyword": Rule(lambda m, x: F.prelu(x, weight=m.channels)),
+    "clamp by a result": Rule(lambda m, x: x.clamp(min=x.mean(1, keepdim=True), max=m.channel)),
+    "dropout by a tensor": Rule(
+        lambda m, x: m.conv(x).detach().bernoulli_(m.channel.sigmoid()), never=True
+    ),
+    "in place of a parameter": Rule(lambda m, x: m.image.detach().clone().add_(x[:1]), never=True),
+    "in place of new values": Rule(
+        lambda m, x: x * torch.zeros(3, dtype=x.dtype).add_(x.sum((0, 1, 2, 3))).mean()
+    ),
+    "product of shared and split": Rule(lambda m, x: x.mean((2, 3)).mean(1).view(-1, 1, 1, 1) * x),
+    "transposed and added": Rule(lambda m, x: x.mean((0, 1)).T.sum(1) + x),
+    "half and back": Rule(lambda m, x: (x.detach() * 4).round().half().double() + x),
+    "mixed types": Rule(lambda m, x: x.detach().round().float() + m.number.detach() + (x > 0)),
     "keyword operands": Rule(lambda m, x: torch.add(input=x, other=m.channel)),
 }
 
@@ -337,6 +351,14 @@ SHAPES = {
     "cat of shared": Rule(lambda m, x: torch.cat([x.mean((2, 3)), x.sum((2, 3))], 1)),
     "cat of shared and split": Rule(
         lambda m, x: torch.cat([x, x.mean((2, 3), keepdim=True).expand_as(x)], 1), never=True
+    ),
+    "cat of types": Rule(lambda m, x: torch.cat([x.detach().round().float(), x], 2)),
+    "cat of one": Rule(lambda m, x: torch.cat([x], 3) + x),
+    "cat of whole and split": Rule(
+        lambda m, x: torch.cat([x.flatten(1).view(x.shape), m.conv(x)], 3)
+    ),
+    "cat of split and whole": Rule(
+        lambda m, x: torch.cat([m.conv(x), x.flatten(1).view(x.shape)], 1)
     ),
     "cat with zeros": Rule(lambda m, x: torch.cat([x, x.new_zeros(x.shape)], 1), never=True),
     "cat with a parameter first": Rule(
@@ -518,6 +540,10 @@ LAYERS = {
     "upsample": Rule(lambda m, x: F.upsample(x, scale_factor=2, mode="nearest")),
     "linear": Rule(lambda m, x: F.linear(x, m.matrix)),
     "linear with bias": Rule(lambda m, x: F.linear(x, m.matrix, bias=m.channels[:1].expand(5))),
+    "linear by a result": Rule(lambda m, x: F.linear(x, x.mean((0, 1))), whole=(2, 3)),
+    "linear of what is left out": Rule(
+        lambda m, x: F.linear(m.matrix, x.mean((0, 1))), whole=(2, 3)
+    ),
     "linear layer": Rule(lambda m, x: m.linear(x)),
     "linear of channels": Rule(lambda m, x: m.squeeze(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)),
     "linear of features": Rule(lambda m, x: m.squeeze(x.mean((2, 3)))),
@@ -583,6 +609,11 @@ class Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * grad.sum()
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x - x.mean()
 
 
 def changed_view(m: Body, x: Tensor) -> Tensor:
@@ -671,6 +702,15 @@ REFUSED = {
     "tile": Rule(lambda m, x: x.tile(2), never=True),
     "take": Rule(lambda m, x: x.take(torch.tensor([0])), never=True),
     "copy into": Rule(lambda m, x: m.conv(x).detach().copy_(x), never=True),
+    "tensor of a part": Rule(lambda m, x: torch.tensor(x.detach()), never=True),
+    "as_tensor": Rule(lambda m, x: torch.as_tensor(x.detach()), never=True),
+    "new_tensor of a part": Rule(lambda m, x: x.new_tensor(x.detach()), never=True),
+    "tensor of a list": Rule(lambda m, x: x * torch.tensor([x.mean().item(), 1.0])[0]),
+    "from numpy": Rule(lambda m, x: torch.from_numpy(x.detach().numpy()), never=True),
+    "prelu by a result": Rule(lambda m, x: F.prelu(x, x.mean((0, 2, 3))), whole=(1,)),
+    "conv by a result": Rule(lambda m, x: F.conv2d(m.image, x[:1]), never=True),
+    "batched product": Rule(lambda m, x: m.image @ x.mT, never=True),
+    "scripted": Rule(lambda m, x: scripted(x), never=True),
     "set data": Rule(lambda m, x: setattr(m.conv(x), "data", x) or x, never=True),
     "gumbel": Rule(lambda m, x: F.gumbel_softmax(x, dim=1), never=True),
     "randint_like": Rule(lambda m, x: torch.randint_like(x, 3), never=True),

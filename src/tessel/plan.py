@@ -164,10 +164,15 @@ def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
 
 
 def _giver(source: Layout, place: Coordinates, target: Layout, taker: int) -> int:
-    """Which holder of a value gives it to `taker`: itself if it can, else they take turns."""
+    """Which holder of a value gives it to `taker`: the one beside it, itself if it can be.
+
+    Holders differ along the shared axes. A taker that is one of the source's workers turns to the
+    holder at its own coordinates along these; others take turns.
+    """
     own = source.partition.coordinates(taker)
-    if own is not None and _without_shared(source, own) == place:
-        return taker
+    if own is not None:
+        beside = [own[a] if a in source.shared else at for a, at in enumerate(place)]
+        return source.partition.worker_at(beside)
     holders = source.holders(place)
     turn = target.partition.place(taker)
     assert turn is not None

@@ -115,9 +115,9 @@ def distribute_module(model: nn.Module, P_x: Partition) -> nn.Module:
     Every supported layer, at any depth, is replaced by its distributed form, in place, and the
     model is returned. It keeps its parameters (tied ones stay tied), buffers, `state_dict`, hooks
     and flags. All workers get the parameters and buffers of the first. The model's own code may
-    stay as it is: inside of the model `x.shape` is the global shape, additions, activations, `torch.cat`,
-    `flatten`, means, slices and functional pools and interpolations do what they do in one process,
-    and a function that is not known raises and names itself.
+    stay as it is: inside of the model `x.shape` is the global shape, additions, activations,
+    `torch.cat`, `flatten`, means, slices and functional pools and interpolations do what they do in
+    one process, and a function that is not known raises and names itself.
 
     Workers pass their parts of the input, tensors with as many dimensions as `P_x` has axes; what
     else they pass must be the same on all of them. They agree on the shapes once for each call of
@@ -139,10 +139,7 @@ def distribute_module(model: nn.Module, P_x: Partition) -> nn.Module:
     _check_layers(model)
     seed = _agree_on_model(model, P_x)
     equalize([*model.parameters(), *model.buffers()], P_x)
-    converted = _converted(model, P_x, Stream(seed), {})
-    if not isinstance(converted, Layer):
-        converted.forward = Entrance(converted, P_x, Stream(seed))
-    return converted
+    return _converted(model, P_x, Stream(seed), {})
 
 
 def _converted(
@@ -157,7 +154,7 @@ def _converted(
     for name, child in module._modules.items():
         if child is not None:
             new._modules[name] = _converted(child, P_x, stream, done)
-    if new._modules and not isinstance(new, Layer):
+    if not isinstance(new, Layer):
         new.forward = Entrance(new, P_x, stream)
     return new
 
@@ -239,10 +236,12 @@ class Entrance:
         self.module, self.P_x, self.stream = module, P_x, stream
         self._meetings: dict[Any, Meeting[Entry]] = {}
 
+    @ledger.eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        if ledger.active() is not None:
-            return forward(self.module, *args, **kwargs)
+        if (running := ledger.active()) is not None:
+            with running.module():
+                return forward(self.module, *args, **kwargs)
         if not self.P_x.active:
             return zero_volume_tensor(*_kind(args, kwargs))
         random = self.P_x.size > 1
@@ -267,7 +266,8 @@ class Entrance:
 
         with ledger.paused():
             if self.P_x.dim not in dims and not ledger.in_backward():  # that raises, on all workers
-                self._meeting(0, dims).reach(Claim.of(next(ledger.tensors(args, kwargs), None)))
+                given: Any = next(ledger.tensors(args, kwargs), None)
+                self._meeting(0, dims).reach(Claim.of(given))
             entered = tree_map(enter, (args, kwargs))
             if not ledger.in_backward():
                 self.P_x.group.number_call()
@@ -293,8 +293,11 @@ class Entrance:
 
 def _left(value: Any) -> Any:
     """An output on its own: what was written on it inside of the model stays there."""
-    layout = ledger.written(value) if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return value
+    layout = ledger.written(value)
     if layout is None:
+        ledger.check_origin(value)
         return value
     target = outside(layout)
     return value.view_as(value) if target == layout else move(layout, target).apply(value)

@@ -77,14 +77,15 @@ class Layer(Numbered):
         assert isinstance(self, torch.nn.Module)
         equalize(self.parameters(recurse=False), self.P_x)
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
+    @ledger.eagerly
+    def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         with ledger.paused():
-            known = ledger.layout_of(x)
+            x, known = input, ledger.layout_of(input)
             if known is None:
                 if transport.this_worker() not in self._group.workers:
                     return x.clone()
                 x, known = self._agree(x)
-            y, layout = self.compute(x, known, *args)
+            y, layout = self.compute(x, known, *args, **settings)
             return ledger.note(y, layout)
 
     def torch_forward(self, x: Tensor, *args: Any) -> Any:

@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from tessel.partition import Partition
 
 Rule = Callable[["Ledger", Any, tuple[Any, ...], dict[str, Any]], Any]
 _active: ContextVar[Ledger | None] = ContextVar("ledger", default=None)
+F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "_tessel_layout"
 _ORIGINALS = "_tessel_originals"
 
@@ -42,6 +44,7 @@ class Ledger(TorchFunctionMode):
         self.partition = partition
         self.rule = rule
         self.level = _transform_level()
+        self.saving = _saving()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -49,12 +52,26 @@ class Ledger(TorchFunctionMode):
         kwargs = kwargs or {}
         if _transform_level() != self.level:
             raise NotImplementedError(
-                f"torch's `{func.__name__}` in a transform of torch.func inside of a converted "
-                f"model: which part it works on is not known there; transform the whole model"
+                f"torch's `{func.__name__}` in a transform of torch.func in a converted model: "
+                f"which part it works on is not known there; transform the whole model"
             )
         if not any(written(each) is not None for each in tensors(args, kwargs)):
             return func(*args, **kwargs)
+        if _saving() is not self.saving:
+            raise NotImplementedError(
+                f"torch's `{func.__name__}` in a checkpoint in a converted model: its layouts are "
+                f"not known when it is computed again; checkpoint a module, not a function"
+            )
         return self.rule(self, func, args, kwargs)
+
+    @contextmanager
+    def module(self) -> Iterator[None]:
+        """What a module computes, which a checkpoint may compute again."""
+        before, self.saving = self.saving, _saving()
+        try:
+            yield
+        finally:
+            self.saving = before
 
     def __enter__(self) -> Ledger:
         self._token = _active.set(self)
@@ -81,7 +98,35 @@ def layout_of(x: Any) -> Layout | None:
     if ledger is None:
         return getattr(x, _MARK, None) if in_backward() else None
     layout = written(x)
-    return Layout.whole(ledger.partition, x.shape, shared=True) if layout is None else layout
+    if layout is not None:
+        return layout
+    check_origin(x)
+    return Layout.whole(ledger.partition, x.shape, shared=True)
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether every worker has the whole tensor, as one shared value."""
+    sizes = layout.partition.shape
+    split = any(len(cut.intervals) > 1 for cut in layout.cuts)
+    return not split and all(sizes[axis] == 1 for axis in layout.separate)
+
+
+def check_origin(x: Tensor) -> None:
+    """Raise if a tensor of no known layout was computed from a part of another, unseen."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [x.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        layouts = node.metadata.get(_MARK, {}).values()
+        if not all(map(is_whole, layouts)):
+            raise NotImplementedError(
+                f"a tensor in a converted model comes from parts of {next(iter(layouts))} by "
+                f"compiled code, whose functions are not seen; use plain torch"
+            )
+        nodes += [] if layouts else [source for source, _ in node.next_functions]
 
 
 def written(x: Any) -> Layout | None:
@@ -141,6 +186,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _saving() -> Any:
+    """The checkpoint that runs now, by how it saves tensors, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    checkpointed = hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+    return hooks[0] if checkpointed else None
+
+
 def _transform_level() -> int:
     level: int = torch._C._functorch.maybe_current_level() or 0
     return level
@@ -154,6 +206,21 @@ def paused() -> Iterator[None]:
         return
     with torch._C.DisableTorchFunction():
         yield
+
+
+def eagerly(method: F) -> F:
+    """Let compiled code call a method as it is, outside of its graph.
+
+    What a layer does depends on an agreement of all workers at each call.
+    """
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(method)(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def tensors(*values: Any) -> Iterator[Tensor]:

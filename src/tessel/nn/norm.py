@@ -836,7 +836,7 @@ class DistributedLayerNorm(_RowNorm, torch.nn.LayerNorm):
         return _normalized(rows, mean.reshape(-1), variance.reshape(-1), None, None, self.eps)
 
 
-class DistributedRMSNorm(_RowNorm, torch.nn.RMSNorm):
+class DistributedRMSNorm(_RowNorm, torch.nn.RMSNorm):  # type: ignore[misc]  # names its input x
     """Root-mean-square norm of a tensor that is spread over `P_x`: `torch.nn.RMSNorm`.
 
     Forward:  y = w x / √(q + ε), where q is the mean of x² over the last dimensions of the whole

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from tessel import transport
-from tessel.layout import Layout
+from tessel.layout import Cut, Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
 
@@ -128,8 +129,17 @@ def _check_copies(operator: LinearOperator, what: str, layout: Layout, value: Te
     if not layout.shared:
         return
     copies = len(layout.holders((0,) * layout.partition.dim))
-    total = Move(replace(layout, shared=()), layout)(value)
-    _check_equal(operator, f"the copies of {what}", total, copies * value)
+    apart = _apart(layout)
+    total = Move(replace(apart, shared=()), apart)(value.reshape(apart.local_shape))
+    _check_equal(operator, f"the copies of {what}", total.reshape(value.shape), copies * value)
+
+
+def _apart(layout: Layout) -> Layout:
+    """Separate copies as different indices, along one more dimension."""
+    sizes = [layout.partition.shape[axis] for axis in layout.separate]
+    count = prod(sizes)
+    places = Cut(layout.separate, tuple((k, k + 1) for k in range(count)))
+    return Layout(layout.partition, (count, *layout.shape), (places, *layout.cuts), layout.shared)
 
 
 def _check_shape(operator: LinearOperator, what: str, layout: Layout, value: Tensor) -> None:

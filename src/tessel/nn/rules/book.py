@@ -12,7 +12,7 @@ from torch import Tensor
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.nn.layer import used
-from tessel.nn.ledger import layout_of, note, tensors, written
+from tessel.nn.ledger import check_origin, is_whole, layout_of, note, tensors, written
 from tessel.transport import kept_in_job
 
 Arguments = tuple[Any, ...]
@@ -58,11 +58,11 @@ def is_split(layout: Layout, dim: int) -> bool:
     return len(layout.cuts[dim].intervals) > 1
 
 
-def is_whole(layout: Layout) -> bool:
-    """Whether every worker has the whole tensor, as one shared value."""
-    sizes = layout.partition.shape
-    split = any(is_split(layout, dim) for dim in range(len(layout.shape)))
-    return not split and all(sizes[axis] == 1 for axis in layout.separate)
+def check_whole(name: str, *values: Any) -> None:
+    """Raise if operands that a function takes whole are split."""
+    layouts = held_layouts(values)
+    if not all(map(is_whole, layouts)):
+        raise unsupported(name, "all but its first argument must be whole", *layouts)
 
 
 def moved(x: Tensor, target: Layout) -> Tensor:
@@ -93,6 +93,7 @@ def sliced(value: Tensor, layout: Layout) -> Tensor:
 
     The tensor is broadcast against `layout`: its dimensions are the last ones.
     """
+    check_origin(value)
     part = used(value, layout)
     box = layout.box()
     assert part is not None and box is not None

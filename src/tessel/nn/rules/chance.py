@@ -13,7 +13,8 @@ import torch
 
 from tessel import boxes
 from tessel.layout import Layout
-from tessel.nn.rules.book import Arguments, Settings, noted, rule, whole
+from tessel.nn.ledger import tensors
+from tessel.nn.rules.book import Arguments, Settings, noted, rule, unsupported, whole
 
 
 @rule(
@@ -39,6 +40,8 @@ def _with_own_numbers(
     func: Any, args: Arguments, kwargs: Settings, layout: Layout, dims: range
 ) -> Any:
     """Call a random function with numbers that depend on which part this is of `dims`."""
+    if next(tensors(args[1:], kwargs), None) is not None:
+        raise unsupported(func.__name__, "probabilities must be numbers", layout)
     if layout.partition.size == 1:
         return noted(func(*args, **kwargs), layout)
     axes = [axis for dim in dims for axis in layout.cuts[dim].axes]

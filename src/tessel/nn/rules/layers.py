@@ -27,6 +27,7 @@ from tessel.nn.pooling import (
 from tessel.nn.rules.book import (
     Arguments,
     Settings,
+    check_whole,
     gathered,
     is_split,
     moved,
@@ -89,6 +90,7 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_split(layout, last):
         x, layout = moved(x, gathered(layout, (last,))), gathered(layout, (last,))
     given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
+    check_whole(name, given)
     weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
     assert weight is not None
     y = torch.nn.functional.linear(x, weight, bias)

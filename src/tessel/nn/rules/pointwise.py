@@ -15,6 +15,7 @@ from tessel.nn.ledger import is_copy, tensors, written
 from tessel.nn.rules.book import (
     Arguments,
     Settings,
+    check_whole,
     held_layouts,
     is_whole,
     moved,
@@ -164,7 +165,8 @@ def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("prelu")
 def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    x, weight = args
+    x, weight = args[0], kwargs["weight"] if len(args) == 1 else args[1]
+    check_whole(name, weight)
     layout = whole(x)
     if weight.numel() > 1:
         weight = sliced(weight.reshape(-1, *[1] * (len(layout.shape) - 2)), layout)
@@ -192,6 +194,7 @@ def data(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """A tensor of its own, which all workers have whole."""
+    check_whole(name, args[1:], kwargs)
     return func(*args, **kwargs)
 
 

@@ -1,0 +1,80 @@
+"""Shared values: parameters that all workers use, and sums that all workers get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tessel
+from parity import close, values
+from tessel import Layout
+from tessel.nn.shared import Spread, equalize, spread, total
+from tessel.testing import check_adjoint, check_gradient, count_traffic
+
+Run = Callable[..., list[Any]]
+
+
+def check_spread() -> None:
+    P = tessel.world().create_cartesian_topology_partition([tessel.world().size // 2, 2])
+    value = Layout.whole(P, (3, 2), shared=True)
+    for shared in ((), (0,), (1,)):
+        operator = Spread(value, replace(value, shared=shared))
+        for dtype in (torch.float64, torch.complex128):
+            check_adjoint(operator, dtype)
+            check_gradient(operator, dtype)
+
+
+@pytest.mark.parametrize("nprocs", [2, 4, 6])
+def test_the_use_of_a_shared_value_keeps_the_laws(run: Run, nprocs: int) -> None:
+    run(check_spread, nprocs=nprocs)
+
+
+def use_a_parameter() -> tuple[bool, Any, Any]:
+    P = tessel.world().create_cartesian_topology_partition([2, 2])
+    w = values((3,), 1).requires_grad_()
+    _, column = P.index or (0, 0)
+    with count_traffic() as forward:
+        used = spread(w, Layout.whole(P, (3,), shared=True), [1])
+    with count_traffic() as backward:
+        (used * (1 + column)).sum().backward()  # the same work along axis 0
+    assert w.grad is not None
+    close("gradient", w.grad, torch.full((3,), 3.0, dtype=torch.float64))
+    return used.data_ptr() == w.data_ptr(), forward, backward
+
+
+def test_a_parameter_is_used_without_a_copy_and_summed_once(run: Run) -> None:
+    for same_memory, forward, backward in run(use_a_parameter, nprocs=4):
+        assert same_memory
+        assert forward.messages == 0 and backward.messages == 1
+
+
+def sum_shares(shared: tuple[int, ...]) -> tuple[float, float, int]:
+    P = tessel.world().create_cartesian_topology_partition([2, 2])
+    row, column = P.index or (0, 0)
+    x = torch.tensor(1.0 + column + (0 if shared else 2 * row), dtype=torch.float64)
+    x.requires_grad_()
+    value = total(x, P, shared)
+    with count_traffic() as backward:
+        (value * value).backward()
+    assert x.grad is not None
+    return float(value.detach()), float(x.grad), backward.messages
+
+
+def test_a_total_is_one_value_and_every_worker_derives_it(run: Run) -> None:
+    assert run(sum_shares, (), nprocs=4) == [(10.0, 20.0, 0)] * 4
+    assert run(sum_shares, (0,), nprocs=4) == [(3.0, 6.0, 0)] * 4
+
+
+def make_equal() -> torch.Tensor:
+    mine = torch.full((2, 3), float(tessel.world().rank or 0))
+    row = tessel.world().create_partition_inclusive([1, 2])
+    equalize([mine], row)
+    return mine
+
+
+def test_workers_get_what_the_first_of_a_partition_has(run: Run) -> None:
+    assert [float(each.mean()) for each in run(make_equal, nprocs=3)] == [0.0, 1.0, 1.0]
