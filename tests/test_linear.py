@@ -329,3 +329,23 @@ def test_one_worker_multiplies_alone() -> None:
         assert [(k, v.shape) for k, v in layer.state_dict().items()] == [
             (k, v.shape) for k, v in alone.state_dict().items()
         ]
+
+
+def save_on_other_workers() -> tuple[int, dict[str, Any]]:
+    P_x = tessel.world().create_partition_inclusive([0]).create_cartesian_topology_partition([1, 1])
+    P_y = tessel.world().create_partition_inclusive([1]).create_cartesian_topology_partition([1, 1])
+    torch.manual_seed(tessel.world().rank or 0)
+    layer = tessel.nn.DistributedLinear(P_x, P_y, None, 3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    x = torch.ones(4, 3) if P_x.active else tessel.zero_volume_tensor()
+    layer(x).sum().backward()
+    optimizer.step()
+    state = layer.state_dict()
+    layer.load_state_dict(state)
+    return layer.weight.numel(), {name: value.tolist() for name, value in state.items()}
+
+
+def test_workers_that_only_get_the_result_store_no_parameters(run: Run) -> None:
+    (first, trained), (second, collected) = run(save_on_other_workers, nprocs=2)
+    assert (first, second) == (6, 0)
+    assert trained == collected

@@ -76,9 +76,10 @@ def _split(
 class Weighted(Layer):
     """A layer with a weight and a bias, whole on all workers or in blocks on a grid of them.
 
-    Without `P_w` both are shared by all workers of `P_x`. With it each worker of `P_w` stores the
-    block of the weight for its outputs and inputs, and the bias of its outputs; `state_dict`
-    collects and `load_state_dict` relocates them, in the whole form that torch's layer has.
+    Without `P_w` both are shared by all workers of `P_x`, and others store nothing. With it each
+    worker of `P_w` stores the block of the weight for its outputs and inputs, and the bias of its
+    outputs; `state_dict` collects and `load_state_dict` relocates them, in the whole form that
+    torch's layer has.
     """
 
     P_y: Partition | None = None
@@ -109,11 +110,11 @@ class Weighted(Layer):
         self.P_y, self.P_w = P_y, P_w
         self.place_on(P_x)
         assert isinstance(self, torch.nn.Module)
-        if P_w is None:
-            self.equalize_parameters()
+        if P_w is not None:
+            self.check_grid(self._grid())
+        equalize(self.parameters(recurse=False), P_w or P_x)
+        if not self._is_relocated:
             return
-        self.check_grid(self._grid())
-        equalize(self.parameters(recurse=False), P_w)
         for name, layout in self._block_layouts().items():
             whole = getattr(self, name)
             block = layout.local_part(whole.detach()).clone()
@@ -128,7 +129,16 @@ class Weighted(Layer):
         """The grid of `P_w`, for tensors of this many dimensions."""
         return None if self.P_w is None else WeightGrid.of(self.P_w, ndim, self.num_dims)
 
+    @property
+    def _is_relocated(self) -> bool:
+        """Whether some worker does not store the parameters whole."""
+        return self.P_w is not None or self._group.size > self.P_x.size
+
     def _block_layouts(self) -> dict[str, Layout]:
+        """Where the parameters lie."""
+        if self.P_w is None:
+            shapes = self.whole_shapes().items()
+            return {name: Layout.whole(self.P_x, shape, shared=True) for name, shape in shapes}
         grid = self._grid()
         both = (grid.out, grid.into) if self.outputs_first else (grid.into, grid.out)
         return {
@@ -181,7 +191,7 @@ class Weighted(Layer):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        if self.P_w is None:
+        if not self._is_relocated:
             return
         everyone = Partition(self._group.workers, (self._group.size,))
         for name, layout in self._block_layouts().items():
@@ -191,7 +201,7 @@ class Weighted(Layer):
             )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if self.P_w is not None:
+        if self._is_relocated:
             for name, layout in self._block_layouts().items():
                 whole = state_dict.get(prefix + name)
                 if whole is not None and tuple(whole.shape) == layout.shape:

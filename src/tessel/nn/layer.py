@@ -182,6 +182,6 @@ def _shared(partition: Partition, shape: Shape) -> Layout:
 
 def nothing(shape: Shape, *inputs: Tensor | None) -> Tensor:
     """Zeros that hang on their inputs, so that the graphs of all workers are alike."""
-    anchor = sum(each.reshape(-1)[:0].sum() for each in inputs if each is not None)
+    anchor = sum(each.reshape(-1)[:0].sum(dtype=each.dtype) for each in inputs if each is not None)
     assert isinstance(anchor, Tensor)
     return anchor.expand(shape)

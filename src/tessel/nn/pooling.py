@@ -20,6 +20,7 @@ from tessel.nn.windowed import Windowed, leading, outline, tuple_of, windowed
 from tessel.windows import Window
 
 Numbers = tuple[int, ...]
+Kind = tuple[torch.dtype, str]  # the dtype and the type of device
 _MAXIMA = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 _AVERAGES = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
@@ -44,7 +45,7 @@ class DistributedPoolingBase(PoolingMixin, Layer):
         each = zip(*(tuple_of(value, self.num_dims) for value in settings), strict=True)
         return tuple(Window(*numbers) for numbers in each)
 
-    def global_shape(self, shape: Shape, dtype: torch.dtype) -> Shape:
+    def global_shape(self, shape: Shape, kind: Kind) -> Shape:
         """The shape of the whole output; torch's own error if it cannot be pooled."""
         raise NotImplementedError(f"{type(self).__name__} does not give the shape of its output")
 
@@ -53,7 +54,7 @@ class DistributedPoolingBase(PoolingMixin, Layer):
         raise NotImplementedError(f"{type(self).__name__} does not say how it pools")
 
     def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
-        shape = self.global_shape(layout.shape, x.dtype)
+        shape = self.global_shape(layout.shape, (x.dtype, x.device.type))
         windows = self.windows()
         plan = windowed(layout, shape, leading(len(shape), windows))
         return self._pool(plan.fetch(x), plan, windows), plan.target
@@ -136,8 +137,8 @@ class _AvgPool(DistributedPoolingBase):
     count_include_pad: bool
     divisor_override: int | None = None
 
-    def global_shape(self, shape: Shape, dtype: torch.dtype) -> Shape:
-        return _average_shape(shape, dtype, self.windows(), self.ceil_mode)
+    def global_shape(self, shape: Shape, kind: Kind) -> Shape:
+        return _average_shape(shape, kind, self.windows(), self.ceil_mode)
 
     def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Tensor:
         least = frame.kernel if self.num_dims == 3 else None  # what torch's own asks for
@@ -168,7 +169,7 @@ class _AvgPool(DistributedPoolingBase):
 
 @lru_cache(maxsize=1024)
 def _average_shape(
-    shape: Shape, dtype: torch.dtype, windows: tuple[Window, ...], ceil_mode: bool
+    shape: Shape, kind: Kind, windows: tuple[Window, ...], ceil_mode: bool
 ) -> Shape:
     average = _AVERAGES[len(windows) - 1]
     settings = (
@@ -177,9 +178,9 @@ def _average_shape(
         tuple(window.before for window in windows),
         ceil_mode,
     )
-    if not dtype.is_floating_point:  # whether torch knows it shows only on values
+    if kind[0] not in (torch.float32, torch.float64):  # whether torch knows it shows on values only
         least = (1,) * (len(shape) - len(windows)) + settings[0]
-        average(torch.ones(least, dtype=dtype), settings[0])
+        average(torch.ones(least, dtype=kind[0], device=kind[1]), settings[0])
     return tuple(average(outline(shape), *settings).shape)
 
 
@@ -212,8 +213,8 @@ class _MaxPool(DistributedPoolingBase):
     dilation: Any
     return_indices: bool
 
-    def global_shape(self, shape: Shape, dtype: torch.dtype) -> Shape:
-        return _maximum_shape(shape, dtype, self.windows(), self.ceil_mode)
+    def global_shape(self, shape: Shape, kind: Kind) -> Shape:
+        return _maximum_shape(shape, kind, self.windows(), self.ceil_mode)
 
     def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Tensor | tuple[Tensor, Tensor]:
         x = frame.filled(x, _lowest(x.dtype))
@@ -230,7 +231,7 @@ class _MaxPool(DistributedPoolingBase):
 
 @lru_cache(maxsize=1024)
 def _maximum_shape(
-    shape: Shape, dtype: torch.dtype, windows: tuple[Window, ...], ceil_mode: bool
+    shape: Shape, kind: Kind, windows: tuple[Window, ...], ceil_mode: bool
 ) -> Shape:
     maximum = _MAXIMA[len(windows) - 1]
     settings = (
@@ -240,9 +241,9 @@ def _maximum_shape(
         tuple(window.dilation for window in windows),
         ceil_mode,
     )
-    if not dtype.is_floating_point:  # whether torch knows it shows only on values
+    if kind[0] not in (torch.float32, torch.float64):  # whether torch knows it shows on values only
         least = (1,) * (len(shape) - len(windows)) + settings[0]
-        maximum(torch.ones(least, dtype=dtype), settings[0])
+        maximum(torch.ones(least, dtype=kind[0], device=kind[1]), settings[0])
     return tuple(maximum(outline(shape), *settings).shape)
 
 
