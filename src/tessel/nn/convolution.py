@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -239,7 +240,10 @@ class _Convolution(Weighted):
         if settings.mode != "zeros" or any(before != after for before, after in widths):
             return None
         windows = settings.windows(tuple(before for before, _ in widths))
-        plan = strips.stripped(layout, target, windows, strips.LEAST_VALUES, strips.LARGEST_SHARE)
+        least = strips.LEAST_VALUES and max(
+            strips.LEAST_VALUES, strips.LEAST_RATIO * prod(settings.weight)
+        )
+        plan = strips.stripped(layout, target, windows, least, strips.LARGEST_SHARE)
         if plan is None:
             return None
         convolve = _CONVOLUTIONS[self.num_dims - 1]

@@ -157,16 +157,18 @@ def even(x: Tensor, terms: Terms) -> Tensor:
     return x
 
 
-def used(parameter: Tensor | None, layout: Layout) -> Tensor | None:
+def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ()) -> Tensor | None:
     """A parameter that all workers of `layout` share, for use on each worker's part.
 
     Along the axes that split the tensor its uses are separate, and their gradients are summed;
-    along those where the tensor is shared each worker does the same work.
+    along those where the tensor is shared, or that are named in `shared`, each worker does the
+    same work.
     """
     if parameter is None:
         return None
     partition = layout.partition
-    separate = tuple(axis for axis in range(partition.dim) if axis not in layout.shared)
+    same = {*layout.shared, *shared}
+    separate = tuple(axis for axis in range(partition.dim) if axis not in same)
     return spread(parameter, _shared(partition, tuple(parameter.shape)), separate)
 
 

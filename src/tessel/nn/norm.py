@@ -19,6 +19,7 @@ from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.nn.layer import Layer, Result, nothing, used
+from tessel.nn.shared import spread
 from tessel.nn.windowed import outline
 from tessel.transport import kept_in_job
 
@@ -40,6 +41,8 @@ class Gathering:
         lengths: the global shape of a statistic.
         cuts: how a statistic lies on the grid, along the axes that split no averaged dimension.
         num_moments: how many there are for each statistic.
+        is_shared: whether workers use the moments of all places as one shared value, from which
+            all compute the same, or as separate copies.
     """
 
     layout: Layout
@@ -47,10 +50,13 @@ class Gathering:
     lengths: Shape
     cuts: tuple[Cut, ...]
     num_moments: int = 2
+    is_shared: bool = False
 
     @classmethod
     @kept_in_job
-    def over(cls, layout: Layout, dims: tuple[int, ...], num_moments: int = 2) -> Gathering:
+    def over(
+        cls, layout: Layout, dims: tuple[int, ...], num_moments: int = 2, is_shared: bool = False
+    ) -> Gathering:
         """Averages over `dims`: one statistic for each index of the other dimensions."""
         kept = [dim for dim in range(len(layout.shape)) if dim not in dims]
         return cls(
@@ -59,6 +65,7 @@ class Gathering:
             tuple(layout.shape[dim] for dim in kept),
             tuple(layout.cuts[dim] for dim in kept),
             num_moments,
+            is_shared,
         )
 
     @cached_property
@@ -84,15 +91,28 @@ class Gathering:
     @cached_property
     def move(self) -> Move:
         """The one exchange."""
-        axes = tuple(axis for dim in self.dims for axis in self.layout.cuts[dim].axes)
         num = len(self.places)
-        apart = Cut(axes, tuple((k, k + 1) for k in range(num)))
-        return Move(self._moments(apart), self._moments(Cut((), ((0, num),))))
+        apart = Cut(self.axes, tuple((k, k + 1) for k in range(num)))
+        shared = self.axes if self.is_shared else ()
+        return Move(self._moments(apart), self._moments(Cut((), ((0, num),)), shared))
 
-    def _moments(self, places: Cut) -> Layout:
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the grid that split what is averaged."""
+        return tuple(axis for dim in self.dims for axis in self.layout.cuts[dim].axes)
+
+    def _moments(self, places: Cut, shared: tuple[int, ...] = ()) -> Layout:
         shape = (len(self.places), self.num_moments, *self.lengths)
         cuts = (places, Cut((), ((0, self.num_moments),)), *self.cuts)
-        return Layout(self.layout.partition, shape, cuts, self.layout.shared)
+        return Layout(self.layout.partition, shape, cuts, (*self.layout.shared, *shared))
+
+    @cached_property
+    def statistics(self) -> Layout:
+        """Two statistics of the whole, one shared value along all axes that split none."""
+        split = {axis for cut in self.cuts for axis in cut.axes}
+        shared = tuple(axis for axis in range(self.layout.partition.dim) if axis not in split)
+        cuts = (Cut((), ((0, 2),)), *self.cuts)
+        return Layout(self.layout.partition, (2, *self.lengths), cuts, shared)
 
     def gather(self, *moments: Tensor) -> tuple[Tensor, ...]:
         """This worker's moments to those of all places, which are the first dimension."""
@@ -200,13 +220,22 @@ def _combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor,
 
 
 def _normalized(
-    x: Tensor, mean: Tensor | None, variance: Tensor, weight: Tensor | None, bias: Any, eps: float
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Any,
+    eps: float,
+    gathering: Gathering | None = None,
 ) -> Tensor:
     """w (x − m) / √(v + ε) + b, with one number of each for every index of the second dimension.
 
     Torch's kernel for given statistics takes constants m̄, v̄. With those, s = √(v + ε) and s̄ alike,
     the result is w' (x − m̄) / s̄ + b' for w' = w s̄ / s and b' = b + (m̄ − m) w / s. This holds for
     all m and v, so gradients of every order are right, and nothing is kept but `x`.
+
+    With a `gathering` all that comes before w' and b' is shared. Their use is what differs from
+    worker to worker, and their gradients are what is summed, in one exchange.
     """
     dtype = variance.dtype
     weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
@@ -219,6 +248,11 @@ def _normalized(
         shift = (centre - mean) / (constant + eps).sqrt()
         shift = shift if weight is None else shift * weight
         bias = shift if bias is None else bias + shift
+    if gathering is not None and (weight is not None or bias is not None):
+        both = [constant if each is None else each for each in (weight, bias)]
+        first, second = spread(torch.stack(both), gathering.statistics, gathering.axes).unbind()
+        weight = None if weight is None else first
+        bias = None if bias is None else second
     if not x.numel():
         return nothing(tuple(x.shape), x, weight, bias).to(x.dtype)
     return F.batch_norm(x, centre, constant, weight, bias, False, 0.0, eps)
@@ -294,13 +328,16 @@ class _Norm(Layer):
             self.torch_forward(x.new_empty(layout.shape))
         return nothing(tuple(x.shape), x, *self.local_parameters(layout)).to(x.dtype)
 
-    def local_parameters(self, layout: Layout) -> Pair:
-        """The weight and bias for this worker's part; their gradients are those of the whole."""
+    def local_parameters(self, layout: Layout, shared: tuple[int, ...] = ()) -> Pair:
+        """The weight and bias for this worker's part; their gradients are those of the whole.
+
+        Along the axes `shared` all workers compute the same with them.
+        """
         given = [self.weight, getattr(self, "bias", None)]
         present = [each for each in given if each is not None]
         if not present:
             return None, None
-        both = used(torch.stack(present), layout)  # one exchange for the two
+        both = used(torch.stack(present), layout, shared)  # one exchange for the two
         box = layout.box()
         assert box is not None and both is not None
         dims = self.feature_dims(len(box))
@@ -386,7 +423,7 @@ class _BatchNormLayer(_Tracking):
         if not self.training and self.running_mean is not None:
             return self.normalize_by_running(x, layout)
         rate = self._rate()
-        gathering = Gathering.over(layout, (0, *range(2, x.dim())))
+        gathering = Gathering.over(layout, (0, *range(2, x.dim())), is_shared=True)
         normalize = self._normalize_here if gathering.stays else self._normalize_together
         y = normalize(x, gathering, rate)
         if self.tracks:
@@ -418,7 +455,8 @@ class _BatchNormLayer(_Tracking):
         mean, variance = _combined(means, variances, gathering.shares(means))
         if self.tracks:
             self._update(mean, variance, gathering, rate)
-        return _normalized(x, mean, variance, *self.local_parameters(gathering.layout), self.eps)
+        both = self.local_parameters(gathering.layout, gathering.axes)
+        return _normalized(x, mean, variance, *both, self.eps, gathering)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, variance: Tensor, gathering: Gathering, rate: float) -> None:

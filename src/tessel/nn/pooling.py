@@ -168,9 +168,7 @@ class _AvgPool(DistributedPoolingBase):
 
 
 @lru_cache(maxsize=1024)
-def _average_shape(
-    shape: Shape, kind: Kind, windows: tuple[Window, ...], ceil_mode: bool
-) -> Shape:
+def _average_shape(shape: Shape, kind: Kind, windows: tuple[Window, ...], ceil_mode: bool) -> Shape:
     average = _AVERAGES[len(windows) - 1]
     settings = (
         tuple(window.kernel for window in windows),
@@ -230,9 +228,7 @@ class _MaxPool(DistributedPoolingBase):
 
 
 @lru_cache(maxsize=1024)
-def _maximum_shape(
-    shape: Shape, kind: Kind, windows: tuple[Window, ...], ceil_mode: bool
-) -> Shape:
+def _maximum_shape(shape: Shape, kind: Kind, windows: tuple[Window, ...], ceil_mode: bool) -> Shape:
     maximum = _MAXIMA[len(windows) - 1]
     settings = (
         tuple(window.kernel for window in windows),
