@@ -19,9 +19,8 @@ import tessel
 from parity import close, values
 from tessel import Layout, Partition
 from tessel.nn import loss as losses
-from tessel.nn import shared, windowed
 from tessel.nn.pooling import DistributedAvgPool1d
-from tessel.testing import WorkerPool, count_traffic
+from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
 Shape = tuple[int, ...]
@@ -33,22 +32,6 @@ ELEMENTWISE = (
 )
 OVER_CLASSES = ("CrossEntropyLoss", "NLLLoss")
 IGNORED = 1  # a class that some cases ignore
-
-
-@pytest.fixture
-def run(pool: WorkerPool) -> Run:
-    """`run` of the other tests, without what a worker remembers of an earlier process group."""
-
-    def run_anew(fn: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
-        return pool.run(anew, fn, *args, **settings)
-
-    return run_anew
-
-
-def anew(fn: Callable[..., Any], *args: Any) -> Any:
-    for remembers in (shared._total, shared._spread, windowed.windowed):
-        remembers.cache_clear()
-    return fn(*args)
 
 
 @dataclass(frozen=True)

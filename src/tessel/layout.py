@@ -214,6 +214,21 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
+    def gathered(self, dims: Iterable[int]) -> Layout:
+        """The same with some dimensions whole, shared along the axes that split them.
+
+        >>> import tessel
+        >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
+        >>> layout.gathered([0]).shared
+        (0,)
+        """
+        cuts = list(self.cuts)
+        axes: tuple[int, ...] = ()
+        for dim in dims:
+            axes += cuts[dim].axes
+            cuts[dim] = Cut((), ((0, self.shape[dim]),))
+        return replace(self, cuts=tuple(cuts), shared=tuple(sorted({*self.shared, *axes})))
+
     def embedded(self, before: Sequence[int], after: Sequence[int]) -> Layout:
         """The same parts as those of a tensor that is longer, by indices that nobody stores.
 

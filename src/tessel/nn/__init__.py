@@ -1,4 +1,4 @@
-"""Data movements as torch modules."""
+"""Data movements and layers as torch modules, and the conversion of torch models."""
 
 from tessel.nn.adaptive import DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d
 from tessel.nn.adaptive import DistributedAdaptiveAvgPool2d as DistributedAdaptiveAvgPool2d

@@ -104,10 +104,10 @@ class _ConvTranspose(Weighted):
         )
         return Settings(shape, stride, padding, behind, dilation, self.groups)
 
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
-        """The result; `args` may hold the `output_size` of the whole tensor, as torch takes it."""
+    def compute(self, x: Tensor, layout: Layout, output_size: Any = None) -> Result:
+        """The result; `output_size` is that of the whole tensor, as torch takes it."""
         self.check_dtype(x)
-        settings = self.settings(self._widths(layout, *args))
+        settings = self.settings(self._widths(layout, output_size))
         shape = convolved(layout.shape, settings)
         grid = self.weight_grid(len(shape))
         target = layout.resized(shape) if grid is None else grid.split(shape, grid.out)
@@ -238,10 +238,22 @@ class DistributedConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
 
     Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
     blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.
+    The layer may be called with an `output_size`, as torch's, which is that of the whole tensor.
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
-        args: in_channels, out_channels, kernel_size and all others that torch has.
+        in_channels: of the whole input.
+        out_channels: of the whole output.
+        kernel_size: the size of the window.
+        stride: how far apart windows are.
+        padding: how much is cut off on both sides.
+        output_padding: how much longer the output is behind.
+        groups: how many groups of channels are convolved on their own.
+        bias: whether to add one.
+        dilation: the distance of the values of a window.
+        padding_mode: "zeros".
+        device: of the parameters.
+        dtype: of the parameters.
         P_y: where the result shall lie, by default on `P_x`.
         P_w: where the blocks of the weight lie, if it is not whole on all workers.
 
@@ -262,10 +274,22 @@ class DistributedConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
 
     Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
     blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.
+    The layer may be called with an `output_size`, as torch's, which is that of the whole tensor.
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
-        args: in_channels, out_channels, kernel_size and all others that torch has.
+        in_channels: of the whole input.
+        out_channels: of the whole output.
+        kernel_size: the size of the window.
+        stride: how far apart windows are.
+        padding: how much is cut off on both sides.
+        output_padding: how much longer the output is behind.
+        groups: how many groups of channels are convolved on their own.
+        bias: whether to add one.
+        dilation: the distance of the values of a window.
+        padding_mode: "zeros".
+        device: of the parameters.
+        dtype: of the parameters.
         P_y: where the result shall lie, by default on `P_x`.
         P_w: where the blocks of the weight lie, if it is not whole on all workers.
 
@@ -286,10 +310,22 @@ class DistributedConvTranspose3d(_ConvTranspose, torch.nn.ConvTranspose3d):
 
     Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
     blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.
+    The layer may be called with an `output_size`, as torch's, which is that of the whole tensor.
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
-        args: in_channels, out_channels, kernel_size and all others that torch has.
+        in_channels: of the whole input.
+        out_channels: of the whole output.
+        kernel_size: the size of the window.
+        stride: how far apart windows are.
+        padding: how much is cut off on both sides.
+        output_padding: how much longer the output is behind.
+        groups: how many groups of channels are convolved on their own.
+        bias: whether to add one.
+        dilation: the distance of the values of a window.
+        padding_mode: "zeros".
+        device: of the parameters.
+        dtype: of the parameters.
         P_y: where the result shall lie, by default on `P_x`.
         P_w: where the blocks of the weight lie, if it is not whole on all workers.
 

@@ -42,6 +42,7 @@ from tessel.nn.norm import (
     DistributedInstanceNorm2d,
     DistributedInstanceNorm3d,
     DistributedLayerNorm,
+    DistributedRMSNorm,
 )
 from tessel.nn.pooling import (
     DistributedAvgPool1d,
@@ -88,6 +89,7 @@ REPLACEMENTS: dict[type[nn.Module], type[Layer]] = {
     nn.InstanceNorm3d: DistributedInstanceNorm3d,
     nn.GroupNorm: DistributedGroupNorm,
     nn.LayerNorm: DistributedLayerNorm,
+    nn.RMSNorm: DistributedRMSNorm,
     nn.Linear: DistributedLinear,
     nn.Upsample: DistributedUpsample,
     nn.UpsamplingNearest2d: DistributedUpsample,
@@ -115,16 +117,17 @@ def distribute_module(model: nn.Module, P_x: Partition) -> nn.Module:
     Every supported layer, at any depth, is replaced by its distributed form, in place, and the
     model is returned. It keeps its parameters (tied ones stay tied), buffers, `state_dict`, hooks
     and flags. All workers get the parameters and buffers of the first. The model's own code may
-    stay as it is: inside of the model `x.shape` is the global shape, additions, activations,
-    `torch.cat`, `flatten`, means, slices and functional pools and interpolations do what they do in
-    one process, and a function that is not known raises and names itself.
+    stay as it is: inside of the model `x.shape` is the global shape; additions, activations,
+    `torch.cat`, `flatten`, means, slices, functional pools and interpolations do what they do in
+    one process; and a function that is not known raises and names itself.
 
     Workers pass their parts of the input, tensors with as many dimensions as `P_x` has axes; what
     else they pass must be the same on all of them. They agree on the shapes once for each call of
     the model. An output that has the dimensions of the input is spread as the input is, in balanced
     parts. After `flatten` or a mean over split dimensions a tensor is *shared*: every worker has it
-    whole (but for the batch, if that is split), computes the same with it, and calls `backward()`
-    with single-process gradients.
+    whole and computes the same with it. A loss of it is the loss of the whole, and every worker
+    calls `backward()`. If the batch is split, each worker has the rows of its part, and its loss is
+    a share: the sum over its rows, divided by what one process would divide by.
 
     Args:
         model: a torch model; a single layer is returned in its distributed form.
@@ -278,7 +281,12 @@ class Entrance:
         flags = [each.requires_grad for each in self.module.parameters()]
         state = (number, dims, self.module.training, *flags)
         if state not in self._meetings:
-            label = f"input {number} of {type(self.module).__name__} over {self.P_x}"
+            mode = "training" if self.module.training else "evaluation"
+            label = (
+                f"input {number} of {type(self.module).__name__} over {self.P_x} in {mode}, with "
+                f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
+                f"dimensions"
+            )
             self._meetings[state] = Meeting(
                 self.P_x.group, label, self.P_x.ranks, self._conclude, f"{label} {state}"
             )

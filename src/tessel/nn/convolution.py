@@ -316,7 +316,17 @@ class DistributedConv1d(_Convolution, torch.nn.Conv1d):
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
-        args: in_channels, out_channels, kernel_size and all others that torch has.
+        in_channels: of the whole input.
+        out_channels: of the whole output.
+        kernel_size: the size of the window.
+        stride: how far apart windows are.
+        padding: how far the first window begins before the tensor; "same" or "valid".
+        dilation: the distance of the values of a window.
+        groups: how many groups of channels are convolved on their own.
+        bias: whether to add one.
+        padding_mode: "zeros", "reflect", "replicate" or "circular", around the whole tensor.
+        device: of the parameters.
+        dtype: of the parameters.
         P_y: where the result shall lie, by default on `P_x`.
         P_w: where the blocks of the weight lie, if it is not whole on all workers.
 
@@ -342,7 +352,17 @@ class DistributedConv2d(_Convolution, torch.nn.Conv2d):
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
-        args: in_channels, out_channels, kernel_size and all others that torch has.
+        in_channels: of the whole input.
+        out_channels: of the whole output.
+        kernel_size: the size of the window.
+        stride: how far apart windows are.
+        padding: how far the first window begins before the tensor; "same" or "valid".
+        dilation: the distance of the values of a window.
+        groups: how many groups of channels are convolved on their own.
+        bias: whether to add one.
+        padding_mode: "zeros", "reflect", "replicate" or "circular", around the whole tensor.
+        device: of the parameters.
+        dtype: of the parameters.
         P_y: where the result shall lie, by default on `P_x`.
         P_w: where the blocks of the weight lie, if it is not whole on all workers.
 
@@ -368,7 +388,17 @@ class DistributedConv3d(_Convolution, torch.nn.Conv3d):
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
-        args: in_channels, out_channels, kernel_size and all others that torch has.
+        in_channels: of the whole input.
+        out_channels: of the whole output.
+        kernel_size: the size of the window.
+        stride: how far apart windows are.
+        padding: how far the first window begins before the tensor; "same" or "valid".
+        dilation: the distance of the values of a window.
+        groups: how many groups of channels are convolved on their own.
+        bias: whether to add one.
+        padding_mode: "zeros", "reflect", "replicate" or "circular", around the whole tensor.
+        device: of the parameters.
+        dtype: of the parameters.
         P_y: where the result shall lie, by default on `P_x`.
         P_w: where the blocks of the weight lie, if it is not whole on all workers.
 

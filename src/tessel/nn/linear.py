@@ -19,7 +19,7 @@ from tessel.windows import Groups
 
 
 class DistributedLinear(Weighted, torch.nn.Linear):
-    """The linear map of the last dimension of a tensor that is spread over `P_x`.
+    """The linear map of the last dimension of a tensor over `P_x`: `torch.nn.Linear`.
 
     Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
 
@@ -32,7 +32,11 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         P_x: where the tensor lies; its last axis splits the features.
         P_y: where the result shall lie; None for `P_x`.
         P_w: where the blocks of the weight lie, or None.
-        in_features, out_features, bias, device, dtype: as torch has them.
+        in_features: the length of the last dimension, of the whole input.
+        out_features: the same of the output.
+        bias: whether to add one.
+        device: of the parameters.
+        dtype: of the parameters.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])

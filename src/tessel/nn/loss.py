@@ -353,9 +353,8 @@ class DistributedL1Loss(_Elementwise, torch.nn.L1Loss):
         reduction: "mean", "sum" or "none".
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedL1Loss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedL1Loss(P)(torch.ones(2, 3), torch.zeros(2, 3))
+    >>> tessel.nn.DistributedL1Loss(P)(torch.ones(2, 3), torch.zeros(2, 3))
     tensor(1.)
     """
 
@@ -371,9 +370,8 @@ class DistributedMSELoss(_Elementwise, torch.nn.MSELoss):
         reduction: "mean", "sum" or "none".
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedMSELoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedMSELoss(P)(torch.ones(2, 3), torch.zeros(2, 3))
+    >>> tessel.nn.DistributedMSELoss(P)(torch.ones(2, 3), torch.zeros(2, 3))
     tensor(1.)
     """
 
@@ -390,9 +388,8 @@ class DistributedSmoothL1Loss(_Elementwise, torch.nn.SmoothL1Loss):
         beta: below which distance the loss is square.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedSmoothL1Loss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedSmoothL1Loss(P)(torch.ones(2, 3), torch.zeros(2, 3))
+    >>> tessel.nn.DistributedSmoothL1Loss(P)(torch.ones(2, 3), torch.zeros(2, 3))
     tensor(0.5000)
     """
 
@@ -410,9 +407,8 @@ class DistributedHuberLoss(_Elementwise, torch.nn.HuberLoss):
         delta: below which distance the loss is square.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedHuberLoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedHuberLoss(P)(torch.ones(2, 3), torch.zeros(2, 3))
+    >>> tessel.nn.DistributedHuberLoss(P)(torch.ones(2, 3), torch.zeros(2, 3))
     tensor(0.5000)
     """
 
@@ -432,9 +428,8 @@ class DistributedBCELoss(_Elementwise, torch.nn.BCELoss):
         reduction: "mean", "sum" or "none", which gives this worker's part.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedBCELoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedBCELoss(P)(torch.ones(2, 3) / 2, torch.ones(2, 3))
+    >>> tessel.nn.DistributedBCELoss(P)(torch.ones(2, 3) / 2, torch.ones(2, 3))
     tensor(0.6931)
     """
 
@@ -460,9 +455,8 @@ class DistributedBCEWithLogitsLoss(_Elementwise, torch.nn.BCEWithLogitsLoss):
         pos_weight: of positive targets, broadcast likewise.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedBCEWithLogitsLoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedBCEWithLogitsLoss(P)(torch.zeros(2, 3), torch.ones(2, 3))
+    >>> tessel.nn.DistributedBCEWithLogitsLoss(P)(torch.zeros(2, 3), torch.ones(2, 3))
     tensor(0.6931)
     """
 
@@ -482,9 +476,9 @@ class DistributedKLDivLoss(_Elementwise, torch.nn.KLDivLoss):
         log_target: whether the target is given as logarithms.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedKLDivLoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedKLDivLoss(P, reduction="batchmean")(torch.zeros(2, 2), torch.ones(2, 2) / 2)
+    >>> loss = tessel.nn.DistributedKLDivLoss(P, reduction="batchmean")
+    >>> loss(torch.zeros(2, 2), torch.ones(2, 2) / 2)
     tensor(-0.6931)
     """
 
@@ -505,9 +499,8 @@ class DistributedPoissonNLLLoss(_Elementwise, torch.nn.PoissonNLLLoss):
         reduction: "mean", "sum" or "none", which gives this worker's part.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedPoissonNLLLoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedPoissonNLLLoss(P)(torch.zeros(2, 3), torch.ones(2, 3))
+    >>> tessel.nn.DistributedPoissonNLLLoss(P)(torch.zeros(2, 3), torch.ones(2, 3))
     tensor(1.)
     """
 
@@ -534,9 +527,9 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
         reduction: "mean", "sum" or "none", which gives this worker's part.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedGaussianNLLLoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedGaussianNLLLoss(P)(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3))
+    >>> loss = tessel.nn.DistributedGaussianNLLLoss(P)
+    >>> loss(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3))
     tensor(0.5000)
     """
 
@@ -621,7 +614,7 @@ class _OverClasses(DistributedLossBase):
         target, is_probable = self._target(target, layout, samples, dim)
         self.check_kind(x, (target,), layout)
         if len(layout.cuts[dim].intervals) > 1:
-            gather = Move(layout, _gathered(layout, dim))
+            gather = Move(layout, layout.gathered([dim]))
             x = gather.apply(x)
             target = gather.apply(target) if is_probable else target
         each = self.measure(x, (target,), "none", self._own_weights(samples))
@@ -704,21 +697,13 @@ def _without(layout: Layout, dim: int) -> Layout:
     )
 
 
-@lru_cache(maxsize=1024)
-def _gathered(layout: Layout, dim: int) -> Layout:
-    """The layout in which `dim` is whole, and shared along the axes that split it."""
-    whole = Cut((), ((0, layout.shape[dim]),))
-    cuts = (*layout.cuts[:dim], whole, *layout.cuts[dim + 1 :])
-    return replace(layout, cuts=cuts, shared=layout.shared + layout.cuts[dim].axes)
-
-
 class DistributedCrossEntropyLoss(_OverClasses, torch.nn.CrossEntropyLoss):
     """The cross entropy of logits that are spread over `P_x`: `torch.nn.CrossEntropyLoss`.
 
-    Forward:  L = Σ w[y]·(−log softmax(x)[y]) / Σ w[y], on every worker; or without the divisor.
+    Forward:  L = Σ w[y]·(−log softmax(x)[y]) / Σ w[y] on every worker; not divided for "sum".
 
     The target lies as the input does. Classes, rather than probabilities, have no dimension 1:
-    where workers share dimension 1 of the input, they hold the same classes, and the result of
+    workers among which dimension 1 of the input is split hold the same classes, and the result of
     "none" is the same on them.
 
     Args:
@@ -730,9 +715,8 @@ class DistributedCrossEntropyLoss(_OverClasses, torch.nn.CrossEntropyLoss):
         label_smoothing: the share of the uniform distribution in the target.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedCrossEntropyLoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedCrossEntropyLoss(P)(torch.zeros(2, 2), torch.tensor([0, 1]))
+    >>> tessel.nn.DistributedCrossEntropyLoss(P)(torch.zeros(2, 2), torch.tensor([0, 1]))
     tensor(0.6931)
     """
 
@@ -743,10 +727,10 @@ class DistributedCrossEntropyLoss(_OverClasses, torch.nn.CrossEntropyLoss):
 class DistributedNLLLoss(_OverClasses, torch.nn.NLLLoss):
     """Minus the log-likelihood of classes that are spread over `P_x`: `torch.nn.NLLLoss`.
 
-    Forward:  L = Σ w[y]·(−x[y]) / Σ w[y], on every worker; or without the divisor.
+    Forward:  L = Σ w[y]·(−x[y]) / Σ w[y] on every worker; not divided for "sum".
 
-    The target has no dimension 1 and lies as the others do: where workers share dimension 1 of
-    the input, they hold the same classes, and the result of "none" is the same on them.
+    The target has no dimension 1 and lies as the others do: workers among which dimension 1 of the
+    input is split hold the same classes, and the result of "none" is the same on them.
 
     Args:
         P_x: where the input lies; axis d splits dimension d.
@@ -756,8 +740,7 @@ class DistributedNLLLoss(_OverClasses, torch.nn.NLLLoss):
         reduction: "mean", "sum" or "none", which gives this worker's part.
 
     >>> import tessel, torch
-    >>> from tessel.nn.loss import DistributedNLLLoss
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
-    >>> DistributedNLLLoss(P)(-torch.ones(2, 2), torch.tensor([0, 1]))
+    >>> tessel.nn.DistributedNLLLoss(P)(-torch.ones(2, 2), torch.tensor([0, 1]))
     tensor(1.)
     """

@@ -28,8 +28,17 @@ _AVERAGES = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 class DistributedPoolingBase(PoolingMixin, Layer):
     """A pool over a partitioned tensor: each worker fetches what its windows read, then pools.
 
-    A subclass derives from this and from torch's own pool, whose arguments and defaults it has. The
-    output lies on a partition of the same shape, in balanced parts.
+    A subclass derives from this and from torch's own pool, whose arguments and defaults it has, and
+    says how many dimensions its window has. The output lies on a partition of the same shape, in
+    balanced parts.
+
+    Args:
+        P_x: where the tensor lies; axis d splits dimension d.
+
+    >>> import tessel
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
+    >>> isinstance(tessel.nn.DistributedMaxPool1d(P, 2), tessel.nn.DistributedPoolingBase)
+    True
     """
 
     num_dims: int  # of the window
@@ -272,7 +281,8 @@ def _global_places(places: Tensor, shape: Sequence[int], plan: Windowed, D: int)
 class DistributedAvgPool1d(_AvgPool, torch.nn.AvgPool1d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool1d`.
 
-    Forward:  y[i] = (Σ_t x[s·i − p + t]) / k along the last dimension.
+    Forward:  y[i] = (Σ_t x[s·i − p + t]) / n along the last dimension.
+    n is the size of the window, or without padding the number of its values that exist.
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
@@ -294,7 +304,8 @@ class DistributedAvgPool1d(_AvgPool, torch.nn.AvgPool1d):
 class DistributedAvgPool2d(_AvgPool, torch.nn.AvgPool2d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool2d`.
 
-    Forward:  y[i] = (Σ_t x[s·i − p + t]) / k along each of the last 2 dimensions.
+    Forward:  y[i] = (Σ_t x[s·i − p + t]) / n along each of the last 2 dimensions.
+    n is the size of the window, or without padding the number of its values that exist.
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.
@@ -317,7 +328,8 @@ class DistributedAvgPool2d(_AvgPool, torch.nn.AvgPool2d):
 class DistributedAvgPool3d(_AvgPool, torch.nn.AvgPool3d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool3d`.
 
-    Forward:  y[i] = (Σ_t x[s·i − p + t]) / k along each of the last 3 dimensions.
+    Forward:  y[i] = (Σ_t x[s·i − p + t]) / n along each of the last 3 dimensions.
+    n is the size of the window, or without padding the number of its values that exist.
 
     Args:
         P_x: where the tensor lies; axis d splits dimension d.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.layout import Cut, Layout, Shape
+from tessel.layout import Layout, Shape
 from tessel.move import Move
 from tessel.nn.layer import used
 from tessel.nn.ledger import check_origin, is_whole, layout_of, note, tensors, written
@@ -80,12 +79,7 @@ def move(source: Layout, target: Layout) -> Move:
 @kept_in_job
 def gathered(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """The same with some dimensions whole on all workers, as shared values."""
-    cuts = list(layout.cuts)
-    axes: tuple[int, ...] = ()
-    for dim in dims:
-        axes += cuts[dim].axes
-        cuts[dim] = Cut((), ((0, layout.shape[dim]),))
-    return replace(layout, cuts=tuple(cuts), shared=tuple(sorted({*layout.shared, *axes})))
+    return layout.gathered(dims)
 
 
 def sliced(value: Tensor, layout: Layout) -> Tensor:
