@@ -6,7 +6,7 @@ that it can cost); by strips, where the part stays where it lies and is convolve
 surroundings travel; and by a copy of the part into a larger tensor, with what lies around it.
 Medians over the rounds, in milliseconds, of the slower worker, and ratios to the first.
 
-    python benchmarks/convolution.py [--rounds 15] [--channels 16 64] [--size 256]
+    python benchmarks/convolution.py [--rounds 15] [--channels 16 64] [--size 512]
 """
 
 from __future__ import annotations

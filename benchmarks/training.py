@@ -46,9 +46,9 @@ def train(
     before = resident()
     P = tessel.world().create_cartesian_topology_partition(grid(tessel.world().size, shape))
     torch.manual_seed(0)
-    model = tessel.nn.distribute_module(getattr(models, name)(*args), P)
-    if P.size == 1:
-        model = getattr(models, name)(*args)  # plain torch
+    model = getattr(models, name)(*args)
+    if P.size > 1:  # else it stays plain torch
+        model = tessel.nn.distribute_module(model, P)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x = torch.randn(tessel.Layout.balanced(P, shape).local_shape)
     seconds = []

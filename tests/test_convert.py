@@ -81,19 +81,21 @@ class Training:
 TRAININGS = {
     1: [
         Training("ResNet18", (2,), (1, 1, 1, 1), (2, 3, 33, 32)),
+        Training("ResNet18", (2,), (1, 1, 1, 1), (2, 3, 64, 64)),
         Training("UNet", (2,), (1, 1, 1, 1), (2, 1, 13, 16)),
+        Training("UNet", (3,), (1, 1, 1, 1, 1), (1, 1, 8, 8, 9)),
         Training("VGG", (16,), (1, 1, 1, 1), (3, 3, 16, 16)),
     ],
     2: [
-        Training("ResNet18", (2,), (1, 1, 2, 1), (2, 3, 64, 64), 2),
+        Training("ResNet18", (2,), (1, 1, 2, 1), (2, 3, 64, 64)),
         Training("ResNet18", (2,), (2, 1, 1, 1), (3, 3, 37, 33)),
         Training("UNet", (2,), (1, 1, 1, 2), (1, 1, 16, 16)),
-        Training("UNet", (3,), (1, 1, 2, 1, 1), (1, 1, 8, 9, 10), 2),
+        Training("UNet", (3,), (1, 1, 2, 1, 1), (1, 1, 8, 9, 10)),
         Training("VGG", (17,), (1, 1, 1, 2), (3, 3, 17, 17)),
         Training("VGG", (16,), (1, 2, 1, 1), (3, 3, 16, 16)),
     ],
     4: [
-        Training("ResNet18", (2,), (1, 1, 2, 2), (2, 3, 64, 64), 2),
+        Training("ResNet18", (2,), (1, 1, 2, 2), (2, 3, 64, 64)),
         Training("ResNet18", (2,), (2, 1, 2, 1), (2, 3, 53, 37)),
         Training("ResNet18", (2,), (1, 2, 1, 2), (2, 3, 35, 32), 2),
         Training("ResNet18", (2,), (1, 1, 3, 1), (2, 3, 33, 35), 2),
@@ -101,8 +103,8 @@ TRAININGS = {
         Training("UNet", (2,), (1, 1, 4, 1), (2, 1, 19, 23)),
         Training("UNet", (2,), (2, 1, 1, 2), (3, 1, 17, 12)),
         Training("UNet", (1,), (2, 1, 2), (3, 1, 27)),
-        Training("UNet", (3,), (1, 1, 2, 1, 2), (1, 1, 9, 8, 11), 2),
-        Training("UNet", (3,), (2, 1, 1, 2, 1), (2, 1, 8, 8, 8), 2),
+        Training("UNet", (3,), (1, 1, 2, 1, 2), (1, 1, 9, 8, 11)),
+        Training("UNet", (3,), (2, 1, 1, 2, 1), (2, 1, 8, 8, 8)),
         Training("VGG", (16,), (1, 1, 2, 2), (3, 3, 16, 16)),
         Training("VGG", (16,), (2, 2, 1, 1), (3, 3, 16, 16)),
         Training("VGG", (17,), (1, 1, 4, 1), (3, 3, 17, 17)),
@@ -236,8 +238,7 @@ def check_frozen() -> None:
         traffic.append(backward.bytes_sent)
     assert traffic[0] < traffic[1]
     spread.requires_grad_(False)
-    with count_traffic() as backward:
-        assert not spread(layout.local_part(values(layout.shape, 1))).requires_grad
+    assert not spread(layout.local_part(values(layout.shape, 1))).requires_grad
 
 
 class Tied(nn.Module):
@@ -448,7 +449,9 @@ def check_different_models() -> None:
     conv = nn.Conv2d(3, 5 if rank == 2 else 4, 3)
     frozen = nn.Conv2d(3, 4, 3).requires_grad_(rank != 1)
     longer = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(1 + (rank == 3))))
-    for model in (conv, frozen, longer):
+    strided = nn.Conv2d(3, 4, 3, stride=1 + (rank == 1))
+    other = nn.Sequential(nn.Tanh() if rank == 2 else nn.ReLU())
+    for model in (conv, frozen, longer, strided, other):
         with pytest.raises(ValueError, match="the same model on all workers"):
             tessel.nn.distribute_module(model, place(SPLIT))
 
@@ -553,7 +556,6 @@ def check_dropout_of_parts() -> None:
             y = model(torch.ones(layout.local_shape, dtype=torch.float64))
             masks = everyones(y > 1)
             assert not any(torch.equal(masks[0], other) for other in masks[1:])
-        y = gathered(nn.Sequential(nn.Dropout(0.5)), grid, shape)
         model = tessel.nn.distribute_module(nn.Sequential(nn.Dropout2d(0.5)), place(grid))
         y = gathered(model, grid, shape)
         channels = y.flatten(2)
@@ -767,6 +769,93 @@ def check_memory_of_a_model() -> None:
         same_state(alone, spread, "statistics")
 
 
+class Autoencoder(nn.Module):
+    """From a picture to features, and back to a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3, padding=1)
+        self.code = nn.Linear(2 * 8 * 8, 2 * 4 * 4)
+        self.up = nn.ConvTranspose2d(2, 3, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.code(self.conv(x).flatten(1))
+        return self.up(code.unflatten(1, (2, 4, 4)))
+
+
+def check_output_lies_as_the_input() -> None:
+    """A whole that becomes an image again is split when it leaves, and so are its gradients."""
+    for grid in (SPLIT, (1, 2, 2, 1), (2, 1, 1, 2)):
+        alone, spread = pair(Autoencoder, grid)
+        layout = Layout.balanced(place(grid), (2, 3, 8, 8))
+        x, target = values(layout.shape, 1), values(layout.shape, 2)
+        y = spread(layout.local_part(x))
+        close("output", y, layout.local_part(alone(x)), TOLERANCE)
+        loss = tessel.nn.DistributedMSELoss(place(grid))(y, layout.local_part(target))
+        loss.backward()
+        F.mse_loss(alone(x), target).backward()
+        for a, b in zip(alone.parameters(), spread.parameters(), strict=True):
+            close("gradient", b.grad, a.grad, TOLERANCE)
+    uneven = Layout.from_lengths(place(SPLIT), [(2,), (3,), (6, 2), (1, 7)])
+    _, spread = pair(lambda: nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU()), SPLIT)
+    assert spread(uneven.local_part(x)).shape == (2, 3, 4, 4)
+
+
+class Sum(nn.Module):
+    def forward(self, *parts: Tensor) -> Tensor:
+        return sum(parts)
+
+
+def check_one_agreement_for_several_inputs() -> None:
+    model = tessel.nn.distribute_module(Sum(), place(SPLIT))
+    part = Layout.balanced(place(SPLIT), (2, 3, 8, 8)).local_part(values((2, 3, 8, 8), 1))
+    with count_traffic() as traffic:
+        y = model(part, part, part)
+    assert traffic.agreements == 1
+    close("sum", y, 3 * part)
+    with count_traffic() as traffic:
+        model(*[part] * 5)  # more than one message holds
+    assert traffic.agreements == 2
+    late = part if tessel.world().rank else part[:1]
+    with pytest.raises(ValueError, match="do not fit together"):
+        model(part, late, part)
+
+
+def check_own_forward() -> None:
+    """A forward that somebody put into a module is not lost."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 3))
+    model[0].forward = lambda x: x
+    with pytest.raises(NotImplementedError, match="forward of their own: 0"):
+        tessel.nn.distribute_module(model, place(SPLIT))
+    with pytest.raises(TypeError):
+        tessel.nn.DistributedMaxPool2d(place(SPLIT), 2)(torch.ones(1, 1, 4, 4), 7)
+
+
+def check_short_means() -> None:
+    """A mean of many values of a short type does not run over."""
+    model = tessel.nn.distribute_module(Mean(), place(SPLIT))
+    y = model(torch.full((1, 1, 64, 64), 20.0, dtype=torch.float16))
+    assert y.dtype == torch.float16 and float(y) == 20.0
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
+
+def check_placeholders() -> None:
+    """Workers outside of a partition get as many tensors as the others."""
+    P = tessel.world().create_partition_inclusive([0, 1])
+    P = P.create_cartesian_topology_partition([1, 1, 2])
+    x = torch.ones(1, 1, 4) if P.active else tessel.zero_volume_tensor()
+    for pool in (
+        tessel.nn.DistributedMaxPool1d(P, 2, return_indices=True),
+        tessel.nn.DistributedAdaptiveMaxPool1d(P, 2, return_indices=True),
+    ):
+        _, places = pool(x)
+        assert places.dtype == torch.int64
+
+
 CHECKS: Sequence[Callable[[], None]] = (
     *(check_state, check_kept, check_frozen, check_tied, check_one_layer, check_parts),
     *(check_copies, check_output_travels, check_evaluation, check_autocast, check_hooks),
@@ -780,7 +869,9 @@ CHECKS: Sequence[Callable[[], None]] = (
         check_inactive,
         check_several,
     ),
-    *(check_memory_of_a_model, check_checkpoint_of_a_leaf),
+    *(check_memory_of_a_model, check_checkpoint_of_a_leaf, check_output_lies_as_the_input),
+    *(check_one_agreement_for_several_inputs, check_own_forward, check_short_means),
+    check_placeholders,
 )
 
 

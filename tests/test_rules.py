@@ -196,6 +196,12 @@ def in_place(m: Body, x: Tensor) -> Tensor:
     return F.relu_(y)
 
 
+def changed_part(m: Body, x: Tensor) -> Tensor:
+    base = x.detach() * 1
+    base.flatten(1).detach().split(2, 1)[0].zero_()
+    return x + base
+
+
 def normalized(m: Body, x: Tensor) -> Tensor:
     """A batch norm by hand."""
     mean = x.mean(dim=(0, 2, 3), keepdim=True)
@@ -350,7 +356,7 @@ SHAPES = {
     "concat": Rule(lambda m, x: torch.concat([x, x], -1) + torch.concatenate([x, x], axis=-1)),
     "cat of shared": Rule(lambda m, x: torch.cat([x.mean((2, 3)), x.sum((2, 3))], 1)),
     "cat of shared and split": Rule(
-        lambda m, x: torch.cat([x, x.mean((2, 3), keepdim=True).expand_as(x)], 1), never=True
+        lambda m, x: torch.cat([x, x.mean((2, 3), keepdim=True).expand_as(x)], 1)
     ),
     "cat of types": Rule(lambda m, x: torch.cat([x.detach().round().float(), x], 2)),
     "cat of one": Rule(lambda m, x: torch.cat([x], 3) + x),
@@ -364,7 +370,12 @@ SHAPES = {
     "cat with a parameter first": Rule(
         lambda m, x: torch.cat([m.image.expand(x.shape), x], 1), never=True
     ),
-    "stack": Rule(lambda m, x: torch.stack([x, x], 1), never=True),
+    "stack": Rule(lambda m, x: torch.stack([x, m.conv(x)], 1)),
+    "stack at the end": Rule(lambda m, x: torch.stack([x, 2 * x], dim=-1).sum(-1)),
+    "select": Rule(lambda m, x: x.select(1, -1), whole=(1,)),
+    "narrow split": Rule(lambda m, x: x.narrow(-1, -3, 2)),
+    "expand a gate": Rule(lambda m, x: x * F.adaptive_avg_pool2d(x, 1).expand_as(x)),
+    "expand a shared gate": Rule(lambda m, x: x * x.mean((2, 3), keepdim=True).expand(x.shape)),
     "slice of channels": Rule(lambda m, x: x[:, 1:3] * 2),
     "slice of batch": Rule(lambda m, x: x[1:]),
     "slice of rows": Rule(lambda m, x: x[:, :, 1:-1]),
@@ -411,7 +422,7 @@ SHAPES = {
         lambda m, x: x.view(x.size(0), 2, -1, *x.shape[2:]).transpose(1, 2).reshape(x.shape),
         only_even=True,
     ),
-    "expand": Rule(lambda m, x: x.mean(1, keepdim=True).expand(-1, 3, -1, -1), never=True),
+    "expand": Rule(lambda m, x: x.mean(1, keepdim=True).expand(-1, 3, -1, -1)),
     "repeat": Rule(lambda m, x: x.repeat(1, 2, 1, 1), never=True),
     "view of another type": Rule(lambda m, x: x.detach().view(torch.int64), never=True),
 }
@@ -657,8 +668,8 @@ REFUSED = {
     "gather": Rule(lambda m, x: x.gather(1, (x > 0).long()), never=True),
     "index_select": Rule(lambda m, x: x.index_select(1, torch.tensor([0])), never=True),
     "scatter": Rule(lambda m, x: x.scatter(1, (x > 0).long(), 1.0), never=True),
-    "narrow": Rule(lambda m, x: x.narrow(2, 0, 2), never=True),
-    "select": Rule(lambda m, x: x.select(1, 0), never=True),
+    "narrow": Rule(lambda m, x: x.narrow(2, 0, 2)),
+    "change of a part of a copy": Rule(changed_part, whole=(2, 3)),
     "diagonal": Rule(lambda m, x: x.diagonal(), never=True),
     "tril": Rule(lambda m, x: x.tril(), never=True),
     "assignment": Rule(assigned, never=True),
@@ -697,7 +708,7 @@ REFUSED = {
     "resize": Rule(lambda m, x: x.detach().clone().resize_(2), never=True),
     "as_strided": Rule(lambda m, x: x.as_strided((2,), (1,)), never=True),
     "apply to each": Rule(lambda m, x: x.detach().map_(x.detach(), lambda a, b: a), never=True),
-    "broadcast_to": Rule(lambda m, x: x[:, :1].broadcast_to(x.shape), never=True),
+    "broadcast_to": Rule(lambda m, x: x[:, :1].broadcast_to(x.shape)),
     "block of rows": Rule(lambda m, x: torch.hstack([x, x]), never=True),
     "tile": Rule(lambda m, x: x.tile(2), never=True),
     "take": Rule(lambda m, x: x.take(torch.tensor([0])), never=True),

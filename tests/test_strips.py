@@ -177,6 +177,23 @@ def test_a_part_is_not_copied(run: Run) -> None:
         assert peak < 1.2 * output
 
 
+def derive_forwards() -> None:
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 4, 1])
+    layer = tessel.nn.DistributedConv2d(P, 2, 2, 3, padding=1).double()
+    shape = (1, 2, 160, 160)
+    layout = Layout.balanced(P, shape)
+    x, direction = (layout.local_part(values(shape, seed)).clone() for seed in (1, 2))
+    assert strips.stripped(layout, layout, (Window(3, before=1),) * 2, 1 << 10, 0.25) is not None
+    y, slope = torch.func.jvp(layer, (x,), (direction,))
+    whole = torch.nn.functional.conv2d(values(shape, 2), layer.weight, padding=1)
+    close("slope", slope, layout.local_part(whole.detach()))
+    close("value", y, layer(x))
+
+
+def test_strips_have_forward_derivatives(run: Run) -> None:
+    run(derive_forwards, nprocs=4)
+
+
 def test_strips_only_where_they_are_worth_it() -> None:
     P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
     whole = Layout.balanced(P, (1, 4, 64))

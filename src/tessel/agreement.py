@@ -7,7 +7,7 @@ gradient), all get all descriptions, and each draws the same conclusion from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -22,7 +22,8 @@ from tessel.transport import NUM_WORDS, Group, code_of
 
 MAX_DIM = 10
 MEMORY = 256  # conclusions that a meeting remembers
-assert 5 + MAX_DIM <= NUM_WORDS  # label, dtype, device, flags, number of dimensions, lengths
+CLAIM = 4 + MAX_DIM  # words of a claim: dtype, device, flags, number of dimensions, lengths
+MAX_CLAIMS = (NUM_WORDS - 2) // CLAIM  # in one exchange, after the label; the last word is free
 
 _DTYPES: tuple[torch.dtype | None, ...] = (
     None, torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -119,9 +120,12 @@ class Meeting(Generic[T]):
 
     def reach(self, claim: Claim) -> T:
         """One small exchange; its conclusion is drawn once for the same claims."""
-        everyones = self.group.share_words([self._code, *claim.words()])
+        return self.settle(self.group.share_words([self._code, *claim.words()]))
+
+    def settle(self, everyones: bytes) -> T:
+        """The conclusion from what all workers said."""
         if everyones not in self._known:
-            conclusion = self._settle(everyones)
+            conclusion = self._conclude(everyones)
             if len(self._known) >= MEMORY:
                 del self._known[next(iter(self._known))]
             self._known[everyones] = conclusion
@@ -131,10 +135,10 @@ class Meeting(Generic[T]):
     def _code(self) -> int:
         return code_of(self.identity or self.label)
 
-    def _settle(self, everyones: bytes) -> T:
+    def _conclude(self, everyones: bytes) -> T:
         self.group.check_same_call(everyones, self.label)
         rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS).tolist()
-        claims = [Claim.from_words(row[1:]) for row in rows]
+        claims = [Claim.from_words(row[1 : 1 + CLAIM]) for row in rows]
         given = {w: c for w, c in zip(self.group.workers, claims, strict=True) if w in self.givers}
         self._check_compiling(claims)
         self._check_grad_mode(claims)
@@ -185,6 +189,22 @@ class Meeting(Generic[T]):
                 f"{self.label}: only workers {needs} need a gradient, and a compiled call has no "
                 f"backward pass on the others; let all inputs need one, also empty ones"
             )
+
+
+def reach_together(meetings: Sequence[Meeting[T]], claims: Sequence[Claim]) -> list[T]:
+    """The conclusions of several meetings of one group, of which few take one exchange."""
+    found: list[T] = []
+    for start in range(0, len(meetings), MAX_CLAIMS):
+        some = meetings[start : start + MAX_CLAIMS]
+        said = [word for claim in claims[start : start + MAX_CLAIMS] for word in claim.words()]
+        everyones = some[0].group.share_words([some[0]._code, *said])
+        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
+        for number, meeting in enumerate(some):
+            own = np.zeros_like(rows)
+            own[:, 0] = rows[:, 0]
+            own[:, 1 : 1 + CLAIM] = rows[:, 1 + number * CLAIM : 1 + (number + 1) * CLAIM]
+            found.append(meeting.settle(own.tobytes()))
+    return found
 
 
 def has_tangent(x: Tensor) -> bool:

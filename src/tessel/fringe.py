@@ -6,6 +6,7 @@ is, only what lies around it need travel, and it may travel while the worker com
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -174,7 +175,7 @@ class Journey:
     """
 
     def __init__(self, fringe: Fringe) -> None:
-        self.departure = _Departure(fringe, _Slot(), _Slot())
+        self.departure = _Departure(fringe, deque(), deque())
 
     def depart(self, x: Tensor) -> Tensor:
         """Send; the result stands for what is on its way."""
@@ -185,10 +186,7 @@ class Journey:
         return record(self.departure.landing, token, False)
 
 
-class _Slot:
-    """What is on its way."""
-
-    arrive: Callable[[], Parts]
+_Slot = deque[Callable[[], Parts]]  # what is on its way: in forward mode a tangent follows
 
 
 class _Departure(LinearOperator):
@@ -202,7 +200,7 @@ class _Departure(LinearOperator):
 
     def _apply(self, x: Tensor) -> Tensor:
         fringe = self.fringe
-        self.slot.arrive = fringe.depart_adjoint(x) if self.adjoint else fringe.depart(x)
+        self.slot.append(fringe.depart_adjoint(x) if self.adjoint else fringe.depart(x))
         return x.new_empty(fringe.codomain.local_shape)
 
     @cached_property
@@ -224,8 +222,7 @@ class _Landing(LinearOperator):
         self.group = fringe.group
 
     def _apply(self, token: Tensor) -> Tensor:
-        fringe, arrived = self.fringe, self.slot.arrive()
-        del self.slot.arrive
+        fringe, arrived = self.fringe, self.slot.popleft()()
         return fringe.land_adjoint(arrived, token) if self.adjoint else fringe.land(arrived, token)
 
     @cached_property

@@ -27,7 +27,7 @@ from torch import Tensor
 from tessel.errors import WorkerLost
 from tessel.limits import time_limit
 
-NUM_WORDS = 16
+NUM_WORDS = 64
 F = TypeVar("F", bound=Callable[..., Any])
 Parcel = tuple[int, Tensor]  # (the worker at the other end, a contiguous tensor)
 

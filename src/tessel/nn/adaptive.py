@@ -55,7 +55,7 @@ class DistributedAdaptivePoolBase(Layer):
 
 
 class _AverageBase(DistributedAdaptivePoolBase):
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+    def compute(self, x: Tensor, layout: Layout) -> Result:
         shape = _pooled_shape(_AVERAGES[self.num_dims - 1], layout.shape, x.dtype, self._sizes())
         return average(x, layout, shape, self.num_dims)
 
@@ -63,7 +63,10 @@ class _AverageBase(DistributedAdaptivePoolBase):
 class _MaximumBase(DistributedAdaptivePoolBase):
     return_indices: bool
 
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Any:
+    def placeholder(self, x: Tensor) -> Any:
+        return (x.clone(), x.new_empty(0, dtype=torch.int64)) if self.return_indices else x.clone()
+
+    def compute(self, x: Tensor, layout: Layout) -> Any:
         shape = _pooled_shape(_MAXIMA[self.num_dims - 1], layout.shape, x.dtype, self._sizes())
         way = best_way(layout, shape, self.num_dims, (x.element_size(), _INDEX_BYTES))
         x = way.fetch.fetch(x)

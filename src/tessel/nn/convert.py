@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import count, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
 from tessel.layout import Layout, Shape, zero_volume_tensor
 from tessel.nn import ledger
 from tessel.nn.adaptive import (
@@ -164,16 +164,26 @@ def _converted(
 
 def _check_layers(model: nn.Module) -> None:
     """Raise if a layer is not supported, naming all of them."""
+    modules = [(path or "the model", module) for path, module in model.named_modules()]
+    changed = [path for path, module in modules if _is_changed(module)]
+    if changed:
+        raise NotImplementedError(
+            f"these modules have a forward of their own: {', '.join(changed)}; write it into a "
+            f"class"
+        )
     wrong = [
-        f"{path or 'the model'} ({type(module).__name__})"
-        for path, module in model.named_modules()
-        if not _is_supported(module)
+        f"{path} ({type(module).__name__})" for path, module in modules if not _is_supported(module)
     ]
     if wrong:
         raise NotImplementedError(
             f"these layers have no distributed form: {', '.join(wrong)}; replace them, or convert "
             f"only the parts of the model that do not hold them"
         )
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether somebody put another forward into a module."""
+    return not isinstance(module.__dict__.get("forward"), Entrance | None)
 
 
 def _is_supported(module: nn.Module) -> bool:
@@ -185,10 +195,11 @@ def _is_supported(module: nn.Module) -> bool:
 
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
     """Raise on all workers if their models differ in form; else a number that all of them have."""
-    form = [
+    form: list[tuple[Any, ...]] = [
         (name, tuple(value.shape), str(value.dtype), value.requires_grad)
         for name, value in (*model.named_parameters(), *model.named_buffers())
     ]
+    form += [(p, type(m).__qualname__, m.extra_repr()) for p, m in model.named_modules()]
     if not P_x.active:
         return 0
     forms = P_x.group.share_objects((form, int(torch.randint(2**62, ()))))
@@ -256,23 +267,33 @@ class Entrance:
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
         """The arguments, with the layouts of all parts of tensors written down."""
-        numbers = count()
-        dims = tuple(each.dim() for each in ledger.tensors(args, kwargs))
+        found = list(ledger.tensors(args, kwargs))
+        dims = tuple(each.dim() for each in found)
+        again = ledger.in_backward()  # a checkpoint computes it again: its layouts are written
+
+        def is_part(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.dim() == self.P_x.dim
+
+        def is_known(value: Tensor) -> bool:
+            return again and ledger.written(value) is not None
 
         def enter(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dim() != self.P_x.dim:
+            if not is_part(value):
                 return value
-            if ledger.in_backward() and (known := ledger.written(value)) is not None:
-                return note(value.view_as(value), known)  # a checkpoint computes it again
-            layout, terms = self._meeting(next(numbers), dims).reach(Claim.of(value))
+            if (known := ledger.written(value) if again else None) is not None:
+                return note(value.view_as(value), known)
+            layout, terms = next(entries)
             return note(even(admit(value, terms, True), terms).view_as(value), layout)
 
         with ledger.paused():
-            if self.P_x.dim not in dims and not ledger.in_backward():  # that raises, on all workers
-                given: Any = next(ledger.tensors(args, kwargs), None)
-                self._meeting(0, dims).reach(Claim.of(given))
+            parts = [each for each in found if is_part(each) and not is_known(each)]
+            claims = [Claim.of(each) for each in parts]
+            if not parts and not again:  # that raises, on all workers
+                claims = [Claim.of(next(iter(found), None))]  # type: ignore[arg-type]
+            meetings = [self._meeting(number, dims) for number in range(len(claims))]
+            entries = iter(reach_together(meetings, claims))
             entered = tree_map(enter, (args, kwargs))
-            if not ledger.in_backward():
+            if not again:
                 self.P_x.group.number_call()
         return entered
 
@@ -313,9 +334,12 @@ def _left(value: Any) -> Any:
 
 @kept_in_job
 def outside(layout: Layout) -> Layout:
-    """How an output leaves a model: features of a tensor of other dimensions are whole."""
+    """How an output leaves a model: as the input lies, if it has its dimensions.
+
+    Of other tensors the features are whole.
+    """
     if len(layout.shape) == layout.partition.dim:
-        return layout
+        return Layout.balanced(layout.partition, layout.shape)
     dims = (dim for dim, cut in enumerate(layout.cuts) if 1 in cut.axes and is_split(layout, dim))
     return gathered(layout, tuple(dims))
 

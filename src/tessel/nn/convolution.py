@@ -197,7 +197,7 @@ class _Convolution(Weighted):
             return tuple((total // 2, total - total // 2) for total in totals)
         return tuple((p, p) for p in tuple_of(self.padding, self.num_dims))
 
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+    def compute(self, x: Tensor, layout: Layout) -> Result:
         self.check_dtype(x)
         settings = self.settings()
         shape = convolved(layout.shape, settings)

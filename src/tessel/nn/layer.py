@@ -36,6 +36,7 @@ class Layer(Numbered):
     """
 
     P_x: Partition
+    compute: Callable[..., Result]  # (this worker's part, the layout of the whole, and arguments)
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # that of torch's own layer
@@ -49,10 +50,6 @@ class Layer(Numbered):
         if theirs is not None:
             own, torchs = (vars(each)["__init__"] for each in (_with_init(cls), _with_init(theirs)))
             cls.__signature__ = _signature(own, torchs)  # type: ignore[attr-defined]
-
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
-        """This worker's part of the result, and its layout."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it is computed")
 
     def place_on(self, P_x: Partition) -> None:
         """Make the layer work on tensors that lie on `P_x`."""
@@ -83,10 +80,14 @@ class Layer(Numbered):
             x, known = input, ledger.layout_of(input)
             if known is None:
                 if transport.this_worker() not in self._group.workers:
-                    return x.clone()
+                    return self.placeholder(x)
                 x, known = self._agree(x)
             y, layout = self.compute(x, known, *args, **settings)
             return ledger.note(y, layout)
+
+    def placeholder(self, x: Tensor) -> Any:
+        """What a worker gets that takes no part."""
+        return x.clone()
 
     def torch_forward(self, x: Tensor, *args: Any) -> Any:
         """What torch's own layer computes."""

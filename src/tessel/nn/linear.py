@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -62,7 +61,7 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         shapes: dict[str, Shape] = {"weight": (self.out_features, self.in_features)}
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
 
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+    def compute(self, x: Tensor, layout: Layout) -> Result:
         self.check_dtype(x)
         shape = _shape(layout.shape, self.whole_shapes()["weight"])
         grid = self.weight_grid(len(shape))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.agreement import CLAIM, Claim, Meeting, Terms, admit
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.nn.layer import Layer, Result, even, used
@@ -60,9 +60,9 @@ class Agreed:
 class MarkedMeeting(Meeting[Agreed]):
     """Where workers agree on a tensor beside the input."""
 
-    def _settle(self, everyones: bytes) -> Agreed:
-        marks = memoryview(everyones).cast("q")[NUM_WORDS - 1 :: NUM_WORDS]
-        return replace(super()._settle(everyones), marks=tuple(marks.tolist()))
+    def _conclude(self, everyones: bytes) -> Agreed:
+        marks = memoryview(everyones).cast("q")[1 + CLAIM :: NUM_WORDS]
+        return replace(super()._conclude(everyones), marks=tuple(marks.tolist()))
 
 
 def _agreed(shapes: dict[int, Shape], terms: Terms) -> Agreed:

@@ -6,7 +6,7 @@ from tessel.windows import Window
 
 
 class PoolingMixin:
-    """Which inputs an output of a pool reads, and which halo a worker's part needs.
+    """Which inputs an output of a pool reads.
 
     A pool's window is not centred: its origin is its first entry. Indices are global; those below
     zero and beyond the end lie in the padding.

@@ -287,7 +287,7 @@ class _Norm(Layer):
     weight: Any
     bias: Any
 
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+    def compute(self, x: Tensor, layout: Layout) -> Result:
         sizes = layout.partition.shape
         if all(sizes[axis] == 1 or axis in layout.shared for axis in range(len(sizes))):
             return self.torch_forward(x), layout

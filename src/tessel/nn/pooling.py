@@ -62,7 +62,7 @@ class DistributedPoolingBase(PoolingMixin, Layer):
         """This worker's outputs, at least one, from what its windows read."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it pools")
 
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+    def compute(self, x: Tensor, layout: Layout) -> Result:
         shape = self.global_shape(layout.shape, (x.dtype, x.device.type))
         windows = self.windows()
         plan = windowed(layout, shape, leading(len(shape), windows))
@@ -219,6 +219,9 @@ def _counts(window: Window, outputs: Interval, length: int, include_pad: bool) -
 class _MaxPool(DistributedPoolingBase):
     dilation: Any
     return_indices: bool
+
+    def placeholder(self, x: Tensor) -> Any:
+        return (x.clone(), x.new_empty(0, dtype=torch.int64)) if self.return_indices else x.clone()
 
     def global_shape(self, shape: Shape, kind: Kind) -> Shape:
         return _maximum_shape(shape, kind, self.windows(), self.ceil_mode)

@@ -83,7 +83,7 @@ class DistributedUpsample(Layer, torch.nn.Upsample):
         )
         self.place_on(P_x)
 
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
+    def compute(self, x: Tensor, layout: Layout) -> Result:
         settings = self._settings()
         shape = _global_shape(layout.shape, x.dtype, settings)
         if self.mode == "area":

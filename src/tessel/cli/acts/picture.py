@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ class Report:
         alone: the peak of the tensors' bytes in one process.
         peaks: the same on each worker.
         sent: the bytes that each worker sent, forward and backward.
+        agreements: how often the workers agreed.
         seconds: how long one process took, and the workers.
         layout: where the picture lay.
         pictures: the input and the output.
@@ -45,6 +46,7 @@ class Report:
     alone: int
     peaks: tuple[int, ...]
     sent: tuple[int, ...]
+    agreements: int
     seconds: tuple[float, float]
     layout: Layout
     pictures: tuple[Tensor, Tensor]
@@ -127,7 +129,8 @@ def perform(size: int) -> Report | None:
     if world().rank != 0:
         return None
     peaks, sent = zip(*parts, strict=True)
-    return _compared(alone, spread, whole, output, layout, seconds, peaks, sent)
+    found = _compared(alone, spread, whole, output, layout, seconds, peaks, sent)
+    return replace(found, agreements=traffic.agreements)
 
 
 def _collected(y: Tensor, layout: Layout) -> Tensor:
@@ -163,6 +166,7 @@ def _compared(
         alone=memory.peak,
         peaks=peaks,
         sent=sent,
+        agreements=0,
         seconds=(before, seconds),
         layout=layout,
         pictures=(whole[0, 0], output[0, 0]),
@@ -204,8 +208,8 @@ def legend(report: Report) -> str:
     """What the table says of exactness."""
     return (
         f"largest difference from one process: output {report.value_error:.0e}, "
-        f"gradients of all parameters {report.gradient_error:.0e}; one agreement for the whole "
-        f"model"
+        f"gradients of all parameters {report.gradient_error:.0e}; agreements of the workers: "
+        f"{report.agreements}"
     )
 
 

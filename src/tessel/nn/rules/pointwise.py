@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout
-from tessel.nn.ledger import is_copy, tensors, written
+from tessel.nn.ledger import is_copy, note_view, tensors, written
 from tessel.nn.rules.book import (
     Arguments,
     Settings,
@@ -137,11 +137,11 @@ def _fitted(value: Any, target: Layout) -> Any:
     layout = written(value)
     if layout is None:
         return sliced(value, target)
-    return value if layout == target else moved(value, _broadcast(layout, target))
+    return value if layout == target else moved(value, broadcast(layout, target))
 
 
 @kept_in_job
-def _broadcast(layout: Layout, target: Layout) -> Layout:
+def broadcast(layout: Layout, target: Layout) -> Layout:
     """Where an operand must lie: as the result, but dimensions of length one are everywhere."""
     first = len(target.shape) - len(layout.shape)
     cuts = tuple(
@@ -186,9 +186,9 @@ def shape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return torch.Size(whole(args[0]).shape)
 
 
-@rule("get data")
+@rule("get data", "detach")
 def data(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    return noted(args[0].detach(), whole(args[0]))
+    return note_view(noted(args[0].detach(), whole(args[0])), args[0])
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")

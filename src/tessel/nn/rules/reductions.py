@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tessel.layout import Cut, Layout
@@ -60,9 +61,12 @@ def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         func(x.reshape(-1)[:1])  # torch's own error
     if not any(is_split(layout, dim) for dim in dims) and x.numel():
         return noted(func(*args, **kwargs), shared)
-    own = x.sum(dims, keepdim, dtype=dtype) if dims else x.sum(dtype=dtype)
+    result = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
+    own = x.sum(dims, keepdim, dtype=wide) if dims else x.sum(dtype=wide)
     y = move(separate, shared).apply(own)
-    return noted(y / prod(layout.shape[dim] for dim in dims) if name == "mean" else y, shared)
+    y = y / prod(layout.shape[dim] for dim in dims) if name == "mean" else y
+    return noted(y.to(result), shared)
 
 
 @rule(

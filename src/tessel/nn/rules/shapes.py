@@ -29,6 +29,7 @@ from tessel.nn.rules.book import (
     unsupported,
     whole,
 )
+from tessel.nn.rules.pointwise import broadcast
 from tessel.transport import kept_in_job
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # dims before, and dims after
@@ -253,11 +254,52 @@ def chunk(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             cuts=tuple(layout.cuts[d] for d in keep),
             shared=axes,
         )
-        return tuple(noted(each, rest) for each in pieces)
+        return tuple(note_view(noted(each, rest), x) for each in pieces)
     return tuple(
-        noted(each, _shortened(layout, tuple((0, n) for n in shape)))
+        note_view(noted(each, _shortened(layout, tuple((0, n) for n in shape))), x)
         for each, shape in zip(pieces, shapes, strict=True)
     )
+
+
+@rule("narrow", "select")
+def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A slice, or one index, along a dimension."""
+    names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    dim = range(len(whole(args[0]).shape))[given["dim"]]
+    if name == "narrow":
+        outlines(func, args, kwargs)  # torch's own error
+        start = given["start"] % max(1, whole(args[0]).shape[dim])
+        pick: Any = slice(start, start + given["length"])
+    else:
+        pick = given["index"]
+    return getitem(name, Tensor.__getitem__, (args[0], (*[slice(None)] * dim, pick)), {})
+
+
+@rule("stack")
+def stack(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Tensors one beside the other along a new dimension, which is whole."""
+    parts: Sequence[Tensor] = args[0] if args else kwargs["tensors"]
+    given = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    outlines(func, (list(parts), given), {})  # torch's own error
+    dim = range(len(whole(parts[0]).shape) + 1)[given]
+    wider = [reshape("unsqueeze", torch.unsqueeze, (each, dim), {}) for each in parts]
+    return cat("cat", torch.cat, (wider, dim), {})
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def expand(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Dimensions of length one become longer, and lie as those of the tensor that is named."""
+    x, layout = args[0], whole(args[0])
+    shape = tuple(outlines(func, args, kwargs).shape)
+    other = written(args[1]) if name == "expand_as" else None
+    if other is None:
+        first = len(shape) - len(layout.shape)
+        new = tuple(Cut((), ((0, n),)) for n in shape[:first])
+        wider = replace(layout, shape=(*shape[:first], *layout.shape), cuts=(*new, *layout.cuts))
+        other = wider.resized(shape)
+    y = moved(x, broadcast(layout, other)).expand(other.local_shape)
+    return note_view(noted(y, other), x, copied=True)
 
 
 @rule("pad")
@@ -298,5 +340,5 @@ def pixel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         cuts[dim] = Cut(layout.cuts[dim].axes, parts)
     target = replace(layout, shape=shape, cuts=tuple(cuts))
     if 0 in x.shape:
-        return noted(x.reshape(-1)[:0].sum().expand(target.local_shape), target)
+        return noted(nothing(target.local_shape, x), target)
     return noted(func(*args, **kwargs), target)
