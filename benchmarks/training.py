@@ -7,7 +7,7 @@ speed-up is the median of the rounds' ratios. Memory is the peak of a process's 
 made, measured in fresh processes that have trained a tiny model before, so that what torch loads is
 not counted; of several workers, that of the largest.
 
-    python benchmarks/training.py [--rounds 3] [--image 224] [--volume 64]
+    python benchmarks/training.py [--rounds 3] [--batch 8] [--image 640] [--volume 128]
 """
 
 from __future__ import annotations
@@ -104,12 +104,13 @@ def memory(name: str, args: tuple[int, ...], shape: Shape, workers: int) -> tupl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--image", type=int, default=224)
-    parser.add_argument("--volume", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--image", type=int, default=640)
+    parser.add_argument("--volume", type=int, default=128)
     options = parser.parse_args()
     n, m = options.image, options.volume
     cases = [
-        ("ResNet18", (64, 1000), (4, 3, n, n)),
+        ("ResNet18", (64, 1000), (options.batch, 3, n, n)),
         ("UNet", (3, 16), (1, 1, m, m, m)),
     ]
     table = Table("model, input", title="one thread a process")

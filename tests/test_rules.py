@@ -669,7 +669,7 @@ REFUSED = {
     "index_select": Rule(lambda m, x: x.index_select(1, torch.tensor([0])), never=True),
     "scatter": Rule(lambda m, x: x.scatter(1, (x > 0).long(), 1.0), never=True),
     "narrow": Rule(lambda m, x: x.narrow(2, 0, 2)),
-    "change of a part of a copy": Rule(changed_part, whole=(2, 3)),
+    "change of a part of a copy": Rule(changed_part, whole=(1, 2, 3)),
     "diagonal": Rule(lambda m, x: x.diagonal(), never=True),
     "tril": Rule(lambda m, x: x.tril(), never=True),
     "assignment": Rule(assigned, never=True),
