@@ -501,7 +501,7 @@ REDUCTIONS = {
     "any of all": Rule(lambda m, x: (x > 2).any(), whole=(0, 1, 2, 3)),
     "median": Rule(lambda m, x: x.median(1)[0], whole=(1,)),
     "count_nonzero": Rule(lambda m, x: (x > 0).count_nonzero(1), whole=(1,)),
-    "aminmax": Rule(lambda m, x: torch.aminmax(x, dim=1), whole=(1,)),
+    "aminmax": Rule(lambda m, x: torch.aminmax(x.detach(), dim=1), whole=(1,)),
     "reduction of what is shared": Rule(
         lambda m, x: x.mean((2, 3)).softmax(1).amax(1) + x.mean((1, 2, 3)), whole=(1,)
     ),

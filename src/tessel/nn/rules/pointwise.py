@@ -32,6 +32,7 @@ ALSO = frozenset(
     (
         *(
             "hardswish",
+            "leaky_relu",
             "softsign",
             "tanhshrink",
             "logsigmoid",
