@@ -5,7 +5,8 @@ thread. Single process and workers take turns in one run; times are medians over
 speed-up is the median of the rounds' ratios. Memory is the peak of a process's resident memory
 (parameters, gradients, momentum, activations, messages) beyond what it had before the model was
 made, measured in fresh processes that have trained a tiny model before, so that what torch loads is
-not counted; of several workers, that of the largest.
+not counted; of several workers, that of the largest. It holds what allocators keep and kernels use
+for themselves; beside it stands the ratio of the bytes of tensors alone.
 
     python benchmarks/training.py [--rounds 3] [--batch 8] [--image 640] [--volume 128]
 """
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tessel
-from tessel.testing import WorkerPool, count_traffic
+from tessel.testing import WorkerPool, count_memory, count_traffic
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import models  # (the same models as in the tests)
@@ -101,6 +102,19 @@ def memory(name: str, args: tuple[int, ...], shape: Shape, workers: int) -> tupl
     return max(r["memory"] for r in results), max(r["bytes"] for r in results)
 
 
+def bytes_of_tensors(name: str, args: tuple[int, ...], shape: Shape) -> int:
+    """The most bytes of tensors that are alive at once in two steps, the model's own included."""
+    with count_memory() as memory:
+        train(name, args, shape, 1)
+    return memory.peak
+
+
+def tensors(name: str, args: tuple[int, ...], shape: Shape, workers: int) -> int:
+    """The same, of the largest worker."""
+    with WorkerPool(threads=1, timeout=900) as pool:
+        return max(pool.run(bytes_of_tensors, name, args, shape, nprocs=workers))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -116,17 +130,19 @@ def main() -> None:
     table = Table("model, input", title="one thread a process")
     for column in (
         *("1 process s", "2 workers s", "speed-up"),
-        *("1 process MiB", "4 workers MiB", "memory", "MiB sent a step"),
+        *("1 process MiB", "4 workers MiB", "memory", "tensors", "MiB sent a step"),
     ):
         table.add_column(column, justify="right")
     for name, args, shape in cases:
         one, two, ratio = speed(name, args, shape, options.rounds)
         alone, _ = memory(name, args, shape, 1)
         spread, sent = memory(name, args, shape, 4)
+        held = tensors(name, args, shape, 4) / tensors(name, args, shape, 1)
         table.add_row(
             f"{name} {shape}",
             *(f"{one:.2f}", f"{two:.2f}", f"{ratio:.2f}"),
             *(f"{alone / 2**20:.0f}", f"{spread / 2**20:.0f}", f"{spread / alone:.2f}"),
+            f"{held:.2f}",
             f"{sent / 2**20:.1f}",
         )
     Console(width=120).print(table)

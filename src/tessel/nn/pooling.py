@@ -14,9 +14,10 @@ from torch import Tensor
 
 from tessel.boxes import Interval
 from tessel.layout import Layout, Shape
+from tessel.nn import pieces
 from tessel.nn.layer import Layer, Result, nothing
 from tessel.nn.mixins import PoolingMixin
-from tessel.nn.windowed import Windowed, leading, outline, tuple_of, windowed
+from tessel.nn.windowed import Windowed, leading, outline, overhang, tuple_of, windowed
 from tessel.windows import Window
 
 Numbers = tuple[int, ...]
@@ -66,7 +67,12 @@ class DistributedPoolingBase(PoolingMixin, Layer):
         shape = self.global_shape(layout.shape, (x.dtype, x.device.type))
         windows = self.windows()
         plan = windowed(layout, shape, leading(len(shape), windows))
-        return self._pool(plan.fetch(x), plan, windows), plan.target
+        y = self.without_copy(x, plan, windows)
+        return self._pool(plan.fetch(x), plan, windows) if y is None else y, plan.target
+
+    def without_copy(self, x: Tensor, plan: Windowed, windows: tuple[Window, ...]) -> Tensor | None:
+        """This worker's outputs without a copy of its inputs, if that is possible and quicker."""
+        return None
 
     def _pool(self, x: Tensor, plan: Windowed, windows: tuple[Window, ...]) -> Any:
         if plan.stays_whole:
@@ -101,8 +107,15 @@ class Frame:
     @classmethod
     def of(cls, plan: Windowed, windows: tuple[Window, ...]) -> Frame:
         D = len(windows)
-        sides = zip(windows, plan.overhang[-D:], plan.target.local_shape[-D:], strict=True)
-        padding, outputs, behind = zip(*(_frame(*each) for each in sides), strict=True)
+        return cls.around(windows, plan.overhang[-D:], plan.target.local_shape[-D:])
+
+    @classmethod
+    def around(
+        cls, windows: tuple[Window, ...], sides: Sequence[Interval], counts: Sequence[int]
+    ) -> Frame:
+        """For so many outputs, whose windows stick out so far on both sides."""
+        each = zip(windows, sides, counts, strict=True)
+        padding, outputs, behind = zip(*(_frame(*numbers) for numbers in each), strict=True)
         return cls(windows, padding, (..., *outputs), behind)
 
     def filled(self, x: Tensor, value: float, least: Numbers | None = None) -> Tensor:
@@ -225,6 +238,25 @@ class _MaxPool(DistributedPoolingBase):
 
     def global_shape(self, shape: Shape, kind: Kind) -> Shape:
         return _maximum_shape(shape, kind, self.windows(), self.ceil_mode)
+
+    def without_copy(self, x: Tensor, plan: Windowed, windows: tuple[Window, ...]) -> Tensor | None:
+        if self.return_indices:
+            return None
+        found = pieces.in_pieces(plan, windows, pieces.LEAST_VALUES)
+        if found is None:
+            return None
+        sides = list(plan.overhang[-len(windows) :])
+        counts = list(plan.target.local_shape[-len(windows) :])
+        at = found.dim - len(plan.target.shape)
+
+        def pool(rows: Tensor, outputs: Interval) -> Tensor:
+            hull, length = found.window.hull(outputs), plan.source.shape[at]
+            sides[at], counts[at] = overhang(hull, length), outputs[1] - outputs[0]
+            frame = Frame.around(windows, sides, counts)
+            rows = frame.filled(rows, _lowest(rows.dtype))
+            return _maximum(rows, frame, False)[frame.outputs]
+
+        return found.apply(x, pool)
 
     def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Tensor | tuple[Tensor, Tensor]:
         x = frame.filled(x, _lowest(x.dtype))

@@ -89,7 +89,7 @@ class Windowed:
         box = self.target.box()
         assert box is not None
         return tuple(
-            (0, 0) if reach is None or part[0] == part[1] else _overhang(reach.hull(part), length)
+            (0, 0) if reach is None or part[0] == part[1] else overhang(reach.hull(part), length)
             for reach, part, length in zip(self.reach, box, self.source.shape, strict=True)
         )
 
@@ -101,7 +101,8 @@ class Windowed:
         )
 
 
-def _overhang(hull: Interval, length: int) -> Interval:
+def overhang(hull: Interval, length: int) -> Interval:
+    """How far an interval sticks out of a tensor of this length, on both sides."""
     return max(0, -hull[0]), max(0, hull[1] - length)
 
 

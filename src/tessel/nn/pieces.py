@@ -1,0 +1,128 @@
+"""Pieces: a pool where the tensor lies; only outputs near a border read what lies around.
+
+Most outputs of a worker read its own part alone, which need not be copied for them, nor kept twice
+for the backward pass. Those near its borders are pooled from a few rows of the part and the rows of
+the neighbour, and all are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from tessel.boxes import Interval, overlap
+from tessel.fringe import Fringe, Strip
+from tessel.layout import Layout
+from tessel.nn.layer import nothing
+from tessel.nn.windowed import Windowed
+from tessel.transport import kept_in_job
+from tessel.windows import Window
+
+LEAST_VALUES = 1 << 18  # of a worker's part, below which a copy of it is cheaper
+Pool = Callable[[Tensor, Interval], Tensor]  # of what outputs along the split dimension read
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A pool in pieces, along the one dimension that is split.
+
+    Attributes:
+        plan: what the outputs read.
+        dim: the dimension.
+        window: along it.
+        fringe: what brings the rows of others.
+    """
+
+    plan: Windowed
+    dim: int
+    window: Window
+    fringe: Fringe
+
+    def apply(self, x: Tensor, pool: Pool) -> Tensor:
+        """This worker's outputs."""
+        flat = self.fringe.apply(x)
+        own, outputs = self._intervals()
+        inner = _inner(self.window, own, outputs, self._length)
+        strips = iter(self.fringe.split(flat))
+        pieces = [
+            self._piece(x, part, pool, strips)
+            for part in ((outputs[0], inner[0]), inner, (inner[1], outputs[1]))
+            if part[0] < part[1]
+        ]
+        empty = list(self.plan.target.local_shape)
+        empty[self.dim] = 0
+        return torch.cat([*pieces, nothing(tuple(empty), flat)], self.dim)
+
+    @property
+    def _length(self) -> int:
+        return self.plan.source.shape[self.dim]
+
+    def _intervals(self) -> tuple[Interval, Interval]:
+        own, outputs = self.plan.source.box(), self.plan.target.box()
+        assert own is not None and outputs is not None
+        return own[self.dim], outputs[self.dim]
+
+    def _piece(self, x: Tensor, outputs: Interval, pool: Pool, strips: object) -> Tensor:
+        (a, b), _ = self._intervals()
+        start, stop = overlap(self.window.hull(outputs), (0, self._length)) or (0, 0)
+        rows = x.narrow(self.dim, max(start, a) - a, min(stop, b) - max(start, a))
+        if start < a:
+            rows = torch.cat([next(strips), rows], self.dim)  # type: ignore[call-overload]
+        if stop > b:
+            rows = torch.cat([rows, next(strips)], self.dim)  # type: ignore[call-overload]
+        return pool(rows, outputs)
+
+
+@kept_in_job
+def in_pieces(plan: Windowed, windows: tuple[Window, ...], least: int) -> Pieces | None:
+    """How to pool in pieces, or None if that is not possible on all workers, or not worth it."""
+    source, target = plan.source, plan.target
+    lead = len(source.shape) - len(windows)
+    split = [dim for dim, cut in enumerate(source.cuts) if len(cut.intervals) > 1]
+    if len(split) != 1 or split[0] < lead or plan.source == plan.read:
+        return None
+    (dim,) = split
+    window, length = windows[dim - lead], source.shape[dim]
+    places = zip(source.cuts[dim].intervals, target.cuts[dim].intervals, strict=True)
+    if prod(source.shape) < least * source.partition.size:
+        return None
+    if not all(_is_possible(window, own, outputs, length) for own, outputs in places):
+        return None
+    strips = tuple(_strips(source, plan.read, dim, worker) for worker in source.partition.ranks)
+    return Pieces(plan, dim, window, Fringe(source, plan.read, strips))
+
+
+def _inner(window: Window, own: Interval, outputs: Interval, length: int) -> Interval:
+    """The outputs that read nothing of others."""
+    (a, b), (i, j) = own, outputs
+    first = i if a == 0 else max(i, ceil((a - window.first(0)) / window.stride))
+    stop = j if b == length else min(j, (b - 1 - window.last(0)) // window.stride + 1)
+    return first, stop
+
+
+def _is_possible(window: Window, own: Interval, outputs: Interval, length: int) -> bool:
+    """Whether there are such outputs, and each other one reads beyond one border only."""
+    first, stop = _inner(window, own, outputs, length)
+    if own[0] == own[1] or first >= stop:
+        return False
+    before, behind = (outputs[0], first), (stop, outputs[1])
+    return (before[0] == before[1] or window.hull(before)[1] <= own[1]) and (
+        behind[0] == behind[1] or window.hull(behind)[0] >= own[0]
+    )
+
+
+def _strips(source: Layout, read: Layout, dim: int, worker: int) -> tuple[Strip, ...]:
+    """What a worker reads before and behind its part."""
+    own, wanted = source.box(worker), read.box(worker)
+    assert own is not None and wanted is not None
+    found = []
+    for part in ((wanted[dim][0], own[dim][0]), (own[dim][1], wanted[dim][1])):
+        if part[0] < part[1]:
+            box = (*own[:dim], part, *own[dim + 1 :])
+            shape = tuple(stop - start for start, stop in box)
+            found.append(Strip(tuple(start for start, _ in box), shape, box))
+    return tuple(found)
