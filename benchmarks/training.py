@@ -97,7 +97,7 @@ def speed(name: str, args: tuple[int, ...], shape: Shape, rounds: int) -> tuple[
 def memory(name: str, args: tuple[int, ...], shape: Shape, workers: int) -> tuple[float, float]:
     """The peak of a process and the bytes that it sends in a step, in fresh processes."""
     with WorkerPool(threads=1, timeout=900) as pool:
-        tiny = (*shape[:2], *[32] * (len(shape) - 2))
+        tiny = (2, shape[1], *[32] * (len(shape) - 2))
         results = pool.run(train, name, args, shape, 1, tiny, nprocs=workers)
     return max(r["memory"] for r in results), max(r["bytes"] for r in results)
 
