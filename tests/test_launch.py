@@ -365,14 +365,9 @@ def read_pids(process):
     return [[int(pid) for pid in column] for column in zip(*lines, strict=True)]
 
 
-def interrupt(process):
-    """Press Ctrl-C, which a terminal sends to all processes of a job."""
-    os.killpg(process.pid, signal.SIGINT)
-
-
 def test_workers_end_on_keyboard_interrupt_and_with_their_parent(tmp_path):
     text = """
-        import contextlib, os, re, threading
+        import contextlib, os, re, signal, threading
         import torch, torch.distributed as dist
         from tessel.launch import launch
 
@@ -383,6 +378,7 @@ def test_workers_end_on_keyboard_interrupt_and_with_their_parent(tmp_path):
             dist.recv(torch.empty(1))  # forever
 
         if __name__ == "__main__":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it behind &
             for fn in (busy, lambda: busy()):
                 with contextlib.suppress(KeyboardInterrupt):
                     launch(fn, 2)
@@ -396,9 +392,7 @@ def test_workers_end_on_keyboard_interrupt_and_with_their_parent(tmp_path):
         pids = []
         for _ in ("imported", "forked"):
             workers, templates = read_pids(process)
-            interrupt(process)
-            if wait_until_gone(workers):  # Python drops an interrupt that comes in a finalizer
-                interrupt(process)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             assert not wait_until_gone(workers)
             pids += workers + templates
         for _ in ("forked", "imported"):
