@@ -255,6 +255,15 @@ class Layout:
             boxes.disjoint(cut.intervals) for cut in self.cuts
         )
 
+    def is_split(self, dim: int) -> bool:
+        """Whether a dimension lies in several parts.
+
+        >>> import tessel
+        >>> tessel.Layout.balanced(tessel.world(), (6,)).is_split(0)
+        False
+        """
+        return len(self.cuts[dim].intervals) > 1
+
     def places(self, coordinates: Coordinates) -> tuple[int, ...]:
         """For each dimension, which of its intervals the worker at these coordinates stores."""
         sizes = self.partition.shape

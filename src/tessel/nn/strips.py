@@ -96,11 +96,11 @@ def stripped(
     """
     D = len(windows)
     lead = len(source.shape) - D
-    if source.cuts[: lead - 1] != target.cuts[: lead - 1] or _is_split(source, lead - 1):
+    if source.cuts[: lead - 1] != target.cuts[: lead - 1] or source.is_split(lead - 1):
         return None
     if prod(source.shape) < least * source.partition.size:
         return None
-    split = [d for d in range(D) if _is_split(source, lead + d)]
+    split = [d for d in range(D) if source.is_split(lead + d)]
     sides = {d: _sides(source, target, windows[d], lead + d) for d in split}
     if not split or any(each is None for parts in sides.values() for each in parts):
         return None
@@ -118,10 +118,6 @@ def stripped(
     assert place is not None
     worker = source.partition.ranks[place]
     return Stripped(geometry.padding(worker), everyones[place], fringe)
-
-
-def _is_split(layout: Layout, dim: int) -> bool:
-    return len(layout.cuts[dim].intervals) > 1
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ class _Geometry:
         )
 
     def _is_split(self, d: int) -> bool:
-        return _is_split(self.source, self.lead + d)
+        return self.source.is_split(self.lead + d)
 
     def edges(self, worker: int) -> tuple[Edge, ...]:
         """The edges of a worker, dimension by dimension: those before as they are, those behind

@@ -54,7 +54,7 @@ def held_layouts(*values: Any) -> list[Layout]:
 
 def is_split(layout: Layout, dim: int) -> bool:
     """Whether a dimension lies in several parts."""
-    return len(layout.cuts[dim].intervals) > 1
+    return layout.is_split(dim)
 
 
 def check_whole(name: str, *values: Any) -> None:
