@@ -2,11 +2,18 @@
 
 Training steps (forward, backward, SGD) of a ResNet-18 and a 3-D U-Net. Every process has one
 thread. Single process and workers take turns in one run; times are medians over the rounds, the
-speed-up is the median of the rounds' ratios. Memory is the peak of a process's resident memory
-(parameters, gradients, momentum, activations, messages) beyond what it had before the model was
-made, measured in fresh processes that have trained a tiny model before, so that what torch loads is
-not counted; of several workers, that of the largest. It holds what allocators keep and kernels use
-for themselves; beside it stands the ratio of the bytes of tensors alone.
+speed-up is the median of the rounds' ratios. Its ceiling is what the machine gives: two processes
+that train torch's own model on a half each, at the same time, and exchange nothing.
+
+Memory is the peak of a process's resident memory (parameters, gradients, momentum, activations,
+messages) beyond what it had before the model was made, measured in fresh processes that have
+trained a tiny model before, so that what torch loads is not counted; of several workers, that of
+the largest. Beside it stands the ratio of the bytes of tensors alone.
+
+The allocator is set alike for all. While time is measured it keeps what is freed, else the kernel
+clears every large tensor anew. While memory is measured it gives back all that is larger than
+4 MiB; by default glibc keeps what is smaller than the largest block that was ever freed, up to
+32 MiB, which the smaller tensors of several workers are and those of one process are not.
 
     python benchmarks/training.py [--rounds 3] [--batch 8] [--image 640] [--volume 128]
 """
@@ -14,10 +21,14 @@ for themselves; beside it stands the ratio of the bytes of tensors alone.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,6 +42,9 @@ import models  # (the same models as in the tests)
 
 Shape = tuple[int, ...]
 
+KEEP = {"MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
+
 
 def grid(workers: int, shape: Shape) -> list[int]:
     """Workers in slabs along the first dimension of space."""
@@ -38,9 +52,17 @@ def grid(workers: int, shape: Shape) -> list[int]:
 
 
 def train(
-    name: str, args: tuple[int, ...], shape: Shape, steps: int, tiny: Shape | None = None
+    name: str,
+    args: tuple[int, ...],
+    shape: Shape,
+    steps: int,
+    tiny: Shape | None = None,
+    apart: bool = False,
 ) -> dict[str, float]:
-    """Seconds of a step, the peak of memory and the bytes sent, on this worker."""
+    """Seconds of a step, the peak of memory and the bytes sent, on this worker.
+
+    If `apart`, each worker trains a model of its own on its part.
+    """
     if tiny is not None:
         train(name, args, tiny, 1)
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
@@ -48,7 +70,7 @@ def train(
     P = tessel.world().create_cartesian_topology_partition(grid(tessel.world().size, shape))
     torch.manual_seed(0)
     model = getattr(models, name)(*args)
-    if P.size > 1:  # else it stays plain torch
+    if P.size > 1 and not apart:  # else it stays plain torch
         model = tessel.nn.distribute_module(model, P)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x = torch.randn(tessel.Layout.balanced(P, shape).local_shape)
@@ -83,15 +105,20 @@ def _status(key: str) -> int:
 
 
 def speed(name: str, args: tuple[int, ...], shape: Shape, rounds: int) -> tuple[float, ...]:
-    """Median seconds of one process and of two workers, and the median of the ratios."""
-    alone, spread = [], []
+    """Median seconds of one process and of two workers, and the medians of the ratios: of one
+    process to two workers, and of one process to two on their own."""
+    alone, spread, apart = [], [], []
     with WorkerPool(threads=1, timeout=900) as pool:
         for _ in range(rounds):
             alone.append(pool.run(train, name, args, shape, 2, nprocs=1)[0]["seconds"])
-            results = pool.run(train, name, args, shape, 2, nprocs=2)
-            spread.append(max(result["seconds"] for result in results))
-    ratio = statistics.median(a / b for a, b in zip(alone, spread, strict=True))
-    return statistics.median(alone), statistics.median(spread), ratio
+            for times, on_their_own in ((spread, False), (apart, True)):
+                results = pool.run(train, name, args, shape, 2, None, on_their_own, nprocs=2)
+                times.append(max(result["seconds"] for result in results))
+    ratios = [
+        statistics.median(a / b for a, b in zip(alone, times, strict=True))
+        for times in (spread, apart)
+    ]
+    return statistics.median(alone), statistics.median(spread), *ratios
 
 
 def memory(name: str, args: tuple[int, ...], shape: Shape, workers: int) -> tuple[float, float]:
@@ -115,13 +142,42 @@ def tensors(name: str, args: tuple[int, ...], shape: Shape, workers: int) -> int
         return max(pool.run(bytes_of_tensors, name, args, shape, nprocs=workers))
 
 
+def memories(name: str, args: tuple[int, ...], shape: Shape, rounds: int) -> tuple[float, ...]:
+    """The memory of one process and of four workers, medians, and the bytes that one sends."""
+    alone = statistics.median(memory(name, args, shape, 1)[0] for _ in range(rounds))
+    spread = [memory(name, args, shape, 4) for _ in range(rounds)]
+    return alone, statistics.median(peak for peak, _ in spread), spread[0][1]
+
+
+MEASURES = {"speed": (speed, KEEP), "memories": (memories, GIVE_BACK)}
+
+
+def measured(what: str, *case: Any) -> tuple[float, ...]:
+    """A measure in a process of its own, since an allocator reads its settings at the start."""
+    _, settings = MEASURES[what]
+    result = subprocess.run(
+        [sys.executable, __file__, "--measure", json.dumps([what, *case])],
+        env={**os.environ, **settings},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return tuple(json.loads(result.stdout.splitlines()[-1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--image", type=int, default=640)
     parser.add_argument("--volume", type=int, default=128)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.measure:
+        what, name, args, shape, rounds = json.loads(options.measure)
+        measure, _ = MEASURES[what]
+        print(json.dumps(measure(name, tuple(args), tuple(shape), rounds)))
+        return
     n, m = options.image, options.volume
     cases = [
         ("ResNet18", (64, 1000), (options.batch, 3, n, n)),
@@ -129,18 +185,17 @@ def main() -> None:
     ]
     table = Table("model, input", title="one thread a process")
     for column in (
-        *("1 process s", "2 workers s", "speed-up"),
+        *("1 process s", "2 workers s", "speed-up", "ceiling"),
         *("1 process MiB", "4 workers MiB", "memory", "tensors", "MiB sent a step"),
     ):
         table.add_column(column, justify="right")
     for name, args, shape in cases:
-        one, two, ratio = speed(name, args, shape, options.rounds)
-        alone, _ = memory(name, args, shape, 1)
-        spread, sent = memory(name, args, shape, 4)
+        one, two, ratio, ceiling = measured("speed", name, args, shape, options.rounds)
+        alone, spread, sent = measured("memories", name, args, shape, options.rounds)
         held = tensors(name, args, shape, 4) / tensors(name, args, shape, 1)
         table.add_row(
             f"{name} {shape}",
-            *(f"{one:.2f}", f"{two:.2f}", f"{ratio:.2f}"),
+            *(f"{one:.2f}", f"{two:.2f}", f"{ratio:.2f}", f"{ceiling:.2f}"),
             *(f"{alone / 2**20:.0f}", f"{spread / 2**20:.0f}", f"{spread / alone:.2f}"),
             f"{held:.2f}",
             f"{sent / 2**20:.1f}",

@@ -47,12 +47,13 @@ def test_commonly_compared_cases_are_exact(run: Run) -> None:
 
 
 @pytest.mark.parametrize("nprocs", [18])
-def test_a_grid_of_eighteen_workers_is_exact(run: Run, nprocs: int) -> None:
-    run(check_cases, [WIDE_PEER.convolution(2, second=False)], nprocs=nprocs, timeout=110)
+def test_a_grid_of_eighteen_workers_is_exact(run: Run, nprocs: int, tmp_path: Path) -> None:
+    case = WIDE_PEER.convolution(2)
+    run(check_against_file, case, compute_to_file(case, tmp_path), nprocs=nprocs, timeout=110)
 
 
 def test_a_tensor_of_many_channels_is_exact(run: Run, tmp_path: Path) -> None:
-    case = BIG_PEER.convolution(1, second=False)
+    case = BIG_PEER.convolution(1)
     run(check_against_file, case, compute_to_file(case, tmp_path), nprocs=4, timeout=100)
 
 

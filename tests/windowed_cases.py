@@ -26,8 +26,8 @@ from tessel import Layout, Partition
 from tessel.testing import count_traffic
 
 WIDTH = 8  # bytes of a float64
-SIZES = {1: 40, 2: 12, 3: 8}  # the greatest length of a random tensor, by the number of dimensions
-KERNELS = {1: 7, 2: 5, 3: 4}
+LONGEST, WIDEST = 40, 7  # the greatest length of a random tensor and of a random kernel
+VOLUME, WORK = 3000, 60_000  # the most indices of its space, and of these times those of a kernel
 
 Settings = tuple[tuple[str, Any], ...]
 Shape = tuple[int, ...]
@@ -49,17 +49,16 @@ class Peer:
     def num_dims(self) -> int:
         return len(self.shape) - 2
 
-    def convolution(self, outputs: int, second: bool = True) -> Case:
+    def convolution(self, outputs: int) -> Case:
         return Case(
             f"Conv{self.num_dims}d",
             (self.shape[1], outputs, self.kernel),
             self.grid,
             self.shape,
             (("stride", self.stride), ("padding", self.padding), ("dilation", self.dilation)),
-            second=second,
         )
 
-    def pools(self, second: bool = True) -> list[Case]:
+    def pools(self) -> list[Case]:
         """The pools with these settings that torch has."""
         common = (("stride", self.stride), ("padding", self.padding))
         kinds: list[tuple[str, Settings]] = [("Max", (*common, ("dilation", self.dilation)))]
@@ -72,7 +71,6 @@ class Peer:
                 self.grid,
                 self.shape,
                 settings,
-                second=second,
             )
             for kind, settings in kinds
         ]
@@ -123,26 +121,30 @@ def compute_to_file(case: Case, folder: Path) -> Path:
     layer = case.torch_layer()
     x = values(case.shape, case.seed).requires_grad_()
     y = layer(x)
-    grads = slopes(y, values(y.shape, 99), [x, *layer.parameters()], 2)
-    path = folder / "expected.pt"
-    torch.save((layer.state_dict(), x.detach(), y.detach(), grads), path)
+    grads = slopes(y, values(y.shape, 99), [x, *layer.parameters()], 1)
+    second = slopes(grads[0], x.detach(), [x, *layer.parameters()], 2)
+    path = folder / f"{case.name}.pt"
+    orders = [[each.detach() for each in order] for order in (grads, second)]
+    torch.save((layer.state_dict(), x.detach(), y.detach(), orders), path)
     return path
 
 
 def check_against_file(case: Case, path: Path) -> None:
-    """Output and gradients of first order are those of `compute_to_file`, or their parts."""
+    """Output and gradients are those of `compute_to_file`, or their parts."""
     layout, layer = case.layout(), case.layer()
-    state, x, expected, wanted = torch.load(path, mmap=True)
+    state, x, expected, orders = torch.load(path, mmap=True)
     layer.load_state_dict(state)
     part = layout.local_part(x).clone().requires_grad_()
     y = layer(part)
     out = layout.resized(expected.shape)
     close("output", y, out.local_part(expected))
     mine = out.local_part(values(expected.shape, 99))
-    got = slopes(y, mine, [part, *layer.parameters()], 2)
-    close("gradient of the input", got[0], layout.local_part(wanted[0]))
-    for a, b in zip(got[1:], wanted[1:], strict=True):
-        close("gradient of a parameter", a, b)
+    for order, wanted in enumerate(orders, start=1):
+        got = slopes(y, mine, [part, *layer.parameters()], order)
+        close(f"gradient of order {order} of the input", got[0], layout.local_part(wanted[0]))
+        for a, b in zip(got[1:], wanted[1:], strict=True):
+            close(f"gradient of order {order} of a parameter", a, b)
+        y, mine = got[0], layout.local_part(x)
 
 
 def random_cases(
@@ -161,9 +163,10 @@ def random_cases(
 def random_pool(rng: Random, workers: int) -> Case:
     D = rng.choice([1, 1, 2, 2, 3])
     kind = rng.choice(["Avg", "Max"])
+    space, kernel = _space(rng, D)
     settings = [
         ("stride", rng.choice([None, *[_numbers(rng, D, 1, 4)] * 4])),
-        ("padding", _numbers(rng, D, 0, 3)),
+        ("padding", tuple(rng.randint(0, length // 2) for length in kernel)),  # at most 3
         ("ceil_mode", rng.random() < 0.5),
     ]
     if kind == "Max":
@@ -172,8 +175,9 @@ def random_pool(rng: Random, workers: int) -> Case:
         settings.append(("count_include_pad", rng.random() < 0.5))
         if D > 1 and rng.random() < 0.3:
             settings.append(("divisor_override", rng.randint(1, 5)))
-    args = (_numbers(rng, D, 1, 7 if D < 3 else 4),)
-    return _random_case(rng, f"{kind}Pool{D}d", args, rng.randint(1, 3), D, workers, settings)
+    return _random_case(
+        rng, f"{kind}Pool{D}d", (kernel,), rng.randint(1, 3), space, workers, settings
+    )
 
 
 def random_convolution(rng: Random, workers: int) -> Case:
@@ -190,8 +194,9 @@ def random_convolution(rng: Random, workers: int) -> Case:
         ("bias", rng.random() < 0.7),
         ("padding_mode", rng.choice([*["zeros"] * 3, "reflect", "replicate", "circular"])),
     ]
-    args = inputs, outputs, _numbers(rng, D, 1, KERNELS[D])
-    return _random_case(rng, f"Conv{D}d", args, inputs, D, workers, settings)
+    space, kernel = _space(rng, D)
+    args = inputs, outputs, kernel
+    return _random_case(rng, f"Conv{D}d", args, inputs, space, workers, settings)
 
 
 def random_transposed(rng: Random, workers: int) -> Case:
@@ -205,8 +210,17 @@ def random_transposed(rng: Random, workers: int) -> Case:
         ("groups", groups),
         ("bias", rng.random() < 0.7),
     ]
-    args = inputs, outputs, _numbers(rng, D, 1, KERNELS[D])
-    return _random_case(rng, f"ConvTranspose{D}d", args, inputs, D, workers, settings)
+    space, kernel = _space(rng, D, work=WORK // 4)  # the output is larger than the input
+    args = inputs, outputs, kernel
+    return _random_case(rng, f"ConvTranspose{D}d", args, inputs, space, workers, settings)
+
+
+def _space(rng: Random, D: int, work: int = WORK) -> tuple[Shape, Shape]:
+    """Lengths of a tensor's space and of a kernel, any of them, but few that are large at once."""
+    while True:
+        space, kernel = _numbers(rng, D, 1, LONGEST), _numbers(rng, D, 1, WIDEST)
+        if prod(space) <= VOLUME and prod(space) * prod(kernel) <= work:
+            return space, kernel
 
 
 def _numbers(rng: Random, D: int, low: int, high: int) -> tuple[int, ...]:
@@ -223,11 +237,11 @@ def _channels(rng: Random) -> tuple[int, int, int]:
 
 
 def _random_case(
-    rng: Random, name: str, args: Any, channels: int, D: int, workers: int, settings: list[Any]
+    rng: Random, name: str, args: Any, channels: int, space: Shape, workers: int, settings: Any
 ) -> Case:
-    """The layer on a tensor of random lengths in random parts; sometimes without a batch."""
+    """The layer on a tensor in random parts; sometimes without a batch."""
     batch = () if rng.random() < 0.15 else (rng.randint(1, 3),)
-    shape = (*batch, channels, *_numbers(rng, D, 1, SIZES[D]))
+    shape = (*batch, channels, *space)
     grid = random_grid(rng, len(shape), workers)
     return Case(
         name,

@@ -279,6 +279,13 @@ def _check(
         )
 
 
+@kept_in_job
+def _balancing(layout: Layout) -> Move | None:
+    """To balanced parts; None if the parts are balanced."""
+    balanced = layout.resized(layout.shape)
+    return None if balanced == layout else Move(layout, balanced)
+
+
 class _Norm(Layer):
     """What all norms have in common: torch's arguments, and its errors for the whole tensor."""
 
@@ -297,6 +304,8 @@ class _Norm(Layer):
                 f"value; got separate copies in {layout}"
             )
         self._check(x, layout)
+        if (balancing := _balancing(layout)) is not None:
+            x, layout = balancing(x), balancing.codomain
         if not prod(layout.shape):
             return self._normalize_nothing(x, layout), layout
         return self.normalize(x, layout), layout
