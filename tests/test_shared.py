@@ -12,7 +12,7 @@ import torch
 import tessel
 from parity import close, values
 from tessel import Layout
-from tessel.nn.shared import Spread, equalize, spread, total
+from tessel.shared import Spread, equalize, spread, total
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 
 Run = Callable[..., list[Any]]

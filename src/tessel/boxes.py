@@ -33,6 +33,28 @@ def balanced(length: int, parts: int) -> tuple[Interval, ...]:
     return consecutive(short + (part < longer) for part in range(parts))
 
 
+def balanced_part(length: int, parts: int, place: int) -> Interval:
+    """One of the intervals of `balanced`.
+
+    >>> balanced_part(10, 4, 1)
+    (3, 6)
+    """
+    short, longer = divmod(length, parts)
+    start = place * short + min(place, longer)
+    return start, start + short + (place < longer)
+
+
+def balanced_place(length: int, parts: int, index: int) -> int:
+    """Which of the intervals of `balanced` has an index.
+
+    >>> balanced_place(10, 4, 5)
+    1
+    """
+    short, longer = divmod(length, parts)
+    long = longer * (short + 1)
+    return index // (short + 1) if index < long else longer + (index - long) // short
+
+
 def shift(interval: Interval, offset: int) -> Interval:
     """Move an interval by `offset`."""
     return interval[0] + offset, interval[1] + offset

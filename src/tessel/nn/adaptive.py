@@ -22,9 +22,10 @@ from tessel import boxes
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result, nothing
+from tessel.nn.layer import Layer, Result
 from tessel.nn.windowed import Reaches, Windowed, leading, outline
 from tessel.partition import Partition
+from tessel.shared import nothing
 from tessel.transport import kept_in_job
 from tessel.windows import AdaptiveWindow, reads
 

@@ -15,8 +15,8 @@ from tessel import transport
 from tessel.layout import Layout, Shape
 from tessel.move import Move
 from tessel.nn.layer import Layer, Result, used
-from tessel.nn.shared import equalize, spread
 from tessel.partition import Partition
+from tessel.shared import equalize, spread
 from tessel.transport import kept_in_job
 
 

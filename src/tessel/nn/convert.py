@@ -29,7 +29,7 @@ from tessel.nn.conv_transpose import (
     DistributedConvTranspose3d,
 )
 from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from tessel.nn.layer import Entry, Layer, even
+from tessel.nn.layer import Entry, Layer
 from tessel.nn.ledger import Ledger, note
 from tessel.nn.linear import DistributedLinear
 from tessel.nn.norm import (
@@ -54,9 +54,9 @@ from tessel.nn.pooling import (
 )
 from tessel.nn.rules import follow
 from tessel.nn.rules.book import gathered, is_split, move
-from tessel.nn.shared import equalize
 from tessel.nn.upsample import DistributedUpsample
 from tessel.partition import Partition
+from tessel.shared import equalize, even
 from tessel.transport import kept_in_job
 
 nn = torch.nn

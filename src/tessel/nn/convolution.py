@@ -15,9 +15,10 @@ from tessel.boxes import Interval
 from tessel.layout import Layout, Shape
 from tessel.nn import strips
 from tessel.nn.blocks import Weighted, WeightGrid, check_numbers
-from tessel.nn.layer import Result, nothing
+from tessel.nn.layer import Result
 from tessel.nn.padding import Wrapped, wrapped
 from tessel.nn.windowed import Windowed, outline, tuple_of
+from tessel.shared import nothing
 from tessel.transport import kept_in_job
 from tessel.windows import Groups, Mirrored, Reach, Window
 

@@ -14,9 +14,9 @@ from tessel import transport
 from tessel.agreement import Claim, Meeting, Terms, admit
 from tessel.layout import Layout, Shape
 from tessel.nn import ledger
-from tessel.nn.shared import equalize, spread
 from tessel.numbered import Numbered
 from tessel.partition import Partition
+from tessel.shared import equalize, even, spread
 from tessel.transport import kept_in_job
 
 Entry = tuple[Layout, Terms]
@@ -151,13 +151,6 @@ def _signature(own: Callable[..., None], torchs: Callable[..., None]) -> Signatu
     return Signature([*lead, *(each for each in between if each not in last), *last, *named])
 
 
-def even(x: Tensor, terms: Terms) -> Tensor:
-    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
-    if terms.needs_grad and not x.requires_grad:
-        return x.detach().requires_grad_()
-    return x
-
-
 def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ()) -> Tensor | None:
     """A parameter that all workers of `layout` share, for use on each worker's part.
 
@@ -181,10 +174,3 @@ def _alone(partition: Partition, shape: Shape) -> Layout:
 @kept_in_job
 def _shared(partition: Partition, shape: Shape) -> Layout:
     return Layout.whole(partition, shape, shared=True)
-
-
-def nothing(shape: Shape, *inputs: Tensor | None) -> Tensor:
-    """Zeros that hang on their inputs, so that the graphs of all workers are alike."""
-    anchor = sum(each.reshape(-1)[:0].sum(dtype=each.dtype) for each in inputs if each is not None)
-    assert isinstance(anchor, Tensor)
-    return anchor.expand(shape)

@@ -18,9 +18,9 @@ from tessel import boxes
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result, nothing, used
-from tessel.nn.shared import spread
+from tessel.nn.layer import Layer, Result, used
 from tessel.nn.windowed import outline
+from tessel.shared import nothing, spread
 from tessel.transport import kept_in_job
 
 Pair = tuple[Tensor | None, Tensor | None]

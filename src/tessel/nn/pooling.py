@@ -15,9 +15,10 @@ from torch import Tensor
 from tessel.boxes import Interval
 from tessel.layout import Layout, Shape
 from tessel.nn import pieces
-from tessel.nn.layer import Layer, Result, nothing
+from tessel.nn.layer import Layer, Result
 from tessel.nn.mixins import PoolingMixin
 from tessel.nn.windowed import Windowed, leading, outline, overhang, tuple_of, windowed
+from tessel.shared import nothing
 from tessel.windows import Window
 
 Numbers = tuple[int, ...]

@@ -16,9 +16,10 @@ from torch import Tensor
 from tessel.boxes import Interval, shift
 from tessel.layout import Layout, Shape
 from tessel.nn.adaptive import average
-from tessel.nn.layer import Layer, Result, nothing
+from tessel.nn.layer import Layer, Result
 from tessel.nn.windowed import Windowed, leading, outline, windowed
 from tessel.partition import Partition
+from tessel.shared import nothing
 from tessel.windows import Cubic, Interpolation, Linear, Nearest
 
 Sizes = int | tuple[int, ...]

@@ -14,7 +14,7 @@ from tessel import boxes
 from tessel.boxes import Box, Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import nothing
+from tessel.shared import nothing
 from tessel.transport import kept_in_job
 from tessel.windows import Reach, reads
 

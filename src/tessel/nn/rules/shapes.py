@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
-from tessel.nn.layer import nothing
 from tessel.nn.ledger import note_view, written
 from tessel.nn.rules.book import (
     Arguments,
@@ -30,6 +29,7 @@ from tessel.nn.rules.book import (
     whole,
 )
 from tessel.nn.rules.pointwise import broadcast
+from tessel.shared import nothing
 from tessel.transport import kept_in_job
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # dims before, and dims after

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tessel.agreement import Terms
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
@@ -84,3 +85,17 @@ def equalize(values: Iterable[Tensor], partition: Partition) -> None:
             if partition.active:
                 owns = move.domain.partition.active
                 value.copy_(move.apply(value.detach() if owns else value.new_empty(0)))
+
+
+def even(x: Tensor, terms: Terms) -> Tensor:
+    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
+    if terms.needs_grad and not x.requires_grad:
+        return x.detach().requires_grad_()
+    return x
+
+
+def nothing(shape: Shape, *inputs: Tensor | None) -> Tensor:
+    """Zeros that hang on their inputs, so that the graphs of all workers are alike."""
+    anchor = sum(each.reshape(-1)[:0].sum(dtype=each.dtype) for each in inputs if each is not None)
+    assert isinstance(anchor, Tensor)
+    return anchor.expand(shape)

@@ -1,0 +1,490 @@
+"""The algebra of operators: linear maps between spaces, and what they are made of.
+
+An operator knows its domain and its codomain before it runs. It is a tree: leaves that act along
+one dimension or a few (`leaf.py`), and products, Kronecker products, sums and multiples of others.
+Applied, a tree becomes a list of tasks (`tasks.py`), in the order that computes the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import pairwise
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.operators.form import Form
+from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
+from tessel.operators.space import Space, complex_of, real_of
+from tessel.operators.tasks import Factor, Task, Terms, ordered, perform
+
+
+class ParOperator:
+    """A linear map from tensors of one space to those of another.
+
+    `A * x` applies it, as `A(x)` does, to a tensor of the domain's shape, or to its `vec`, the same
+    values in one dimension; the result has the same form. Dimensions behind these are a batch:
+    `A * X` applies the operator to each column of a matrix.
+
+    `A @ B` applies `B` first; `A + B`, `a * A`, `-A`; `A.H` is the exact adjoint in the real inner
+    product, `A.inv` the inverse. `A(θ)` binds parameters that `init(A)` drew.
+
+    >>> import tessel, torch
+    >>> A = 2 * tessel.ParRestriction(torch.float32, 3, [range(2)])
+    >>> A.H * (A * torch.ones(3))
+    tensor([4., 4., 0.])
+    """
+
+    domain: Space
+    codomain: Space
+
+    # -- what a kind of operator says -------------------------------------------------------------
+
+    @property
+    def H(self) -> ParOperator:
+        """The adjoint: Re⟨A x, y⟩ = Re⟨x, A.H y⟩."""
+        raise NotImplementedError(f"{type(self).__name__} does not give its adjoint")
+
+    @property
+    def inv(self) -> ParOperator:
+        """The inverse; ValueError if there is none."""
+        raise ValueError(f"{self} has no inverse")
+
+    def expand(self, first: int) -> Iterator[Task]:
+        """The tasks of the operator on the dimensions from `first` on, in a possible order."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it does")
+
+    def children(self) -> tuple[ParOperator, ...]:
+        """The operators of which this one is made."""
+        return ()
+
+    # -- algebra ----------------------------------------------------------------------------------
+
+    def __matmul__(self, other: ParOperator) -> ParOperator:
+        return compose(self, other) if isinstance(other, ParOperator) else NotImplemented
+
+    def __add__(self, other: ParOperator) -> ParOperator:
+        return add(self, other) if isinstance(other, ParOperator) else NotImplemented
+
+    def __sub__(self, other: ParOperator) -> ParOperator:
+        return self + (-other) if isinstance(other, ParOperator) else NotImplemented
+
+    def __neg__(self) -> ParOperator:
+        return -1 * self
+
+    def __rmul__(self, factor: Any) -> ParOperator:
+        return scale(factor, self) if isinstance(factor, int | float | complex) else NotImplemented
+
+    def __truediv__(self, factor: Any) -> ParOperator:
+        return (1 / factor) * self if isinstance(factor, int | float | complex) else NotImplemented
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return self.apply(other)
+        if isinstance(other, ParOperator):
+            raise TypeError(
+                f"{self} * {other} is not an operator: A @ B is the product, kron(A, B) the "
+                f"Kronecker product"
+            )
+        return self.__rmul__(other)
+
+    def __call__(self, argument: Any) -> Any:
+        """Bind parameters, or apply the operator to a tensor."""
+        if isinstance(argument, Tensor):
+            return self.apply(argument)
+        return self.bind(argument)
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    @cached_property
+    def leaves(self) -> tuple[Any, ...]:
+        """The leaves that have parameters, each once, in the order in which they are written."""
+        found = [leaf for child in self.children() for leaf in child.leaves]
+        return tuple(dict.fromkeys(found))
+
+    def bind(self, theta: Any) -> ParOperator:
+        """The operator with these parameters."""
+        return Bound(self, theta)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The operator's own parameters, drawn when they are first asked for.
+
+        From then on the operator can be applied without binding others, and a torch optimizer
+        that got these trains it.
+        """
+        return iter(own_parameters(self).values())
+
+    def module(self) -> torch.nn.Module:
+        """The operator, with its own parameters, as a torch module."""
+        return OperatorModule(self)
+
+    # -- application ------------------------------------------------------------------------------
+
+    def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
+        """Apply the operator in this process."""
+        form = Form.of(self, x, self.domain.shape)
+        y = perform(self.order, form.folded(x), self.values(theta))
+        return form.unfolded(y)
+
+    @cached_property
+    def order(self) -> tuple[tuple[Task, ...], ...]:
+        """The tasks in the order that computes the least, those that are one call together."""
+        return ordered(tuple(self.expand(0)), self.domain.shape)
+
+    def values(self, theta: Parameters | None) -> Mapping[Any, Tensor]:
+        """The value of each parameter: of those given, else of the operator's own."""
+        return find_values(self, theta)
+
+    def to_dense(self, theta: Parameters | None = None) -> Tensor:
+        """The matrix of a small operator: `vec(A * x)` is `A.to_dense() @ vec(x)`.
+
+        Of an operator from complex to real tensors it is the real part of that product.
+        """
+        unit = torch.eye(self.domain.numel, dtype=self.domain.dtype)
+        columns = self.apply(unit, theta)
+        if not self.domain.is_complex or self.is_complex_linear:
+            return columns
+        if self.codomain.is_complex:
+            raise ValueError(
+                f"{self} is linear for real factors only: no complex matrix does what it does"
+            )
+        return torch.complex(columns, -self.apply(1j * unit, theta))
+
+    @cached_property
+    def is_complex_linear(self) -> bool:
+        """Whether A(a x) = a A(x) for complex numbers a, too."""
+        return all(task.is_complex_linear for task in self.expand(0))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.domain} → {self.codomain})"
+
+
+class Bound(ParOperator):
+    """An operator with parameters; its algebra is that of the operator."""
+
+    operator: ParOperator
+    theta: Parameters
+
+    def __init__(self, operator: ParOperator, theta: Any) -> None:
+        if isinstance(operator, Bound):
+            operator, theta = operator.operator, operator.theta.joined(theta)
+        if not isinstance(theta, Parameters):
+            raise ValueError(
+                f"{operator} takes a tensor, or parameters that init() drew; got {theta!r}"
+            )
+        theta.check(operator)
+        self.operator, self.theta = operator, theta
+        self.domain, self.codomain = operator.domain, operator.codomain
+
+    def children(self) -> tuple[ParOperator, ...]:
+        return (self.operator,)
+
+    def expand(self, first: int) -> Iterator[Task]:
+        return self.operator.expand(first)
+
+    def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
+        return self.operator.apply(x, self.theta if theta is None else theta)
+
+    @cached_property
+    def H(self) -> ParOperator:
+        return Bound(self.operator.H, self.theta)
+
+    @cached_property
+    def inv(self) -> ParOperator:
+        return Bound(self.operator.inv, self.theta)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a distributed operator has beyond others: its layouts, its plan."""
+        if name.startswith("_") or "operator" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.operator, name)
+
+    def __repr__(self) -> str:
+        return f"{self.operator!r}(θ)"
+
+
+def lift(make: Callable[..., ParOperator], *operators: ParOperator) -> ParOperator:
+    """Combine operators, whether or not they are bound or distributed."""
+    theta: Parameters | None = None
+    plain = []
+    for each in operators:
+        if isinstance(each, Bound):
+            theta = each.theta if theta is None else theta.joined(each.theta)
+            each = each.operator
+        plain.append(each)
+    spread = [each for each in plain if hasattr(each, "combined")]
+    result = spread[0].combined(make, plain) if spread else make(*plain)
+    return result if theta is None else _bound(result, theta)
+
+
+def _bound(operator: ParOperator, theta: Parameters) -> ParOperator:
+    """With what is known; what is not yet bound can be bound later."""
+    new = Bound.__new__(Bound)
+    new.operator, new.theta = operator, theta
+    new.domain, new.codomain = operator.domain, operator.codomain
+    return new
+
+
+class Composition(ParOperator):
+    """A product of operators, the last one applied first: (A B).H = B.H A.H."""
+
+    def __init__(self, *factors: ParOperator) -> None:
+        for left, right in pairwise(factors):
+            if left.domain != right.codomain:
+                raise ValueError(
+                    f"cannot compose: {left} takes {left.domain}, {right} gives {right.codomain}"
+                )
+        self.factors = factors
+        self.domain, self.codomain = factors[-1].domain, factors[0].codomain
+
+    def children(self) -> tuple[ParOperator, ...]:
+        return self.factors
+
+    def expand(self, first: int) -> Iterator[Task]:
+        for factor in reversed(self.factors):
+            yield from factor.expand(first)
+
+    @cached_property
+    def H(self) -> ParOperator:
+        return Composition(*(factor.H for factor in reversed(self.factors)))
+
+    @cached_property
+    def inv(self) -> ParOperator:
+        return Composition(*(factor.inv for factor in reversed(self.factors)))
+
+    def __repr__(self) -> str:
+        return " @ ".join(_bracketed(each) for each in self.factors)
+
+
+class Kronecker(ParOperator):
+    """A Kronecker product: each factor acts along dimensions of its own.
+
+    The big matrix is never formed. A factor from real to complex numbers acts before those that
+    take complex ones; one from complex to real acts last.
+    """
+
+    def __init__(self, *factors: ParOperator) -> None:
+        self.factors = factors
+        _check_precision(factors)
+        self.domain = Space(_joint(each.domain for each in factors), _domain_dtype(factors))
+        self.codomain = Space(_joint(each.codomain for each in factors), _codomain_dtype(factors))
+        self._check_there_and_back()
+
+    def _check_there_and_back(self) -> None:
+        """What passes through the other kind of numbers needs its own kind on some side."""
+        for factor in self.factors:
+            if not _goes_there_and_back(factor):
+                continue
+            others = [each for each in self.factors if each is not factor]
+            mixed = factor.domain.is_complex and any(each.domain.is_complex for each in others)
+            if mixed or (
+                not factor.domain.is_complex and self.domain.is_complex & self.codomain.is_complex
+            ):
+                raise ValueError(
+                    f"cannot combine in kron: {factor} is linear for real factors only, and "
+                    f"another factor is complex in {self}"
+                )
+
+    def children(self) -> tuple[ParOperator, ...]:
+        return self.factors
+
+    def expand(self, first: int) -> Iterator[Task]:
+        placed = []
+        for factor in self.factors:
+            placed.append((factor, first))
+            first += len(factor.domain.shape)
+        for factor, start in sorted(placed, key=lambda each: self._turn(each[0])):
+            yield from factor.expand(start)
+
+    def _turn(self, factor: ParOperator) -> int:
+        """What makes complex, what stays, what makes real; what goes there and back outside."""
+        if _goes_there_and_back(factor) and not factor.domain.is_complex:
+            return -1 if not self.domain.is_complex else 3
+        return _turn(factor)
+
+    @cached_property
+    def H(self) -> ParOperator:
+        return Kronecker(*(factor.H for factor in self.factors))
+
+    @cached_property
+    def inv(self) -> ParOperator:
+        return Kronecker(*(factor.inv for factor in self.factors))
+
+    def __repr__(self) -> str:
+        return f"kron({', '.join(map(repr, self.factors))})"
+
+
+class Sum(ParOperator):
+    """A sum of operators between the same spaces."""
+
+    def __init__(self, *terms: ParOperator) -> None:
+        self.terms = terms
+        for other in terms[1:]:
+            if (other.domain, other.codomain) != (terms[0].domain, terms[0].codomain):
+                raise ValueError(
+                    f"cannot add: {terms[0]} goes from {terms[0].domain} to {terms[0].codomain}, "
+                    f"{other} from {other.domain} to {other.codomain}"
+                )
+        self.domain, self.codomain = terms[0].domain, terms[0].codomain
+
+    def children(self) -> tuple[ParOperator, ...]:
+        return self.terms
+
+    def expand(self, first: int) -> Iterator[Task]:
+        yield Task(Terms(self.terms), tuple(range(first, first + len(self.domain.shape))))
+
+    @cached_property
+    def H(self) -> ParOperator:
+        return Sum(*(term.H for term in self.terms))
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.terms))
+
+
+class Multiple(ParOperator):
+    """A number times an operator."""
+
+    def __init__(self, number: Any, operator: ParOperator) -> None:
+        self.domain, self.codomain = operator.domain, operator.codomain
+        if not isinstance(number, Real) and not self.domain.is_complex | self.codomain.is_complex:
+            raise ValueError(f"{operator} is real: it cannot be multiplied by {number}")
+        self.number, self.operator = number, operator
+
+    def children(self) -> tuple[ParOperator, ...]:
+        return (self.operator,)
+
+    def expand(self, first: int) -> Iterator[Task]:
+        dtype = self.codomain.dtype
+        if isinstance(self.number, Real):
+            dtype = real_of(dtype)  # may come at any time
+        yield_first = not self.codomain.is_complex
+        factor = Task(Factor(self.number, Space((), dtype if not yield_first else self._early)), ())
+        tasks = self.operator.expand(first)
+        yield from (factor, *tasks) if yield_first else (*tasks, factor)
+
+    @property
+    def _early(self) -> Any:
+        dtype = self.domain.dtype
+        return real_of(dtype) if isinstance(self.number, Real) else dtype
+
+    @cached_property
+    def H(self) -> ParOperator:
+        number = self.number if isinstance(self.number, Real) else self.number.conjugate()
+        return Multiple(number, self.operator.H)
+
+    @cached_property
+    def inv(self) -> ParOperator:
+        if self.number == 0:
+            raise ValueError(f"{self} has no inverse")
+        return Multiple(1 / self.number, self.operator.inv)
+
+    def __repr__(self) -> str:
+        return f"{self.number} * {_bracketed(self.operator)}"
+
+
+def compose(left: ParOperator, right: ParOperator) -> ParOperator:
+    """The product `left @ right`."""
+    return _joined(Composition, left, right, lambda each: getattr(each, "factors", None))
+
+
+def add(left: ParOperator, right: ParOperator) -> ParOperator:
+    """The sum `left + right`."""
+    return _joined(Sum, left, right, lambda each: getattr(each, "terms", None))
+
+
+def scale(number: Any, operator: ParOperator) -> ParOperator:
+    """The multiple `number * operator`."""
+    return lift(lambda each: Multiple(number, each), operator)
+
+
+def kron(*factors: ParOperator) -> ParOperator:
+    """The Kronecker product, its factors in the order of the tensor's dimensions.
+
+    >>> from tessel.operators import ParDFT, kron
+    >>> kron(ParDFT(torch.float32, 10), ParDFT(torch.complex64, 20)).codomain
+    complex64 6×20
+    """
+    if not factors:
+        raise ValueError("kron needs at least one operator")
+    for each in factors:
+        if not isinstance(each, ParOperator):
+            raise ValueError(f"kron takes operators, got {each!r}")
+    return lift(lambda *each: each[0] if len(each) == 1 else Kronecker(*_flat(each)), *factors)
+
+
+def _flat(factors: tuple[ParOperator, ...]) -> list[ParOperator]:
+    return [
+        inner
+        for each in factors
+        for inner in (each.factors if isinstance(each, Kronecker) else (each,))
+    ]
+
+
+def _joined(kind: Any, left: ParOperator, right: ParOperator, parts: Any) -> ParOperator:
+    def make(*both: ParOperator) -> ParOperator:
+        flat = [p for each in both for p in (parts(each) if type(each) is kind else (each,))]
+        made: ParOperator = kind(*flat)
+        return made
+
+    return lift(make, left, right)
+
+
+def _joint(spaces: Iterable[Space]) -> tuple[int, ...]:
+    return tuple(length for space in spaces for length in space.shape)
+
+
+def _turn(factor: ParOperator) -> int:
+    if factor.codomain.is_complex and not factor.domain.is_complex:
+        return 0
+    return 2 if factor.domain.is_complex and not factor.codomain.is_complex else 1
+
+
+def _goes_there_and_back(factor: ParOperator) -> bool:
+    """Whether numbers become complex, or real, in between only."""
+    if factor.domain.is_complex != factor.codomain.is_complex:
+        return False
+    return any(task.makes_complex or task.makes_real for task in factor.expand(0))
+
+
+def _check_precision(factors: tuple[ParOperator, ...]) -> None:
+    first = factors[0]
+    for other in factors[1:]:
+        if real_of(first.domain.dtype) != real_of(other.domain.dtype):
+            raise ValueError(
+                f"cannot combine in kron: {first} is of {first.domain.dtype}, {other} of "
+                f"{other.domain.dtype}"
+            )
+    turns = [_turn(each) for each in factors]
+    if 0 in turns and 2 in turns:
+        raise ValueError(
+            f"cannot combine in kron: {factors[turns.index(0)]} goes from real to complex numbers, "
+            f"{factors[turns.index(2)]} from complex to real"
+        )
+    for turn, what in ((0, "from real to complex"), (2, "from complex to real")):
+        changing = [each for each in factors if _turn(each) == turn]
+        if len(changing) > 1:
+            raise ValueError(
+                f"cannot combine in kron: {changing[0]} and {changing[1]} both go {what} numbers; "
+                f"only one can, the others need {complex_of(first.domain.dtype)} on both sides"
+            )
+
+
+def _domain_dtype(factors: tuple[ParOperator, ...]) -> Any:
+    dtype = factors[0].domain.dtype
+    makes_complex = any(_turn(each) == 0 for each in factors)
+    is_complex = any(each.domain.is_complex for each in factors)
+    return complex_of(dtype) if is_complex and not makes_complex else real_of(dtype)
+
+
+def _codomain_dtype(factors: tuple[ParOperator, ...]) -> Any:
+    dtype = factors[0].codomain.dtype
+    makes_real = any(_turn(each) == 2 for each in factors)
+    is_complex = any(each.codomain.is_complex for each in factors)
+    return complex_of(dtype) if is_complex and not makes_real else real_of(dtype)
+
+
+def _bracketed(operator: ParOperator) -> str:
+    return f"({operator})" if isinstance(operator, Sum | Multiple | Composition) else repr(operator)

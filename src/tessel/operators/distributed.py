@@ -1,0 +1,439 @@
+"""Distributed operators: an operator on tensors that are spread over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from operator import index as as_int
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessel import boxes, transport
+from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.boxes import Box
+from tessel.layout import Layout
+from tessel.linop import LinearOperator
+from tessel.move import Move
+from tessel.operators import tasks
+from tessel.operators.algebra import Bound, ParOperator, lift
+from tessel.operators.arrangement import Arrangement, Parts, axes_in, refinement
+from tessel.operators.form import Form
+from tessel.operators.leaf import Leaf
+from tessel.operators.parameters import Parameters, find_values
+from tessel.operators.planning import Branches, Local, Plan, Transfer, make_plan
+from tessel.operators.restriction import ParRestriction
+from tessel.operators.space import Shape
+from tessel.operators.tasks import Task
+from tessel.partition import Partition, world
+from tessel.shared import Spread, even, nothing
+from tessel.transport import NUM_WORDS, kept_in_job
+
+ANYWHERE = "anywhere"  # where the last step leaves it
+Columns = tuple[int, ...] | None  # of the batch, for each place along its axes
+Storage = dict[Leaf, tuple[Parts, ...]]
+Entry = tuple[Columns, Terms]
+
+
+class Distributed(ParOperator):
+    """An operator together with how its tensors lie on workers, and the plan that follows.
+
+    Its algebra is that of the operator: products, adjoints and inverses are planned as a whole, so
+    that a tensor is not brought back only to be sent again.
+
+    Attributes:
+        expression: the operator itself.
+        partition: the workers, on the grid that the plan uses.
+        plan: what is done where.
+    """
+
+    def __init__(
+        self,
+        expression: ParOperator,
+        partition: Partition,
+        source: Arrangement,
+        target: Arrangement | None,
+        storage: Mapping[Leaf, tuple[Parts, ...]] | None = None,
+    ) -> None:
+        self.expression, self.partition = expression, partition
+        self.domain, self.codomain = expression.domain, expression.codomain
+        self.plan = make_plan(expression, source, target)
+        self.storage: Storage = {**_storage(self.plan), **(storage or {})}
+        self._group = transport.group_of(partition.ranks)
+
+    # -- algebra ----------------------------------------------------------------------------------
+
+    @cached_property
+    def H(self) -> Distributed:
+        return self._reversed(self.expression.H)
+
+    @cached_property
+    def inv(self) -> Distributed:
+        return self._reversed(self.expression.inv)
+
+    def _reversed(self, expression: ParOperator) -> Distributed:
+        plan = self.plan
+        return Distributed(expression, self.partition, plan.target, plan.source, self.storage)
+
+    def combined(
+        self, make: Callable[..., ParOperator], operators: Sequence[ParOperator]
+    ) -> Distributed:
+        """Make an operator of several, and plan it as a whole."""
+        for each in operators:
+            if not isinstance(each, Distributed):
+                raise ValueError(
+                    f"cannot combine {each}, which is not distributed, with a distributed "
+                    f"operator; distribute both, or their combination"
+                )
+            if each.partition != self.partition:
+                raise ValueError(
+                    f"cannot combine operators on different workers: {self.partition} and "
+                    f"{each.partition}"
+                )
+        spread = [each for each in operators if isinstance(each, Distributed)]
+        expression = make(*(each.expression for each in spread))
+        first, last = spread[0], spread[-1]
+        source, target = last.plan.source, first.plan.target
+        if len(source.parts) != len(expression.domain.shape):
+            raise ValueError("cannot combine distributed operators in kron: distribute the product")
+        storage = {leaf: parts for each in reversed(spread) for leaf, parts in each.storage.items()}
+        return Distributed(expression, self.partition, source, target, storage)
+
+    def expand(self, first: int) -> Iterator[Task]:
+        return self.expression.expand(first)
+
+    def children(self) -> tuple[ParOperator, ...]:
+        return (self.expression,)
+
+    # -- layouts ----------------------------------------------------------------------------------
+
+    @cached_property
+    def layout_in(self) -> Layout:
+        """How a tensor lies that the operator takes."""
+        return self._layout(self.plan.source)
+
+    @cached_property
+    def layout_out(self) -> Layout:
+        """How a result lies."""
+        return self._layout(self.plan.target)
+
+    def _layout(self, arrangement: Arrangement) -> Layout:
+        return arrangement.layout(self.partition, None)
+
+    @property
+    def has_batch_axes(self) -> bool:
+        """Whether workers have columns of their own."""
+        grid = self.plan.source.grid
+        return any(grid[axis] > 1 for axis in self.plan.source.batch_axes)
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    @cached_property
+    def part_boxes(self) -> dict[Leaf, Box]:
+        """What this worker stores of each parameter."""
+        coordinates = self.partition.index
+        if coordinates is None:
+            return {leaf: tuple((0, 0) for _ in parts) for leaf, parts in self.storage.items()}
+        return {
+            leaf: Arrangement(self.partition.shape, parts).box(coordinates)
+            for leaf, parts in self.storage.items()
+        }
+
+    @cached_property
+    def part_shapes(self) -> dict[Leaf, Shape]:
+        return {leaf: boxes.extent(box) for leaf, box in self.part_boxes.items()}
+
+    def parameter_layout(self, leaf: Leaf) -> Layout:
+        """How a parameter lies; workers that store the same part share it."""
+        return _stored(self.partition, self.storage[leaf])
+
+    def agreed_number(self, number: int) -> int:
+        """The number that the first worker has."""
+        if not self.partition.active:
+            return number
+        words = self._group.share_words([number])
+        everyones = np.frombuffer(words, dtype=np.int64).reshape(-1, NUM_WORDS)[:, 0]
+        return int(everyones[self._group.workers.index(self.partition.ranks[0])])
+
+    # -- application ------------------------------------------------------------------------------
+
+    def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
+        if not self.partition.active:
+            return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
+        columns, terms = self._agree(x, theta)
+        form = Form.of_shape(self, tuple(x.shape), self._local_shape(transport.this_worker()))
+        values = find_values(self, theta)
+        x = even(admit(x, terms, True), terms)
+        batch = () if columns is None else (1 if form.columns is None else form.columns,)
+        y = self.run(x.reshape(*form.shape, *batch), values, columns)
+        return form.unfolded(y if form.columns is not None or not batch else y.squeeze(-1))
+
+    def run(self, x: Tensor, values: Mapping[Leaf, Tensor], columns: Columns = None) -> Tensor:
+        """Apply the operator without asking the others.
+
+        Every worker must pass its part, in the operator's dimensions and one more for `columns`,
+        and all or none something that needs a gradient.
+        """
+        return _run(self.plan, self, x, values, columns)
+
+    def _local_shape(self, worker: int) -> Shape:
+        coordinates = self.partition.coordinates(worker)
+        assert coordinates is not None
+        return self.plan.source.local_shape(coordinates)
+
+    def _agree(self, x: Tensor, theta: Parameters | None) -> Entry:
+        claim = Claim.of(x)
+        if self._group.size == 1:
+            terms = Terms(x.dtype, x.device.type, claim.needs_grad, claim.has_tangent)
+            return self._conclude({transport.this_worker(): tuple(x.shape)}, terms)
+        entry = self._meeting(self._state(theta)).reach(claim)
+        self._group.number_call()
+        return entry
+
+    def _state(self, theta: Parameters | None) -> tuple[Any, ...]:
+        """What must be alike on all workers: which parameters there are, and what they need."""
+        given = {leaf: leaf.own for leaf in self.leaves} if theta is None else theta
+        found: list[Any] = []
+        for leaf in self.leaves:
+            value = given.get(leaf)
+            is_whole = value is not None and tuple(value.shape) == leaf.parameter_shape
+            found.append(None if value is None else (value.requires_grad, is_whole))
+        return tuple(found)
+
+    def _meeting(self, state: tuple[Any, ...]) -> Meeting[Entry]:
+        if state not in self._meetings:
+            label = f"{self._label} {'without θ' if None in state else 'with θ'}"
+            self._meetings[state] = Meeting(
+                self._group, label, self.partition.ranks, self._conclude, f"{label} {state}"
+            )
+        return self._meetings[state]
+
+    @cached_property
+    def _meetings(self) -> dict[tuple[Any, ...], Meeting[Entry]]:
+        return {}
+
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
+        if terms.dtype != self.domain.dtype:
+            raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {terms.dtype}")
+        forms = {
+            worker: Form.of_shape(f"{self}, worker {worker}", shape, self._local_shape(worker))
+            for worker, shape in shapes.items()
+        }
+        columns = {worker: form.columns for worker, form in forms.items()}
+        if len({each is None for each in columns.values()}) > 1:
+            raise ValueError(f"{self}: some workers pass a batch and others none: {shapes}")
+        if next(iter(columns.values())) is None and not self.has_batch_axes:
+            return None, terms
+        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), terms
+
+    def _columns(self, columns: dict[int, int]) -> tuple[int, ...]:
+        """The number of columns for each place along the batch's axes, where all must agree."""
+        axes, grid = self.plan.source.batch_axes, self.partition.shape
+        found: dict[int, tuple[int, int]] = {}
+        for worker, count in columns.items():
+            at = self.partition.coordinates(worker)
+            assert at is not None
+            place = boxes.ravel([at[axis] for axis in axes], [grid[axis] for axis in axes])
+            other, expected = found.setdefault(place, (worker, count))
+            if count != expected:
+                raise ValueError(
+                    f"{self}: workers {other} and {worker} have parts of the same columns, but "
+                    f"{expected} and {count} of them"
+                )
+        return tuple(found[place][1] for place in sorted(found))
+
+    @cached_property
+    def _label(self) -> str:
+        plan = self.plan
+        return f"{self.expression!r} on {self.partition} from {plan.source} to {plan.target}"
+
+    def __repr__(self) -> str:
+        return f"distribute({self.expression!r}, {self.plan.source} → {self.plan.target})"
+
+
+def distribute(
+    operator: ParOperator,
+    partition_in: Sequence[int] | Partition | Layout | None = None,
+    partition_out: Sequence[int] | Partition | str | None = None,
+) -> ParOperator:
+    """Let an operator act on tensors that are spread over workers.
+
+    Args:
+        operator: any operator, also a product or a sum: all of it is planned together.
+        partition_in: the number of workers along each dimension, or a partition with such a grid;
+            further numbers split a batch. Without it each worker has columns of its own and all
+            share the parameters.
+        partition_out: the same for the result, on the same workers; by default that of the input.
+            `"anywhere"` leaves it where the last step ends.
+
+    >>> import tessel, torch
+    >>> F = tessel.kron(tessel.ParDFT(torch.float32, 4), tessel.ParDFT(torch.complex64, 3))
+    >>> (tessel.distribute(F, [1, 1]) * torch.ones(4, 3)).shape
+    torch.Size([3, 3])
+    """
+    if isinstance(operator, Bound):
+        return lift(lambda each: distribute(each, partition_in, partition_out), operator)
+    if isinstance(operator, Distributed):
+        raise ValueError(f"{operator} is distributed already")
+    ndim = len(operator.domain.shape)
+    if partition_in is None:
+        partition_in = [*[1] * ndim, world().size]
+    start = _partition(partition_in, ndim, operator)
+    if partition_out is None or partition_out == ANYWHERE:
+        end = start
+    else:
+        end = _partition(partition_out, ndim, operator)
+    if sorted(start.ranks) != sorted(end.ranks):
+        raise ValueError(f"the result must lie on the same workers: {start} and {end}")
+    fine = refinement(start.shape, end.shape) if start.ranks == end.ranks else None
+    if fine is None:
+        raise ValueError(
+            f"no grid of workers has both grids as its own: {start.shape} and {end.shape}; "
+            f"distribute to one of them and add a ParRepartition"
+        )
+    partition = Partition(start.ranks, fine)
+    source = _arrangement(operator.domain.shape, start.shape, fine)
+    target = None
+    if partition_out != ANYWHERE:
+        target = _arrangement(operator.codomain.shape, end.shape, fine)
+    return Distributed(operator, partition, source, target)
+
+
+def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
+    if isinstance(given, Partition):
+        partition = given
+    else:
+        sizes = tuple(as_int(size) for size in given)
+        everyone = world()
+        if any(size < 1 for size in sizes) or prod(sizes) != everyone.size:
+            raise ValueError(
+                f"the partition {list(sizes)} needs {prod(sizes)} workers, there are "
+                f"{everyone.size}"
+            )
+        partition = everyone.create_cartesian_topology_partition(sizes)
+    if partition.dim < ndim:
+        raise ValueError(
+            f"the partition {list(partition.shape)} has {partition.dim} numbers, {operator} has "
+            f"{ndim} dimensions"
+        )
+    return partition
+
+
+def _arrangement(shape: Shape, grid: Shape, fine: Shape) -> Arrangement:
+    return Arrangement.of(fine, shape, axes_in(grid, fine)[: len(shape)])
+
+
+def _run(
+    plan: Plan, operator: Distributed, x: Tensor, values: Mapping[Leaf, Tensor], columns: Columns
+) -> Tensor:
+    for step in plan.steps:
+        if isinstance(step, Transfer):
+            x = _move(step.before, step.after, operator.partition, columns).apply(x)
+        elif isinstance(step, Branches):
+            results = [_run(each, operator, x, values, columns) for each in step.plans]
+            x = results[0]
+            for each in results[1:]:
+                x = x + each
+        else:
+            x = _perform(step, operator, x, values)
+    return x
+
+
+@kept_in_job
+def _move(before: Arrangement, after: Arrangement, partition: Partition, columns: Columns) -> Move:
+    return Move(before.layout(partition, columns), after.layout(partition, columns))
+
+
+def _perform(
+    step: Local, operator: Distributed, x: Tensor, values: Mapping[Leaf, Tensor]
+) -> Tensor:
+    actor, dims = step.group[0].actor, step.group[0].dims
+    coordinates = operator.partition.index
+    assert coordinates is not None
+    used = {
+        leaf: _used(leaf, values[leaf], each, step.before, operator)
+        for each in step.group
+        for leaf in _leaves(each)
+    }
+    shape = (*step.after.local_shape(coordinates), *x.shape[len(step.after.parts) :])
+    if not x.numel() or not prod(shape):
+        return nothing(shape, x, *used.values()).to(_dtype_after(step, x.dtype))
+    if isinstance(actor, ParRestriction):
+        longer = step.after if actor.is_swapped else step.before
+        return actor.act_on_part(x, dims[0], longer.box(coordinates)[dims[0]])
+    return tasks.perform_group(step.group, x, used)
+
+
+def _dtype_after(step: Local, dtype: torch.dtype) -> torch.dtype:
+    for task in step.group:
+        if task.makes_complex or task.makes_real:
+            dtype = task.target.dtype
+    return dtype
+
+
+def _leaves(task: Task) -> tuple[Leaf, ...]:
+    if isinstance(task.actor, tasks.Terms):
+        return tuple(leaf for each in task.actor.operators for leaf in each.leaves)
+    found: tuple[Leaf, ...] = getattr(task.actor, "leaves", ())
+    return found
+
+
+def _needed(leaf: Leaf, task: Task, here: Arrangement) -> tuple[Parts, ...]:
+    """What a worker needs of a parameter to do a task on a tensor that lies so."""
+    shape = leaf.parameter_shape
+    assert shape is not None
+    if isinstance(task.actor, tasks.Terms):
+        return tuple(Parts(length) for length in shape)
+    return tuple(
+        Parts(length) if dim is None else here.parts[task.dims[dim]]
+        for length, dim in zip(shape, leaf.parameter_dims, strict=True)
+    )
+
+
+def _storage(plan: Plan) -> Storage:
+    """Each parameter lies where it is needed first."""
+    found: Storage = {}
+    for step in plan.every_step():
+        for task in step.group if isinstance(step, Local) else ():
+            for leaf in _leaves(task):
+                found.setdefault(leaf, _worth_splitting(_needed(leaf, task, step.before)))
+    return found
+
+
+def _worth_splitting(parts: tuple[Parts, ...]) -> tuple[Parts, ...]:
+    """The same, or whole parts if some worker would have all anyway."""
+    if all(part.is_whole or part.length == 1 for part in parts):
+        return tuple(Parts(part.length) for part in parts)
+    return parts
+
+
+def _used(
+    leaf: Leaf, value: Tensor, task: Task, here: Arrangement, operator: Distributed
+) -> Tensor:
+    """A parameter, given whole or as it is stored, for use where the tensor lies so."""
+    partition = operator.partition
+    if partition.size == 1:
+        return value
+    stored = operator.storage[leaf]
+    if tuple(value.shape) == leaf.parameter_shape:  # no part is as large, on no worker
+        stored = tuple(Parts(length) for length in value.shape)
+    return _using(partition, stored, _needed(leaf, task, here)).apply(value)
+
+
+@kept_in_job
+def _stored(partition: Partition, parts: tuple[Parts, ...]) -> Layout:
+    separate = Arrangement(partition.shape, parts).layout(partition, None)
+    return replace(separate, shared=separate.separate)
+
+
+@kept_in_job
+def _using(
+    partition: Partition, stored: tuple[Parts, ...], needed: tuple[Parts, ...]
+) -> LinearOperator:
+    source = _stored(partition, stored)
+    target = Arrangement(partition.shape, needed).layout(partition, None)
+    return Spread(source, target) if source.cuts == target.cuts else Move(source, target)

@@ -1,0 +1,136 @@
+"""Leaves: operators that act by themselves, along one dimension or a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from functools import cached_property
+from math import prod
+from typing import Self
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from tessel.operators.algebra import ParOperator
+from tessel.operators.space import Shape, Space
+from tessel.operators.tasks import Task
+
+
+class Leaf(ParOperator):
+    """An operator that is not made of others.
+
+    It stands for four: A, its adjoint, its inverse and the adjoint of its inverse, which all have
+    the parameter of A. A subclass gives the spaces of A itself and acts by what `is_adjoint` and
+    `is_inverse` say.
+
+    Attributes:
+        source, target: the domain and the codomain of A itself.
+        std: the standard deviation of the parameters that `init` draws.
+    """
+
+    source: Space
+    target: Space
+    is_adjoint = False
+    is_inverse = False
+    std = 1.0
+    own: Parameter | None = None  # the parameter that `parameters()` drew, kept by A itself
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether it goes from the codomain of A to its domain."""
+        return self.is_adjoint != self.is_inverse
+
+    @property
+    def domain(self) -> Space:  # type: ignore[override]
+        return self.target if self.is_swapped else self.source
+
+    @property
+    def codomain(self) -> Space:  # type: ignore[override]
+        return self.source if self.is_swapped else self.target
+
+    @cached_property
+    def H(self) -> Self:
+        return self._other(adjoint=not self.is_adjoint, inverse=self.is_inverse)
+
+    @property
+    def inv(self) -> Self:
+        if not self.is_invertible:
+            raise ValueError(f"{self} has no inverse")
+        return self._inv
+
+    @cached_property
+    def _inv(self) -> Self:
+        return self._other(adjoint=self.is_adjoint, inverse=not self.is_inverse)
+
+    def _other(self, adjoint: bool, inverse: bool) -> Self:
+        base = self.base
+        if not adjoint and not inverse:
+            return base
+        others: dict[tuple[bool, bool], Self] = base.__dict__.setdefault("_others", {})
+        if (adjoint, inverse) not in others:
+            new = copy(base)
+            for derived in ("H", "_inv", "leaves", "order", "is_complex_linear", "_others"):
+                new.__dict__.pop(derived, None)
+            new.__dict__["_base"] = base
+            new.is_adjoint, new.is_inverse = adjoint, inverse
+            others[adjoint, inverse] = new
+        return others[adjoint, inverse]
+
+    @property
+    def base(self) -> Self:
+        """A itself, by which its parameter is known."""
+        found: Self = self.__dict__.get("_base", self)
+        return found
+
+    # -- what a kind of leaf says -----------------------------------------------------------------
+
+    @property
+    def is_invertible(self) -> bool:
+        return False
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it changes nothing."""
+        return False
+
+    @property
+    def mixes(self) -> tuple[bool, ...]:
+        """For each dimension, whether a result depends on values at other indices along it."""
+        return (True,) * len(self.domain.shape)
+
+    @property
+    def parameter_shape(self) -> Shape | None:
+        """The shape of the parameter of A, if it has one."""
+        return None
+
+    @property
+    def parameter_dims(self) -> tuple[int | None, ...]:
+        """For each dimension of the parameter, the dimension whose index it follows, if any."""
+        return ()
+
+    def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
+        """The result along the dimensions from `first` on.
+
+        Of a worker's part of a tensor, dimensions that are not mixed may be shorter; `value` is
+        the part of the parameter that belongs to it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how it acts")
+
+    def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
+        """How many operations it takes on a local tensor of this shape."""
+        return float(prod(shape))
+
+    # ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return () if self.parameter_shape is None else (self.base,)
+
+    def expand(self, first: int) -> Iterator[Task]:
+        if not self.is_nothing:
+            yield Task(self, tuple(range(first, first + len(self.domain.shape))))
+
+    def __repr__(self) -> str:
+        modes = {(False, False): "", (True, False): ".H", (False, True): ".inv"}
+        mode = modes.get((self.is_adjoint, self.is_inverse), ".inv.H")
+        return f"{type(self).__name__}({self.source} → {self.target}){mode}"

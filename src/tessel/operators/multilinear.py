@@ -1,0 +1,76 @@
+"""A matrix of parameters for each mode: the weights of a spectral layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.operators.leaf import Leaf
+from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+
+
+class ParMultilinear(Leaf):
+    """A dense matrix for each index of the dimensions behind the first.
+
+    y[o, k] = Σ_i W[o, i, k] x[i, k], where k runs over the modes. Along modes that are split over
+    workers its parameters are split, too.
+
+    Args:
+        T: a dtype of torch.
+        m, n: the lengths of the first dimension of a result and of a tensor.
+        modes: the lengths of the other dimensions.
+
+    >>> import tessel, torch
+    >>> tessel.ParMultilinear(torch.complex64, 2, 3, [4, 5]).domain
+    complex64 3×4×5
+    """
+
+    def __init__(self, T: Any, m: int, n: int, modes: Sequence[int]) -> None:
+        dtype = checked_dtype("ParMultilinear", T)
+        self.modes = tuple(checked_length("ParMultilinear", "each of modes", k) for k in modes)
+        self.target = Space((checked_length("ParMultilinear", "m", m), *self.modes), dtype)
+        self.source = Space((checked_length("ParMultilinear", "n", n), *self.modes), dtype)
+        self.std = (m * n) ** -0.5
+
+    @property
+    def is_invertible(self) -> bool:
+        return self.source == self.target
+
+    @property
+    def mixes(self) -> tuple[bool, ...]:
+        return True, *(False for _ in self.modes)
+
+    @property
+    def parameter_shape(self) -> Shape:
+        return self.target.shape[0], self.source.shape[0], *self.modes
+
+    @property
+    def parameter_dims(self) -> tuple[int | None, ...]:
+        return None, None, *range(1, 1 + len(self.modes))
+
+    def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
+        """The modes become the batch of a matrix product."""
+        assert value is not None
+        D = len(self.modes)
+        weights = value.to(x.dtype).permute(*range(2, 2 + D), 0, 1)  # modes × m × n
+        if self.is_adjoint:
+            weights = weights.mH
+        behind = range(first + 1, first + 1 + D)
+        others = [d for d in range(x.dim()) if d != first and d not in behind]
+        columns = x.permute(*behind, first, *others)  # modes × n × all others
+        rest = columns.shape[D + 1 :]
+        flat = columns.reshape(*columns.shape[: D + 1], prod(rest))
+        result = torch.linalg.solve(weights, flat) if self.is_inverse else weights @ flat
+        result = result.reshape(*result.shape[: D + 1], *rest)
+        back = [0] * x.dim()
+        for place, dim in enumerate((*behind, first, *others)):
+            back[dim] = place
+        return result.permute(back)
+
+    def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
+        m, columns = self.codomain.shape[0], prod(shape)
+        return 2.0 * m * columns * (4 if self.source.is_complex else 1)

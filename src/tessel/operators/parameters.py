@@ -1,0 +1,171 @@
+"""Parameters of operators: drawn once, known by the operator that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from tessel.boxes import Box
+from tessel.operators.space import Shape
+
+CHUNK = 1 << 16  # numbers that are drawn at once
+
+
+class Parameters(dict[Any, Tensor]):
+    """Values of parameters, by the operators that they belong to."""
+
+    def check(self, operator: Any) -> None:
+        """ValueError if these are not the parameters of an operator."""
+        shapes = parameter_shapes(operator)
+        if foreign := [leaf for leaf in self if leaf not in shapes]:
+            raise ValueError(
+                f"θ belongs to another operator: {foreign[0]} is no part of {operator}"
+            )
+        if missing := [leaf for leaf in shapes if leaf not in self]:
+            raise ValueError(f"θ has no value for {missing[0]}, a part of {operator}")
+        for leaf, value in self.items():
+            if tuple(value.shape) not in shapes[leaf] or value.dtype != leaf.source.dtype:
+                expected = " or ".join(map(str, dict.fromkeys(shapes[leaf])))
+                raise ValueError(
+                    f"θ does not fit {leaf}: expected {leaf.source.dtype} of shape {expected}, "
+                    f"got {value.dtype} of shape {tuple(value.shape)}"
+                )
+
+    def joined(self, other: Mapping[Any, Tensor]) -> Parameters:
+        """These and others, which may not say something else."""
+        for leaf in self.keys() & other.keys():
+            if self[leaf] is not other[leaf]:
+                raise ValueError(f"{leaf} is bound to two values")
+        return Parameters({**self, **other})
+
+    def requires_grad_(self, requires_grad: bool = True) -> Parameters:
+        for value in self.values():
+            value.requires_grad_(requires_grad)
+        return self
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{leaf}: {tuple(value.shape)}" for leaf, value in self.items())
+        return f"Parameters({inner})"
+
+
+def parameter_shapes(operator: Any) -> dict[Any, tuple[Shape, ...]]:
+    """The shapes that each parameter may have on this worker: whole, and in parts."""
+    parts = getattr(operator, "part_shapes", {})
+    found = {}
+    for leaf in operator.leaves:
+        assert leaf.parameter_shape is not None
+        found[leaf] = (leaf.parameter_shape, *([parts[leaf]] if leaf in parts else []))
+    return found
+
+
+def init(operator: Any, *, requires_grad: bool = True) -> Parameters:
+    """Draw parameters from torch's random numbers.
+
+    Those of a distributed operator are the same on all workers, drawn by the first one's random
+    numbers, and do not depend on the number of workers. Parameters along dimensions that are split
+    are split as well.
+
+    >>> import tessel, torch
+    >>> A = tessel.ParMatrix(torch.float32, 2, 3)
+    >>> theta = tessel.init(A)
+    >>> (A(theta) * torch.ones(3)).shape
+    torch.Size([2])
+    """
+    boxes: dict[Any, Box] = getattr(operator, "part_boxes", {})
+    agree: Callable[[int], int] = getattr(operator, "agreed_number", int)
+    seed = agree(int(torch.randint(2**62, ()).item()))
+    theta = Parameters()
+    for number, leaf in enumerate(operator.leaves):
+        value = draw(leaf, seed + number, boxes.get(leaf))
+        theta[leaf] = value.requires_grad_(requires_grad)
+    return theta
+
+
+def draw(leaf: Any, seed: int, box: Box | None = None) -> Tensor:
+    """Normal numbers, a part of them without ever having all."""
+    shape = leaf.parameter_shape
+    assert shape is not None
+    generator = torch.Generator().manual_seed(seed)
+    dtype = leaf.source.dtype
+    row, first = prod(shape[1:]), 0
+    rows = max(1, CHUNK // max(1, row))
+    box = tuple((0, length) for length in shape) if box is None else box
+    part = torch.empty([stop - start for start, stop in box], dtype=dtype)
+    start, stop = box[0]
+    inner = tuple(slice(*each) for each in box[1:])
+    while first < shape[0]:
+        count = min(rows, shape[0] - first)
+        chunk = torch.randn((count, *shape[1:]), generator=generator, dtype=dtype) * leaf.std
+        a, b = max(first, start), min(first + count, stop)
+        if a < b:
+            part[a - start : b - start] = chunk[(slice(a - first, b - first), *inner)]
+        first += count
+    return part
+
+
+def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]:
+    """The values to use: those given, else the operator's own; ValueError if there are none."""
+    if theta is None:
+        theta = Parameters({leaf: leaf.own for leaf in operator.leaves if leaf.own is not None})
+    missing = [leaf for leaf in operator.leaves if leaf not in theta]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} has parameters: apply the operator S as S(θ) * x, with θ = init(S); or "
+            f"ask for S.parameters() first, which gives it parameters of its own"
+        )
+    return theta
+
+
+def own_parameters(operator: Any) -> dict[str, torch.nn.Parameter]:
+    """The operator's own parameters by name, drawn where there are none yet."""
+    if any(leaf.own is None for leaf in operator.leaves):
+        drawn = init(operator)
+        for leaf, value in drawn.items():
+            if leaf.own is None:
+                leaf.own = torch.nn.Parameter(value.detach())
+    found = {}
+    for number, leaf in enumerate(operator.leaves):
+        assert leaf.own is not None
+        found[f"{type(leaf).__name__}_{number}"] = leaf.own
+    return found
+
+
+class OperatorModule(torch.nn.Module):
+    """An operator as a torch module, which has the operator's own parameters."""
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self.operator = operator
+        for name, value in own_parameters(operator).items():
+            self.register_parameter(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        theta = Parameters(zip(self.operator.leaves, self.parameters(), strict=True))
+        return self.operator.apply(x, theta)
+
+    def extra_repr(self) -> str:
+        return repr(self.operator)
+
+
+@overload
+def gradient(function: Callable[[Parameters], Tensor], at: Parameters) -> Parameters: ...
+@overload
+def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor: ...
+def gradient(function: Any, at: Any) -> Any:
+    """The gradient of a function of parameters, or of a tensor, with a real result.
+
+    >>> import tessel, torch
+    >>> gradient(lambda x: (x * x).sum(), torch.ones(2))
+    tensor([2., 2.])
+    """
+    if isinstance(at, Parameters):
+        points = {leaf: value.detach().requires_grad_() for leaf, value in at.items()}
+        grads = torch.autograd.grad(function(Parameters(points)), list(points.values()))
+        return Parameters(zip(points, grads, strict=True))
+    point = at.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(function(point), point)
+    return grad

@@ -1,0 +1,259 @@
+"""Planning: in which order, and where, the tasks of an operator are done on a grid of workers.
+
+A task needs the dimensions whole that it mixes. What can be done where the tensor lies is done
+first; then the tensor is rearranged so that the most can be done next, to where it shall end if
+that will do. So the number of rearrangements is the least for Fourier transforms of slabs and
+pencils, there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from tessel.boxes import Interval
+from tessel.operators.arrangement import Arrangement, Parts
+from tessel.operators.restriction import ParRestriction
+from tessel.operators.tasks import Task, Terms, Waiting, cheapest, grouped
+
+
+@dataclass(frozen=True)
+class Local:
+    """Tasks that each worker does with what it has, in one call."""
+
+    before: Arrangement
+    after: Arrangement
+    group: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The tensor is rearranged."""
+
+    before: Arrangement
+    after: Arrangement
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The results of several plans are added."""
+
+    before: Arrangement
+    after: Arrangement
+    plans: tuple[Plan, ...]
+
+
+Step = Local | Transfer | Branches
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All steps of an operator on a grid."""
+
+    source: Arrangement
+    target: Arrangement
+    steps: tuple[Step, ...] = field(repr=False)
+
+    @property
+    def num_transfers(self) -> int:
+        return sum(isinstance(step, Transfer) for step in self.every_step())
+
+    def every_step(self) -> Iterator[Step]:
+        """The steps, those of branches one branch after the other."""
+        for step in self.steps:
+            if isinstance(step, Branches):
+                for plan in step.plans:
+                    yield from plan.every_step()
+            else:
+                yield step
+
+
+def make_plan(operator: Any, source: Arrangement, target: Arrangement | None) -> Plan:
+    """Plan an operator on a tensor that lies so.
+
+    Args:
+        operator: what to do.
+        source: how its input lies.
+        target: how its result shall lie; None to leave it where it is then.
+    """
+    waiting = Waiting(tuple(operator.expand(0)))
+    steps: list[Step] = []
+    here = source
+    while True:
+        here, done = _drain(waiting, here, target)
+        steps += done
+        if not waiting:
+            break
+        there = _next(waiting, here, target)
+        steps.append(Transfer(here, there))
+        here = there
+    if target is not None and here != target:
+        steps.append(Transfer(here, target))
+        here = target
+    return Plan(source, here, tuple(steps))
+
+
+def _drain(
+    waiting: Waiting, here: Arrangement, target: Arrangement | None
+) -> tuple[Arrangement, list[Step]]:
+    """Do all that can be done here."""
+    done: list[Task] = []
+    arrangements = [here]
+    branches: dict[int, Branches] = {}
+    state = here
+
+    def is_possible(task: Task) -> bool:
+        return _is_local(task, state) or _is_branching(task, state)
+
+    for task in cheapest(waiting, is_possible):
+        if _is_local(task, state):
+            state = _after(task, state)
+        else:
+            branching = _branches(task, state, None if waiting else target)
+            branches[len(done)] = branching
+            state = branching.after
+        done.append(task)
+        arrangements.append(state)
+    steps: list[Step] = []
+    number = 0
+    for group in grouped(done):
+        before, after = arrangements[number], arrangements[number + len(group)]
+        steps.append(branches.get(number) or Local(before, after, group))
+        number += len(group)
+    return state, steps
+
+
+def _is_local(task: Task, here: Arrangement) -> bool:
+    if isinstance(task.actor, ParRestriction):
+        return True
+    return all(here.parts[dim].is_whole for dim in task.mixed)
+
+
+def _is_branching(task: Task, here: Arrangement) -> bool:
+    """Whether a sum acts along all dimensions: its terms are planned on their own."""
+    return isinstance(task.actor, Terms) and len(task.dims) == len(here.parts)
+
+
+def _branches(task: Task, here: Arrangement, target: Arrangement | None) -> Branches:
+    plans: list[Plan] = []
+    for operator in task.actor.operators:
+        plans.append(make_plan(operator, here, plans[0].target if plans else target))
+    return Branches(here, plans[0].target, tuple(plans))
+
+
+def _after(task: Task, here: Arrangement) -> Arrangement:
+    """How the result of a task lies."""
+    for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
+        part = here.parts[dim]
+        if isinstance(task.actor, ParRestriction) and not part.is_whole:
+            bounds = task.actor.split(part.intervals)
+            here = here.with_part(dim, replace(part, length=after, bounds=bounds))
+        elif before != after:
+            here = here.with_part(dim, part.resized(after))
+    return here
+
+
+def _next(waiting: Waiting, here: Arrangement, target: Arrangement | None) -> Arrangement:
+    """Where to go so that the most can be done before the tensor has to be rearranged again."""
+    best: tuple[Any, Arrangement] | None = None
+    candidates = [*([_like(target, here)] if target is not None else []), *_hostings(here)]
+    for there in candidates:
+        left = waiting.copy()
+        end, done = _drain(left, there, target)
+        if not done:
+            continue
+        more = 2 if left else int(target is not None and end != target)
+        key = more, -len(waiting.tasks) + len(left.tasks), _moved(here, there), _unevenness(there)
+        if best is None or key < best[0]:
+            best = key, there
+    return best[1] if best is not None else _concentrated(waiting, here)
+
+
+def _like(target: Arrangement, here: Arrangement) -> Arrangement:
+    """As the result shall lie, for a tensor whose dimensions still have other lengths."""
+    parts = tuple(
+        end if end.length == part.length else Parts(part.length, end.axes, end.count)
+        for end, part in zip(target.parts, here.parts, strict=True)
+    )
+    return replace(here, parts=parts)
+
+
+def _hostings(here: Arrangement) -> Iterator[Arrangement]:
+    """The axes of the grid on some dimensions that are long enough for them, the others whole."""
+    D = len(here.parts)
+    axes = [axis for part in here.parts for axis in part.axes]
+    for count in range(1, min(len(axes), D) + 1):
+        for hosts in combinations(range(D), count):
+            if (there := _hosted(here, hosts, axes)) is not None:
+                yield there
+
+
+def _hosted(here: Arrangement, hosts: Sequence[int], axes: Sequence[int]) -> Arrangement | None:
+    """With all axes on these dimensions; those that are there stay."""
+    grid = here.grid
+    own = {dim: list(part.axes) if dim in hosts else [] for dim, part in enumerate(here.parts)}
+    sizes = {dim: _product(grid, own[dim]) for dim in own}
+    placed = {axis for each in own.values() for axis in each}
+    for axis in axes:
+        if axis in placed:
+            continue
+        free = [dim for dim in hosts if sizes[dim] * grid[axis] <= here.parts[dim].length]
+        if not free:
+            return None
+        dim = min(free, key=lambda d: (here.parts[d].length % (sizes[d] * grid[axis]) > 0, d))
+        own[dim].append(axis)
+        sizes[dim] *= grid[axis]
+    parts = tuple(
+        part
+        if list(part.axes) == own[dim] and dim in hosts
+        else Parts(part.length, tuple(own[dim]), sizes[dim])
+        for dim, part in enumerate(here.parts)
+    )
+    return replace(here, parts=parts) if parts != here.parts else None
+
+
+def _product(grid: Sequence[int], axes: Sequence[int]) -> int:
+    total = 1
+    for axis in axes:
+        total *= grid[axis]
+    return total
+
+
+def _moved(here: Arrangement, there: Arrangement) -> int:
+    """How many dimensions lie in another way."""
+    return sum(a != b for a, b in zip(here.parts, there.parts, strict=True))
+
+
+def _unevenness(there: Arrangement) -> float:
+    """The largest part against the mean."""
+    ratio = 1.0
+    for part in there.parts:
+        start, stop = part.interval(0)
+        ratio *= (stop - start) * part.count / max(1, part.length)
+    return ratio
+
+
+def _concentrated(waiting: Waiting, here: Arrangement) -> Arrangement:
+    """When no dimensions are long enough: those that the next task mixes whole, on few workers.
+
+    Their axes go to the longest of the others, some of whose parts are empty then. If there are no
+    others, one worker has all.
+    """
+    task = min(waiting.ready(), key=waiting.prospect)
+    axes = [axis for dim in task.mixed for axis in here.parts[dim].axes]
+    parts = list(here.parts)
+    others = [dim for dim in range(len(parts)) if dim not in task.mixed]
+    for dim in task.mixed:
+        parts[dim] = Parts(parts[dim].length)
+    if others:
+        host = max(others, key=lambda dim: parts[dim].length / parts[dim].count)
+        along = (*parts[host].axes, *axes)
+        parts[host] = Parts(parts[host].length, along, _product(here.grid, along))
+    else:
+        first, count = task.mixed[0], _product(here.grid, axes)
+        length = parts[first].length
+        bounds: tuple[Interval, ...] = ((0, length), *[(length, length)] * (count - 1))
+        parts[first] = Parts(length, tuple(axes), count, bounds)
+    return replace(here, parts=tuple(parts))

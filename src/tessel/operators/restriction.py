@@ -1,0 +1,114 @@
+"""Restrictions to some indices of a dimension."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.boxes import Interval, overlap
+from tessel.operators.leaf import Leaf
+from tessel.operators.space import Space, checked_dtype, checked_length
+
+
+class ParRestriction(Leaf):
+    """The values at some indices; the adjoint puts them back among zeros.
+
+    Args:
+        T: a dtype of torch.
+        n: the length.
+        ranges: which indices to keep: ranges or pairs (start, stop), ascending and disjoint.
+
+    >>> import tessel, torch
+    >>> R = tessel.ParRestriction(torch.float32, 6, [range(0, 2), range(5, 6)])
+    >>> R * torch.arange(6.0)
+    tensor([0., 1., 5.])
+    """
+
+    def __init__(self, T: Any, n: int, ranges: Sequence[range | Interval]) -> None:
+        dtype = checked_dtype("ParRestriction", T)
+        length = checked_length("ParRestriction", "n", n)
+        self.ranges = tuple(_interval(each) for each in ranges)
+        self._check(length)
+        kept = sum(stop - start for start, stop in self.ranges)
+        self.source, self.target = Space((length,), dtype), Space((kept,), dtype)
+
+    def _check(self, length: int) -> None:
+        for start, stop in self.ranges:
+            if not 0 <= start < stop <= length:
+                raise ValueError(
+                    f"ParRestriction: {range(start, stop)} is no range of indices below {length}"
+                )
+        for (_, stop), (start, _) in pairwise(self.ranges):
+            if start < stop:
+                raise ValueError(
+                    f"ParRestriction: ranges must be ascending and disjoint, got {self.ranges}"
+                )
+        if not self.ranges:
+            raise ValueError("ParRestriction: at least one range is needed")
+
+    @property
+    def is_invertible(self) -> bool:
+        return self.source == self.target
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.is_invertible
+
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """The indices that are kept."""
+        return tuple(i for start, stop in self.ranges for i in range(start, stop))
+
+    def split(self, intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+        """The parts of a result whose input lies in these parts, nothing of which moves."""
+        bounds = [self._bound(start) for start, _ in intervals] + [self.codomain.numel]
+        bounds[0] = 0
+        return tuple(pairwise(bounds))
+
+    def _bound(self, start: int) -> int:
+        """Where a part begins that begins at `start` before."""
+        if not self.is_swapped:
+            return bisect_left(self.kept, start)
+        return self.kept[start] if start < len(self.kept) else self.source.numel
+
+    def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
+        return self.act_on_part(x, first, (0, self.source.numel))
+
+    def act_on_part(self, x: Tensor, first: int, part: Interval) -> Tensor:
+        """The same where a worker has, or gets, only the part `part` of the `n` indices."""
+        start, stop = part
+        common = [overlap(each, part) for each in self.ranges]
+        pieces = [(a - start, b - a) for a, b in (each for each in common if each)]
+        if not self.is_swapped:
+            parts = [x.narrow(first, at, length) for at, length in pieces]
+            return torch.cat(parts or [x.narrow(first, 0, 0)], first)
+        parts, end, kept = [], 0, 0
+        for at, length in pieces:
+            parts += [_zeros(x, first, at - end), x.narrow(first, kept, length)]
+            end, kept = at + length, kept + length
+        parts.append(_zeros(x, first, stop - start - end))
+        return torch.cat(parts, first)
+
+    def flops(self, shape: tuple[int, ...], dims: tuple[int, ...]) -> float:
+        return 0.0
+
+
+def _zeros(like: Tensor, dim: int, length: int) -> Tensor:
+    shape = list(like.shape)
+    shape[dim] = length
+    return like.new_zeros(shape)
+
+
+def _interval(given: Any) -> Interval:
+    if isinstance(given, range):
+        if given.step != 1:
+            raise ValueError(f"ParRestriction: ranges have steps of one, got {given}")
+        return given.start, given.stop
+    start, stop = given
+    return int(start), int(stop)

@@ -1,0 +1,70 @@
+"""Spaces: what an operator takes and gives, known before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from operator import index as as_int
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+
+COMPLEX_OF = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+REAL_OF = {complex_: real for real, complex_ in COMPLEX_OF.items()}
+DTYPES = (*COMPLEX_OF, *REAL_OF)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Tensors of a shape and a dtype.
+
+    >>> Space((10, 20), torch.float32)
+    float32 10×20
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_complex(self) -> bool:
+        return self.dtype in REAL_OF
+
+    def __repr__(self) -> str:
+        lengths = "×".join(map(str, self.shape)) or "1"
+        return f"{str(self.dtype).removeprefix('torch.')} {lengths}"
+
+
+def real_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the parts of a number."""
+    return REAL_OF.get(dtype, dtype)
+
+
+def complex_of(dtype: torch.dtype) -> torch.dtype:
+    """The complex dtype of the same precision."""
+    return COMPLEX_OF.get(dtype, dtype)
+
+
+def checked_dtype(name: str, dtype: Any) -> torch.dtype:
+    """A dtype that operators know; ValueError for others."""
+    if dtype not in DTYPES:
+        known = ", ".join(str(each) for each in DTYPES)
+        raise ValueError(f"{name}: T must be one of {known}, got {dtype!r}")
+    found: torch.dtype = dtype
+    return found
+
+
+def checked_length(name: str, what: str, length: Any) -> int:
+    """A length of at least one; ValueError for others."""
+    try:
+        number = as_int(length)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(length, bool):
+        raise ValueError(f"{name}: {what} must be a whole number from 1 on, got {length!r}")
+    return number

@@ -1,0 +1,246 @@
+"""Tasks: what applying an operator does, one step of it along some dimensions after the other.
+
+A tree of operators becomes a list of tasks. Two of them may change places if they act along
+different dimensions, unless one makes the numbers complex that the other needs: so each kind of
+task comes when it costs the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tessel.operators.space import Shape, Space
+
+if TYPE_CHECKING:
+    pass
+
+Values = Mapping[Any, Tensor]  # of parameters, by leaf
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Something that acts along `dims` of a tensor: a leaf, a number or a sum."""
+
+    actor: Any  # Leaf, Factor or Terms
+    dims: tuple[int, ...]
+
+    @property
+    def source(self) -> Space:
+        found: Space = self.actor.domain
+        return found
+
+    @property
+    def target(self) -> Space:
+        found: Space = self.actor.codomain
+        return found
+
+    @cached_property
+    def mixed(self) -> tuple[int, ...]:
+        """The dimensions that must be whole."""
+        return tuple(dim for dim, mixes in zip(self.dims, self.actor.mixes, strict=True) if mixes)
+
+    @property
+    def makes_complex(self) -> bool:
+        return self.target.is_complex and not self.source.is_complex
+
+    @property
+    def makes_real(self) -> bool:
+        return self.source.is_complex and not self.target.is_complex
+
+    @property
+    def needs_complex(self) -> bool:
+        return self.source.is_complex
+
+    @property
+    def is_complex_linear(self) -> bool:
+        if isinstance(self.actor, Terms):
+            return self.actor.is_complex_linear
+        return not self.makes_real
+
+    @cached_property
+    def growth(self) -> float:
+        """The bytes of the result for one byte of input."""
+        ratio = self.target.numel / max(1, self.source.numel)
+        width = self.target.dtype.itemsize / self.source.dtype.itemsize
+        return ratio * (width if self.makes_complex or self.makes_real else 1.0)
+
+    def resized(self, shape: Shape) -> Shape:
+        """The shape of the result for a tensor of this shape."""
+        lengths = list(shape)
+        for dim, before, after in zip(self.dims, self.source.shape, self.target.shape, strict=True):
+            if before != after:
+                lengths[dim] = after
+        return tuple(lengths)
+
+    def follows(self, earlier: Task) -> bool:
+        """Whether an earlier task must stay earlier."""
+        if set(self.dims) & set(earlier.dims):
+            return True
+        if earlier.makes_complex or earlier.makes_real:
+            return self.needs_complex or self.makes_real or self.makes_complex
+        return self.makes_real and earlier.needs_complex
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """A number that multiplies."""
+
+    number: complex
+    domain: Space  # without dimensions
+
+    @property
+    def codomain(self) -> Space:
+        return self.domain
+
+    mixes = ()
+    is_nothing = False
+
+    def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
+        return x * self.number
+
+    def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
+        return float(prod(shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Operators whose results are added."""
+
+    operators: tuple[Any, ...]
+
+    @property
+    def domain(self) -> Space:
+        found: Space = self.operators[0].domain
+        return found
+
+    @property
+    def codomain(self) -> Space:
+        found: Space = self.operators[0].codomain
+        return found
+
+    @property
+    def mixes(self) -> tuple[bool, ...]:
+        return (True,) * len(self.domain.shape)
+
+    @property
+    def is_complex_linear(self) -> bool:
+        return all(each.is_complex_linear for each in self.operators)
+
+    def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
+        return sum(count_flops(each.expand(dims[0]), shape) for each in self.operators)
+
+
+def count_flops(tasks: Iterable[Task], shape: Shape) -> float:
+    """The operations of tasks, one after the other, on a tensor of this shape."""
+    total = 0.0
+    for task in tasks:
+        total += task.actor.flops(shape, task.dims)
+        shape = task.resized(shape)
+    return total
+
+
+def ordered(tasks: Sequence[Task], shape: Shape) -> tuple[tuple[Task, ...], ...]:
+    """All tasks in the order that computes the least, those that are one call together."""
+    return grouped(cheapest(Waiting(tasks), lambda task: True))
+
+
+class Waiting:
+    """Tasks that are not done yet, and which of them can be next."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = list(tasks)
+        self._after = {
+            task: [earlier for earlier in self.tasks[:number] if task.follows(earlier)]
+            for number, task in enumerate(self.tasks)
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self.tasks)
+
+    def ready(self) -> list[Task]:
+        """Those that wait for no other."""
+        left = set(self.tasks)
+        return [task for task in self.tasks if not left & set(self._after[task])]
+
+    def prospect(self, task: Task) -> float:
+        """The least growth of the tensor, by this task and those behind it along its dims."""
+        least = product = 1.0
+        for each in self.tasks[self.tasks.index(task) :]:
+            if set(each.dims) & set(task.dims) or each is task:
+                if isinstance(each.actor, Terms):
+                    break
+                product *= each.growth
+                least = min(least, product) if each is not task else product
+        return least
+
+    def done(self, task: Task) -> None:
+        self.tasks.remove(task)
+
+    def copy(self) -> Waiting:
+        new = Waiting(())
+        new.tasks, new._after = list(self.tasks), self._after
+        return new
+
+
+def cheapest(waiting: Waiting, is_possible: Callable[[Task], bool]) -> Iterator[Task]:
+    """Do what is possible, what shrinks the tensor first and what makes it grow last."""
+    while True:
+        possible = [task for task in waiting.ready() if is_possible(task)]
+        if not possible:
+            return
+        task = min(possible, key=waiting.prospect)
+        waiting.done(task)
+        yield task
+
+
+def grouped(tasks: Iterable[Task]) -> tuple[tuple[Task, ...], ...]:
+    """Neighbours that one call can do together: Fourier transforms along several dimensions."""
+    groups: list[tuple[Task, ...]] = []
+    for task in tasks:
+        if groups and _joins(groups[-1], task):
+            groups[-1] = (*groups[-1], task)
+        else:
+            groups.append((task,))
+    return tuple(groups)
+
+
+def _joins(group: tuple[Task, ...], task: Task) -> bool:
+    join = getattr(task.actor, "joins", None)
+    return join is not None and bool(join([each.actor for each in group]))
+
+
+def perform(groups: Iterable[tuple[Task, ...]], x: Tensor, values: Values) -> Tensor:
+    """Carry out tasks on a whole tensor."""
+    for group in groups:
+        x = perform_group(group, x, values)
+    return x
+
+
+def perform_group(group: tuple[Task, ...], x: Tensor, values: Values) -> Tensor:
+    """Carry out tasks that are one call."""
+    actor, dims = group[0].actor, group[0].dims
+    if len(group) > 1:
+        joined: Tensor = actor.act_together([(each.actor, each.dims[0]) for each in group], x)
+        return joined
+    if isinstance(actor, Terms):
+        return _total(actor, dims[0], x, values)
+    value = values.get(actor.base) if hasattr(actor, "base") else None
+    result: Tensor = actor.act(x, dims[0] if dims else 0, value)
+    return result
+
+
+def _total(terms: Terms, first: int, x: Tensor, values: Values) -> Tensor:
+    results = [
+        perform(ordered(tuple(each.expand(first)), tuple(x.shape)), x, values)
+        for each in terms.operators
+    ]
+    y = results[0]
+    for each in results[1:]:
+        y = y + each
+    return y
