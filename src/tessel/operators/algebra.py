@@ -170,7 +170,8 @@ class Bound(ParOperator):
 
     def __init__(self, operator: ParOperator, theta: Any) -> None:
         if isinstance(operator, Bound):
-            operator, theta = operator.operator, operator.theta.joined(theta)
+            theta = operator.theta.joined(theta)
+            operator = operator.operator
         if not isinstance(theta, Parameters):
             raise ValueError(
                 f"{operator} takes a tensor, or parameters that init() drew; got {theta!r}"
