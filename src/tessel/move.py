@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from tessel.plan import Piece, Plan, route
 # what torch does not add, or not as numbers
 UNSUMMABLE = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 Arrived = dict[int, Tensor | None]  # by worker; None for what is in its place already
+STEP, GAP = 1024, 128  # bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,6 +36,9 @@ class Move(LinearOperator):
     Args:
         domain: the layout of the input.
         codomain: the layout of the output, of the same global shape, over any workers.
+        spaced: a dimension whose slices lie a little apart in the memory of the output, for a
+            transform along it: slices at large powers of two fall into the same few places of
+            a processor's cache.
 
     >>> import tessel, torch
     >>> layout = tessel.Layout.balanced(tessel.world(), (3,))
@@ -42,6 +48,7 @@ class Move(LinearOperator):
 
     domain: Layout
     codomain: Layout
+    spaced: int | None = None
 
     def __post_init__(self) -> None:
         if self.domain.shape != self.codomain.shape:
@@ -75,28 +82,52 @@ class Move(LinearOperator):
         if torch.compiler.is_compiling():
             return node(x, self.number)
         for plan in self.route:
-            x = _carry_out(plan, self.group, x)
+            x = _carry_out(plan, self.group, x, self.spaced)
         return _shaped(x, self.codomain.local_shape)
 
 
-def _carry_out(plan: Plan, group: transport.Group, x: Tensor) -> Tensor:
+def _carry_out(plan: Plan, group: transport.Group, x: Tensor, spaced: int | None = None) -> Tensor:
     """One exchange: pack what others need, let it travel, put together what arrived."""
     if plan.stays:
         return x.clone(memory_format=torch.contiguous_format)
     x = _shaped(x, plan.source_shape)
-    y = x.new_empty(plan.target_shape) if plan.fills else x.new_zeros(plan.target_shape)
-    if plan.silent:
-        arrived: Arrived = {}
-    elif x.is_cuda or (plan.dense and not transport.is_tagged()):  # a collective has no tag
-        arrived = _all_to_all(plan, group, x)
-    else:
-        arrived = _point_to_point(plan, group, x, y)
+    y = _room(x, plan.target_shape, spaced)
+    if not plan.fills:
+        y.zero_()
+    arrive = _depart(plan, group, x, y)
+    own = [piece for piece in plan.takes if plan.once and piece.peer not in plan.peers]
+    for piece in own:  # while the rest is on its way
+        y[piece.region].copy_(x[plan.kept])
+    arrived = arrive()
     for order, piece in enumerate(plan.takes):
         part = arrived[piece.peer] if piece.peer in arrived else x[plan.kept]
-        if part is not None:
+        if part is not None and piece not in own:
             copies = plan.once or (plan.fills and order == 0)
             (torch.Tensor.copy_ if copies else torch.Tensor.add_)(y[piece.region], part)
     return y
+
+
+def _room(like: Tensor, shape: Shape, spaced: int | None) -> Tensor:
+    """An empty tensor, its slices along the dimension `spaced` not at large powers of two."""
+    if spaced is None or not prod(shape):
+        return like.new_empty(shape)
+    inner = prod(shape[spaced + 1 :])
+    if inner * like.element_size() % STEP:
+        return like.new_empty(shape)
+    length = inner + GAP // like.element_size()
+    outer = shape[: spaced + 1]
+    flat = like.new_empty((prod(outer), length))
+    return flat[:, :inner].view(shape)
+
+
+def _depart(plan: Plan, group: transport.Group, x: Tensor, y: Tensor) -> Callable[[], Arrived]:
+    """Send what others need; the result waits for what they send."""
+    if plan.silent:
+        return dict
+    if x.is_cuda or (plan.dense and not transport.is_tagged()):  # a collective has no tag
+        arrived = _all_to_all(plan, group, x)
+        return lambda: arrived
+    return _point_to_point(plan, group, x, y)
 
 
 def _all_to_all(plan: Plan, group: transport.Group, x: Tensor) -> Arrived:
@@ -122,16 +153,25 @@ def _parts(flat: Tensor, pieces: tuple[Piece, ...]) -> list[Tensor]:
     return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
 
 
-def _point_to_point(plan: Plan, group: transport.Group, x: Tensor, y: Tensor) -> Arrived:
+def _point_to_point(
+    plan: Plan, group: transport.Group, x: Tensor, y: Tensor
+) -> Callable[[], Arrived]:
     """Messages between those who have something for each other, received in place if possible."""
-    in_place = {piece.peer for piece in plan.arrives if plan.once and piece.solid}
+    solid = plan.once and y.is_contiguous()
+    in_place = {piece.peer for piece in plan.arrives if solid and piece.solid}
     buffers = {
         piece.peer: y[piece.region] if piece.peer in in_place else x.new_empty(piece.shape)
         for piece in plan.arrives
     }
     sends = [(piece.peer, _packed(x, piece)) for piece in plan.gives]
-    group.exchange(sends, list(buffers.items()))()
-    return {peer: None if peer in in_place else buffer for peer, buffer in buffers.items()}
+    wait = group.exchange(sends, list(buffers.items()))
+
+    def arrive() -> Arrived:
+        wait()
+        sends.clear()  # kept until here: the messages are read from them
+        return {peer: None if peer in in_place else buffer for peer, buffer in buffers.items()}
+
+    return arrive
 
 
 def _packed(x: Tensor, piece: Piece) -> Tensor:

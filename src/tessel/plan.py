@@ -65,6 +65,11 @@ class Plan:
     dense: bool
 
     @cached_property
+    def peers(self) -> frozenset[int]:
+        """The others who send something."""
+        return frozenset(piece.peer for piece in self.arrives)
+
+    @cached_property
     def stays(self) -> bool:
         """Whether the whole tensor stays where it is, and nothing else happens anywhere."""
         return self.silent and self.once and self.fills and self.source_shape == self.target_shape

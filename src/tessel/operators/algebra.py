@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tessel.operators.form import Form
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
-from tessel.operators.space import Space, complex_of, real_of
+from tessel.operators.space import Shape, Space, complex_of, real_of
 from tessel.operators.tasks import Factor, Task, Terms, ordered, perform
 
 
@@ -60,6 +60,10 @@ class ParOperator:
     def children(self) -> tuple[ParOperator, ...]:
         """The operators of which this one is made."""
         return ()
+
+    def sized(self, shape: Shape) -> ParOperator:
+        """For an operator that takes any shape, that for this one."""
+        return self
 
     # -- algebra ----------------------------------------------------------------------------------
 
@@ -346,41 +350,41 @@ class Sum(ParOperator):
 
 
 class Multiple(ParOperator):
-    """A number times an operator."""
+    """A number times an operator.
 
-    def __init__(self, number: Any, operator: ParOperator) -> None:
+    The number multiplies the results, or the input if results are real. The adjoint and the
+    inverse have it on the other side, which is not the same where an operator is linear for real
+    factors only.
+    """
+
+    def __init__(self, number: Any, operator: ParOperator, is_early: bool | None = None) -> None:
         self.domain, self.codomain = operator.domain, operator.codomain
         if not isinstance(number, Real) and not self.domain.is_complex | self.codomain.is_complex:
             raise ValueError(f"{operator} is real: it cannot be multiplied by {number}")
         self.number, self.operator = number, operator
+        self.is_early = not self.codomain.is_complex if is_early is None else is_early
 
     def children(self) -> tuple[ParOperator, ...]:
         return (self.operator,)
 
     def expand(self, first: int) -> Iterator[Task]:
-        dtype = self.codomain.dtype
+        dtype = (self.domain if self.is_early else self.codomain).dtype
         if isinstance(self.number, Real):
             dtype = real_of(dtype)  # may come at any time
-        yield_first = not self.codomain.is_complex
-        factor = Task(Factor(self.number, Space((), dtype if not yield_first else self._early)), ())
+        factor = Task(Factor(self.number, Space((), dtype)), ())
         tasks = self.operator.expand(first)
-        yield from (factor, *tasks) if yield_first else (*tasks, factor)
-
-    @property
-    def _early(self) -> Any:
-        dtype = self.domain.dtype
-        return real_of(dtype) if isinstance(self.number, Real) else dtype
+        yield from (factor, *tasks) if self.is_early else (*tasks, factor)
 
     @cached_property
     def H(self) -> ParOperator:
         number = self.number if isinstance(self.number, Real) else self.number.conjugate()
-        return Multiple(number, self.operator.H)
+        return Multiple(number, self.operator.H, not self.is_early)
 
     @cached_property
     def inv(self) -> ParOperator:
         if self.number == 0:
             raise ValueError(f"{self} has no inverse")
-        return Multiple(1 / self.number, self.operator.inv)
+        return Multiple(1 / self.number, self.operator.inv, not self.is_early)
 
     def __repr__(self) -> str:
         return f"{self.number} * {_bracketed(self.operator)}"
@@ -388,6 +392,7 @@ class Multiple(ParOperator):
 
 def compose(left: ParOperator, right: ParOperator) -> ParOperator:
     """The product `left @ right`."""
+    left, right = left.sized(right.codomain.shape), right.sized(left.domain.shape)
     return _joined(Composition, left, right, lambda each: getattr(each, "factors", None))
 
 
@@ -447,7 +452,7 @@ def _goes_there_and_back(factor: ParOperator) -> bool:
     """Whether numbers become complex, or real, in between only."""
     if factor.domain.is_complex != factor.codomain.is_complex:
         return False
-    return any(task.makes_complex or task.makes_real for task in factor.expand(0))
+    return any(task.changes_numbers for task in factor.expand(0))
 
 
 def _check_precision(factors: tuple[ParOperator, ...]) -> None:

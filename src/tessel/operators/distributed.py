@@ -22,10 +22,12 @@ from tessel.move import Move
 from tessel.operators import tasks
 from tessel.operators.algebra import Bound, ParOperator, lift
 from tessel.operators.arrangement import Arrangement, Parts, axes_in, refinement
+from tessel.operators.dft import ParDFT
 from tessel.operators.form import Form
 from tessel.operators.leaf import Leaf
 from tessel.operators.parameters import Parameters, find_values
 from tessel.operators.planning import Branches, Local, Plan, Transfer, make_plan
+from tessel.operators.reduce import ParReduce
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.space import Shape
 from tessel.operators.tasks import Task
@@ -279,6 +281,8 @@ def distribute(
         return lift(lambda each: distribute(each, partition_in, partition_out), operator)
     if isinstance(operator, Distributed):
         raise ValueError(f"{operator} is distributed already")
+    if any(isinstance(task.actor, ParReduce) for task in operator.expand(0)):
+        raise ValueError(f"{operator} sums over workers by itself: it cannot be distributed")
     ndim = len(operator.domain.shape)
     if partition_in is None:
         partition_in = [*[1] * ndim, world().size]
@@ -330,9 +334,10 @@ def _arrangement(shape: Shape, grid: Shape, fine: Shape) -> Arrangement:
 def _run(
     plan: Plan, operator: Distributed, x: Tensor, values: Mapping[Leaf, Tensor], columns: Columns
 ) -> Tensor:
-    for step in plan.steps:
+    for step, following in zip(plan.steps, (*plan.steps[1:], None), strict=True):
         if isinstance(step, Transfer):
-            x = _move(step.before, step.after, operator.partition, columns).apply(x)
+            move = _move(step, operator.partition, columns, _transformed(following))
+            x = move.apply(x)
         elif isinstance(step, Branches):
             results = [_run(each, operator, x, values, columns) for each in step.plans]
             x = results[0]
@@ -344,8 +349,16 @@ def _run(
 
 
 @kept_in_job
-def _move(before: Arrangement, after: Arrangement, partition: Partition, columns: Columns) -> Move:
-    return Move(before.layout(partition, columns), after.layout(partition, columns))
+def _move(step: Transfer, partition: Partition, columns: Columns, spaced: int | None) -> Move:
+    before, after = (each.layout(partition, columns) for each in (step.before, step.after))
+    return Move(before, after, spaced)
+
+
+def _transformed(step: Any) -> int | None:
+    """The dimension along which a step does a Fourier transform, if only along one."""
+    if not isinstance(step, Local) or not isinstance(step.group[0].actor, ParDFT):
+        return None
+    return step.group[0].dims[0] if len(step.group) == 1 else None
 
 
 def _perform(

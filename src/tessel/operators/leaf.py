@@ -69,7 +69,15 @@ class Leaf(ParOperator):
         others: dict[tuple[bool, bool], Self] = base.__dict__.setdefault("_others", {})
         if (adjoint, inverse) not in others:
             new = copy(base)
-            for derived in ("H", "_inv", "leaves", "order", "is_complex_linear", "_others"):
+            for derived in (
+                "H",
+                "_inv",
+                "leaves",
+                "_meeting",
+                "order",
+                "is_complex_linear",
+                "_others",
+            ):
                 new.__dict__.pop(derived, None)
             new.__dict__["_base"] = base
             new.is_adjoint, new.is_inverse = adjoint, inverse

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Self
 
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.agreement import Claim, Meeting, Terms, admit, same
 from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
-from tessel.operators.space import Shape, checked_dtype
+from tessel.operators.leaf import Leaf
+from tessel.operators.parameters import Parameters
+from tessel.operators.space import Shape, Space, checked_dtype, checked_length
 from tessel.partition import Partition, world
 from tessel.shared import Spread, even
 from tessel.transport import kept_in_job
 
 
-class ParReduce:
-    """The sum of all workers' tensors, of any shape, as one shared value.
+class ParReduce(Leaf):
+    """The sum of all workers' tensors as one shared value.
 
     Every worker has the sum and may derive it: the gradient of `sum(R * x)` is one everywhere, on
     any number of workers. The adjoint lets every worker use a shared value as its own; nothing
-    moves then.
+    moves then. It acts on what each worker has, also beside operators that are not distributed:
+    `R @ A` sums what A gives on each worker.
 
     Args:
         T: a dtype of torch.
+        shape: of the tensors; without it any shape will do, that of a neighbour in a product too.
         partition: the workers; all of the job by default.
 
     >>> import tessel, torch
@@ -33,45 +39,48 @@ class ParReduce:
     tensor([1., 1.])
     """
 
-    def __init__(self, T: Any, partition: Partition | None = None) -> None:
-        self.dtype = checked_dtype("ParReduce", T)
+    def __init__(
+        self, T: Any, shape: Sequence[int] | None = None, partition: Partition | None = None
+    ) -> None:
+        self.is_sized = shape is not None
+        lengths = tuple(checked_length("ParReduce", "each length", n) for n in shape or ())
+        self.source = self.target = Space(lengths, checked_dtype("ParReduce", T))
         self.partition = world() if partition is None else partition
-        self.is_adjoint = False
         self._group = transport.group_of(self.partition.ranks)
-        self._meeting = Meeting(self._group, repr(self), self.partition.ranks, self._conclude)
+
+    def sized(self, shape: Shape) -> Self:
+        if self.is_sized:
+            return self
+        new = type(self)(self.source.dtype, shape, self.partition)
+        return new.H if self.is_adjoint else new
 
     @property
-    def H(self) -> ParReduce:
-        other = ParReduce(self.dtype, self.partition)
-        other.is_adjoint = not self.is_adjoint
-        other._meeting = Meeting(self._group, repr(other), self.partition.ranks, other._conclude)
-        return other
+    def mixes(self) -> tuple[bool, ...]:
+        return (False,) * len(self.source.shape)
 
-    def __mul__(self, x: Tensor) -> Tensor:
-        return self(x)
+    def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
+        return super().apply(x, theta) if self.is_sized else self.act(x, 0, None)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         if not self.partition.active:
             return x.clone()
         operator, terms = self._meeting.reach(Claim.of(x))
         self._group.number_call()
         return operator.apply(even(admit(x, terms, True), terms))
 
+    @cached_property
+    def _meeting(self) -> Meeting[tuple[LinearOperator, Terms]]:
+        return Meeting(self._group, f"{self!r}", self.partition.ranks, self._conclude)
+
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> tuple[LinearOperator, Terms]:
-        if terms.dtype != self.dtype:
-            raise ValueError(f"{self}: expected tensors of {self.dtype}, got {terms.dtype}")
-        first, expected = next(iter(shapes.items()))
-        for worker, shape in shapes.items():
-            if shape != expected:
-                raise ValueError(
-                    f"{self}: tensors of one shape are needed, worker {first} has {expected}, "
-                    f"worker {worker} has {shape}"
-                )
-        return _reducing(self.partition, expected, self.is_adjoint), terms
+        if terms.dtype != self.source.dtype:
+            raise ValueError(f"{self}: expected tensors of {self.source.dtype}, got {terms.dtype}")
+        shape: Shape = same(shapes, "shape", f"{self}")
+        return _reducing(self.partition, shape, self.is_adjoint), terms
 
     def __repr__(self) -> str:
-        adjoint = ".H" if self.is_adjoint else ""
-        return f"ParReduce({self.dtype}, {self.partition}){adjoint}"
+        size = f"{self.source}" if self.is_sized else f"{self.source.dtype}"
+        return f"ParReduce({size}, {self.partition}){'.H' if self.is_adjoint else ''}"
 
 
 @kept_in_job
