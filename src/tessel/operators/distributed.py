@@ -16,7 +16,7 @@ from torch import Tensor
 from tessel import boxes, transport
 from tessel.agreement import Claim, Meeting, Terms, admit
 from tessel.boxes import Box
-from tessel.layout import Layout
+from tessel.layout import Cut, Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.operators import tasks
@@ -30,6 +30,7 @@ from tessel.operators.planning import Branches, Local, Plan, Transfer, make_plan
 from tessel.operators.reduce import ParReduce
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.space import Shape
+from tessel.operators.storage import Storage, leaves_of, needed, storage_of
 from tessel.operators.tasks import Task
 from tessel.partition import Partition, world
 from tessel.shared import Spread, even, nothing
@@ -37,7 +38,6 @@ from tessel.transport import NUM_WORDS, kept_in_job
 
 ANYWHERE = "anywhere"  # where the last step leaves it
 Columns = tuple[int, ...] | None  # of the batch, for each place along its axes
-Storage = dict[Leaf, tuple[Parts, ...]]
 Entry = tuple[Columns, Terms]
 
 
@@ -64,8 +64,16 @@ class Distributed(ParOperator):
         self.expression, self.partition = expression, partition
         self.domain, self.codomain = expression.domain, expression.codomain
         self.plan = make_plan(expression, source, target)
-        self.storage: Storage = {**_storage(self.plan), **(storage or {})}
-        self._group = transport.group_of(partition.ranks)
+        self.storage: Storage = {**storage_of(self.plan), **(storage or {})}
+        self._group  # noqa: B018  (all workers make the group)
+
+    @cached_property
+    def _group(self) -> transport.Group:
+        return transport.group_of(self.partition.ranks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_meetings")}
 
     # -- algebra ----------------------------------------------------------------------------------
 
@@ -260,15 +268,15 @@ class Distributed(ParOperator):
 def distribute(
     operator: ParOperator,
     partition_in: Sequence[int] | Partition | Layout | None = None,
-    partition_out: Sequence[int] | Partition | str | None = None,
+    partition_out: Sequence[int] | Partition | Layout | str | None = None,
 ) -> ParOperator:
     """Let an operator act on tensors that are spread over workers.
 
     Args:
         operator: any operator, also a product or a sum: all of it is planned together.
         partition_in: the number of workers along each dimension, or a partition with such a grid;
-            further numbers split a batch. Without it each worker has columns of its own and all
-            share the parameters.
+            further numbers split a batch. A layout gives parts of any lengths. Without it each
+            worker has columns of its own and all share the parameters.
         partition_out: the same for the result, on the same workers; by default that of the input.
             `"anywhere"` leaves it where the last step ends.
 
@@ -287,10 +295,12 @@ def distribute(
     if partition_in is None:
         partition_in = [*[1] * ndim, world().size]
     start = _partition(partition_in, ndim, operator)
-    if partition_out is None or partition_out == ANYWHERE:
-        end = start
-    else:
-        end = _partition(partition_out, ndim, operator)
+    if isinstance(partition_out, str) and partition_out != ANYWHERE:
+        raise ValueError(f"partition_out is a partition or {ANYWHERE!r}, got {partition_out!r}")
+    is_anywhere = isinstance(partition_out, str)
+    if partition_out is None:
+        partition_out = start
+    end = start if is_anywhere else _partition(partition_out, ndim, operator)
     if sorted(start.ranks) != sorted(end.ranks):
         raise ValueError(f"the result must lie on the same workers: {start} and {end}")
     fine = refinement(start.shape, end.shape) if start.ranks == end.ranks else None
@@ -300,14 +310,16 @@ def distribute(
             f"distribute to one of them and add a ParRepartition"
         )
     partition = Partition(start.ranks, fine)
-    source = _arrangement(operator.domain.shape, start.shape, fine)
-    target = None
-    if partition_out != ANYWHERE:
-        target = _arrangement(operator.codomain.shape, end.shape, fine)
+    source = _arrangement(operator.domain.shape, partition_in, start.shape, fine)
+    if is_anywhere:
+        return Distributed(operator, partition, source, None)
+    target = _arrangement(operator.codomain.shape, partition_out, end.shape, fine)
     return Distributed(operator, partition, source, target)
 
 
 def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
+    if isinstance(given, Layout):
+        return given.partition
     if isinstance(given, Partition):
         partition = given
     else:
@@ -327,14 +339,29 @@ def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
     return partition
 
 
-def _arrangement(shape: Shape, grid: Shape, fine: Shape) -> Arrangement:
-    return Arrangement.of(fine, shape, axes_in(grid, fine)[: len(shape)])
+def _arrangement(shape: Shape, given: Any, grid: Shape, fine: Shape) -> Arrangement:
+    axes = axes_in(grid, fine)
+    if not isinstance(given, Layout):
+        return Arrangement.of(fine, shape, axes[: len(shape)])
+    if given.shape != shape or given.shared or not given.owns_once or given.blocks:
+        raise ValueError(
+            f"a layout of shape {shape} that stores each value once is needed, got {given}"
+        )
+    return Arrangement(fine, tuple(_parts(cut, axes) for cut in given.cuts))
+
+
+def _parts(cut: Cut, axes: tuple[tuple[int, ...], ...]) -> Parts:
+    """A cut along the axes of a refined grid."""
+    along = tuple(axis for each in cut.axes for axis in axes[each])
+    length, count = cut.intervals[-1][1], len(cut.intervals)
+    is_balanced = cut.intervals == boxes.balanced(length, count)
+    return Parts(length, along, count, None if is_balanced else cut.intervals)
 
 
 def _run(
     plan: Plan, operator: Distributed, x: Tensor, values: Mapping[Leaf, Tensor], columns: Columns
 ) -> Tensor:
-    for step, following in zip(plan.steps, (*plan.steps[1:], None), strict=True):
+    for step, following in zip(plan.steps, (*plan.steps, None)[1:], strict=True):
         if isinstance(step, Transfer):
             move = _move(step, operator.partition, columns, _transformed(following))
             x = move.apply(x)
@@ -370,7 +397,7 @@ def _perform(
     used = {
         leaf: _used(leaf, values[leaf], each, step.before, operator)
         for each in step.group
-        for leaf in _leaves(each)
+        for leaf in leaves_of(each)
     }
     shape = (*step.after.local_shape(coordinates), *x.shape[len(step.after.parts) :])
     if not x.numel() or not prod(shape):
@@ -388,42 +415,6 @@ def _dtype_after(step: Local, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _leaves(task: Task) -> tuple[Leaf, ...]:
-    if isinstance(task.actor, tasks.Terms):
-        return tuple(leaf for each in task.actor.operators for leaf in each.leaves)
-    found: tuple[Leaf, ...] = getattr(task.actor, "leaves", ())
-    return found
-
-
-def _needed(leaf: Leaf, task: Task, here: Arrangement) -> tuple[Parts, ...]:
-    """What a worker needs of a parameter to do a task on a tensor that lies so."""
-    shape = leaf.parameter_shape
-    assert shape is not None
-    if isinstance(task.actor, tasks.Terms):
-        return tuple(Parts(length) for length in shape)
-    return tuple(
-        Parts(length) if dim is None else here.parts[task.dims[dim]]
-        for length, dim in zip(shape, leaf.parameter_dims, strict=True)
-    )
-
-
-def _storage(plan: Plan) -> Storage:
-    """Each parameter lies where it is needed first."""
-    found: Storage = {}
-    for step in plan.every_step():
-        for task in step.group if isinstance(step, Local) else ():
-            for leaf in _leaves(task):
-                found.setdefault(leaf, _worth_splitting(_needed(leaf, task, step.before)))
-    return found
-
-
-def _worth_splitting(parts: tuple[Parts, ...]) -> tuple[Parts, ...]:
-    """The same, or whole parts if some worker would have all anyway."""
-    if all(part.is_whole or part.length == 1 for part in parts):
-        return tuple(Parts(part.length) for part in parts)
-    return parts
-
-
 def _used(
     leaf: Leaf, value: Tensor, task: Task, here: Arrangement, operator: Distributed
 ) -> Tensor:
@@ -434,7 +425,7 @@ def _used(
     stored = operator.storage[leaf]
     if tuple(value.shape) == leaf.parameter_shape:  # no part is as large, on no worker
         stored = tuple(Parts(length) for length in value.shape)
-    return _using(partition, stored, _needed(leaf, task, here)).apply(value)
+    return _using(partition, stored, needed(leaf, task, here)).apply(value)
 
 
 @kept_in_job
@@ -445,8 +436,8 @@ def _stored(partition: Partition, parts: tuple[Parts, ...]) -> Layout:
 
 @kept_in_job
 def _using(
-    partition: Partition, stored: tuple[Parts, ...], needed: tuple[Parts, ...]
+    partition: Partition, stored: tuple[Parts, ...], used: tuple[Parts, ...]
 ) -> LinearOperator:
     source = _stored(partition, stored)
-    target = Arrangement(partition.shape, needed).layout(partition, None)
+    target = Arrangement(partition.shape, used).layout(partition, None)
     return Spread(source, target) if source.cuts == target.cuts else Move(source, target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, overload
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tessel.boxes import Box
+from tessel.layout import Layout
+from tessel.move import Move
 from tessel.operators.space import Shape
 
 CHUNK = 1 << 16  # numbers that are drawn at once
@@ -41,6 +43,15 @@ class Parameters(dict[Any, Tensor]):
             if self[leaf] is not other[leaf]:
                 raise ValueError(f"{leaf} is bound to two values")
         return Parameters({**self, **other})
+
+    def to(self, device: Any) -> Parameters:
+        """The same values on another device."""
+        return Parameters(
+            {
+                leaf: value.detach().to(device).requires_grad_(value.requires_grad)
+                for leaf, value in self.items()
+            }
+        )
 
     def requires_grad_(self, requires_grad: bool = True) -> Parameters:
         for value in self.values():
@@ -117,6 +128,7 @@ def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]
             f"{missing[0]} has parameters: apply the operator S as S(θ) * x, with θ = init(S); or "
             f"ask for S.parameters() first, which gives it parameters of its own"
         )
+    theta.check(operator)
     return theta
 
 
@@ -146,6 +158,29 @@ class OperatorModule(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         theta = Parameters(zip(self.operator.leaves, self.parameters(), strict=True))
         return self.operator.apply(x, theta)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The whole parameters, which all workers collect together."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, layout in self._split_parameters():
+            move = Move(layout, Layout.whole(layout.partition, layout.shape))
+            destination[prefix + name] = move.apply(getattr(self, name).detach())
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name, layout in self._split_parameters():
+            whole = state_dict.get(prefix + name)
+            if whole is not None and tuple(whole.shape) == layout.shape:
+                state_dict[prefix + name] = layout.local_part(whole)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _split_parameters(self) -> Iterator[tuple[str, Layout]]:
+        """The parameters of which workers store parts, and how they lie."""
+        names = dict(self.named_parameters(recurse=False))
+        for name, leaf in zip(names, self.operator.leaves, strict=True):
+            if leaf in getattr(self.operator, "storage", {}):
+                layout = self.operator.parameter_layout(leaf)
+                if layout.partition.active and len(layout.shared) < layout.partition.dim:
+                    yield name, layout
 
     def extra_repr(self) -> str:
         return repr(self.operator)

@@ -46,7 +46,15 @@ class ParReduce(Leaf):
         lengths = tuple(checked_length("ParReduce", "each length", n) for n in shape or ())
         self.source = self.target = Space(lengths, checked_dtype("ParReduce", T))
         self.partition = world() if partition is None else partition
-        self._group = transport.group_of(self.partition.ranks)
+        self._group  # noqa: B018  (all workers make the group)
+
+    @cached_property
+    def _group(self) -> transport.Group:
+        return transport.group_of(self.partition.ranks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_meeting")}
 
     def sized(self, shape: Shape) -> Self:
         if self.is_sized:
