@@ -22,6 +22,8 @@ import parity
 import tessel
 from movements import MOVEMENTS, assert_close, case, me, mine
 from tessel import nn, transport
+from tessel.models import FNO
+from tessel.operators import gradient
 
 SECONDS = 120.0  # the first use of a GPU by a process takes seconds
 DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -163,6 +165,52 @@ def check_models() -> None:
         compare_on_gpu(alone, spread, shape, tessel.Layout.balanced(P, shape))
 
 
+def check_operators() -> None:
+    """Products of operators, their gradients and adjoints, on the GPU as on the CPU."""
+    n = tessel.world().size
+    real, pair = torch.float64, torch.complex128
+    F = tessel.kron(tessel.ParDFT(pair, 6), tessel.ParDFT(real, 10), tessel.ParIdentity(real, 3))
+    W = tessel.kron(
+        tessel.ParDiagonal(pair, 6),
+        tessel.ParRestriction(pair, 6, [range(3), range(4, 6)]),
+        tessel.ParMatrix(pair, 3, 3),
+    )
+    chain = W.H @ W @ F
+    torch.manual_seed(4)
+    theta = tessel.init(chain)
+    x = parity.values((6, 10, 3), 3)
+    expected = chain(theta) * x
+    grad = gradient(lambda t: (chain(t) * x).abs().square().sum(), theta)
+    spread = tessel.distribute(chain, [n, 1, 1])
+    part = spread.layout_in.local_part(x).cuda()
+    on_gpu = theta.to("cuda")
+    y = spread(on_gpu) * part
+    parity.close("output", y.cpu(), spread.layout_out.local_part(expected), 1e-10)
+    back = spread.H(on_gpu) * y
+    whole = chain.H(theta) * expected
+    parity.close("adjoint", back.cpu(), spread.layout_in.local_part(whole), 1e-10)
+    found = gradient(lambda t: (spread(t) * part).abs().square().sum(), on_gpu)
+    for leaf, value in grad.items():
+        parity.close("gradient of a parameter", found[leaf].cpu(), value, 1e-9)
+
+
+def check_fno() -> None:
+    """A Fourier neural operator on the GPU gives what it gives on the CPU."""
+    n = tessel.world().size
+    P = tessel.world().create_cartesian_topology_partition([1, 1, n, 1])
+    model = FNO(P, 2, 1, width=4, modes=3, blocks=2, dtype=torch.float64)
+    x = tessel.Layout.balanced(P, (2, 2, 12, 10)).local_part(parity.values((2, 2, 12, 10), 3))
+    expected = model(x)
+    expected.square().sum().backward()
+    grads = [each.grad.clone() for each in model.parameters()]
+    model.cuda().zero_grad()
+    got = model(x.cuda())
+    parity.close("output", got.cpu(), expected, 1e-10)
+    got.square().sum().backward()
+    for each, grad in zip(model.parameters(), grads, strict=True):
+        parity.close("gradient of a parameter", each.grad.cpu(), grad, 1e-9)
+
+
 def check_everything() -> None:
     if dist.is_initialized():
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -172,6 +220,8 @@ def check_everything() -> None:
     check_other_modes()
     check_layers()
     check_models()
+    check_operators()
+    check_fno()
 
 
 def check_nccl_world_of_one(folder: str) -> None:

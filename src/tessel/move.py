@@ -19,7 +19,7 @@ from tessel.plan import Piece, Plan, route
 # what torch does not add, or not as numbers
 UNSUMMABLE = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 Arrived = dict[int, Tensor | None]  # by worker; None for what is in its place already
-STEP, GAP = 1024, 128  # bytes
+STEP, GAP = 2048, 128  # bytes
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,6 +20,7 @@ from tessel.operators.form import Form
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
 from tessel.operators.space import Shape, Space, complex_of, real_of
 from tessel.operators.tasks import Factor, Task, Terms, ordered, perform
+from tessel.shared import nothing
 
 
 class ParOperator:
@@ -130,8 +131,11 @@ class ParOperator:
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         """Apply the operator in this process."""
         form = Form.of(self, x, self.domain.shape)
-        y = perform(self.order, form.folded(x), self.values(theta))
-        return form.unfolded(y)
+        x, values = form.folded(x), self.values(theta)
+        if x.numel():
+            return form.unfolded(perform(self.order, x, values))
+        shape = *self.codomain.shape, 0  # transforms do not take a batch of nothing
+        return form.unfolded(nothing(shape, x, *values.values()).to(self.codomain.dtype))
 
     @cached_property
     def order(self) -> tuple[tuple[Task, ...], ...]:
@@ -147,15 +151,16 @@ class ParOperator:
 
         Of an operator from complex to real tensors it is the real part of that product.
         """
-        unit = torch.eye(self.domain.numel, dtype=self.domain.dtype)
-        columns = self.apply(unit, theta)
+        count = self.domain.numel
+        unit = torch.eye(count, dtype=self.domain.dtype).reshape(*self.domain.shape, count)
+        columns = self.apply(unit, theta).reshape(-1, count)
         if not self.domain.is_complex or self.is_complex_linear:
             return columns
         if self.codomain.is_complex:
             raise ValueError(
                 f"{self} is linear for real factors only: no complex matrix does what it does"
             )
-        return torch.complex(columns, -self.apply(1j * unit, theta))
+        return torch.complex(columns, -self.apply(1j * unit, theta).reshape(-1, count))
 
     @cached_property
     def is_complex_linear(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tessel.operators.leaf import Leaf
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length, complex_of
+from tessel.operators.tasks import Order
 
 
 class ParDFT(Leaf):
@@ -81,6 +82,10 @@ class ParDFT(Leaf):
             x = _weighted(x, dim, n, 0.5)
         lengths = [x.shape[each] for each in dims]
         return torch.fft.irfftn(x, s=[*lengths, n], dim=[*dims, dim], norm=norm)
+
+    def order_after(self, order: Order, dims: list[int]) -> Order:
+        """Torch leaves the dimensions last that it transformed."""
+        return (*(d for d in order if d not in dims), *(d for d in order if d in dims))
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         n = self.source.numel

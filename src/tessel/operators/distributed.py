@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 from operator import index as as_int
@@ -17,28 +16,23 @@ from tessel import boxes, transport
 from tessel.agreement import Claim, Meeting, Terms, admit
 from tessel.boxes import Box
 from tessel.layout import Cut, Layout
-from tessel.linop import LinearOperator
-from tessel.move import Move
-from tessel.operators import tasks
 from tessel.operators.algebra import Bound, ParOperator, lift
 from tessel.operators.arrangement import Arrangement, Parts, axes_in, refinement
-from tessel.operators.dft import ParDFT
+from tessel.operators.execution import Columns, Execution, stored_layout
 from tessel.operators.form import Form
 from tessel.operators.leaf import Leaf
 from tessel.operators.parameters import Parameters, find_values
-from tessel.operators.planning import Branches, Local, Plan, Transfer, make_plan
+from tessel.operators.planning import make_plan
 from tessel.operators.reduce import ParReduce
-from tessel.operators.restriction import ParRestriction
 from tessel.operators.space import Shape
-from tessel.operators.storage import Storage, leaves_of, needed, storage_of
+from tessel.operators.storage import Storage, storage_of
 from tessel.operators.tasks import Task
 from tessel.partition import Partition, world
-from tessel.shared import Spread, even, nothing
-from tessel.transport import NUM_WORDS, kept_in_job
+from tessel.shared import even
+from tessel.transport import NUM_WORDS
 
 ANYWHERE = "anywhere"  # where the last step leaves it
-Columns = tuple[int, ...] | None  # of the batch, for each place along its axes
-Entry = tuple[Columns, Terms]
+Entry = tuple[Columns, Terms, dict[int, Form]]
 
 
 class Distributed(ParOperator):
@@ -159,7 +153,7 @@ class Distributed(ParOperator):
 
     def parameter_layout(self, leaf: Leaf) -> Layout:
         """How a parameter lies; workers that store the same part share it."""
-        return _stored(self.partition, self.storage[leaf])
+        return stored_layout(self.partition, self.storage[leaf])
 
     def agreed_number(self, number: int) -> int:
         """The number that the first worker has."""
@@ -174,8 +168,8 @@ class Distributed(ParOperator):
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         if not self.partition.active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
-        columns, terms = self._agree(x, theta)
-        form = Form.of_shape(self, tuple(x.shape), self._local_shape(transport.this_worker()))
+        columns, terms, forms = self._agree(x, theta)
+        form = forms[transport.this_worker()]
         values = find_values(self, theta)
         x = even(admit(x, terms, True), terms)
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
@@ -188,7 +182,8 @@ class Distributed(ParOperator):
         Every worker must pass its part, in the operator's dimensions and one more for `columns`,
         and all or none something that needs a gradient.
         """
-        return _run(self.plan, self, x, values, columns)
+        execution = Execution(self.partition, self.storage, values, columns)
+        return execution.run(self.plan, x)
 
     def _local_shape(self, worker: int) -> Shape:
         coordinates = self.partition.coordinates(worker)
@@ -229,16 +224,13 @@ class Distributed(ParOperator):
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
         if terms.dtype != self.domain.dtype:
             raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {terms.dtype}")
-        forms = {
-            worker: Form.of_shape(f"{self}, worker {worker}", shape, self._local_shape(worker))
-            for worker, shape in shapes.items()
-        }
+        forms = Form.of_shapes(self, shapes, {each: self._local_shape(each) for each in shapes})
         columns = {worker: form.columns for worker, form in forms.items()}
         if len({each is None for each in columns.values()}) > 1:
             raise ValueError(f"{self}: some workers pass a batch and others none: {shapes}")
         if next(iter(columns.values())) is None and not self.has_batch_axes:
-            return None, terms
-        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), terms
+            return None, terms, forms
+        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), terms, forms
 
     def _columns(self, columns: dict[int, int]) -> tuple[int, ...]:
         """The number of columns for each place along the batch's axes, where all must agree."""
@@ -356,88 +348,3 @@ def _parts(cut: Cut, axes: tuple[tuple[int, ...], ...]) -> Parts:
     length, count = cut.intervals[-1][1], len(cut.intervals)
     is_balanced = cut.intervals == boxes.balanced(length, count)
     return Parts(length, along, count, None if is_balanced else cut.intervals)
-
-
-def _run(
-    plan: Plan, operator: Distributed, x: Tensor, values: Mapping[Leaf, Tensor], columns: Columns
-) -> Tensor:
-    for step, following in zip(plan.steps, (*plan.steps, None)[1:], strict=True):
-        if isinstance(step, Transfer):
-            move = _move(step, operator.partition, columns, _transformed(following))
-            x = move.apply(x)
-        elif isinstance(step, Branches):
-            results = [_run(each, operator, x, values, columns) for each in step.plans]
-            x = results[0]
-            for each in results[1:]:
-                x = x + each
-        else:
-            x = _perform(step, operator, x, values)
-    return x
-
-
-@kept_in_job
-def _move(step: Transfer, partition: Partition, columns: Columns, spaced: int | None) -> Move:
-    before, after = (each.layout(partition, columns) for each in (step.before, step.after))
-    return Move(before, after, spaced)
-
-
-def _transformed(step: Any) -> int | None:
-    """The dimension along which a step does a Fourier transform, if only along one."""
-    if not isinstance(step, Local) or not isinstance(step.group[0].actor, ParDFT):
-        return None
-    return step.group[0].dims[0] if len(step.group) == 1 else None
-
-
-def _perform(
-    step: Local, operator: Distributed, x: Tensor, values: Mapping[Leaf, Tensor]
-) -> Tensor:
-    actor, dims = step.group[0].actor, step.group[0].dims
-    coordinates = operator.partition.index
-    assert coordinates is not None
-    used = {
-        leaf: _used(leaf, values[leaf], each, step.before, operator)
-        for each in step.group
-        for leaf in leaves_of(each)
-    }
-    shape = (*step.after.local_shape(coordinates), *x.shape[len(step.after.parts) :])
-    if not x.numel() or not prod(shape):
-        return nothing(shape, x, *used.values()).to(_dtype_after(step, x.dtype))
-    if isinstance(actor, ParRestriction):
-        longer = step.after if actor.is_swapped else step.before
-        return actor.act_on_part(x, dims[0], longer.box(coordinates)[dims[0]])
-    return tasks.perform_group(step.group, x, used)
-
-
-def _dtype_after(step: Local, dtype: torch.dtype) -> torch.dtype:
-    for task in step.group:
-        if task.makes_complex or task.makes_real:
-            dtype = task.target.dtype
-    return dtype
-
-
-def _used(
-    leaf: Leaf, value: Tensor, task: Task, here: Arrangement, operator: Distributed
-) -> Tensor:
-    """A parameter, given whole or as it is stored, for use where the tensor lies so."""
-    partition = operator.partition
-    if partition.size == 1:
-        return value
-    stored = operator.storage[leaf]
-    if tuple(value.shape) == leaf.parameter_shape:  # no part is as large, on no worker
-        stored = tuple(Parts(length) for length in value.shape)
-    return _using(partition, stored, needed(leaf, task, here)).apply(value)
-
-
-@kept_in_job
-def _stored(partition: Partition, parts: tuple[Parts, ...]) -> Layout:
-    separate = Arrangement(partition.shape, parts).layout(partition, None)
-    return replace(separate, shared=separate.separate)
-
-
-@kept_in_job
-def _using(
-    partition: Partition, stored: tuple[Parts, ...], used: tuple[Parts, ...]
-) -> LinearOperator:
-    source = _stored(partition, stored)
-    target = Arrangement(partition.shape, used).layout(partition, None)
-    return Spread(source, target) if source.cuts == target.cuts else Move(source, target)

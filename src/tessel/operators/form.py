@@ -32,15 +32,36 @@ class Form:
 
     @classmethod
     def of_shape(cls, operator: Any, given: Shape, shape: Shape) -> Form:
-        numel = torch.Size(shape).numel()
-        if given[: len(shape)] == shape:
-            return cls(False, given[len(shape) :], shape)
-        if given[:1] == (numel,):
-            return cls(True, given[1:], shape)
-        raise ValueError(
-            f"{operator}: expected a tensor of shape {shape}, or its vec of length {numel}, with "
-            f"any batch behind it; got {given}"
-        )
+        return cls.of_shapes(operator, {0: given}, {0: shape})[0]
+
+    @classmethod
+    def of_shapes(
+        cls, operator: Any, given: dict[int, Shape], shapes: dict[int, Shape]
+    ) -> dict[int, Form]:
+        """The same for all workers: a small part alone could be read in both ways."""
+        some: dict[int, Form] = {}
+        for worker, shape in shapes.items():
+            numel = torch.Size(shape).numel()
+            has_dims, has_numel = (
+                given[worker][: len(lead)] == lead for lead in (shape, (numel,))
+            )
+            if not has_dims and not has_numel:
+                where = f", worker {worker}" if len(shapes) > 1 else ""
+                raise ValueError(
+                    f"{operator}{where}: expected a tensor of shape {shape}, or its vec of length "
+                    f"{numel}, with any batch behind it; got {given[worker]}"
+                )
+            some[worker] = cls(not has_dims, (), shape)
+        is_vector = any(form.is_vector for form in some.values())
+        for worker, shape in shapes.items():
+            lead = 1 if is_vector else len(shape)
+            if is_vector and given[worker][:1] != (torch.Size(shape).numel(),):
+                raise ValueError(
+                    f"{operator}: some workers pass a vec and others a tensor in its dimensions: "
+                    f"{given}"
+                )
+            some[worker] = cls(is_vector, given[worker][lead:], shape)
+        return some
 
     def folded(self, x: Tensor) -> Tensor:
         """The tensor in the operator's dimensions, and one more if there is a batch."""

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from tessel.operators.algebra import ParOperator
 from tessel.operators.space import Shape, Space
-from tessel.operators.tasks import Task
+from tessel.operators.tasks import Order, Task
 
 
 class Leaf(ParOperator):
@@ -123,6 +123,10 @@ class Leaf(ParOperator):
         the part of the parameter that belongs to it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how it acts")
+
+    def order_after(self, order: Order, dims: list[int]) -> Order:
+        """How dimensions lie in memory afterwards, if they lay so: only speed depends on it."""
+        return order
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         """How many operations it takes on a local tensor of this shape."""

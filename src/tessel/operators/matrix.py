@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tessel.operators.leaf import Leaf
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+from tessel.operators.tasks import Order
 
 
 class ParMatrix(Leaf):
@@ -48,6 +49,9 @@ class ParMatrix(Leaf):
         else:
             result = rows @ matrix.mT
         return result.movedim(-1, first)
+
+    def order_after(self, order: Order, dims: list[int]) -> Order:
+        return (*(d for d in sorted(order) if d not in dims), *dims)
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         n, m = self.domain.numel, self.codomain.numel

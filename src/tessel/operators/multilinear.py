@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tessel.operators.leaf import Leaf
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+from tessel.operators.tasks import Order
 
 
 class ParMultilinear(Leaf):
@@ -70,6 +71,10 @@ class ParMultilinear(Leaf):
         for place, dim in enumerate((*behind, first, *others)):
             back[dim] = place
         return result.permute(back)
+
+    def order_after(self, order: Order, dims: list[int]) -> Order:
+        first, *modes = dims
+        return (*modes, first, *(d for d in sorted(order) if d not in dims))
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         m, columns = self.codomain.shape[0], prod(shape)

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from operator import index as as_int
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from tessel.boxes import Interval, overlap
 from tessel.operators.leaf import Leaf
 from tessel.operators.space import Space, checked_dtype, checked_length
+from tessel.operators.tasks import Order
 
 
 class ParRestriction(Leaf):
@@ -33,7 +35,7 @@ class ParRestriction(Leaf):
     def __init__(self, T: Any, n: int, ranges: Sequence[range | Interval]) -> None:
         dtype = checked_dtype("ParRestriction", T)
         length = checked_length("ParRestriction", "n", n)
-        self.ranges = tuple(_interval(each) for each in ranges)
+        self.ranges = _intervals(ranges)
         self._check(length)
         kept = sum(stop - start for start, stop in self.ranges)
         self.source, self.target = Space((length,), dtype), Space((kept,), dtype)
@@ -95,6 +97,11 @@ class ParRestriction(Leaf):
         parts.append(_zeros(x, first, stop - start - end))
         return torch.cat(parts, first)
 
+    def order_after(self, order: Order, dims: list[int]) -> Order:
+        """What is put together lies as it is written; one range is only looked at."""
+        is_view = len(self.ranges) == 1 and not self.is_swapped
+        return order if is_view else tuple(sorted(order))
+
     def flops(self, shape: tuple[int, ...], dims: tuple[int, ...]) -> float:
         return 0.0
 
@@ -105,10 +112,15 @@ def _zeros(like: Tensor, dim: int, length: int) -> Tensor:
     return like.new_zeros(shape)
 
 
-def _interval(given: Any) -> Interval:
-    if isinstance(given, range):
-        if given.step != 1:
-            raise ValueError(f"ParRestriction: ranges have steps of one, got {given}")
-        return given.start, given.stop
-    start, stop = given
-    return int(start), int(stop)
+def _intervals(given: Any) -> tuple[Interval, ...]:
+    try:
+        pairs = [(each.start, each.stop) if isinstance(each, range) else each for each in given]
+        found = tuple((as_int(start), as_int(stop)) for start, stop in pairs)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"ParRestriction: ranges are a list of ranges or pairs (start, stop), got {given!r}"
+        ) from None
+    for each in given:
+        if isinstance(each, range) and each.step != 1:
+            raise ValueError(f"ParRestriction: ranges have steps of one, got {each}")
+    return found

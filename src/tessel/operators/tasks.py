@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     pass
 
 Values = Mapping[Any, Tensor]  # of parameters, by leaf
+Order = tuple[int, ...]  # dimensions as they lie in memory, the last one with the smallest strides
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,13 @@ class Task:
     def needs_complex(self) -> bool:
         return self.source.is_complex
 
+    @cached_property
+    def changes_numbers(self) -> bool:
+        """Whether numbers become complex or real, be it in between only."""
+        if isinstance(self.actor, Terms):
+            return self.actor.changes_numbers
+        return self.makes_complex or self.makes_real
+
     @property
     def is_complex_linear(self) -> bool:
         if isinstance(self.actor, Terms):
@@ -82,9 +90,9 @@ class Task:
         """Whether an earlier task must stay earlier."""
         if set(self.dims) & set(earlier.dims):
             return True
-        if earlier.makes_complex or earlier.makes_real:
-            return self.needs_complex or self.makes_real or self.makes_complex
-        return self.makes_real and earlier.needs_complex
+        if earlier.changes_numbers:
+            return self.needs_complex or self.changes_numbers
+        return self.changes_numbers and earlier.needs_complex
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +139,10 @@ class Terms:
     @property
     def is_complex_linear(self) -> bool:
         return all(each.is_complex_linear for each in self.operators)
+
+    @cached_property
+    def changes_numbers(self) -> bool:
+        return any(task.changes_numbers for each in self.operators for task in each.expand(0))
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         return sum(count_flops(each.expand(dims[0]), shape) for each in self.operators)
@@ -212,7 +224,16 @@ def grouped(tasks: Iterable[Task]) -> tuple[tuple[Task, ...], ...]:
 
 def _joins(group: tuple[Task, ...], task: Task) -> bool:
     join = getattr(task.actor, "joins", None)
-    return join is not None and bool(join([each.actor for each in group]))
+    if join is None or any(set(each.dims) & set(task.dims) for each in group):
+        return False
+    return bool(join([each.actor for each in group]))
+
+
+def order_after(group: tuple[Task, ...], order: Order) -> Order:
+    """How the dimensions most likely lie in memory after tasks on a tensor that lies so."""
+    dims = [dim for task in group for dim in task.dims]
+    after: Callable[[Order, list[int]], Order] | None = getattr(group[0].actor, "order_after", None)
+    return order if after is None else after(order, dims)
 
 
 def perform(groups: Iterable[tuple[Task, ...]], x: Tensor, values: Values) -> Tensor:

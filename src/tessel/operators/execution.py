@@ -1,0 +1,151 @@
+"""Execution: a plan carried out on this worker's part of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tessel.layout import Layout
+from tessel.linop import LinearOperator
+from tessel.move import Move
+from tessel.operators import tasks
+from tessel.operators.arrangement import Arrangement, Parts
+from tessel.operators.dft import ParDFT
+from tessel.operators.leaf import Leaf
+from tessel.operators.planning import Branches, Local, Plan, Step, Transfer
+from tessel.operators.restriction import ParRestriction
+from tessel.operators.storage import Storage, leaves_of, needed
+from tessel.operators.tasks import Order, Task
+from tessel.partition import Partition
+from tessel.shared import Spread, nothing
+from tessel.transport import kept_in_job
+
+Columns = tuple[int, ...] | None  # of the batch, for each place along its axes
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What steps need beside the tensor.
+
+    Attributes:
+        partition: the workers.
+        storage: how parameters lie.
+        values: of the parameters, whole or this worker's parts.
+        columns: of a batch, which is the last dimension then.
+    """
+
+    partition: Partition
+    storage: Storage
+    values: Mapping[Leaf, Tensor]
+    columns: Columns
+
+    def run(self, plan: Plan, x: Tensor, order: Order | None = None) -> Tensor:
+        """All steps of a plan.
+
+        The plan knows in which order dimensions most likely lie in memory after each step. Data
+        travels in that order: on all workers the same, whatever strides tensors really have.
+        """
+        order = tuple(range(x.dim())) if order is None else order
+        for number, step in enumerate(plan.steps):
+            if isinstance(step, Transfer):
+                dim = _transformed(plan.steps[number + 1 : number + 2])
+                x = self._transfer(step, x, order, dim)
+            elif isinstance(step, Branches):
+                x = self._add(step, x, order)
+                order = tuple(range(x.dim()))
+            else:
+                x = self._perform(step, x)
+                order = tasks.order_after(step.group, order)
+        return x
+
+    def _transfer(self, step: Transfer, x: Tensor, order: Order, spaced: int | None) -> Tensor:
+        at = None if spaced is None else order.index(spaced)
+        move = _move(step, self.partition, self.columns, order, at)
+        return move.apply(x.permute(order)).permute(_inverse(order))
+
+    def _add(self, step: Branches, x: Tensor, order: Order) -> Tensor:
+        y = self.run(step.plans[0], x, order)
+        for plan in step.plans[1:]:
+            y = y + self.run(plan, x, order)
+        return y
+
+    def _perform(self, step: Local, x: Tensor) -> Tensor:
+        actor, dims = step.group[0].actor, step.group[0].dims
+        coordinates = self.partition.index
+        assert coordinates is not None
+        used = {
+            leaf: self._used(leaf, each, step.before)
+            for each in step.group
+            for leaf in leaves_of(each)
+        }
+        shape = (*step.after.local_shape(coordinates), *x.shape[len(step.after.parts) :])
+        if not x.numel() or not prod(shape):
+            return nothing(shape, x, *used.values()).to(_dtype_after(step, x.dtype))
+        if isinstance(actor, ParRestriction):
+            longer = step.after if actor.is_swapped else step.before
+            return actor.act_on_part(x, dims[0], longer.box(coordinates)[dims[0]])
+        return tasks.perform_group(step.group, x, used)
+
+    def _used(self, leaf: Leaf, task: Task, here: Arrangement) -> Tensor:
+        """A parameter, given whole or as it is stored, for use where the tensor lies so."""
+        value = self.values[leaf]
+        if self.partition.size == 1:
+            return value
+        stored = self.storage[leaf]
+        if tuple(value.shape) == leaf.parameter_shape:  # no part is as large, on no worker
+            stored = tuple(Parts(length) for length in value.shape)
+        return _using(self.partition, stored, needed(leaf, task, here)).apply(value)
+
+
+@kept_in_job
+def _move(
+    step: Transfer, partition: Partition, columns: Columns, order: Order, spaced: int | None
+) -> Move:
+    layouts = [each.layout(partition, columns) for each in (step.before, step.after)]
+    before, after = (_permuted(each, order) for each in layouts)
+    return Move(before, after, spaced)
+
+
+def _permuted(layout: Layout, order: Order) -> Layout:
+    """The same with its dimensions in another order."""
+    shape = tuple(layout.shape[dim] for dim in order)
+    return replace(layout, shape=shape, cuts=tuple(layout.cuts[dim] for dim in order))
+
+
+def _inverse(order: Order) -> Order:
+    return tuple(order.index(dim) for dim in range(len(order)))
+
+
+def _transformed(following: tuple[Step, ...]) -> int | None:
+    """The dimension along which the next step does a Fourier transform, if only along one."""
+    for step in following:
+        if isinstance(step, Local) and isinstance(step.group[0].actor, ParDFT):
+            return step.group[0].dims[0] if len(step.group) == 1 else None
+    return None
+
+
+def _dtype_after(step: Local, dtype: torch.dtype) -> torch.dtype:
+    for task in step.group:
+        if task.makes_complex or task.makes_real:
+            dtype = task.target.dtype
+    return dtype
+
+
+@kept_in_job
+def stored_layout(partition: Partition, parts: tuple[Parts, ...]) -> Layout:
+    """How a parameter lies; workers that store the same part share it."""
+    separate = Arrangement(partition.shape, parts).layout(partition, None)
+    return replace(separate, shared=separate.separate)
+
+
+@kept_in_job
+def _using(
+    partition: Partition, stored: tuple[Parts, ...], used: tuple[Parts, ...]
+) -> LinearOperator:
+    source = stored_layout(partition, stored)
+    target = Arrangement(partition.shape, used).layout(partition, None)
+    return Spread(source, target) if source.cuts == target.cuts else Move(source, target)
