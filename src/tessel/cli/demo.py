@@ -3,8 +3,9 @@
 Local workers share a tensor and move it in every way that Tessel knows. For each movement the
 table says how exact it is, what it sends and how long it takes; the picture shows how the tensor
 lies on the workers before and after. Then a picture that is too large for one worker's budget goes
-through a U-Net that was written for one process. The exit code is 1 when an error is larger than it
-should be.
+through a U-Net that was written for one process. Last, a tensor in pencils is Fourier transformed,
+by a plan that is printed, and a Fourier neural operator is trained for a step. The exit code is 1
+when an error is larger than it should be.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from tessel import viz
-from tessel.cli.acts import ACTS, picture
+from tessel.cli.acts import ACTS, fourier, picture
 from tessel.cli.acts.act import Act, Row, Share, Sketch
 from tessel.cli.acts.picture import Report
 from tessel.launch import launch
@@ -64,7 +65,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.workers < 1 or args.size < 1:
         args.parser.error("--workers and --size must be 1 or more")
     console = Console(highlight=False)
-    shares, sketches, report = _perform(console, args.workers, args.size)
+    shares, sketches, report, *transforms = _perform(console, args.workers, args.size)
     results = [
         (act, [Row.of(name, column) for name, column in zip(act.rows, columns, strict=True)])
         for act, columns in zip(ACTS, shares, strict=True)
@@ -75,30 +76,34 @@ def execute(args: argparse.Namespace) -> int:
     console.print()
     console.print(picture.table(report))
     console.print(picture.legend(report), style="dim", soft_wrap=True)
-    passed = _print_verdict(console, results, report, args.workers)
+    for transform in transforms:
+        _print_transform(console, transform)
+    passed = _print_verdict(console, results, report, transforms, args.workers)
     console.print(drawn, markup=False, soft_wrap=True)
     return 0 if passed else 1
 
 
 def _perform(
     console: Console, workers: int, size: int
-) -> tuple[list[list[tuple[Share, ...]]], list[Sketch], Report]:
-    """Run the acts; for each act and row the shares of all workers, and what to draw."""
+) -> tuple[list[list[tuple[Share, ...]]], list[Sketch], Report, fourier.Report]:
+    """Run the acts; for each act and row the shares of all workers, what to draw, and reports."""
     with tempfile.TemporaryDirectory() as folder:
         done = Path(folder) / "done"
         done.touch()
         with _progress(console, workers, done):
             results = launch(_work, workers, size, str(done), timeout=_TIME_LIMIT)
-    by_worker = [shares for shares, _, _ in results]
+    by_worker = [shares for shares, *_ in results]
     by_act = [
         list(zip(*(shares[a] for shares in by_worker), strict=True)) for a in range(len(ACTS))
     ]
-    _, sketches, report = results[0]
-    assert report is not None
-    return by_act, sketches, report
+    _, sketches, report, transform = results[0]
+    assert report is not None and transform is not None
+    return by_act, sketches, report, transform
 
 
-def _work(size: int, done: str) -> tuple[list[list[Share]], list[Sketch], Report | None]:
+def _work(
+    size: int, done: str
+) -> tuple[list[list[Share]], list[Sketch], Report | None, fourier.Report | None]:
     """What a worker does: every act; the first worker notes each row that is done."""
     first = world().rank == 0
     shares: list[list[Share]] = []
@@ -107,16 +112,23 @@ def _work(size: int, done: str) -> tuple[list[list[Share]], list[Sketch], Report
         for name, share in zip(act.rows, act.perform(size), strict=True):
             shares[-1].append(share)
             if first:
-                with open(done, "a") as file:
-                    file.write(f"{name}\n")
+                _note(done, name)
     sketches = [sketch for act in ACTS for sketch in act.sketch(size)]
-    return shares, sketches, picture.perform(size)
+    report = picture.perform(size)
+    if first:
+        _note(done, picture.TITLE)
+    return shares, sketches, report, fourier.perform(size)
+
+
+def _note(done: str, name: str) -> None:
+    with open(done, "a") as file:
+        file.write(f"{name}\n")
 
 
 @contextmanager
 def _progress(console: Console, workers: int, done: Path) -> Iterator[None]:
     """Show a bar that follows the file in which the first worker notes what is done."""
-    names = [*(name for act in ACTS for name in act.rows), picture.TITLE]
+    names = [*(name for act in ACTS for name in act.rows), picture.TITLE, fourier.TITLE]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(f"starting {workers} workers", total=len(names))
@@ -164,6 +176,13 @@ def _table(results: Sequence[tuple[Act, Sequence[Row]]], workers: int, size: int
     return table
 
 
+def _print_transform(console: Console, report: fourier.Report) -> None:
+    for table, legend in zip(fourier.tables(report), fourier.legends(report), strict=True):
+        console.print()
+        console.print(table)
+        console.print(legend, style="dim", soft_wrap=True)
+
+
 def _error(value: float, limit: float) -> str:
     text = "0" if value == 0 else f"{value:.0e}"
     return f"[green]{text}[/]" if value <= limit else f"[bold red]{text}[/]"
@@ -173,11 +192,14 @@ def _print_verdict(
     console: Console,
     results: Sequence[tuple[Act, Sequence[Row]]],
     report: Report,
+    transforms: Sequence[fourier.Report],
     workers: int,
 ) -> bool:
     wrong = [row.name for act, rows in results for row in rows if not row.worst <= act.limit]
     wrong += [picture.TITLE] if not (report.worst <= picture.LIMIT and report.fits) else []
-    worst = max(report.worst, *(row.worst for _, rows in results for row in rows))
+    wrong += [title for transform in transforms for title in transform.wrong]
+    errors = [row.worst for _, rows in results for row in rows]
+    worst = max(report.worst, *errors, *(transform.worst for transform in transforms))
     if not wrong:
         console.print(
             f"\n[bold green]{workers} workers compute what one process computes[/] "
