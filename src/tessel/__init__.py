@@ -1,6 +1,8 @@
 """Tensors spread over processes: distribution as linear algebra."""
 
+from tessel import models as models
 from tessel import nn as nn
+from tessel import operators as operators
 from tessel import testing as testing
 from tessel.errors import WorkerLost as WorkerLost
 from tessel.launch import launch as launch

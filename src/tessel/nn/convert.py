@@ -141,7 +141,7 @@ def distribute_module(model: nn.Module, P_x: Partition) -> nn.Module:
     """
     _check_layers(model)
     seed = _agree_on_model(model, P_x)
-    equalize([*model.parameters(), *model.buffers()], P_x)
+    equalize([value for _, value in _values(model)], P_x)
     return _converted(model, P_x, Stream(seed), {})
 
 
@@ -197,7 +197,7 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
     """Raise on all workers if their models differ in form; else a number that all of them have."""
     form: list[tuple[Any, ...]] = [
         (name, tuple(value.shape), str(value.dtype), value.requires_grad)
-        for name, value in (*model.named_parameters(), *model.named_buffers())
+        for name, value in _values(model)
     ]
     form += [(p, type(m).__qualname__, m.extra_repr()) for p, m in model.named_modules()]
     if not P_x.active:
@@ -211,6 +211,18 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
                     f"{P_x.group.workers[0]} has {ours}, worker {worker} has {theirs}"
                 )
     return forms[0][1]
+
+
+def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers but for those of layers that are distributed already."""
+    placed = {
+        id(value)
+        for module in model.modules()
+        if isinstance(module, Layer)
+        for value in (*module.parameters(), *module.buffers())
+    }
+    values = (*model.named_parameters(), *model.named_buffers())
+    return [(name, value) for name, value in values if id(value) not in placed]
 
 
 @dataclass

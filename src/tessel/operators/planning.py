@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -78,15 +79,27 @@ def make_plan(operator: Any, source: Arrangement, target: Arrangement | None) ->
         source: how its input lies.
         target: how its result shall lie; None to leave it where it is then.
     """
-    waiting = Waiting(tuple(operator.expand(0)))
+    tasks = tuple(operator.expand(0))
+    plan = _plan(tasks, source, target, patient=False)
+    if plan.num_transfers and any(_adds_zeros(task) for task in tasks):
+        other = _plan(tasks, source, target, patient=True)
+        plan = other if other.num_transfers <= plan.num_transfers else plan
+    return plan
+
+
+def _plan(
+    tasks: tuple[Task, ...], source: Arrangement, target: Arrangement | None, patient: bool
+) -> Plan:
+    """Plan tasks; if patient, nothing is put among zeros that has to travel then."""
+    waiting = Waiting(tasks)
     steps: list[Step] = []
     here = source
     while True:
-        here, done = _drain(waiting, here, target)
+        here, done = _drain(waiting, here, target, patient)
         steps += done
         if not waiting:
             break
-        there = _next(waiting, here, target)
+        there = _next(waiting, here, target, patient)
         steps.append(Transfer(here, there))
         here = there
     if target is not None and here != target:
@@ -96,16 +109,17 @@ def make_plan(operator: Any, source: Arrangement, target: Arrangement | None) ->
 
 
 def _drain(
-    waiting: Waiting, here: Arrangement, target: Arrangement | None
+    waiting: Waiting, here: Arrangement, target: Arrangement | None, patient: bool
 ) -> tuple[Arrangement, list[Step]]:
     """Do all that can be done here."""
+    early = _early(waiting.copy(), here) if patient else set()
     done: list[Task] = []
     arrangements = [here]
     branches: dict[int, Branches] = {}
     state = here
 
     def is_possible(task: Task) -> bool:
-        return _is_local(task, state) or _is_branching(task, state)
+        return task not in early and (_is_local(task, state) or _is_branching(task, state))
 
     for task in cheapest(waiting, is_possible):
         if _is_local(task, state):
@@ -123,6 +137,30 @@ def _drain(
         steps.append(branches.get(number) or Local(before, after, group))
         number += len(group)
     return state, steps
+
+
+def _early(waiting: Waiting, here: Arrangement) -> set[Task]:
+    """What would only add zeros, along dimensions with which nothing else can be done here."""
+    done: list[Task] = []
+    state = here
+
+    def is_possible(task: Task) -> bool:
+        return _is_local(task, state) or _is_branching(task, state)
+
+    for task in cheapest(waiting, is_possible):
+        local = _is_local(task, state)
+        state = _after(task, state) if local else _branches(task, state, None).after
+        done.append(task)
+    dims = [set(task.dims) for task in done]
+    return {
+        task
+        for number, task in enumerate(done)
+        if waiting and _adds_zeros(task) and not any(dims[number] & d for d in dims[number + 1 :])
+    }
+
+
+def _adds_zeros(task: Task) -> bool:
+    return isinstance(task.actor, ParRestriction) and task.actor.is_swapped
 
 
 def _is_local(task: Task, here: Arrangement) -> bool:
@@ -148,20 +186,31 @@ def _after(task: Task, here: Arrangement) -> Arrangement:
     for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
         part = here.parts[dim]
         if isinstance(task.actor, ParRestriction) and not part.is_whole:
-            bounds = task.actor.split(part.intervals)
-            here = here.with_part(dim, replace(part, length=after, bounds=bounds))
+            here = here.with_part(dim, _restricted(task.actor, part))
         elif before != after:
             here = here.with_part(dim, part.resized(after))
     return here
 
 
-def _next(waiting: Waiting, here: Arrangement, target: Arrangement | None) -> Arrangement:
+@lru_cache(maxsize=1024)
+def _restricted(actor: ParRestriction, part: Parts) -> Parts:
+    """How the result of a restriction lies where each worker keeps what it has of it."""
+    after = actor.codomain.numel
+    filled = part.count if part.bounds is not None else min(part.count, part.length)
+    intervals = tuple(part.interval(place) for place in range(filled))
+    bounds = actor.split(intervals) + ((after, after),) * (part.count - filled)
+    return replace(part, length=after, bounds=bounds)
+
+
+def _next(
+    waiting: Waiting, here: Arrangement, target: Arrangement | None, patient: bool
+) -> Arrangement:
     """Where to go so that the most can be done before the tensor has to be rearranged again."""
     best: tuple[Any, Arrangement] | None = None
     candidates = [*([_like(target, here)] if target is not None else []), *_hostings(here)]
     for there in candidates:
         left = waiting.copy()
-        end, done = _drain(left, there, target)
+        end, done = _drain(left, there, target, patient)
         if not done:
             continue
         more = 2 if left else int(target is not None and end != target)
@@ -241,7 +290,11 @@ def _concentrated(waiting: Waiting, here: Arrangement) -> Arrangement:
     Their axes go to the longest of the others, some of whose parts are empty then. If there are no
     others, one worker has all.
     """
-    task = min(waiting.ready(), key=waiting.prospect)
+    left = waiting.copy()
+    for task in left.ready():
+        if _adds_zeros(task):  # which can be done anywhere
+            left.done(task)
+    task = min(left.ready(), key=left.prospect)
     axes = [axis for dim in task.mixed for axis in here.parts[dim].axes]
     parts = list(here.parts)
     others = [dim for dim in range(len(parts)) if dim not in task.mixed]

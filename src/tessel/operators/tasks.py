@@ -206,7 +206,7 @@ def cheapest(waiting: Waiting, is_possible: Callable[[Task], bool]) -> Iterator[
         possible = [task for task in waiting.ready() if is_possible(task)]
         if not possible:
             return
-        task = min(possible, key=waiting.prospect)
+        task = min(possible, key=lambda each: (waiting.prospect(each), each.growth))
         waiting.done(task)
         yield task
 

@@ -1,0 +1,279 @@
+"""The Fourier neural operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from tessel import boxes
+from tessel.layout import Cut, Layout
+from tessel.models.model import Model
+from tessel.models.spectral import Modes, spectral_convolution, spread, usual_convolution
+from tessel.models.weights import Block, Mixing, Projection, SpectralWeight
+from tessel.move import Move
+from tessel.nn.layer import Result, used
+from tessel.operators import Distributed, ParIdentity, ParMatrix, kron
+from tessel.operators.space import COMPLEX_OF, Shape, checked_length
+from tessel.partition import Partition
+from tessel.shared import total
+from tessel.transport import kept_in_job
+
+MAX_DIMS = 4  # of space
+
+
+class FNO(Model, torch.nn.Module):
+    """A Fourier neural operator on tensors (batch, channels, *space) that are spread over workers.
+
+    A lift to `width` channels, `blocks` of a spectral convolution plus a mixing of the channels at
+    each point, with GELU between them, and a projection by two mixings:
+
+        v ← gelu(F⁻¹ Rᴴ W R F v + A v + b)
+
+    R keeps the low modes, W has a matrix for each of them. Only kept modes travel between workers,
+    twice a block if some dimension of space is whole, and not at all if just the batch is split.
+
+    Space has one to four dimensions. The parameters do not depend on the number of points: a model
+    takes tensors of any size that has these modes. All workers have the same parameters, whatever
+    their random seeds; the spectral weights lie in parts, each worker storing those of its modes.
+    `state_dict()` gathers the whole, the same on any number of workers, so all workers have to call
+    it; `load_state_dict` takes it. A result lies as the input does, in balanced parts of space.
+
+    Gradients are those of one process if every worker derives its share of a loss, or a loss that
+    all of them share. An optimizer that treats each number on its own, as SGD or Adam, works as it
+    is; to clip gradients there is `clip_grad_norm_`.
+
+    Args:
+        P_x: where the input lies; axis d splits dimension d. The channels are not split.
+        in_channels, out_channels: of the input and of the result.
+        width: the number of channels in between.
+        modes: how many low modes are kept, one number or one for each dimension of space. Of k
+            modes along the last dimension those from 0 to k - 1 are kept, along others those from
+            -k to k - 1.
+        blocks: the number of blocks.
+        hidden: the number of channels inside of the projection, by default twice the width.
+        dtype: float32 or float64; torch's default if not given.
+        device: where the parameters lie.
+
+    >>> import tessel, torch
+    >>> from tessel.models import FNO
+    >>> P_x = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
+    >>> model = FNO(P_x, 1, 1, width=8, modes=4, blocks=2)
+    >>> model(torch.ones(2, 1, 16, 16)).shape, model(torch.ones(2, 1, 24, 20)).shape
+    (torch.Size([2, 1, 16, 16]), torch.Size([2, 1, 24, 20]))
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        in_channels: int,
+        out_channels: int,
+        width: int,
+        modes: int | Sequence[int],
+        blocks: int = 4,
+        *,
+        hidden: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        _check_partition(P_x)
+        self.in_channels = checked_length("FNO", "in_channels", in_channels)
+        self.out_channels = checked_length("FNO", "out_channels", out_channels)
+        self.width = checked_length("FNO", "width", width)
+        self.hidden = 2 * self.width if hidden is None else checked_length("FNO", "hidden", hidden)
+        self.modes = Modes.of(modes, P_x.dim - 2)
+        self.place_on(P_x)
+        self._draw(checked_length("FNO", "blocks", blocks), _checked(dtype))
+        self.to(device)
+
+    def _draw(self, blocks: int, dtype: torch.dtype) -> None:
+        """Make the parameters, from random numbers that all workers have."""
+        usual = usual_convolution(self.P_x, self.width, self.modes, dtype).operator
+        seed = usual.agreed_number(int(torch.randint(2**62, ())))
+        generator = torch.Generator().manual_seed(seed)
+
+        def mixing(m: int, n: int) -> Mixing:
+            return Mixing(m, n, generator, dtype)
+
+        def block(number: int) -> Block:
+            spectral = SpectralWeight(self.P_x, self.width, self.modes, seed + 1 + number, dtype)
+            return Block(spectral, mixing(self.width, self.width))
+
+        self.lift = mixing(self.width, self.in_channels)
+        self.blocks = torch.nn.ModuleList(block(number) for number in range(blocks))
+        inner, outer = mixing(self.hidden, self.width), mixing(self.out_channels, self.hidden)
+        self.projection = Projection(inner, outer)
+
+    def compute(self, x: Tensor, layout: Layout) -> Result:
+        self._check(x, layout)
+        place = _place(layout, self.dtype)
+        if place.layout != layout:
+            x = Move(layout, place.layout).apply(x)
+        v = place.mix(x.movedim(0, -1), self.lift)  # (channels, *space, batch) from here
+        for number, block in enumerate(self.blocks, 1):
+            assert isinstance(block, Block)
+            v = place.convolve(v, block.spectral, self.modes) + place.mix(v, block.mix)
+            v = gelu(v) if number < len(self.blocks) else v
+        v = place.mix(gelu(place.mix(v, self.projection.inner)), self.projection.outer)
+        return v.movedim(-1, 0), place.with_channels(self.out_channels)
+
+    def _check(self, x: Tensor, layout: Layout) -> None:
+        """Raise, on all workers, for what the model does not take."""
+        channels = layout.shape[1]
+        if channels != self.in_channels:
+            raise ValueError(f"{self.label}: expected {self.in_channels} channels, got {channels}")
+        if x.dtype != self.dtype or x.dtype not in COMPLEX_OF:
+            raise ValueError(
+                f"{self.label}: the input is of {x.dtype}, the parameters of {self.dtype}; both "
+                f"must be float32 or float64"
+            )
+        self.modes.check(layout.shape[2:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters, and of the tensors that the model takes."""
+        return self.lift.weight.dtype
+
+    def spectral_operator(self, space: Sequence[int]) -> Distributed:
+        """The spectral convolution of the blocks for tensors with these dimensions of space.
+
+        Its plan says what is done where, and what travels.
+
+        >>> import tessel
+        >>> from tessel.models import FNO
+        >>> P_x = tessel.world().create_cartesian_topology_partition([1, 1, 1])
+        >>> model = FNO(P_x, 1, 1, width=8, modes=4, blocks=2)
+        >>> model.spectral_operator([32]).plan.num_transfers
+        0
+        """
+        lengths = tuple(space)
+        self.modes.check(lengths)
+        found = spectral_convolution(self.P_x, self.width, self.modes, lengths, self.dtype)
+        return found.operator
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm, over all workers, is at most `max_norm`.
+
+        `torch.nn.utils.clip_grad_norm_` would see this worker's parts alone, and scale on each
+        worker by another factor. All workers have to call this one. It gives the norm before.
+
+        >>> import tessel, torch
+        >>> from tessel.models import FNO
+        >>> P_x = tessel.world().create_cartesian_topology_partition([1, 1, 1])
+        >>> model = FNO(P_x, 1, 1, width=8, modes=4, blocks=2)
+        >>> model(torch.ones(2, 1, 16)).sum().backward()
+        >>> bool(model.clip_grad_norm_(0.1) > 0.1), bool(model.clip_grad_norm_(0.1) > 0.1001)
+        (True, False)
+        """
+        square = torch.zeros((), dtype=self.dtype, device=self.lift.weight.device)
+        if not self.P_x.active:
+            return square
+        grads = list(self._gradients())
+        for grad, layout in grads:
+            square = square + layout.local_inner(grad, grad)
+        norm = total(square, self.P_x).sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        for grad, _ in grads:
+            grad.mul_(factor)
+        return norm
+
+    def _gradients(self) -> Iterator[tuple[Tensor, Layout]]:
+        """The gradients, and how they lie on the workers."""
+        for module in self.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.grad is None:
+                    continue
+                if isinstance(module, SpectralWeight):
+                    yield parameter.grad, module.layout
+                else:
+                    yield parameter.grad, _shared(self.P_x, tuple(parameter.shape))
+
+    def extra_repr(self) -> str:
+        counts = ", ".join(map(str, self.modes.counts))
+        return f"{self.P_x}, {self.in_channels}, {self.out_channels}, {self.width}, ({counts})"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call of a model works: how its tensors lie, and their dtype."""
+
+    layout: Layout
+    dtype: torch.dtype
+
+    @cached_property
+    def columns(self) -> Shape:
+        """The batch at each place along its axis."""
+        return tuple(stop - start for start, stop in self.layout.cuts[0].intervals)
+
+    @property
+    def space(self) -> Shape:
+        return self.layout.shape[2:]
+
+    def with_channels(self, channels: int) -> Layout:
+        batch, _, *space = self.layout.shape
+        cuts = list(self.layout.cuts)
+        cuts[1] = Cut(cuts[1].axes, ((0, channels),))
+        return Layout(self.layout.partition, (batch, channels, *space), tuple(cuts))
+
+    def mix(self, x: Tensor, mixing: Mixing) -> Tensor:
+        """A v + b, at each point."""
+        m, n = mixing.weight.shape
+        matrix, operator = _mixing(self.layout.partition, m, n, self.space, self.dtype)
+        y = operator.run(x, {matrix: mixing.weight}, self.columns)
+        bias = used(mixing.bias, self.layout)
+        assert bias is not None
+        return y + bias.reshape(-1, *[1] * (y.dim() - 1))
+
+    def convolve(self, x: Tensor, spectral: SpectralWeight, modes: Modes) -> Tensor:
+        """F⁻¹ Rᴴ W R F v."""
+        P_x, width = self.layout.partition, x.shape[0]
+        convolution = spectral_convolution(P_x, width, modes, self.space, self.dtype)
+        return convolution(x, spectral.complex, self.columns)
+
+
+@kept_in_job
+def _shared(P_x: Partition, shape: Shape) -> Layout:
+    return Layout.whole(P_x, shape, shared=True)
+
+
+@kept_in_job
+def _place(layout: Layout, dtype: torch.dtype) -> Place:
+    """As a tensor lies, in balanced parts of space; the batch may be in any."""
+    cuts = tuple(
+        cut if dim < 2 else Cut(cut.axes, boxes.balanced(length, len(cut.intervals)))
+        for dim, (cut, length) in enumerate(zip(layout.cuts, layout.shape, strict=True))
+    )
+    return Place(Layout(layout.partition, layout.shape, cuts), dtype)
+
+
+@kept_in_job
+def _mixing(
+    P_x: Partition, m: int, n: int, space: Shape, dtype: torch.dtype
+) -> tuple[ParMatrix, Distributed]:
+    matrix = ParMatrix(dtype, m, n)
+    return matrix, spread(kron(matrix, *(ParIdentity(dtype, length) for length in space)), P_x)
+
+
+def _check_partition(P_x: Partition) -> None:
+    if not 1 <= P_x.dim - 2 <= MAX_DIMS:
+        raise ValueError(
+            f"FNO: a partition with axes for the batch, the channels and 1 to {MAX_DIMS} "
+            f"dimensions of space is needed, got {P_x}"
+        )
+    if P_x.shape[1] > 1:
+        raise ValueError(
+            f"FNO: channels cannot be split, got {P_x}; let the second axis have one worker, and "
+            f"split space or the batch"
+        )
+
+
+def _checked(dtype: torch.dtype | None) -> torch.dtype:
+    found = torch.get_default_dtype() if dtype is None else dtype
+    if found not in COMPLEX_OF:
+        raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {found}")
+    return found

@@ -1,0 +1,38 @@
+"""Model: what whole models over partitioned tensors have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tessel.agreement import Meeting
+from tessel.nn.layer import Entry, Layer
+
+
+class Model(Layer):
+    """A layer that holds others: the workers agree once for all of it.
+
+    A subclass derives from this and from `torch.nn.Module`, and gives `compute` as layers do.
+    """
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """A model says all of its arguments itself."""
+        super(Layer, cls).__init_subclass__(**settings)
+
+    @property
+    def _meeting(self) -> Meeting[Entry]:
+        """One for each state of the model, in which all workers must be alike."""
+        assert isinstance(self, torch.nn.Module)
+        kinds = tuple((each.requires_grad, each.dtype) for each in self.parameters())
+        meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
+        if kinds not in meetings:
+            meetings[kinds] = Meeting(
+                self._group, self.label, self.P_x.ranks, self._conclude, f"{self!r} {kinds}"
+            )
+        return meetings[kinds]
+
+    @property
+    def label(self) -> str:
+        """The model in a few words, for messages."""
+        return f"{type(self).__name__}({self.extra_repr()})"

@@ -1,0 +1,201 @@
+"""Spectral convolutions: a matrix for each low mode, as one distributed operator.
+
+The Fourier transform, the restriction to the low modes, the weights and the way back are planned as
+a whole. So modes are dropped before the tensor travels, and padded after it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index as as_int
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tessel.operators import (
+    Distributed,
+    ParDFT,
+    ParDiagonal,
+    ParIdentity,
+    ParMultilinear,
+    ParOperator,
+    ParRestriction,
+    kron,
+)
+from tessel.operators.arrangement import Arrangement, Parts
+from tessel.operators.leaf import Leaf
+from tessel.operators.space import Shape, complex_of
+from tessel.partition import Partition
+from tessel.transport import kept_in_job
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Which modes are kept: the `counts[d]` lowest along dimension d, of both signs.
+
+    Along the last dimension a real tensor's modes of negative sign follow from the others.
+
+    >>> Modes.of(4, 2).lengths
+    (8, 4)
+    """
+
+    counts: Shape
+
+    @classmethod
+    def of(cls, modes: int | Sequence[int], num_dims: int) -> Modes:
+        """One number for all dimensions, or one for each."""
+        given: Any = modes if isinstance(modes, Sequence) else [modes] * num_dims
+        counts = tuple(_count(each, modes) for each in given)
+        if len(counts) != num_dims:
+            raise ValueError(
+                f"one number of modes, or one for each of {num_dims} dimensions of space, is "
+                f"needed: got {modes}"
+            )
+        return cls(counts)
+
+    @property
+    def lengths(self) -> Shape:
+        """How many modes there are along each dimension."""
+        return *(2 * count for count in self.counts[:-1]), self.counts[-1]
+
+    def check(self, space: Shape) -> None:
+        """Raise if a tensor has not that many."""
+        for dim, (count, length) in enumerate(zip(self.counts, space, strict=True)):
+            if 2 * count > length:
+                raise ValueError(
+                    f"{count} modes need a length of at least {2 * count}, dimension {dim} of "
+                    f"space has {length}; space is {'×'.join(map(str, space))}"
+                )
+
+    def restrictions(self, dtype: torch.dtype, lengths: Shape) -> list[ParRestriction]:
+        """To the kept modes of a spectrum of these lengths."""
+        *signed, last = self.counts
+        found = [
+            ParRestriction(dtype, n, [range(k), range(n - k, n)])
+            for k, n in zip(signed, lengths[:-1], strict=True)
+        ]
+        return [*found, ParRestriction(dtype, lengths[-1], [range(last)])]
+
+
+def _count(given: Any, modes: Any) -> int:
+    try:
+        count = as_int(given)
+    except TypeError:
+        count = 0
+    if count < 1 or isinstance(given, bool):
+        raise ValueError(f"modes must be whole numbers from 1 on, got {modes!r}")
+    return count
+
+
+class Expression(NamedTuple):
+    """A spectral convolution, and those of its leaves that take values.
+
+    Attributes:
+        whole: all of it.
+        weights: the matrix for each mode.
+        doubling: with complex transforms, what lets a mode count for its negative, too.
+    """
+
+    whole: ParOperator
+    weights: ParMultilinear
+    doubling: ParDiagonal | None
+
+
+class SpectralConvolution:
+    """y = F⁻¹ Rᴴ W R F x, where W has a matrix over the channels for each kept mode.
+
+    Args:
+        expression: the operator.
+        P_x: where its tensors lie.
+        stored: how the weights lie, if not where they are needed.
+    """
+
+    def __init__(
+        self, expression: Expression, P_x: Partition, stored: tuple[Parts, ...] | None
+    ) -> None:
+        self.weights, self.doubling = expression.weights, expression.doubling
+        storage = None if stored is None else {self.weights: stored}
+        self.operator = spread(expression.whole, P_x, storage)
+
+    def __call__(self, x: Tensor, weights: Tensor, columns: Shape) -> Tensor:
+        """Apply it to a part (channels, *space, batch), with this worker's part of the weights."""
+        values: dict[Leaf, Tensor] = {self.weights: weights}
+        if self.doubling is None:
+            return self.operator.run(x, values, columns)
+        values[self.doubling] = _doubled(self.doubling, x.device)
+        return self.operator.run(x.to(weights.dtype), values, columns).real
+
+
+def _doubled(leaf: ParDiagonal, device: torch.device) -> Tensor:
+    """One for the mode zero, two for those that stand for a pair."""
+    numbers = torch.full(leaf.source.shape, 2, dtype=leaf.source.dtype, device=device)
+    numbers[0] = 1
+    return numbers
+
+
+@kept_in_job
+def spectral_convolution(
+    P_x: Partition, width: int, modes: Modes, space: Shape, dtype: torch.dtype
+) -> SpectralConvolution:
+    """The convolution on a grid of points, in the way that moves the tensor the least often.
+
+    A real transform along the last dimension has to come first. Where that dimension is split and
+    others are whole, the tensor would have to travel before anything is dropped: then all
+    transforms are complex ones, and the result is the real part. It is the same map, by the same
+    weights.
+
+    How these are stored does not depend on the number of points.
+    """
+    stored = None
+    if space != _usual(P_x, modes):
+        usual = usual_convolution(P_x, width, modes, dtype)
+        stored = usual.operator.storage[usual.weights]
+    expressions = (make(width, modes, space, dtype) for make in (_by_real, _by_complex))
+    ways = [SpectralConvolution(each, P_x, stored) for each in expressions]
+    return min(ways, key=lambda each: each.operator.plan.num_transfers)  # the first if equal
+
+
+def usual_convolution(
+    P_x: Partition, width: int, modes: Modes, dtype: torch.dtype
+) -> SpectralConvolution:
+    """The convolution that says how weights are stored."""
+    return spectral_convolution(P_x, width, modes, _usual(P_x, modes), dtype)
+
+
+def _usual(P_x: Partition, modes: Modes) -> Shape:
+    """As many points as each worker has some of."""
+    return tuple(4 * count * P_x.size for count in modes.counts)
+
+
+def _by_real(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
+    kind = complex_of(dtype)
+    spectrum = (*space[:-1], space[-1] // 2 + 1)
+    transforms = [*(ParDFT(kind, n) for n in space[:-1]), ParDFT(dtype, space[-1])]
+    F = kron(ParIdentity(dtype, width), *transforms)
+    R = kron(ParIdentity(kind, width), *modes.restrictions(kind, spectrum))
+    W = ParMultilinear(kind, width, width, modes.lengths)
+    return Expression(F.inv @ R.H @ W @ R @ F, W, None)
+
+
+def _by_complex(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
+    kind = complex_of(dtype)
+    channels = ParIdentity(kind, width)
+    F = kron(channels, *(ParDFT(kind, n) for n in space))
+    R = kron(channels, *modes.restrictions(kind, space))
+    W = ParMultilinear(kind, width, width, modes.lengths)
+    *others, last = modes.lengths
+    D = ParDiagonal(kind, last)
+    doubling = kron(channels, *(ParIdentity(kind, n) for n in others), D)
+    return Expression(F.inv @ R.H @ doubling @ W @ R @ F, W, D)
+
+
+def spread(
+    expression: ParOperator, P_x: Partition, storage: Mapping[Any, Any] | None = None
+) -> Distributed:
+    """An operator on (channels, *space), whose batch behind them is split by the first axis."""
+    split = [(axis,) if size > 1 else () for axis, size in enumerate(P_x.shape)]
+    source = Arrangement.of(P_x.shape, expression.domain.shape, split[1:])
+    target = Arrangement.of(P_x.shape, expression.codomain.shape, split[1:])
+    return Distributed(expression, P_x, source, target, storage)

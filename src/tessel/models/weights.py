@@ -1,0 +1,115 @@
+"""Weights of the layers of a model: whole on all workers, or in parts with the modes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tessel.layout import Cut, Layout
+from tessel.models.spectral import Modes, SpectralConvolution, usual_convolution
+from tessel.move import Move
+from tessel.operators.parameters import draw
+from tessel.partition import Partition
+
+
+class Mixing(torch.nn.Module):
+    """A matrix and a bias over the channels, the same at each point; all workers have them whole.
+
+    Args:
+        m, n: the numbers of channels of a result and of a tensor.
+        generator: of the random numbers, alike on all workers.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, m: int, n: int, generator: torch.Generator, dtype: torch.dtype) -> None:
+        super().__init__()
+        bound = n**-0.5  # as torch's own linear layers begin
+
+        def uniform(*shape: int) -> Parameter:
+            drawn = torch.rand(shape, generator=generator, dtype=dtype)
+            return Parameter((2 * drawn - 1) * bound)
+
+        self.weight, self.bias = uniform(m, n), uniform(m)
+
+    def extra_repr(self) -> str:
+        m, n = self.weight.shape
+        return f"{n}, {m}"
+
+
+class SpectralWeight(torch.nn.Module):
+    """A complex matrix for each kept mode, of which each worker stores those of its modes.
+
+    The real and the imaginary parts lie in a last dimension, so that all that torch does with real
+    parameters works: casts and every optimizer. `state_dict` collects the parts and
+    `load_state_dict` takes them out of the whole.
+
+    Args:
+        P_x: the workers.
+        width: the number of channels.
+        modes: which modes.
+        seed: of the random numbers; of the same seed each worker draws its part of one whole.
+        dtype: of the real parts.
+    """
+
+    def __init__(
+        self, P_x: Partition, width: int, modes: Modes, seed: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        usual = usual_convolution(P_x, width, modes, dtype)
+        self.layout = _with_parts(usual)
+        if P_x.active:
+            part = draw(usual.weights, seed, usual.operator.part_boxes[usual.weights])
+            self.weight = Parameter(torch.view_as_real(part).contiguous())
+        else:
+            self.weight = Parameter(torch.empty(0, dtype=dtype))
+
+    @property
+    def complex(self) -> Tensor:
+        """This worker's part as complex numbers."""
+        return torch.view_as_complex(self.weight)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._is_split and self.layout.partition.active:
+            whole = Layout.whole(self.layout.partition, self.layout.shape)
+            part = self.weight.detach()
+            destination[prefix + "weight"] = Move(self.layout, whole).apply(part)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        whole = state_dict.get(prefix + "weight")
+        if whole is not None and tuple(whole.shape) == self.layout.shape:
+            state_dict[prefix + "weight"] = self.layout.local_part(whole).clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def _is_split(self) -> bool:
+        return any(self.layout.is_split(dim) for dim in range(len(self.layout.shape)))
+
+    def extra_repr(self) -> str:
+        return "×".join(map(str, self.layout.shape[:-1]))
+
+
+def _with_parts(convolution: SpectralConvolution) -> Layout:
+    """The layout of the weights, with the real and the imaginary part in a last dimension."""
+    layout = convolution.operator.parameter_layout(convolution.weights)
+    return replace(layout, shape=(*layout.shape, 2), cuts=(*layout.cuts, Cut((), ((0, 2),))))
+
+
+class Block(torch.nn.Module):
+    """What one block of a Fourier neural operator has."""
+
+    def __init__(self, spectral: SpectralWeight, mix: Mixing) -> None:
+        super().__init__()
+        self.spectral, self.mix = spectral, mix
+
+
+class Projection(torch.nn.Module):
+    """What the end of a Fourier neural operator has."""
+
+    def __init__(self, inner: Mixing, outer: Mixing) -> None:
+        super().__init__()
+        self.inner, self.outer = inner, outer
