@@ -459,7 +459,7 @@ def test_every_move_can_be_drawn(run: Run, tmp_path: Path) -> None:
 # --- help
 
 
-@pytest.mark.parametrize("name", [None, "run", "doctor", "demo"])
+@pytest.mark.parametrize("name", [None, "run", "doctor", "plan", "demo"])
 def test_help_reads_well(name: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         build_parser().parse_args([name, "--help"] if name else ["--help"])

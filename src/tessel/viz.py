@@ -20,6 +20,11 @@ from tessel import boxes
 from tessel.boxes import Box, Interval
 from tessel.layout import Layout
 from tessel.move import Move
+from tessel.operators.distributed import Distributed
+from tessel.operators.explain import Explanation, explain
+from tessel.operators.picture import draw_steps
+from tessel.operators.picture import new_figure as new_figure  # noqa: PLC0414
+from tessel.operators.units import num_bytes as num_bytes  # noqa: PLC0414
 from tessel.plan import plan, route
 
 if TYPE_CHECKING:
@@ -42,32 +47,6 @@ _PILL = {"boxstyle": "round,pad=0.3,rounding_size=0.5", "facecolor": "white", "e
 def colour(worker: int) -> str:
     """The colour of a worker, the same in every picture."""
     return _COLOURS[worker % len(_COLOURS)]
-
-
-def num_bytes(count: int) -> str:
-    """A number of bytes for people.
-
-    >>> from tessel.viz import num_bytes
-    >>> num_bytes(512), num_bytes(1536), num_bytes(4 * 2**20)
-    ('512 B', '1.5 KiB', '4 MiB')
-    """
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f}".removesuffix(".0") + f" {unit}"
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches, independent of matplotlib's global state."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib, which is not installed: pip install 'tessel[viz]'"
-        ) from error
-    return Figure(figsize=(width, height), facecolor="white")
 
 
 def draw_layout(layout: Layout, ax: Axes | None = None, *, title: str = "") -> Axes:
@@ -139,6 +118,24 @@ def draw_move(
     if path is not None:
         figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.3)
     return figure
+
+
+def draw_plan(plan: Distributed | Explanation, path: str | PathLike[str] | None = None) -> Figure:
+    """Draw what a distributed operator does, step by step: layouts, bytes, memory, times.
+
+    Args:
+        plan: the operator, or its explanation.
+        path: where to save the picture (PNG, PDF, SVG); it is only returned by default.
+
+    >>> import tessel, torch
+    >>> from tessel.viz import draw_plan
+    >>> F = tessel.distribute(tessel.ParDFT(torch.complex64, 8), [1])
+    >>> figure = draw_plan(F, "plan.png")  # doctest: +SKIP
+    """
+    explanation = plan if isinstance(plan, Explanation) else explain(plan)
+    if path is not None:
+        explanation.save(path)
+    return draw_steps(explanation.lines, explanation.costs, explanation.summary)
 
 
 def draw_exchange(

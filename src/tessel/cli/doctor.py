@@ -3,6 +3,10 @@
 Two local workers measure each movement: the time of a small message (latency) and the rate of a
 large one (bandwidth). The list at the end says what to mend and how. The exit code is 1 when
 something is broken, 0 otherwise, also when there is advice.
+
+`--measure` also measures how fast workers compute and exchange data here, some seconds for each of
+several numbers of workers, and keeps it in a file: by this model `tessel plan` and
+`best_partition` predict times.
 """
 
 from __future__ import annotations
@@ -27,8 +31,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from tessel import machine
-from tessel.cli.measure import Rate, measure_rates
-from tessel.viz import num_bytes
+from tessel.cli.measure import Rate, measure_machine, measure_rates
+from tessel.operators.rates import Machine, known_machine, model_path
+from tessel.operators.units import num_bytes, num_flops, num_seconds
 
 SUMMARY = "show what this machine has, measure it, and say what to mend"
 
@@ -85,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-measure", action="store_true", help="don't start workers to measure movements"
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the machine model of `tessel plan`, too, and keep it in a file",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -96,10 +106,14 @@ def execute(args: argparse.Namespace) -> int:
     if not args.no_measure and not any(finding.broken for finding in findings):
         rates, more = _measure(quiet=args.json)
         findings += more
+    if args.measure and not any(finding.broken for finding in findings):
+        _measure_model(quiet=args.json)
+    model, more = _model()
+    findings += more
     if args.json:
-        print(json.dumps(_as_json(facts, rates, findings), indent=2))
+        print(json.dumps(_as_json(facts, rates, model, findings), indent=2))
     else:
-        _show(Console(highlight=False), facts, rates, findings)
+        _show(Console(highlight=False), facts, rates, model, findings)
     return int(any(finding.broken for finding in findings))
 
 
@@ -403,22 +417,49 @@ def _measure(quiet: bool) -> tuple[list[Rate], list[Finding]]:
     return rates, [finding] if finding else []
 
 
-def _as_json(facts: Facts, rates: Sequence[Rate], findings: Sequence[Finding]) -> dict[str, object]:
+def _measure_model(quiet: bool) -> None:
+    console = Console(stderr=True, quiet=quiet)
+    with console.status("measuring how fast workers compute and exchange data …"):
+        path = measure_machine().save()
+    console.print(f"the machine model is in {path}", highlight=False)
+
+
+def _model() -> tuple[Machine | None, list[Finding]]:
+    """The machine model that plans use, unless its file makes no sense."""
+    try:
+        return known_machine(), []
+    except ValueError as error:
+        mend = "tessel doctor --measure writes it anew"
+        return None, [Finding(False, f"the machine model cannot be read: {error}", mend)]
+
+
+def _as_json(
+    facts: Facts, rates: Sequence[Rate], model: Machine | None, findings: Sequence[Finding]
+) -> dict[str, object]:
     return {
         "facts": dataclasses.asdict(facts),
         "movements": [dataclasses.asdict(rate) for rate in rates],
+        "machine": dataclasses.asdict(model) if model else None,
         "findings": [dataclasses.asdict(finding) for finding in findings],
     }
 
 
 def _show(
-    console: Console, facts: Facts, rates: Sequence[Rate], findings: Sequence[Finding]
+    console: Console,
+    facts: Facts,
+    rates: Sequence[Rate],
+    model: Machine | None,
+    findings: Sequence[Finding],
 ) -> None:
     console.print("[bold]this machine[/]")
     console.print(_facts_table(facts))
     if rates:
         console.print("\n[bold]movements between 2 workers of this machine[/]")
         console.print(_rates_table(rates))
+    if model is not None:
+        console.print("\n[bold]the model by which plans predict times[/]")
+        console.print(f"  {escape(model.origin)}\n  file: {escape(str(model_path()))}")
+        console.print(_model_table(model))
     console.print("\n[bold]findings[/]")
     if not findings:
         console.print("  [green]nothing wrong found[/]")
@@ -466,5 +507,23 @@ def _rates_table(rates: Sequence[Rate]) -> Table:
             f"{1e6 * rate.latency:.0f} µs",
             f"{rate.bandwidth / _GIB:.2f} GiB/s",
             num_bytes(rate.num_bytes),
+        )
+    return table
+
+
+def _model_table(model: Machine) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("  each of", no_wrap=True)
+    for title in ("agreement", "message", "sends", "memory", "FFT", "matrices"):
+        table.add_column(title, justify="right")
+    for rates in model.rates:
+        table.add_row(
+            f"  {rates.workers} worker{'s' * (rates.workers > 1)}",
+            num_seconds(rates.call),
+            num_seconds(rates.latency),
+            f"{rates.bandwidth / _GIB:.2f} GiB/s",
+            f"{rates.memory / _GIB:.1f} GiB/s",
+            f"{num_flops(rates.fft)}/s",
+            f"{num_flops(rates.matrix)}/s",
         )
     return table

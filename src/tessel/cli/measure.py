@@ -1,12 +1,14 @@
-"""How fast each movement is between two workers of this machine."""
+"""How fast this machine is: each movement between two workers, and the model for plans."""
 
 from __future__ import annotations
 
 import math
+import platform
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import date
 
 import torch
 from torch import Tensor
@@ -14,11 +16,24 @@ from torch import Tensor
 from tessel import nn
 from tessel.launch import launch
 from tessel.layout import zero_volume_tensor
+from tessel.machine import usable_cores
+from tessel.operators.algebra import kron
+from tessel.operators.dft import ParDFT
+from tessel.operators.distributed import Distributed, distribute
+from tessel.operators.identity import ParIdentity
+from tessel.operators.multilinear import ParMultilinear
+from tessel.operators.rates import Machine, Rates
+from tessel.operators.repartition import ParRepartition
 from tessel.partition import world
 from tessel.testing import count_traffic
 
 _SMALL, _LARGE = 2**8, 2**20  # elements of float32: 1 KiB and 4 MiB
 _TIME_LIMIT = 60.0
+_MOST_WORKERS = 16  # that a machine model is measured with
+_TURNS = 7
+_IN_SECONDS = ("call", "step", "latency")  # of the rates; others are numbers a second
+_CUBE = (64, 128, 128)  # of complex64: 8 MiB
+_ROWS = 2**19  # of complex64 on each worker: 4 MiB
 
 
 @dataclass(frozen=True)
@@ -95,3 +110,140 @@ def _movements(length: int) -> Iterator[tuple[str, torch.nn.Module, Tensor]]:
     yield "broadcast", nn.Broadcast(first, P), x if first.active else zero_volume_tensor()
     yield "repartition", nn.Repartition(rows, columns), torch.zeros(side, 2 * side)
     yield "halo exchange", nn.HaloExchange(P, [(length, length)]), x
+
+
+def measure_machine(rounds: int = 2) -> Machine:
+    """Measure what the planner asks: rates of one-threaded workers, with several numbers of them.
+
+    >>> measure_machine().cores  # doctest: +SKIP
+    2
+    """
+    return best_of([_measure_once() for _ in range(rounds)])
+
+
+def best_of(machines: Sequence[Machine]) -> Machine:
+    """The best rates of several rounds: what else runs on a machine makes it slower only."""
+    rates = zip(*(each.rates for each in machines), strict=True)
+    return replace(machines[0], rates=tuple(_combined(each, min) for each in rates))
+
+
+def _measure_once() -> Machine:
+    cores = usable_cores()
+    counts = [n for n in sorted({1, 2, cores, 2 * cores}) if n <= _MOST_WORKERS]
+    found = [
+        _combined(launch(_worker_rates, n, timeout=_TIME_LIMIT, threads=1), max) for n in counts
+    ]
+    alone, pair = found[0], found[1]
+    found[0] = replace(alone, latency=pair.latency, bandwidth=pair.bandwidth)
+    origin = f"measured on {platform.node()}, {date.today()}, {cores} cores"
+    return Machine(cores, tuple(found), origin)
+
+
+def _combined(rates: Sequence[Rates], choose: Callable[..., float]) -> Rates:
+    """Of each rate the one with the most seconds, for which other workers wait, or the least."""
+    values = {field.name: [getattr(each, field.name) for each in rates] for field in fields(Rates)}
+    chosen = {
+        name: choose(numbers) if name in _IN_SECONDS else 1 / choose(1 / n for n in numbers)
+        for name, numbers in values.items()
+    }
+    chosen.pop("workers")
+    return Rates(rates[0].workers, **chosen)
+
+
+def _worker_rates() -> Rates:
+    """The rates of this worker while all others measure the same."""
+    P = world().size
+    small, large = (_exchange(rows) for rows in (P, _ROWS))
+    x = torch.randn(_CUBE, dtype=torch.complex64)
+    spectrum = torch.fft.rfftn(x.real.contiguous())
+    flops = 5.0 * x.numel() * math.log2(x.numel())
+    with torch.no_grad():
+        fft = _seconds(lambda: torch.fft.fftn(x), small, 3)
+        fft += _seconds(lambda: torch.fft.irfftn(spectrum, s=_CUBE), small, 3)
+        across = _seconds(lambda: torch.fft.fft(x, dim=0), small, 3)
+        across += _seconds(lambda: torch.fft.fft(x, dim=1), small, 3)
+        y = torch.fft.fft(x, dim=0)
+        copies = _seconds(x.clone, small, 10)
+        copies += 2 * _seconds(lambda: y[:, :64].contiguous(), small, 10)
+        matrix = torch.randn(64, 64, dtype=torch.complex64)
+        product = _seconds(lambda: x.reshape(-1, 64) @ matrix, small, 3)
+        spectral, weights, modes = _spectral()
+        weighing = _seconds(lambda: spectral.act(modes, 0, weights), small, 5)
+        steps = _small_steps()
+        step = _seconds(lambda: steps.run(small[1], {}), small, 30) / len(steps.plan.steps)
+        memory = 4 * x.nbytes / copies
+        call, latency, bandwidth = _message_rates(small, large, memory)
+    return Rates(
+        P,
+        call=call,
+        step=step,
+        latency=latency,
+        bandwidth=bandwidth,
+        memory=memory,
+        fft=1.5 * flops / fft,
+        fft_across=5.0 * x.numel() * math.log2(_CUBE[0] * _CUBE[1]) / across,
+        matrix=8.0 * 64 * x.numel() / product,
+        weights=weights.nbytes / weighing,
+    )
+
+
+def _exchange(rows: int) -> tuple[Distributed, Tensor]:
+    """From rows to columns, of so many numbers on each worker, and an input of it."""
+    P = world().size
+    operator = ParRepartition(torch.complex64, (rows, P), [P, 1], [1, P])
+    assert isinstance(operator, Distributed)
+    return operator, torch.zeros(operator.layout_in.local_shape, dtype=torch.complex64)
+
+
+def _small_steps() -> Distributed:
+    """Some steps of hardly any work, on the tensor of a small exchange."""
+    P = world().size
+    F = ParDFT(torch.complex64, P)
+    along = kron(ParIdentity(torch.complex64, P), F.inv @ F @ F.inv @ F)
+    operator = distribute(along, [P, 1])
+    assert isinstance(operator, Distributed)
+    return operator
+
+
+def _spectral() -> tuple[ParMultilinear, Tensor, Tensor]:
+    """A matrix for each of many modes, its parameters and an input."""
+    operator = ParMultilinear(torch.complex64, 16, 16, [16, 16, 8])
+    weights = torch.randn(operator.parameter_shape, dtype=torch.complex64)
+    return operator, weights, torch.randn(operator.domain.shape, dtype=torch.complex64)
+
+
+def _message_rates(
+    small: tuple[Distributed, Tensor], large: tuple[Distributed, Tensor], memory: float
+) -> tuple[float, float, float]:
+    """The seconds of an agreement and of a message, and the bytes sent in one."""
+    messages = max(1, world().size - 1)
+    bare = _seconds(lambda: small[0].run(small[1], {}), small, 30)
+    call = _seconds(lambda: small[0].apply(small[1]), small, 30) - bare
+    latency = bare / messages
+    operator, x = large
+    with count_traffic() as traffic:
+        operator.run(x, {})
+    total = _seconds(lambda: operator.run(x, {}), small, 4)
+    packing = 2 * (traffic.bytes_sent + x.nbytes) / memory
+    sending = max(total - bare - packing, 0.2 * total)
+    agreeing = max(call, bare / 2)  # which is a small exchange itself
+    return agreeing, latency, max(traffic.bytes_sent, 1) / sending
+
+
+def _seconds(
+    action: Callable[[], object], meeting: tuple[Distributed, Tensor], times: int
+) -> float:
+    """The seconds of an action, which all workers begin together and repeat so many times.
+
+    A turn is long enough for workers to share the cores in it. The best turn counts: what else
+    runs on the machine makes them longer only.
+    """
+    operator, x = meeting
+    turns = []
+    for _ in range(_TURNS):
+        operator.run(x, {})
+        start = time.perf_counter()
+        for _ in range(times):
+            action()
+        turns.append((time.perf_counter() - start) / times)
+    return min(turns)

@@ -13,7 +13,13 @@ from torch.nn.functional import gelu
 from tessel import boxes
 from tessel.layout import Cut, Layout
 from tessel.models.model import Model
-from tessel.models.spectral import Modes, spectral_convolution, spread, usual_convolution
+from tessel.models.spectral import (
+    Modes,
+    batch_first,
+    spectral_convolution,
+    spread,
+    usual_convolution,
+)
 from tessel.models.weights import Block, Mixing, Projection, SpectralWeight
 from tessel.move import Move
 from tessel.nn.layer import Result, used
@@ -224,7 +230,7 @@ class Place:
         """A v + b, at each point."""
         m, n = mixing.weight.shape
         matrix, operator = _mixing(self.layout.partition, m, n, self.space, self.dtype)
-        y = operator.run(x, {matrix: mixing.weight}, self.columns)
+        y = operator.run(x, {matrix: mixing.weight}, self.columns, batch_first(x))
         bias = used(mixing.bias, self.layout)
         assert bias is not None
         return y + bias.reshape(-1, *[1] * (y.dim() - 1))

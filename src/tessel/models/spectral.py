@@ -123,9 +123,14 @@ class SpectralConvolution:
         """Apply it to a part (channels, *space, batch), with this worker's part of the weights."""
         values: dict[Leaf, Tensor] = {self.weights: weights}
         if self.doubling is None:
-            return self.operator.run(x, values, columns)
+            return self.operator.run(x, values, columns, batch_first(x))
         values[self.doubling] = _doubled(self.doubling, x.device)
-        return self.operator.run(x.to(weights.dtype), values, columns).real
+        return self.operator.run(x.to(weights.dtype), values, columns, batch_first(x)).real
+
+
+def batch_first(x: Tensor) -> Shape:
+    """How dimensions lie in memory: the last one, the batch, before the others."""
+    return x.dim() - 1, *range(x.dim() - 1)
 
 
 def _doubled(leaf: ParDiagonal, device: torch.device) -> Tensor:

@@ -2,11 +2,15 @@
 
 from tessel.operators.algebra import ParOperator as ParOperator
 from tessel.operators.algebra import kron as kron
+from tessel.operators.choose import Choice as Choice
+from tessel.operators.choose import best_partition as best_partition
 from tessel.operators.dft import ParDFT as ParDFT
 from tessel.operators.diagonal import ParDiagonal as ParDiagonal
 from tessel.operators.distributed import ANYWHERE as ANYWHERE
 from tessel.operators.distributed import Distributed as Distributed
 from tessel.operators.distributed import distribute as distribute
+from tessel.operators.explain import Explanation as Explanation
+from tessel.operators.explain import explain as explain
 from tessel.operators.form import vec as vec
 from tessel.operators.identity import ParIdentity as ParIdentity
 from tessel.operators.matrix import ParMatrix as ParMatrix
@@ -14,6 +18,7 @@ from tessel.operators.multilinear import ParMultilinear as ParMultilinear
 from tessel.operators.parameters import Parameters as Parameters
 from tessel.operators.parameters import gradient as gradient
 from tessel.operators.parameters import init as init
+from tessel.operators.rates import Machine as Machine
 from tessel.operators.reduce import ParReduce as ParReduce
 from tessel.operators.repartition import ParRepartition as ParRepartition
 from tessel.operators.restriction import ParRestriction as ParRestriction

@@ -185,7 +185,8 @@ class Bound(ParOperator):
             raise ValueError(
                 f"{operator} takes a tensor, or parameters that init() drew; got {theta!r}"
             )
-        theta.check(operator)
+        if not hasattr(operator, "combined"):  # else workers find out together, when it is applied
+            theta.check(operator)
         self.operator, self.theta = operator, theta
         self.domain, self.codomain = operator.domain, operator.codomain
 
@@ -289,7 +290,9 @@ class Kronecker(ParOperator):
             if not _goes_there_and_back(factor):
                 continue
             others = [each for each in self.factors if each is not factor]
-            mixed = factor.domain.is_complex and any(each.domain.is_complex for each in others)
+            mixed = factor.domain.is_complex and any(
+                each.domain.is_complex and each.codomain.is_complex for each in others
+            )
             if mixed or (
                 not factor.domain.is_complex and self.domain.is_complex & self.codomain.is_complex
             ):

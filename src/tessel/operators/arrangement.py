@@ -6,6 +6,7 @@ few does.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,6 +44,18 @@ class Parts:
     @property
     def intervals(self) -> tuple[Interval, ...]:
         return boxes.balanced(self.length, self.count) if self.bounds is None else self.bounds
+
+    @cached_property
+    def filled(self) -> tuple[Interval, ...]:
+        """The parts that are not empty, ascending."""
+        return tuple(part for part in self.intervals if part[0] < part[1])
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.length, self.axes, self.count, self.bounds))
+
+    def __hash__(self) -> int:
+        return self._hash  # of many bounds, once
 
     @cached_property
     def is_whole(self) -> bool:
@@ -90,13 +103,22 @@ class Arrangement:
 
     def place(self, dim: int, coordinates: Sequence[int]) -> int:
         axes = self.parts[dim].axes
+        if len(axes) < 2:
+            return coordinates[axes[0]] if axes else 0
         return boxes.ravel([coordinates[a] for a in axes], [self.grid[a] for a in axes])
 
     def box(self, coordinates: Sequence[int]) -> Box:
         """What the worker at these coordinates has."""
-        return tuple(
-            part.interval(self.place(dim, coordinates)) for dim, part in enumerate(self.parts)
-        )
+        at = tuple(coordinates)
+        if at not in self._boxes:
+            self._boxes[at] = tuple(
+                part.interval(self.place(dim, at)) for dim, part in enumerate(self.parts)
+            )
+        return self._boxes[at]
+
+    @cached_property
+    def _boxes(self) -> dict[Shape, Box]:
+        return {}  # those that were asked for
 
     def local_shape(self, coordinates: Sequence[int]) -> Shape:
         return boxes.extent(self.box(coordinates))
@@ -146,7 +168,8 @@ def num_messages(before: Arrangement, after: Arrangement, coordinates: Sequence[
 def _num_meeting(part: Parts, interval: Interval) -> int:
     """How many parts share an index with an interval."""
     if part.bounds is not None:
-        return sum(boxes.overlap(each, interval) is not None for each in part.bounds)
+        first = bisect_right(part.filled, interval[0], key=lambda each: each[1])
+        return bisect_left(part.filled, interval[1], key=lambda each: each[0]) - first
     return (
         boxes.balanced_place(part.length, part.count, interval[1] - 1)
         - (boxes.balanced_place(part.length, part.count, interval[0]))

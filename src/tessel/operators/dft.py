@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tessel.operators.leaf import Leaf
+from tessel.operators.memory import Order
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length, complex_of
-from tessel.operators.tasks import Order
 
 
 class ParDFT(Leaf):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from operator import index as as_int
@@ -16,11 +17,13 @@ from tessel import boxes, transport
 from tessel.agreement import Claim, Meeting, Terms, admit
 from tessel.boxes import Box
 from tessel.layout import Cut, Layout
-from tessel.operators.algebra import Bound, ParOperator, lift
+from tessel.operators.algebra import Bound, ParOperator, Sum, lift
 from tessel.operators.arrangement import Arrangement, Parts, axes_in, refinement
 from tessel.operators.execution import Columns, Execution, stored_layout
+from tessel.operators.explain import Explanation, explain
 from tessel.operators.form import Form
 from tessel.operators.leaf import Leaf
+from tessel.operators.memory import Order
 from tessel.operators.parameters import Parameters, find_values
 from tessel.operators.planning import make_plan
 from tessel.operators.reduce import ParReduce
@@ -93,19 +96,40 @@ class Distributed(ParOperator):
                     f"cannot combine {each}, which is not distributed, with a distributed "
                     f"operator; distribute both, or their combination"
                 )
-            if each.partition != self.partition:
-                raise ValueError(
-                    f"cannot combine operators on different workers: {self.partition} and "
-                    f"{each.partition}"
-                )
-        spread = [each for each in operators if isinstance(each, Distributed)]
+        spread = _on_one_grid([each for each in operators if isinstance(each, Distributed)])
         expression = make(*(each.expression for each in spread))
         first, last = spread[0], spread[-1]
         source, target = last.plan.source, first.plan.target
         if len(source.parts) != len(expression.domain.shape):
             raise ValueError("cannot combine distributed operators in kron: distribute the product")
+        if isinstance(expression, Sum):
+            _check_terms(spread)
         storage = {leaf: parts for each in reversed(spread) for leaf, parts in each.storage.items()}
-        return Distributed(expression, self.partition, source, target, storage)
+        return Distributed(expression, first.partition, source, target, storage)
+
+    def refined(self, grid: Shape) -> Distributed:
+        """The same on a finer grid, of which the axes here are groups."""
+        if grid == self.partition.shape:
+            return self
+        axes = axes_in(self.partition.shape, grid)
+
+        def fine(parts: tuple[Parts, ...]) -> tuple[Parts, ...]:
+            return tuple(
+                replace(each, axes=tuple(a for axis in each.axes for a in axes[axis]))
+                for each in parts
+            )
+
+        return Distributed(
+            self.expression,
+            Partition(self.partition.ranks, grid),
+            Arrangement(grid, fine(self.plan.source.parts)),
+            Arrangement(grid, fine(self.plan.target.parts)),
+            {leaf: fine(parts) for leaf, parts in self.storage.items()},
+        )
+
+    def explain(self, columns: int = 1) -> Explanation:
+        """What is done step by step, and what each step costs each worker."""
+        return explain(self, columns=columns)
 
     def expand(self, first: int) -> Iterator[Task]:
         return self.expression.expand(first)
@@ -176,14 +200,21 @@ class Distributed(ParOperator):
         y = self.run(x.reshape(*form.shape, *batch), values, columns)
         return form.unfolded(y if form.columns is not None or not batch else y.squeeze(-1))
 
-    def run(self, x: Tensor, values: Mapping[Leaf, Tensor], columns: Columns = None) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        values: Mapping[Leaf, Tensor],
+        columns: Columns = None,
+        order: Order | None = None,
+    ) -> Tensor:
         """Apply the operator without asking the others.
 
         Every worker must pass its part, in the operator's dimensions and one more for `columns`,
-        and all or none something that needs a gradient.
+        and all or none something that needs a gradient. `order` says how dimensions lie in memory,
+        the same on all workers, if not one after the other; only speed depends on it.
         """
         execution = Execution(self.partition, self.storage, values, columns)
-        return execution.run(self.plan, x)
+        return execution.run(self.plan, x, order)
 
     def _local_shape(self, worker: int) -> Shape:
         coordinates = self.partition.coordinates(worker)
@@ -199,26 +230,26 @@ class Distributed(ParOperator):
         self._group.number_call()
         return entry
 
-    def _state(self, theta: Parameters | None) -> tuple[Any, ...]:
+    def _state(self, theta: Parameters | None) -> str:
         """What must be alike on all workers: which parameters there are, and what they need."""
+        if theta is not None:
+            try:
+                theta.check(self)
+            except ValueError as error:
+                return f"a wrong θ: {error}"
         given = {leaf: leaf.own for leaf in self.leaves} if theta is None else theta
-        found: list[Any] = []
-        for leaf in self.leaves:
-            value = given.get(leaf)
-            is_whole = value is not None and tuple(value.shape) == leaf.parameter_shape
-            found.append(None if value is None else (value.requires_grad, is_whole))
-        return tuple(found)
+        return ", ".join(_kind(leaf, given.get(leaf)) for leaf in self.leaves)
 
-    def _meeting(self, state: tuple[Any, ...]) -> Meeting[Entry]:
+    def _meeting(self, state: str) -> Meeting[Entry]:
         if state not in self._meetings:
-            label = f"{self._label} {'without θ' if None in state else 'with θ'}"
+            label = f"{self._label} with {state}" if state else self._label
             self._meetings[state] = Meeting(
-                self._group, label, self.partition.ranks, self._conclude, f"{label} {state}"
+                self._group, label, self.partition.ranks, self._conclude
             )
         return self._meetings[state]
 
     @cached_property
-    def _meetings(self) -> dict[tuple[Any, ...], Meeting[Entry]]:
+    def _meetings(self) -> dict[str, Meeting[Entry]]:
         return {}
 
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
@@ -257,6 +288,42 @@ class Distributed(ParOperator):
         return f"distribute({self.expression!r}, {self.plan.source} → {self.plan.target})"
 
 
+def _on_one_grid(operators: Sequence[Distributed]) -> list[Distributed]:
+    """The same operators on a grid that is finer than that of each; ValueError if there is none."""
+    first = operators[0].partition
+    grid: Shape | None = first.shape
+    for each in operators[1:]:
+        if each.partition.ranks != first.ranks:
+            raise ValueError(
+                f"cannot combine operators on different workers: {first} and {each.partition}"
+            )
+        grid = None if grid is None else refinement(grid, each.partition.shape)
+        if grid is None:
+            raise ValueError(
+                f"cannot combine operators on grids of which no other is a refinement: {first} "
+                f"and {each.partition}"
+            )
+    assert grid is not None
+    return [each.refined(grid) for each in operators]
+
+
+def _check_terms(terms: Sequence[Distributed]) -> None:
+    """Terms of a sum take and give tensors that lie in one way."""
+    first = terms[0]
+    for other in terms[1:]:
+        if (first.plan.source, first.plan.target) != (other.plan.source, other.plan.target):
+            raise ValueError(f"cannot add operators whose tensors lie apart: {first} and {other}")
+
+
+def _kind(leaf: Leaf, value: Tensor | None) -> str:
+    """A parameter in words, as far as workers must agree on it."""
+    if value is None:
+        return f"no θ for {leaf}"
+    part = "all" if tuple(value.shape) == leaf.parameter_shape else "a part"
+    needs_grad = value.requires_grad and torch.is_grad_enabled()
+    return f"{part} of {leaf}{', which needs a gradient' if needs_grad else ''}"
+
+
 def distribute(
     operator: ParOperator,
     partition_in: Sequence[int] | Partition | Layout | None = None,
@@ -279,6 +346,8 @@ def distribute(
     """
     if isinstance(operator, Bound):
         return lift(lambda each: distribute(each, partition_in, partition_out), operator)
+    if not isinstance(operator, ParOperator):
+        raise ValueError(f"distribute takes an operator, got {operator!r}")
     if isinstance(operator, Distributed):
         raise ValueError(f"{operator} is distributed already")
     if any(isinstance(task.actor, ParReduce) for task in operator.expand(0)):
@@ -292,6 +361,9 @@ def distribute(
     is_anywhere = isinstance(partition_out, str)
     if partition_out is None:
         partition_out = start
+        if isinstance(partition_in, Layout):
+            alike = partition_in.shape == operator.codomain.shape
+            partition_out = partition_in if alike else partition_in.resized(operator.codomain.shape)
     end = start if is_anywhere else _partition(partition_out, ndim, operator)
     if sorted(start.ranks) != sorted(end.ranks):
         raise ValueError(f"the result must lie on the same workers: {start} and {end}")
@@ -299,14 +371,21 @@ def distribute(
     if fine is None:
         raise ValueError(
             f"no grid of workers has both grids as its own: {start.shape} and {end.shape}; "
-            f"distribute to one of them and add a ParRepartition"
+            f"distribute to one of them and bring the result to the other with a tessel.Move"
         )
     partition = Partition(start.ranks, fine)
     source = _arrangement(operator.domain.shape, partition_in, start.shape, fine)
     if is_anywhere:
         return Distributed(operator, partition, source, None)
     target = _arrangement(operator.codomain.shape, partition_out, end.shape, fine)
+    if _batch_of(source) != _batch_of(target):
+        raise ValueError(f"the batch must be split alike before and behind: {start} and {end}")
     return Distributed(operator, partition, source, target)
+
+
+def _batch_of(arrangement: Arrangement) -> list[int]:
+    """The axes along which the batch is split."""
+    return [axis for axis in arrangement.batch_axes if arrangement.grid[axis] > 1]
 
 
 def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
@@ -315,7 +394,12 @@ def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
     if isinstance(given, Partition):
         partition = given
     else:
-        sizes = tuple(as_int(size) for size in given)
+        try:
+            sizes = tuple(as_int(size) for size in given)
+        except TypeError:
+            raise ValueError(
+                f"a partition is a number of workers for each dimension, got {given!r}"
+            ) from None
         everyone = world()
         if any(size < 1 for size in sizes) or prod(sizes) != everyone.size:
             raise ValueError(
@@ -335,9 +419,15 @@ def _arrangement(shape: Shape, given: Any, grid: Shape, fine: Shape) -> Arrangem
     axes = axes_in(grid, fine)
     if not isinstance(given, Layout):
         return Arrangement.of(fine, shape, axes[: len(shape)])
-    if given.shape != shape or given.shared or not given.owns_once or given.blocks:
+    in_order = all(
+        cut.intervals == boxes.consecutive(stop - start for start, stop in cut.intervals)
+        and cut.intervals[-1][1] == length
+        for cut, length in zip(given.cuts, given.shape, strict=True)
+    )
+    if given.shape != shape or given.shared or not given.owns_once or given.blocks or not in_order:
         raise ValueError(
-            f"a layout of shape {shape} that stores each value once is needed, got {given}"
+            f"a layout of shape {shape} that stores each value once, part behind part, is needed, "
+            f"got {given}"
         )
     return Arrangement(fine, tuple(_parts(cut, axes) for cut in given.cuts))
 

@@ -16,10 +16,11 @@ from tessel.operators import tasks
 from tessel.operators.arrangement import Arrangement, Parts
 from tessel.operators.dft import ParDFT
 from tessel.operators.leaf import Leaf
+from tessel.operators.memory import Order, inverse_of
 from tessel.operators.planning import Branches, Local, Plan, Step, Transfer
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import Storage, leaves_of, needed
-from tessel.operators.tasks import Order, Task
+from tessel.operators.tasks import Task
 from tessel.partition import Partition
 from tessel.shared import Spread, nothing
 from tessel.transport import kept_in_job
@@ -65,7 +66,7 @@ class Execution:
     def _transfer(self, step: Transfer, x: Tensor, order: Order, spaced: int | None) -> Tensor:
         at = None if spaced is None else order.index(spaced)
         move = _move(step, self.partition, self.columns, order, at)
-        return move.apply(x.permute(order)).permute(_inverse(order))
+        return move.apply(x.permute(order)).permute(inverse_of(order))
 
     def _add(self, step: Branches, x: Tensor, order: Order) -> Tensor:
         y = self.run(step.plans[0], x, order)
@@ -114,10 +115,6 @@ def _permuted(layout: Layout, order: Order) -> Layout:
     """The same with its dimensions in another order."""
     shape = tuple(layout.shape[dim] for dim in order)
     return replace(layout, shape=shape, cuts=tuple(layout.cuts[dim] for dim in order))
-
-
-def _inverse(order: Order) -> Order:
-    return tuple(order.index(dim) for dim in range(len(order)))
 
 
 def _transformed(following: tuple[Step, ...]) -> int | None:

@@ -42,9 +42,7 @@ class Form:
         some: dict[int, Form] = {}
         for worker, shape in shapes.items():
             numel = torch.Size(shape).numel()
-            has_dims, has_numel = (
-                given[worker][: len(lead)] == lead for lead in (shape, (numel,))
-            )
+            has_dims, has_numel = (given[worker][: len(lead)] == lead for lead in (shape, (numel,)))
             if not has_dims and not has_numel:
                 where = f", worker {worker}" if len(shapes) > 1 else ""
                 raise ValueError(

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tessel.operators.algebra import ParOperator
+from tessel.operators.memory import Order
 from tessel.operators.space import Shape, Space
-from tessel.operators.tasks import Order, Task
+from tessel.operators.tasks import Task
 
 
 class Leaf(ParOperator):

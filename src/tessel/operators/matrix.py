@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tessel.operators.leaf import Leaf
+from tessel.operators.memory import inverse_of, order_of
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length
-from tessel.operators.tasks import Order
 
 
 class ParMatrix(Leaf):
@@ -39,19 +39,21 @@ class ParMatrix(Leaf):
     parameter_dims = (None, None)
 
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
+        """As it lies in memory, the tensor is (before, n, behind), and so is the result."""
         assert value is not None
-        matrix = value.mH if self.is_adjoint else value
-        rows = x.movedim(first, -1)
-        matrix = matrix.to(x.dtype)
+        matrix = (value.mH if self.is_adjoint else value).to(x.dtype)
+        order = order_of(x)
+        rows, at = x.permute(order), order.index(first)
+        before, behind = rows.shape[:at], rows.shape[at + 1 :]
+        flat = rows.reshape(before.numel(), rows.shape[at], behind.numel())
         if self.is_inverse:
-            columns = rows.reshape(-1, rows.shape[-1]).mT
-            result = torch.linalg.solve(matrix, columns).mT.reshape(rows.shape)
+            result = torch.linalg.solve(matrix, flat)
+        elif not behind.numel() > 1:
+            result = (flat.squeeze(-1) @ matrix.mT).unsqueeze(-1)
         else:
-            result = rows @ matrix.mT
-        return result.movedim(-1, first)
-
-    def order_after(self, order: Order, dims: list[int]) -> Order:
-        return (*(d for d in sorted(order) if d not in dims), *dims)
+            result = matrix @ flat
+        result = result.reshape(*before, result.shape[1], *behind)
+        return result.permute(inverse_of(order))
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         n, m = self.domain.numel, self.codomain.numel

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tessel.operators.leaf import Leaf
+from tessel.operators.memory import inverse_of, order_of
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length
-from tessel.operators.tasks import Order
 
 
 class ParMultilinear(Leaf):
@@ -70,11 +70,8 @@ class ParMultilinear(Leaf):
         back = [0] * x.dim()
         for place, dim in enumerate((*behind, first, *others)):
             back[dim] = place
-        return result.permute(back)
-
-    def order_after(self, order: Order, dims: list[int]) -> Order:
-        first, *modes = dims
-        return (*modes, first, *(d for d in sorted(order) if d not in dims))
+        order = order_of(x)  # the result lies as the tensor does
+        return result.permute(back).permute(order).contiguous().permute(inverse_of(order))
 
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         m, columns = self.codomain.shape[0], prod(shape)

@@ -78,7 +78,8 @@ def init(operator: Any, *, requires_grad: bool = True) -> Parameters:
 
     Those of a distributed operator are the same on all workers, drawn by the first one's random
     numbers, and do not depend on the number of workers. Parameters along dimensions that are split
-    are split as well.
+    are split as well. Those of an operator that is not distributed are this worker's own: draw them
+    after `distribute`, or with the same seed on all workers.
 
     >>> import tessel, torch
     >>> A = tessel.ParMatrix(torch.float32, 2, 3)
@@ -123,7 +124,7 @@ def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]
     if theta is None:
         theta = Parameters({leaf: leaf.own for leaf in operator.leaves if leaf.own is not None})
     missing = [leaf for leaf in operator.leaves if leaf not in theta]
-    if missing:
+    if missing and theta.keys() <= set(operator.leaves):
         raise ValueError(
             f"{missing[0]} has parameters: apply the operator S as S(θ) * x, with θ = init(S); or "
             f"ask for S.parameters() first, which gives it parameters of its own"

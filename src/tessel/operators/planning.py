@@ -96,6 +96,8 @@ def _plan(
     here = source
     while True:
         here, done = _drain(waiting, here, target, patient)
+        if patient and steps and not done:  # what waits here would wait for ever
+            return _plan(tasks, source, target, patient=False)
         steps += done
         if not waiting:
             break
@@ -151,11 +153,12 @@ def _early(waiting: Waiting, here: Arrangement) -> set[Task]:
         local = _is_local(task, state)
         state = _after(task, state) if local else _branches(task, state, None).after
         done.append(task)
-    dims = [set(task.dims) for task in done]
     return {
         task
         for number, task in enumerate(done)
-        if waiting and _adds_zeros(task) and not any(dims[number] & d for d in dims[number + 1 :])
+        if waiting
+        and _adds_zeros(task)
+        and not any(later.follows(task) for later in done[number + 1 :])
     }
 
 

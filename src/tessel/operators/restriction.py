@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tessel.boxes import Interval, overlap
 from tessel.operators.leaf import Leaf
+from tessel.operators.memory import inverse_of, order_of
 from tessel.operators.space import Space, checked_dtype, checked_length
-from tessel.operators.tasks import Order
 
 
 class ParRestriction(Leaf):
@@ -84,6 +84,11 @@ class ParRestriction(Leaf):
 
     def act_on_part(self, x: Tensor, first: int, part: Interval) -> Tensor:
         """The same where a worker has, or gets, only the part `part` of the `n` indices."""
+        order = order_of(x)
+        y = self._put_together(x.permute(order), order.index(first), part)
+        return y.permute(inverse_of(order))
+
+    def _put_together(self, x: Tensor, first: int, part: Interval) -> Tensor:
         start, stop = part
         common = [overlap(each, part) for each in self.ranges]
         pieces = [(a - start, b - a) for a, b in (each for each in common if each)]
@@ -96,11 +101,6 @@ class ParRestriction(Leaf):
             end, kept = at + length, kept + length
         parts.append(_zeros(x, first, stop - start - end))
         return torch.cat(parts, first)
-
-    def order_after(self, order: Order, dims: list[int]) -> Order:
-        """What is put together lies as it is written; one range is only looked at."""
-        is_view = len(self.ranges) == 1 and not self.is_swapped
-        return order if is_view else tuple(sorted(order))
 
     def flops(self, shape: tuple[int, ...], dims: tuple[int, ...]) -> float:
         return 0.0

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from tessel.operators.memory import Order
 from tessel.operators.space import Shape, Space
 
 if TYPE_CHECKING:
     pass
 
 Values = Mapping[Any, Tensor]  # of parameters, by leaf
-Order = tuple[int, ...]  # dimensions as they lie in memory, the last one with the smallest strides
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,205 @@
+"""Choose how an operator's tensor is best spread over a number of workers.
+
+Nothing runs, and the workers need not be there: the partitions are compared by the times that a
+machine model predicts, up to hundreds of thousands of workers. `tessel doctor --measure` measures
+this machine for it. The steps of the best partition are listed with what each costs a worker.
+
+operators, on a tensor of the given shape:
+  fft          the complex Fourier transform
+  rfft         the real Fourier transform
+  convolution  transform, a matrix of channels for each frequency, and back
+  fno          the same for low frequencies only: a layer of a Fourier neural operator
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+from rich.console import Console
+
+from tessel.operators.algebra import ParOperator, kron
+from tessel.operators.choose import Choice, best_partition
+from tessel.operators.dft import ParDFT
+from tessel.operators.identity import ParIdentity
+from tessel.operators.multilinear import ParMultilinear
+from tessel.operators.restriction import ParRestriction
+from tessel.operators.space import complex_of, real_of
+
+SUMMARY = "choose the best partition of a tensor for an operator and a number of workers"
+
+OPERATORS = ("fft", "rfft", "convolution", "fno")
+_DTYPES = ("float32", "float64", "complex64", "complex128")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tessel plan`."""
+    parser.add_argument(
+        "--shape", type=_lengths, required=True, help="lengths in space, as 256,256,256"
+    )
+    parser.add_argument("--operator", choices=OPERATORS, default="fft", help="fft by default")
+    parser.add_argument("--workers", type=int, required=True, help="how many there will be")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="or its precision")
+    parser.add_argument(
+        "--channels", type=int, help="a dimension before those in space; fno: 20 by default"
+    )
+    parser.add_argument(
+        "--modes", type=_lengths, help="fno: kept frequencies of each sign, 12 or as 12,12,8"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="columns on each worker")
+    parser.add_argument(
+        "--anywhere", action="store_true", help="leave the result where the last step ends"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="draw the steps (PNG, PDF, SVG)")
+    parser.add_argument("--json", action="store_true", help="print the choice as JSON")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Choose, print, and return 2 for what makes no sense."""
+    try:
+        operator = build(
+            args.operator, args.shape, getattr(torch, args.dtype), args.channels, args.modes
+        )
+        begin = time.perf_counter()
+        out = "anywhere" if args.anywhere else None
+        choice = best_partition(operator, args.workers, partition_out=out, columns=args.batch)
+        seconds = time.perf_counter() - begin
+        if args.json:
+            print(json.dumps(_as_json(choice), indent=2))
+        else:
+            _show(choice, seconds)
+        if args.picture:
+            choice.explanation.save(args.picture)
+    except (ValueError, ImportError) as error:
+        print(f"tessel plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def build(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    channels: int | None = None,
+    modes: tuple[int, ...] | None = None,
+) -> ParOperator:
+    """An operator by its name, on a tensor of this shape and precision.
+
+    >>> build("fno", (16, 16), torch.float32, 3, (4,)).domain
+    float32 3×16×16
+    """
+    if modes is not None and name != "fno":
+        raise ValueError(f"--modes belong to the operator fno, not to {name}")
+    if name == "fno":
+        channels = 20 if channels is None else channels
+    if name == "convolution" and channels is None:
+        channels = 1
+    kept = _kept(shape, modes) if name == "fno" else None
+    transform = _transform(name != "fft", shape, dtype, channels, kept)
+    if name in ("fft", "rfft"):
+        return transform
+    assert channels is not None
+    spectrum = transform.codomain
+    weights = ParMultilinear(spectrum.dtype, channels, channels, spectrum.shape[1:])
+    back = transform.H if kept else transform.inv
+    return back @ weights @ transform
+
+
+def _transform(
+    is_real: bool,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    channels: int | None,
+    kept: tuple[int, ...] | None,
+) -> ParOperator:
+    """The Fourier transform in space, that of the last dimension a real one, of low frequencies."""
+    factors: list[ParOperator] = []
+    if channels is not None:
+        factors.append(ParIdentity(real_of(dtype) if is_real else complex_of(dtype), channels))
+    for dim, length in enumerate(shape):
+        halves = is_real and dim == len(shape) - 1
+        factor: ParOperator = ParDFT(real_of(dtype) if halves else complex_of(dtype), length)
+        if kept is not None:
+            ranges = _low(factor.codomain.numel, kept[dim], halves)
+            factor = ParRestriction(complex_of(dtype), factor.codomain.numel, ranges) @ factor
+        factors.append(factor)
+    return kron(*factors)
+
+
+def _low(length: int, kept: int, halves: bool) -> list[tuple[int, int]]:
+    """Where the low frequencies are, of both signs unless only one is there."""
+    if halves:
+        return [(0, min(kept, length))]
+    return [(0, kept), (length - kept, length)] if 2 * kept < length else [(0, length)]
+
+
+def _kept(shape: tuple[int, ...], modes: tuple[int, ...] | None) -> tuple[int, ...]:
+    modes = (12,) if modes is None else modes
+    if len(modes) == 1:
+        modes = modes * len(shape)
+    if len(modes) != len(shape):
+        raise ValueError(f"--modes needs one number, or one for each of {len(shape)} dimensions")
+    return modes
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, between commas.
+
+    >>> _lengths("256,128")
+    (256, 128)
+    """
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = (0,)
+    if any(number < 1 for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected whole numbers as 256,128, got {text!r}")
+    return numbers
+
+
+def _show(choice: Choice, seconds: float) -> None:
+    console = Console(highlight=False)
+    wide = console if console.is_terminal else Console(highlight=False, width=160)
+    operator = choice.operator
+    wide.print(
+        f"[bold]{choice.workers} workers[/], {operator.domain} → {operator.codomain}: "
+        f"{len(choice.candidates)} partitions compared in {seconds:.2f} s"
+    )
+    wide.print(choice)
+    wide.print("\n[bold]the steps of the best[/]")
+    wide.print(choice.explanation)
+
+
+def _as_json(choice: Choice) -> dict[str, object]:
+    explanation = choice.explanation
+    return {
+        "workers": choice.workers,
+        "machine": choice.machine.origin,
+        "candidates": [
+            {
+                "partition": list(each.partition),
+                "time": each.time,
+                "memory": each.memory,
+                "bytes": each.bytes,
+                "transfers": each.plan.num_transfers,
+            }
+            for each in choice.candidates
+        ],
+        "steps": [
+            {
+                "step": line.title,
+                "layout": str(line.after),
+                "workers": {
+                    str(worker): {"local_shape": line.after.local_shape(at), **asdict(cost)}
+                    for worker, at, cost in zip(
+                        explanation.workers, explanation.coordinates, costs, strict=True
+                    )
+                },
+            }
+            for line, costs in zip(explanation.lines, explanation.costs, strict=True)
+        ],
+    }

@@ -1,0 +1,246 @@
+"""Choices: which partition of an operator's tensor is the fastest on a number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from math import ceil, prod
+from operator import index as as_int
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tessel.operators.algebra import Bound, ParOperator
+from tessel.operators.arrangement import Arrangement
+from tessel.operators.cost import Cost, Counter, lines_of, representatives
+from tessel.operators.explain import Explanation, explain_plan
+from tessel.operators.planning import Plan, make_plan
+from tessel.operators.rates import Machine, known_machine
+from tessel.operators.space import Shape
+from tessel.operators.storage import storage_of
+from tessel.operators.units import num_bytes, num_seconds
+
+MOST_TASKS = 800  # in all plans that are compared, so that it takes less than a second
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partition, with what is predicted for it.
+
+    Attributes:
+        partition: the number of workers along each dimension, as `distribute` takes it.
+        time: seconds.
+        memory: the bytes that some worker holds at most.
+        bytes: those that some worker sends at most.
+        plan: what is done where, in which order.
+    """
+
+    partition: Shape
+    time: float
+    memory: int
+    bytes: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best partition, and what else was compared.
+
+    Attributes:
+        operator: what is to be done.
+        workers: how many there are.
+        candidates: the partitions, the fastest first.
+        machine: the model that predicts the times.
+        columns: the length of the batch on each worker.
+    """
+
+    operator: ParOperator
+    workers: int
+    candidates: tuple[Candidate, ...]
+    machine: Machine
+    columns: int = 1
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def partition(self) -> list[int]:
+        """The number of workers along each dimension, as `distribute` takes it."""
+        return list(self.best.partition)
+
+    @property
+    def time(self) -> float:
+        """The predicted seconds."""
+        return self.best.time
+
+    @property
+    def memory(self) -> int:
+        """The bytes that some worker holds at most."""
+        return self.best.memory
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that some worker sends at most."""
+        return self.best.bytes
+
+    @cached_property
+    def explanation(self) -> Explanation:
+        """The steps of the best one."""
+        plan = self.best.plan
+        return explain_plan(
+            plan,
+            self.operator.domain.dtype,
+            storage_of(plan),
+            range(self.workers),
+            self.columns,
+            self.machine,
+        )
+
+    def __rich__(self) -> RenderableType:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("partition", no_wrap=True)
+        for title in ("predicted time", "memory a worker", "bytes sent a worker", "transfers"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for number, each in enumerate(self.candidates[:ROWS]):
+            table.add_row(
+                "×".join(map(str, each.partition)),
+                num_seconds(each.time),
+                num_bytes(each.memory),
+                num_bytes(each.bytes),
+                str(each.plan.num_transfers),
+                style="" if number else "bold green",
+            )
+        left = len(self.candidates) - ROWS
+        more = [Text(f"and {left} more, slower")] if left > 0 else []
+        return Group(table, *more)
+
+    def __repr__(self) -> str:
+        return f"Choice({self.partition} of {len(self.candidates)}, {num_seconds(self.time)})"
+
+
+def best_partition(
+    operator: ParOperator,
+    workers: int,
+    *,
+    partition_out: str | None = None,
+    columns: int = 1,
+    machine: Machine | None = None,
+) -> Choice:
+    """The partition of least predicted time for an operator on a number of workers.
+
+    Nothing runs for it, and the workers need not be there. Of very many partitions those are
+    compared whose largest parts are the smallest.
+
+    Args:
+        operator: any operator that is not distributed.
+        workers: how many workers there will be.
+        partition_out: as in `distribute`: by default the result lies as the input does,
+            `"anywhere"` leaves it where the last step ends.
+        columns: the length of the batch on each worker.
+        machine: the model that predicts times; by default the one that is kept for this machine.
+
+    >>> import tessel, torch
+    >>> F = tessel.kron(*(tessel.ParDFT(torch.complex64, 64) for _ in range(3)))
+    >>> choice = best_partition(F, 1)
+    >>> choice.partition, choice.bytes
+    ([1, 1, 1], 0)
+    """
+    workers, operator = _checked(workers), _plain(operator)
+    if partition_out not in (None, "anywhere"):
+        raise ValueError(f'partition_out must be None or "anywhere", got {partition_out!r}')
+    machine = known_machine() if machine is None else machine
+    judge = _Judge(operator, machine, partition_out is None, columns)
+    num_tasks = max(1, sum(1 for _ in operator.expand(0)))
+    grids = islice(_grids(workers, operator.domain.shape), max(16, MOST_TASKS // num_tasks))
+    candidates = [judge.candidate(grid) for grid in grids]
+    ranked = sorted(candidates, key=lambda each: (each.time, each.memory, each.bytes))
+    return Choice(operator, workers, tuple(ranked), machine, columns)
+
+
+def _checked(workers: Any) -> int:
+    try:
+        number = as_int(workers)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(workers, bool):
+        raise ValueError(f"workers must be a whole number from 1 on, got {workers!r}")
+    return number
+
+
+def _plain(operator: Any) -> ParOperator:
+    if isinstance(operator, Bound):
+        operator = operator.operator
+    if hasattr(operator, "plan") or not isinstance(operator, ParOperator):
+        raise ValueError(f"expected an operator that is not distributed, got {operator!r}")
+    return operator
+
+
+@dataclass(frozen=True)
+class _Judge:
+    operator: ParOperator
+    machine: Machine
+    returns: bool
+    columns: int
+
+    def candidate(self, grid: Shape) -> Candidate:
+        plan = plan_on(self.operator, grid, self.returns)
+        workers = prod(grid)
+        rates = self.machine.rates_for(workers)
+        counter = Counter(rates, storage_of(plan), self.columns)
+        lines = list(lines_of(plan, self.operator.domain.dtype))
+        costs = [counter.costs(lines, at) for at in representatives(grid)]
+        totals = [sum(each, Cost()) for each in costs]
+        steps = sum(max(cost.time for cost in step) for step in zip(*costs, strict=True))
+        return Candidate(
+            grid,
+            rates.call + steps,
+            max(total.memory for total in totals),
+            max(total.bytes_sent for total in totals),
+            plan,
+        )
+
+
+def plan_on(operator: ParOperator, grid: Shape, returns: bool = True) -> Plan:
+    """The plan of an operator on a grid of workers; its result returns to that grid or stays."""
+    axes = [(axis,) for axis in range(len(grid))]
+    source = Arrangement.of(grid, operator.domain.shape, axes)
+    target = Arrangement.of(grid, operator.codomain.shape, axes) if returns else None
+    return make_plan(operator, source, target)
+
+
+def _grids(workers: int, shape: Shape) -> Iterator[Shape]:
+    """The grids of so many workers, those with the smallest parts first.
+
+    Those on which all workers have something, if there are any.
+    """
+    grids = list(_factorings(workers, shape)) or list(_factorings(workers, (workers,) * len(shape)))
+    yield from sorted(grids, key=lambda grid: (_largest(shape, grid), sum(n > 1 for n in grid)))
+
+
+def _largest(shape: Shape, grid: Shape) -> int:
+    return prod(ceil(length / parts) for length, parts in zip(shape, grid, strict=True))
+
+
+def _factorings(number: int, most: Shape) -> Iterator[Shape]:
+    """All ways to write a number as a product of factors that are not larger than these."""
+    if len(most) == 1:
+        if number <= most[0]:
+            yield (number,)
+        return
+    if number > prod(most):
+        return
+    for factor in _divisors(number):
+        if factor <= most[0]:
+            for rest in _factorings(number // factor, most[1:]):
+                yield (factor, *rest)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

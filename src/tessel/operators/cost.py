@@ -1,0 +1,252 @@
+"""Costs: what each step of a plan costs a worker, known before anything runs.
+
+Operations, messages and bytes are exact. Memory is that of the tensors which a worker holds while
+it does a step: its input, its output, what it packs and unpacks, its parameters, and what sums
+keep for later; libraries may take some of their own on top. Times follow from a machine's rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from tessel import boxes
+from tessel.operators.arrangement import Arrangement, Parts, num_messages, numel_sent
+from tessel.operators.dft import ParDFT
+from tessel.operators.leaf import Leaf
+from tessel.operators.matrix import ParMatrix
+from tessel.operators.multilinear import ParMultilinear
+from tessel.operators.planning import Branches, Local, Plan, Transfer
+from tessel.operators.rates import Rates
+from tessel.operators.restriction import ParRestriction
+from tessel.operators.space import Shape
+from tessel.operators.storage import leaves_of, needed, parameters_sent
+from tessel.operators.tasks import Task, Terms, count_flops
+
+Held = tuple[Arrangement, torch.dtype]  # a tensor that is kept during a step
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step of a plan, with the types of its numbers and what is kept meanwhile.
+
+    Attributes:
+        before, after: how the tensor lies.
+        dtype_before, dtype_after: of the tensor.
+        group: the tasks of a local step; nothing for others.
+        num_terms: how many results a sum adds; 0 for other steps.
+        held: tensors that are needed later.
+    """
+
+    before: Arrangement
+    after: Arrangement
+    dtype_before: torch.dtype
+    dtype_after: torch.dtype
+    group: tuple[Task, ...] = ()
+    num_terms: int = 0
+    held: tuple[Held, ...] = ()
+
+    @property
+    def is_transfer(self) -> bool:
+        return not self.group and not self.num_terms
+
+    @property
+    def title(self) -> str:
+        if self.num_terms:
+            return f"sum of {self.num_terms}"
+        return ", ".join(map(_name, self.group)) if self.group else "transfer"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs one worker, or all steps: `memory` is the largest then, the rest sums."""
+
+    flops: float = 0.0
+    num_messages: int = 0
+    bytes_sent: int = 0
+    memory: int = 0
+    time: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.flops + other.flops,
+            self.num_messages + other.num_messages,
+            self.bytes_sent + other.bytes_sent,
+            max(self.memory, other.memory),
+            self.time + other.time,
+        )
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Counts what the steps of a plan cost a worker.
+
+    Args:
+        rates: how fast a worker is.
+        storage: how each parameter lies.
+        columns: the length of a batch, on each worker.
+    """
+
+    rates: Rates
+    storage: Mapping[Leaf, tuple[Parts, ...]]
+    columns: int = 1
+
+    def costs(self, lines: Sequence[Line], coordinates: Sequence[int]) -> list[Cost]:
+        """What each step costs the worker at these coordinates."""
+        at = tuple(coordinates)
+        parameters = self.parameter_bytes(lines[0].before.grid, at) if lines else 0
+        return [self._cost(line, at, parameters) for line in lines]
+
+    def _cost(self, line: Line, at: Shape, parameters: int) -> Cost:
+        if line.num_terms:
+            cost = self._sum(line, at)
+        else:
+            cost = self._local(line, at) if line.group else self._transfer(line, at)
+        kept = sum(self._bytes(here, dtype, at) for here, dtype in line.held)
+        return replace(cost, memory=cost.memory + kept + parameters)
+
+    def parameter_bytes(self, grid: Shape, coordinates: Sequence[int]) -> int:
+        """What a worker stores of the parameters."""
+        return sum(
+            boxes.volume(Arrangement(grid, parts).box(coordinates)) * leaf.source.dtype.itemsize
+            for leaf, parts in self.storage.items()
+        )
+
+    def _bytes(self, here: Arrangement, dtype: torch.dtype, at: Shape) -> int:
+        return prod(here.local_shape(at)) * self.columns * dtype.itemsize
+
+    def _transfer(self, line: Line, at: Shape) -> Cost:
+        width = self.columns * line.dtype_before.itemsize
+        sent = numel_sent(line.before, line.after, at) * width
+        received = numel_sent(line.after, line.before, at) * width
+        messages = num_messages(line.before, line.after, at)
+        arriving = num_messages(line.after, line.before, at)
+        source = self._bytes(line.before, line.dtype_before, at)
+        target = self._bytes(line.after, line.dtype_after, at)
+        seconds = (
+            self.rates.latency * max(messages, arriving)
+            + max(sent, received) / self.rates.bandwidth
+            + 2 * (sent + target) / self.rates.memory  # packed, and put together
+        )
+        return Cost(0.0, messages, sent, source + target + sent + received, seconds)
+
+    def _sum(self, line: Line, at: Shape) -> Cost:
+        result = self._bytes(line.after, line.dtype_after, at)
+        additions = (line.num_terms - 1) * result // line.dtype_after.itemsize
+        seconds = 3 * (line.num_terms - 1) * result / self.rates.memory
+        return Cost(float(additions), memory=(line.num_terms + 1) * result, time=seconds)
+
+    def _local(self, line: Line, at: Shape) -> Cost:
+        shape = (*line.before.local_shape(at), self.columns)
+        source = prod(shape) * line.dtype_before.itemsize
+        target = self._bytes(line.after, line.dtype_after, at)
+        messages, sent, weights = self._parameters(line, at)
+        flops = count_flops(line.group, shape) if source else 0.0
+        seconds = self.rates.step + sent / self.rates.bandwidth + messages * self.rates.latency
+        if source or target:
+            seconds += self._work(line, flops, source, target, weights)
+        results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Terms))
+        return Cost(flops, messages, sent, source + (1 + results) * target, seconds)
+
+    def _parameters(self, line: Line, at: Shape) -> tuple[int, int, int]:
+        """Messages and bytes that bring parameters to where they are used, and bytes used."""
+        messages = sent = used = 0
+        grid = line.before.grid
+        for task in line.group:
+            for leaf in leaves_of(task):
+                width = leaf.source.dtype.itemsize
+                parts = needed(leaf, task, line.before)
+                values, times = parameters_sent(grid, self.storage[leaf], parts, at)
+                messages, sent = messages + times, sent + values * width
+                used += boxes.volume(Arrangement(grid, parts).box(at)) * width
+        return messages, sent, used
+
+    def _work(self, line: Line, flops: float, source: int, target: int, weights: int) -> float:
+        """The seconds of a local step without what moves for it."""
+        actor, rates = line.group[0].actor, self.rates
+        passing = (source + target + weights) / rates.memory
+        if isinstance(actor, ParDFT):
+            last = len(line.before.parts) - 1
+            has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
+            return flops / (rates.fft if has_rows else rates.fft_across)
+        if isinstance(actor, ParMultilinear):
+            return passing + flops / rates.matrix + weights / rates.weights
+        if isinstance(actor, ParMatrix):
+            return passing + flops / rates.matrix
+        if isinstance(actor, ParRestriction):
+            return (min(source, target) + target) / rates.memory
+        if isinstance(actor, Terms):  # of all kinds: its transforms and matrices are not told apart
+            return len(actor.operators) * passing + flops / rates.fft
+        return passing
+
+
+def lines_of(plan: Plan, dtype: torch.dtype, held: tuple[Held, ...] = ()) -> Iterator[Line]:
+    """The steps of a plan in their order, those of a sum one term after the other.
+
+    Args:
+        plan: the plan.
+        dtype: of its input.
+        held: what is kept while it runs.
+    """
+    for step in plan.steps:
+        if isinstance(step, Transfer):
+            yield Line(step.before, step.after, dtype, dtype, held=held)
+        elif isinstance(step, Local):
+            after = dtype_after(step.group, dtype)
+            yield Line(step.before, step.after, dtype, after, step.group, held=held)
+            dtype = after
+        else:
+            *lines, total = _branching(step, dtype, held)
+            yield from lines
+            yield total
+            dtype = total.dtype_after
+
+
+def _branching(step: Branches, dtype: torch.dtype, held: tuple[Held, ...]) -> Iterator[Line]:
+    """All terms have the input, and their results wait for each other."""
+    result = dtype
+    for number, plan in enumerate(step.plans):
+        waiting = (*held, *[(step.after, result)] * number)
+        inner = list(lines_of(plan, dtype, (*waiting, (step.before, dtype))))
+        if inner:  # the first one's input is that of the sum
+            yield replace(inner[0], held=waiting)
+            yield from inner[1:]
+            result = inner[-1].dtype_after
+    yield Line(step.after, step.after, result, result, (), len(step.plans), held)
+
+
+def dtype_after(group: Iterable[Task], dtype: torch.dtype) -> torch.dtype:
+    """The type of the numbers that tasks make of others."""
+    for task in group:
+        if task.makes_complex or task.makes_real:
+            dtype = task.target.dtype
+    return dtype
+
+
+def representatives(grid: Shape) -> list[Shape]:
+    """Workers that stand for all: the first, which has the largest parts, the last, and between."""
+    last = tuple(size - 1 for size in grid)
+    some = [
+        tuple(0 for _ in grid),
+        last,
+        tuple(size // 2 for size in grid),
+        *(
+            tuple(end if axis % 2 == turn else 0 for axis, end in enumerate(last))
+            for turn in (0, 1)
+        ),
+    ]
+    return list(dict.fromkeys(some))
+
+
+def _name(task: Task) -> str:
+    actor = task.actor
+    if isinstance(actor, Leaf):
+        mode = {(False, False): "", (True, False): ".H", (False, True): ".inv"}
+        name = type(actor).__name__ + mode.get((actor.is_adjoint, actor.is_inverse), ".inv.H")
+    else:
+        name = {"Factor": "multiple", "Terms": "sum"}.get(type(actor).__name__, "")
+    dims = ",".join(map(str, task.dims))
+    return f"{name} along {dims}" if dims else name

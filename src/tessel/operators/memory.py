@@ -1,0 +1,27 @@
+"""How the dimensions of a tensor lie in memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+Order = tuple[int, ...]  # dimensions, the last one with the smallest strides
+
+
+def order_of(x: Tensor) -> Order:
+    """In which order the dimensions of a tensor lie.
+
+    >>> import torch
+    >>> order_of(torch.ones(2, 3, 4).movedim(0, -1))
+    (2, 0, 1)
+    """
+    strides = x.stride()
+    return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
+
+
+def inverse_of(order: Order) -> Order:
+    """The order that undoes another.
+
+    >>> inverse_of((2, 0, 1))
+    (1, 2, 0)
+    """
+    return tuple(order.index(dim) for dim in range(len(order)))

@@ -1,0 +1,123 @@
+"""Pictures of plans; they need matplotlib, which `pip install 'tessel[viz]'` brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tessel.operators.arrangement import Arrangement, Parts
+from tessel.operators.cost import Cost, Line
+from tessel.operators.units import num_bytes, num_flops, num_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INK, _FAINT, _WHOLE = "#22262e", "#6b7280", "#e5e7eb"
+_LOCAL, _TRANSFER = "#4477AA", "#EE6677"
+_MOST_CUTS = 64  # of a dimension that are drawn
+_THICKNESS = 0.72  # of a row
+
+_COLUMNS: tuple[tuple[str, Callable[[Cost], float], Callable[[float], str]], ...] = (
+    ("operations", lambda cost: cost.flops, num_flops),
+    ("bytes sent", lambda cost: cost.bytes_sent, num_bytes),
+    ("peak memory", lambda cost: cost.memory, num_bytes),
+    ("predicted time", lambda cost: cost.time, num_seconds),
+)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches, independent of matplotlib's global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "pictures need matplotlib, which is not installed: pip install 'tessel[viz]'"
+        ) from error
+    return Figure(figsize=(width, height), facecolor="white")
+
+
+def draw_steps(lines: Sequence[Line], costs: Sequence[Sequence[Cost]], summary: str) -> Figure:
+    """Draw steps from top to bottom: how the tensor lies after each, and what each costs.
+
+    Every dimension is a bar with a gap at each cut; the part of the first worker is coloured. The
+    bars of costs are those of the worker with the most, the dark line in them those of the one
+    with the least.
+
+    Args:
+        lines: the steps.
+        costs: for each step the cost of each worker.
+        summary: what to write below.
+    """
+    figure = new_figure(15, 1.4 + 0.62 * max(1, len(lines)))
+    widths = [1.7, *[1.0] * len(_COLUMNS)]
+    layout, *others = figure.subplots(
+        1, len(widths), gridspec_kw={"width_ratios": widths, "wspace": 0.08}
+    )
+    for ax in (layout, *others):
+        _prepare(ax, len(lines))
+    layout.set_yticks(range(len(lines)), [_label(k, line) for k, line in enumerate(lines, 1)])
+    layout.set_title("how the tensor lies then", color=_INK, fontsize=10)
+    for row, line in enumerate(lines):
+        _draw_arrangement(layout, row, line.after, _colour(line))
+    for ax, (title, value, write) in zip(others, _COLUMNS, strict=True):
+        ax.set_title(title, color=_INK, fontsize=10)
+        _draw_bars(ax, lines, [[value(cost) for cost in step] for step in costs], write)
+    figure.text(0.5, 0.04, summary, ha="center", va="bottom", color=_FAINT, fontsize=9.5)
+    return figure
+
+
+def _prepare(ax: Axes, rows: int) -> None:
+    ax.set_xlim(0, 1)
+    ax.set_ylim(rows - 0.4, -0.6)
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.tick_params(length=0, labelsize=9, labelcolor=_INK)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def _label(number: int, line: Line) -> str:
+    title = line.title if len(line.title) <= 34 else line.title.replace(", ", ",\n", 1)
+    return f"{number}  {title}\n{line.after}"
+
+
+def _colour(line: Line) -> str:
+    return _TRANSFER if line.is_transfer else _LOCAL
+
+
+def _draw_arrangement(ax: Axes, row: int, here: Arrangement, ink: str) -> None:
+    height = _THICKNESS / max(1, len(here.parts))
+    first = here.box((0,) * len(here.grid))
+    for dim, part in enumerate(here.parts):
+        top = row - _THICKNESS / 2 + dim * height
+        style: dict[str, Any] = {"height": 0.8 * height, "align": "edge"}
+        ax.barh(top, 0.9, left=0.02, color=_WHOLE, **style)
+        start, stop = (0.02 + 0.9 * edge / part.length for edge in first[dim])
+        ax.barh(top, max(stop - start, 0.003 * (stop > start)), left=start, color=ink, **style)
+        for at in _cuts(part):
+            ax.plot([at, at], [top, top + 0.8 * height], color="white", linewidth=1)
+
+
+def _cuts(part: Parts) -> list[float]:
+    if part.count > _MOST_CUTS:
+        return []
+    return [0.02 + 0.9 * start / part.length for start, _ in part.intervals[1:]]
+
+
+def _draw_bars(
+    ax: Axes,
+    lines: Sequence[Line],
+    values: Sequence[Sequence[float]],
+    write: Callable[[float], str],
+) -> None:
+    longest = max((max(step) for step in values), default=0) or 1
+    for row, (line, step) in enumerate(zip(lines, values, strict=True)):
+        most, least = max(step), min(step)
+        ax.barh(row, 0.5 * most / longest, height=0.45, color=_colour(line), alpha=0.85)
+        if least < most:
+            at = 0.5 * least / longest
+            ax.plot([at, at], [row - 0.22, row + 0.22], color=_INK, linewidth=1.4)
+        if most:
+            text = write(most) if least == most else f"{write(least)} – {write(most)}"
+            ax.text(0.5 * most / longest + 0.02, row, text, va="center", fontsize=8, color=_INK)
