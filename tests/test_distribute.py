@@ -950,9 +950,9 @@ def test_weights_are_split_with_their_modes(run: Run) -> None:
 def test_zeros_that_others_wait_for_are_not_postponed_for_ever() -> None:
     """A plan that does not pad before data travels has to pad when only the padding is left."""
     real, pair = torch.float64, torch.complex128
-    first = kron(ParIdentity(pair, 6), ParDFT(pair, 5))
-    padding = kron(ParDFT(real, 11).inv, ParRestriction(pair, 6, [(0, 5)]).H)
-    last = kron(ParIdentity(real, 11), ParDFT(real, 6).inv.H)
+    first = tessel.kron(tessel.ParIdentity(pair, 6), ParDFT(pair, 5))
+    padding = tessel.kron(ParDFT(real, 11).inv, ParRestriction(pair, 6, [(0, 5)]).H)
+    last = tessel.kron(tessel.ParIdentity(real, 11), ParDFT(real, 6).inv.H)
     chain = last @ padding @ first
     for axes in (((0,), ()), ((), (0,))):
         source, target = (

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
+from math import prod
 from typing import Any
 
 from tessel.boxes import Interval
@@ -107,7 +108,83 @@ def _plan(
     if target is not None and here != target:
         steps.append(Transfer(here, target))
         here = target
-    return Plan(source, here, tuple(steps))
+    return Plan(source, here, tuple(_travelling_small(steps)))
+
+
+def _travelling_small(steps: list[Step]) -> list[Step]:
+    """The same steps, but what makes a tensor grow comes after it travelled, where it can."""
+    found: list[Step] = []
+    for step in steps:
+        found.append(step)
+        if isinstance(step, Transfer):
+            found = _transferred_earlier(found)
+    return found
+
+
+def _transferred_earlier(steps: list[Step]) -> list[Step]:
+    """With the transfer at the end of some steps before those that can be done behind it, if the
+    tensor is smaller there."""
+    there = steps[-1].after
+    stay: list[Local] = []
+    behind: list[Local] = []
+    growth = most = 1.0
+    best: tuple[int, list[Local], list[Local], Arrangement] | None = None
+    for number in range(len(steps) - 2, -1, -1):
+        local = steps[number]
+        if not isinstance(local, Local):
+            break
+        if not _can_follow(local, there) or _is_needed(local, stay):
+            stay = [local, *stay]
+            continue
+        there, behind = _before(local, there), [local, *behind]
+        growth *= prod(task.growth for task in local.group)
+        if growth > most:
+            most, best = growth, (number, stay, behind, there)
+    if best is None:
+        return steps
+    number, stay, behind, there = best
+    first = _replayed(stay, steps[number].before)
+    here = first[-1].after if first else steps[number].before
+    moves = [Transfer(here, there)] if here != there else []
+    return [*steps[:number], *first, *moves, *_replayed(behind, there)]
+
+
+def _is_needed(local: Local, later: list[Local]) -> bool:
+    """Whether some later tasks have to come after these."""
+    return any(
+        task.follows(earlier) for other in later for task in other.group for earlier in local.group
+    )
+
+
+def _replayed(steps: list[Local], here: Arrangement) -> list[Local]:
+    """The same tasks on a tensor that lies so."""
+    found = []
+    for step in steps:
+        after = here
+        for task in step.group:
+            after = _after(task, after)
+        found.append(Local(here, after, step.group))
+        here = after
+    return found
+
+
+def _can_follow(local: Local, end: Arrangement) -> bool:
+    """Whether tasks can be done where they leave a tensor that lies so."""
+    return all(
+        end.parts[dim].count == 1
+        for task in local.group
+        for dim, mixes in zip(task.dims, task.actor.mixes, strict=True)
+        if mixes or isinstance(task.actor, ParRestriction)
+    )
+
+
+def _before(local: Local, end: Arrangement) -> Arrangement:
+    """How a tensor lies before tasks that leave it so."""
+    for task in reversed(local.group):
+        for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
+            if before != after:
+                end = end.with_part(dim, end.parts[dim].resized(before))
+    return end
 
 
 def _drain(
