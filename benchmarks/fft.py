@@ -27,7 +27,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocator import KEEP, start_again_with
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -47,7 +47,6 @@ from tessel.transport import Group
 
 HERE = Path(__file__).resolve().parent
 MPI = HERE.parent / "build" / "mpi"
-KEEP = {"MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 PARTS = ("local", "packing", "messages", "agreement")
 
 
@@ -305,9 +304,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.without_mpi and not (MPI / "bin" / "python").exists():
         parser.error("run benchmarks/setup_mpi.sh once, or give --without-mpi")
-    if any(os.environ.get(key) != value for key, value in KEEP.items()):
-        # an allocator reads its settings when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
+    start_again_with(KEEP)
     cases = [
         Case(length, is_real, grid)
         for length in options.lengths

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocator import GIVE_BACK, KEEP
 from rich.console import Console
 from rich.table import Table
 
@@ -42,9 +43,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import models  # (the same models as in the tests)
 
 Shape = tuple[int, ...]
-
-KEEP = {"MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 
 
 def grid(workers: int, shape: Shape) -> list[int]:
