@@ -170,7 +170,8 @@ def test_memory_is_input_output_and_what_travels() -> None:
     for at, cost in zip(explanation.coordinates, transfer, strict=True):
         before, after = prod(line.before.local_shape(at)), prod(line.after.local_shape(at))
         kept = before - cost.bytes_sent // 8
-        assert cost.memory == 8 * (before + after + (before - kept) + (after - kept))
+        given = before  # the user's input, which is still there
+        assert cost.memory == 8 * (given + before + after + (before - kept) + (after - kept))
 
 
 def test_memory_counts_parameters_and_terms_of_sums() -> None:
@@ -182,7 +183,7 @@ def test_memory_counts_parameters_and_terms_of_sums() -> None:
     assert alone.memory == 4 * whole + matrix  # input, two results and their sum
     terms = explained("sum", (1, 2))
     assert terms.lines[-1].title == "sum of 2"
-    assert terms.costs[-1][0].memory == 3 * part + matrix
+    assert terms.costs[-1][0].memory == 4 * part + matrix  # and the input
     # the first step of the second term: input, output, and the first result waits
     titles = [line.title for line in terms.lines]
     assert terms.costs[titles.index("ParMatrix along 0")][0].memory == 3 * part + matrix
@@ -202,10 +203,11 @@ def peak(name: str) -> tuple[int, int]:
     return memory.peak + given, explain(S).memory
 
 
-def test_no_less_memory_is_predicted_than_a_step_takes() -> None:
-    """Counted are also tensors that torch makes inside a step, and the user's input at the end."""
-    counted, predicted = peak("matrices")
-    assert predicted <= counted
+@pytest.mark.parametrize("name", ["matrices", "sum"])
+def test_memory_is_predicted(name: str) -> None:
+    """Counted are also small tensors that torch makes inside of a step."""
+    counted, predicted = peak(name)
+    assert 0.8 * counted <= predicted <= counted
 
 
 def test_operations_are_those_of_the_operators() -> None:
@@ -332,7 +334,7 @@ def applied_to_the_best() -> list[int]:
 @pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
 def test_the_best_partition_can_be_distributed(nprocs: int, run: Callable[..., list[Any]]) -> None:
     results = run(applied_to_the_best, nprocs=nprocs)
-    assert all(sent <= predicted for sent, predicted in results)
+    assert max(sent for sent, _ in results) == results[0][1]
     assert (max(sent for sent, _ in results) > 0) == (nprocs > 1)
 
 
@@ -351,7 +353,42 @@ def test_many_workers(name: str, workers: int) -> None:
     assert prod(choice.partition) == workers
     assert choice.time > 0 and choice.memory > 0
     assert (choice.bytes > 0) == (workers > 1)
-    assert choice.explanation.memory == choice.memory or workers <= 128
+
+
+def plans_of(name: str, grid: tuple[int, ...], out: str | None) -> tuple[Any, Any]:
+    operator = OPERATORS[name]()
+    spread = distribute(operator, list(grid), out)
+    assert isinstance(spread, Distributed)
+    chosen = plan_on(operator, grid, out is None)
+    return [(s.before, s.after) for s in chosen.every_step()], [
+        (s.before, s.after) for s in spread.plan.every_step()
+    ]
+
+
+def all_plans_of(workers: int) -> int:
+    count = 0
+    for name, make in OPERATORS.items():
+        for grid in grids(workers, len(make().domain.shape)):
+            for out in (None, "anywhere"):
+                chosen, carried_out = plans_of(name, grid, out)
+                assert chosen == carried_out, (name, grid, out)
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_what_is_compared_is_what_is_carried_out(
+    nprocs: int, run: Callable[..., list[Any]]
+) -> None:
+    assert min(run(all_plans_of, nprocs, nprocs=nprocs, timeout=60)) > 20
+
+
+@pytest.mark.parametrize("real", [0, 1, 2])
+@pytest.mark.parametrize("grid", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
+def test_a_real_transform_of_a_pencil_travels_twice(real: int, grid: tuple[int, ...]) -> None:
+    """There and back, wherever the real dimension is; three times if it is split on both."""
+    factors = [ParDFT(F32 if dim == real else C64, 64) for dim in range(3)]
+    assert plan_on(kron(*factors), grid).num_transfers == 2
 
 
 def test_more_workers_than_numbers() -> None:
@@ -475,7 +512,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
         (("--shape", "16", "--workers", "2", "--modes", "3"), "--modes"),
         (("--shape", "16,8", "--workers", "2", "--operator", "fno", "--modes", "3,3,3"), "2 dim"),
         (("--shape", "16", "--workers", "2", "--channels", "0"), "whole number from 1 on"),
-        (("--shape", "16", "--workers", "2", "--batch", "0"), "at least one column"),
+        (("--shape", "16", "--workers", "2", "--batch", "0"), "whole number from 1 on"),
     ],
 )
 def test_plan_refuses_nonsense(

@@ -24,7 +24,8 @@ class Model(Layer):
     def _meeting(self) -> Meeting[Entry]:
         """One for each state of the model, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
-        kinds = tuple((each.requires_grad, each.dtype) for each in self.parameters())
+        derives = torch.is_grad_enabled()
+        kinds = tuple((each.requires_grad and derives, each.dtype) for each in self.parameters())
         meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
         if kinds not in meetings:
             meetings[kinds] = Meeting(

@@ -311,7 +311,8 @@ class Entrance:
 
     def _meeting(self, number: int, dims: tuple[int, ...]) -> Meeting[Entry]:
         """One for each state of the model and kind of arguments, alike on all workers."""
-        flags = [each.requires_grad for each in self.module.parameters()]
+        derives = torch.is_grad_enabled()
+        flags = [each.requires_grad and derives for each in self.module.parameters()]
         state = (number, dims, self.module.training, *flags)
         if state not in self._meetings:
             mode = "training" if self.module.training else "evaluation"

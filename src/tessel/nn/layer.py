@@ -106,7 +106,9 @@ class Layer(Numbered):
     def _meeting(self) -> Meeting[Entry]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
-        state = (self.training, *(each.requires_grad for each in self.parameters(recurse=False)))
+        derives = torch.is_grad_enabled()
+        needs = (each.requires_grad and derives for each in self.parameters(recurse=False))
+        state = (self.training, *needs)
         meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
         if state not in meetings:
             label = f"{self!r} in {'training' if self.training else 'evaluation'}"

@@ -74,6 +74,10 @@ class ParOperator:
     def __add__(self, other: ParOperator) -> ParOperator:
         return add(self, other) if isinstance(other, ParOperator) else NotImplemented
 
+    def __radd__(self, other: Any) -> ParOperator:
+        """So that `sum` adds operators."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def __sub__(self, other: ParOperator) -> ParOperator:
         return self + (-other) if isinstance(other, ParOperator) else NotImplemented
 
@@ -110,6 +114,11 @@ class ParOperator:
         found = [leaf for child in self.children() for leaf in child.leaves]
         return tuple(dict.fromkeys(found))
 
+    @cached_property
+    def reductions(self) -> tuple[Any, ...]:
+        """The operators in it that sum over workers by themselves."""
+        return tuple(each for child in self.children() for each in child.reductions)
+
     def bind(self, theta: Any) -> ParOperator:
         """The operator with these parameters."""
         return Bound(self, theta)
@@ -130,6 +139,8 @@ class ParOperator:
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         """Apply the operator in this process."""
+        for reduction in self.reductions[:1]:
+            reduction.check_together(self, x)
         form = Form.of(self, x, self.domain.shape)
         x, values = form.folded(x), self.values(theta)
         if x.numel():
@@ -140,7 +151,7 @@ class ParOperator:
     @cached_property
     def order(self) -> tuple[tuple[Task, ...], ...]:
         """The tasks in the order that computes the least, those that are one call together."""
-        return ordered(tuple(self.expand(0)), self.domain.shape)
+        return ordered(tuple(self.expand(0)))
 
     def values(self, theta: Parameters | None) -> Mapping[Any, Tensor]:
         """The value of each parameter: of those given, else of the operator's own."""
@@ -178,13 +189,13 @@ class Bound(ParOperator):
     theta: Parameters
 
     def __init__(self, operator: ParOperator, theta: Any) -> None:
-        if isinstance(operator, Bound):
-            theta = operator.theta.joined(theta)
-            operator = operator.operator
         if not isinstance(theta, Parameters):
             raise ValueError(
                 f"{operator} takes a tensor, or parameters that init() drew; got {theta!r}"
             )
+        if isinstance(operator, Bound):
+            theta = operator.theta.joined(theta)
+            operator = operator.operator
         if not hasattr(operator, "combined"):  # else workers find out together, when it is applied
             theta.check(operator)
         self.operator, self.theta = operator, theta
@@ -201,11 +212,18 @@ class Bound(ParOperator):
 
     @cached_property
     def H(self) -> ParOperator:
-        return Bound(self.operator.H, self.theta)
+        return _bound(self.operator.H, self.theta)
 
     @cached_property
     def inv(self) -> ParOperator:
-        return Bound(self.operator.inv, self.theta)
+        return _bound(self.operator.inv, self.theta)
+
+    def parameters(self) -> Iterator[Any]:
+        """The parameters that are bound."""
+        return iter(self.theta.values())
+
+    def module(self) -> torch.nn.Module:
+        raise ValueError(f"{self} is bound: a module has parameters of its own, use S.module()")
 
     def __getattr__(self, name: str) -> Any:
         """What a distributed operator has beyond others: its layouts, its plan."""

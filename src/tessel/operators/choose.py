@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tessel.operators.algebra import Bound, ParOperator
-from tessel.operators.arrangement import Arrangement
+from tessel.operators.arrangement import Arrangement, axes_in, refinement
 from tessel.operators.cost import Cost, Counter, lines_of, representatives
 from tessel.operators.explain import Explanation, explain_plan
 from tessel.operators.planning import Plan, make_plan
@@ -77,17 +77,17 @@ class Choice:
     @property
     def time(self) -> float:
         """The predicted seconds."""
-        return self.best.time
+        return self.explanation.time
 
     @property
     def memory(self) -> int:
         """The bytes that some worker holds at most."""
-        return self.best.memory
+        return self.explanation.memory
 
     @property
     def bytes(self) -> int:
         """The bytes that some worker sends at most."""
-        return self.best.bytes
+        return self.explanation.bytes_sent
 
     @cached_property
     def explanation(self) -> Explanation:
@@ -151,7 +151,8 @@ def best_partition(
     >>> choice.partition, choice.bytes
     ([1, 1, 1], 0)
     """
-    workers, operator = _checked(workers), _plain(operator)
+    workers, operator = _checked("workers", workers), _plain(operator)
+    columns = _checked("columns", columns)
     if partition_out not in (None, "anywhere"):
         raise ValueError(f'partition_out must be None or "anywhere", got {partition_out!r}')
     machine = known_machine() if machine is None else machine
@@ -163,13 +164,13 @@ def best_partition(
     return Choice(operator, workers, tuple(ranked), machine, columns)
 
 
-def _checked(workers: Any) -> int:
+def _checked(what: str, given: Any) -> int:
     try:
-        number = as_int(workers)
+        number = as_int(given)
     except TypeError:
         number = 0
-    if number < 1 or isinstance(workers, bool):
-        raise ValueError(f"workers must be a whole number from 1 on, got {workers!r}")
+    if number < 1 or isinstance(given, bool):
+        raise ValueError(f"{what} must be a whole number from 1 on, got {given!r}")
     return number
 
 
@@ -178,6 +179,8 @@ def _plain(operator: Any) -> ParOperator:
         operator = operator.operator
     if hasattr(operator, "plan") or not isinstance(operator, ParOperator):
         raise ValueError(f"expected an operator that is not distributed, got {operator!r}")
+    if operator.reductions:
+        raise ValueError(f"{operator} sums over workers by itself: it cannot be distributed")
     return operator
 
 
@@ -194,7 +197,7 @@ class _Judge:
         rates = self.machine.rates_for(workers)
         counter = Counter(rates, storage_of(plan), self.columns)
         lines = list(lines_of(plan, self.operator.domain.dtype))
-        costs = [counter.costs(lines, at) for at in representatives(grid)]
+        costs = [counter.costs(lines, at) for at in representatives(plan.source.grid)]
         totals = [sum(each, Cost()) for each in costs]
         steps = sum(max(cost.time for cost in step) for step in zip(*costs, strict=True))
         return Candidate(
@@ -208,9 +211,11 @@ class _Judge:
 
 def plan_on(operator: ParOperator, grid: Shape, returns: bool = True) -> Plan:
     """The plan of an operator on a grid of workers; its result returns to that grid or stays."""
-    axes = [(axis,) for axis in range(len(grid))]
-    source = Arrangement.of(grid, operator.domain.shape, axes)
-    target = Arrangement.of(grid, operator.codomain.shape, axes) if returns else None
+    fine = refinement(grid, grid)  # as `distribute` has it
+    assert fine is not None
+    axes = axes_in(grid, fine)
+    source = Arrangement.of(fine, operator.domain.shape, axes)
+    target = Arrangement.of(fine, operator.codomain.shape, axes) if returns else None
     return make_plan(operator, source, target)
 
 

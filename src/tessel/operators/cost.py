@@ -39,6 +39,7 @@ class Line:
         group: the tasks of a local step; nothing for others.
         num_terms: how many results a sum adds; 0 for other steps.
         held: tensors that are needed later.
+        takes_input: whether it works on the plan's input itself.
     """
 
     before: Arrangement
@@ -48,6 +49,7 @@ class Line:
     group: tuple[Task, ...] = ()
     num_terms: int = 0
     held: tuple[Held, ...] = ()
+    takes_input: bool = False
 
     @property
     def is_transfer(self) -> bool:
@@ -183,34 +185,50 @@ class Counter:
         return passing
 
 
-def lines_of(plan: Plan, dtype: torch.dtype, held: tuple[Held, ...] = ()) -> Iterator[Line]:
+def lines_of(plan: Plan, dtype: torch.dtype) -> Iterator[Line]:
     """The steps of a plan in their order, those of a sum one term after the other.
+
+    Who applies an operator keeps its input: it counts in every step.
 
     Args:
         plan: the plan.
         dtype: of its input.
-        held: what is kept while it runs.
     """
+    for line in _lines(plan, dtype, (), True):
+        kept = () if line.takes_input else ((plan.source, dtype),)
+        yield replace(line, held=(*line.held, *kept))
+
+
+def _lines(
+    plan: Plan, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
+) -> Iterator[Line]:
+    """The same, while other tensors are held; `takes_input` if it is the whole plan's input."""
     for step in plan.steps:
         if isinstance(step, Transfer):
-            yield Line(step.before, step.after, dtype, dtype, held=held)
+            line = Line(step.before, step.after, dtype, dtype, held=held)
+            yield replace(line, takes_input=takes_input)
         elif isinstance(step, Local):
             after = dtype_after(step.group, dtype)
-            yield Line(step.before, step.after, dtype, after, step.group, held=held)
+            line = Line(step.before, step.after, dtype, after, step.group, held=held)
+            yield replace(line, takes_input=takes_input)
             dtype = after
         else:
-            *lines, total = _branching(step, dtype, held)
+            *lines, total = _branching(step, dtype, held, takes_input)
             yield from lines
             yield total
             dtype = total.dtype_after
+        takes_input = False
 
 
-def _branching(step: Branches, dtype: torch.dtype, held: tuple[Held, ...]) -> Iterator[Line]:
+def _branching(
+    step: Branches, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
+) -> Iterator[Line]:
     """All terms have the input, and their results wait for each other."""
     result = dtype
+    kept = () if takes_input else ((step.before, dtype),)  # else it counts in every step anyway
     for number, plan in enumerate(step.plans):
         waiting = (*held, *[(step.after, result)] * number)
-        inner = list(lines_of(plan, dtype, (*waiting, (step.before, dtype))))
+        inner = list(_lines(plan, dtype, (*waiting, *kept), takes_input))
         if inner:  # the first one's input is that of the sum
             yield replace(inner[0], held=waiting)
             yield from inner[1:]

@@ -24,9 +24,8 @@ from tessel.operators.explain import Explanation, explain
 from tessel.operators.form import Form
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order
-from tessel.operators.parameters import Parameters, find_values
+from tessel.operators.parameters import Parameters, find_values, own_values
 from tessel.operators.planning import make_plan
-from tessel.operators.reduce import ParReduce
 from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
 from tessel.operators.tasks import Task
@@ -127,6 +126,10 @@ class Distributed(ParOperator):
             {leaf: fine(parts) for leaf, parts in self.storage.items()},
         )
 
+    def to_dense(self, theta: Parameters | None = None) -> Tensor:
+        """Only of the operator itself: no worker has whole columns."""
+        raise ValueError(f"{self} is distributed: ask the operator itself for its matrix")
+
     def explain(self, columns: int = 1) -> Explanation:
         """What is done step by step, and what each step costs each worker."""
         return explain(self, columns=columns)
@@ -195,6 +198,9 @@ class Distributed(ParOperator):
         columns, terms, forms = self._agree(x, theta)
         form = forms[transport.this_worker()]
         values = find_values(self, theta)
+        for leaf, value in values.items():
+            if value.device.type != terms.device:
+                raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {terms.device}")
         x = even(admit(x, terms, True), terms)
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
         y = self.run(x.reshape(*form.shape, *batch), values, columns)
@@ -232,19 +238,20 @@ class Distributed(ParOperator):
 
     def _state(self, theta: Parameters | None) -> str:
         """What must be alike on all workers: which parameters there are, and what they need."""
-        if theta is not None:
+        given = own_values(self) if theta is None else theta
+        if theta is not None or len(given) == len(self.leaves):
             try:
-                theta.check(self)
+                given.check(self)
             except ValueError as error:
                 return f"a wrong θ: {error}"
-        given = {leaf: leaf.own for leaf in self.leaves} if theta is None else theta
         return ", ".join(_kind(leaf, given.get(leaf)) for leaf in self.leaves)
 
     def _meeting(self, state: str) -> Meeting[Entry]:
         if state not in self._meetings:
             label = f"{self._label} with {state}" if state else self._label
+            identity = f"{label} {self.plan.source.parts} {self.plan.target.parts}"
             self._meetings[state] = Meeting(
-                self._group, label, self.partition.ranks, self._conclude
+                self._group, label, self.partition.ranks, self._conclude, identity
             )
         return self._meetings[state]
 
@@ -321,7 +328,8 @@ def _kind(leaf: Leaf, value: Tensor | None) -> str:
         return f"no θ for {leaf}"
     part = "all" if tuple(value.shape) == leaf.parameter_shape else "a part"
     needs_grad = value.requires_grad and torch.is_grad_enabled()
-    return f"{part} of {leaf}{', which needs a gradient' if needs_grad else ''}"
+    need = ", which needs a gradient" if needs_grad else ""
+    return f"{part} of {leaf} on {value.device.type}{need}"
 
 
 def distribute(
@@ -350,7 +358,7 @@ def distribute(
         raise ValueError(f"distribute takes an operator, got {operator!r}")
     if isinstance(operator, Distributed):
         raise ValueError(f"{operator} is distributed already")
-    if any(isinstance(task.actor, ParReduce) for task in operator.expand(0)):
+    if operator.reductions:
         raise ValueError(f"{operator} sums over workers by itself: it cannot be distributed")
     ndim = len(operator.domain.shape)
     if partition_in is None:

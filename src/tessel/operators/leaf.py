@@ -11,10 +11,12 @@ from typing import Self
 from torch import Tensor
 from torch.nn import Parameter
 
+from tessel.boxes import Box
 from tessel.operators.algebra import ParOperator
 from tessel.operators.memory import Order
 from tessel.operators.space import Shape, Space
 from tessel.operators.tasks import Task
+from tessel.partition import Partition
 
 
 class Leaf(ParOperator):
@@ -35,6 +37,8 @@ class Leaf(ParOperator):
     is_inverse = False
     std = 1.0
     own: Parameter | None = None  # the parameter that `parameters()` drew, kept by A itself
+    own_box: Box | None = None  # which part of the whole it is, if it was drawn as a part
+    shared_by: Partition | None = None  # who has the same
 
     @property
     def is_swapped(self) -> bool:

@@ -47,7 +47,7 @@ class ParMatrix(Leaf):
         before, behind = rows.shape[:at], rows.shape[at + 1 :]
         flat = rows.reshape(before.numel(), rows.shape[at], behind.numel())
         if self.is_inverse:
-            result = torch.linalg.solve(matrix, flat)
+            result = torch.linalg.solve_ex(matrix, flat).result  # no error on one worker only
         elif not behind.numel() > 1:
             result = (flat.squeeze(-1) @ matrix.mT).unsqueeze(-1)
         else:

@@ -65,7 +65,7 @@ class ParMultilinear(Leaf):
         columns = x.permute(*behind, first, *others)  # modes × n × all others
         rest = columns.shape[D + 1 :]
         flat = columns.reshape(*columns.shape[: D + 1], prod(rest))
-        result = torch.linalg.solve(weights, flat) if self.is_inverse else weights @ flat
+        result = torch.linalg.solve_ex(weights, flat).result if self.is_inverse else weights @ flat
         result = result.reshape(*result.shape[: D + 1], *rest)
         back = [0] * x.dim()
         for place, dim in enumerate((*behind, first, *others)):

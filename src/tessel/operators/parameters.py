@@ -13,12 +13,21 @@ from tessel.boxes import Box
 from tessel.layout import Layout
 from tessel.move import Move
 from tessel.operators.space import Shape
+from tessel.shared import equalize
 
 CHUNK = 1 << 16  # numbers that are drawn at once
 
 
 class Parameters(dict[Any, Tensor]):
-    """Values of parameters, by the operators that they belong to."""
+    """Values of parameters, by the operators that they belong to.
+
+    Attributes:
+        boxes: which parts of parameters these are, as far as `init` drew parts.
+    """
+
+    def __init__(self, values: Any = (), boxes: Mapping[Any, Box] | None = None) -> None:
+        super().__init__(values)
+        self.boxes = dict(boxes or {})
 
     def check(self, operator: Any) -> None:
         """ValueError if these are not the parameters of an operator."""
@@ -36,13 +45,27 @@ class Parameters(dict[Any, Tensor]):
                     f"θ does not fit {leaf}: expected {leaf.source.dtype} of shape {expected}, "
                     f"got {value.dtype} of shape {tuple(value.shape)}"
                 )
+            self._check_part(operator, leaf)
+
+    def _check_part(self, operator: Any, leaf: Any) -> None:
+        """ValueError if this is another part than the one that an operator uses here."""
+        needed = getattr(operator, "part_boxes", {}).get(leaf)
+        given = self.boxes.get(leaf)
+        if given is None or needed in (None, given):
+            return
+        if tuple(self[leaf].shape) != leaf.parameter_shape:
+            raise ValueError(
+                f"θ was drawn for another distribution of {leaf}: it is the part {given}, "
+                f"needed is {needed}"
+            )
 
     def joined(self, other: Mapping[Any, Tensor]) -> Parameters:
         """These and others, which may not say something else."""
         for leaf in self.keys() & other.keys():
             if self[leaf] is not other[leaf]:
                 raise ValueError(f"{leaf} is bound to two values")
-        return Parameters({**self, **other})
+        boxes = getattr(other, "boxes", {})
+        return Parameters({**self, **other}, {**self.boxes, **boxes})
 
     def to(self, device: Any) -> Parameters:
         """The same values on another device."""
@@ -50,7 +73,8 @@ class Parameters(dict[Any, Tensor]):
             {
                 leaf: value.detach().to(device).requires_grad_(value.requires_grad)
                 for leaf, value in self.items()
-            }
+            },
+            self.boxes,
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Parameters:
@@ -89,8 +113,8 @@ def init(operator: Any, *, requires_grad: bool = True) -> Parameters:
     """
     boxes: dict[Any, Box] = getattr(operator, "part_boxes", {})
     agree: Callable[[int], int] = getattr(operator, "agreed_number", int)
-    seed = agree(int(torch.randint(2**62, ()).item()))
-    theta = Parameters()
+    seed = agree(int(torch.randint(2**62, (), device="cpu").item()))
+    theta = Parameters(boxes=boxes)
     for number, leaf in enumerate(operator.leaves):
         value = draw(leaf, seed + number, boxes.get(leaf))
         theta[leaf] = value.requires_grad_(requires_grad)
@@ -101,17 +125,19 @@ def draw(leaf: Any, seed: int, box: Box | None = None) -> Tensor:
     """Normal numbers, a part of them without ever having all."""
     shape = leaf.parameter_shape
     assert shape is not None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     dtype = leaf.source.dtype
     row, first = prod(shape[1:]), 0
     rows = max(1, CHUNK // max(1, row))
     box = tuple((0, length) for length in shape) if box is None else box
-    part = torch.empty([stop - start for start, stop in box], dtype=dtype)
+    part = torch.empty([stop - start for start, stop in box], dtype=dtype, device="cpu")
     start, stop = box[0]
     inner = tuple(slice(*each) for each in box[1:])
     while first < shape[0]:
         count = min(rows, shape[0] - first)
-        chunk = torch.randn((count, *shape[1:]), generator=generator, dtype=dtype) * leaf.std
+        chunk = leaf.std * torch.randn(
+            (count, *shape[1:]), generator=generator, dtype=dtype, device="cpu"
+        )
         a, b = max(first, start), min(first + count, stop)
         if a < b:
             part[a - start : b - start] = chunk[(slice(a - first, b - first), *inner)]
@@ -122,7 +148,7 @@ def draw(leaf: Any, seed: int, box: Box | None = None) -> Tensor:
 def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]:
     """The values to use: those given, else the operator's own; ValueError if there are none."""
     if theta is None:
-        theta = Parameters({leaf: leaf.own for leaf in operator.leaves if leaf.own is not None})
+        theta = own_values(operator)
     missing = [leaf for leaf in operator.leaves if leaf not in theta]
     if missing and theta.keys() <= set(operator.leaves):
         raise ValueError(
@@ -133,6 +159,13 @@ def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]
     return theta
 
 
+def own_values(operator: Any) -> Parameters:
+    """Those parameters of its own that an operator has."""
+    found = [leaf for leaf in operator.leaves if leaf.own is not None]
+    boxes = {leaf: leaf.own_box for leaf in found if leaf.own_box is not None}
+    return Parameters({leaf: leaf.own for leaf in found}, boxes)
+
+
 def own_parameters(operator: Any) -> dict[str, torch.nn.Parameter]:
     """The operator's own parameters by name, drawn where there are none yet."""
     if any(leaf.own is None for leaf in operator.leaves):
@@ -140,11 +173,23 @@ def own_parameters(operator: Any) -> dict[str, torch.nn.Parameter]:
         for leaf, value in drawn.items():
             if leaf.own is None:
                 leaf.own = torch.nn.Parameter(value.detach())
+                leaf.own_box = drawn.boxes.get(leaf)
+                leaf.shared_by = getattr(operator, "partition", None)
+    _share(operator)
     found = {}
     for number, leaf in enumerate(operator.leaves):
         assert leaf.own is not None
         found[f"{type(leaf).__name__}_{number}"] = leaf.own
     return found
+
+
+def _share(operator: Any) -> None:
+    """What a worker drew for itself becomes that of all when a distributed operator uses it."""
+    partition: Any = getattr(operator, "partition", None)
+    for leaf in operator.leaves if partition is not None else ():
+        if leaf.own_box is None and leaf.shared_by != partition:
+            equalize([leaf.own], partition)
+            leaf.shared_by = partition
 
 
 class OperatorModule(torch.nn.Module):
@@ -157,13 +202,16 @@ class OperatorModule(torch.nn.Module):
             self.register_parameter(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        theta = Parameters(zip(self.operator.leaves, self.parameters(), strict=True))
+        values = zip(self.operator.leaves, self.parameters(), strict=True)
+        theta = Parameters(values, own_values(self.operator).boxes)
         return self.operator.apply(x, theta)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The whole parameters, which all workers collect together."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, layout in self._split_parameters():
+            if not layout.partition.active:
+                continue
             move = Move(layout, Layout.whole(layout.partition, layout.shape))
             destination[prefix + name] = move.apply(getattr(self, name).detach())
 
@@ -171,8 +219,12 @@ class OperatorModule(torch.nn.Module):
         for name, layout in self._split_parameters():
             whole = state_dict.get(prefix + name)
             if whole is not None and tuple(whole.shape) == layout.shape:
-                state_dict[prefix + name] = layout.local_part(whole)
+                is_here = layout.partition.active
+                empty = whole.new_empty(getattr(self, name).shape)
+                state_dict[prefix + name] = layout.local_part(whole) if is_here else empty
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for leaf, value in zip(self.operator.leaves, self.parameters(), strict=True):
+            leaf.own = value  # another one, if it was assigned
 
     def _split_parameters(self) -> Iterator[tuple[str, Layout]]:
         """The parameters of which workers store parts, and how they lie."""
@@ -180,7 +232,7 @@ class OperatorModule(torch.nn.Module):
         for name, leaf in zip(names, self.operator.leaves, strict=True):
             if leaf in getattr(self.operator, "storage", {}):
                 layout = self.operator.parameter_layout(leaf)
-                if layout.partition.active and len(layout.shared) < layout.partition.dim:
+                if len(layout.shared) < layout.partition.dim:
                     yield name, layout
 
     def extra_repr(self) -> str:
@@ -200,8 +252,9 @@ def gradient(function: Any, at: Any) -> Any:
     """
     if isinstance(at, Parameters):
         points = {leaf: value.detach().requires_grad_() for leaf, value in at.items()}
-        grads = torch.autograd.grad(function(Parameters(points)), list(points.values()))
-        return Parameters(zip(points, grads, strict=True))
+        theta = Parameters(points, at.boxes)
+        grads = torch.autograd.grad(function(theta), list(points.values()))
+        return Parameters(zip(points, grads, strict=True), at.boxes)
     point = at.detach().requires_grad_()
     (grad,) = torch.autograd.grad(function(point), point)
     return grad

@@ -293,11 +293,22 @@ def _next(
         end, done = _drain(left, there, target, patient)
         if not done:
             continue
-        more = 2 if left else int(target is not None and end != target)
+        more = _further(left, end, target, patient)
         key = more, -len(waiting.tasks) + len(left.tasks), _moved(here, there), _unevenness(there)
         if best is None or key < best[0]:
             best = key, there
     return best[1] if best is not None else _concentrated(waiting, here)
+
+
+def _further(left: Waiting, end: Arrangement, target: Arrangement | None, patient: bool) -> int:
+    """How often the tensor travels after this, as far as one step ahead shows."""
+    if not left:
+        return int(target is not None and end != target)
+    if target is None:
+        return 2
+    last = left.copy()
+    final, _ = _drain(last, _like(target, end), target, patient)
+    return 1 if not last and final == target else 2
 
 
 def _like(target: Arrangement, here: Arrangement) -> Arrangement:

@@ -13,6 +13,8 @@ from tessel.agreement import Claim, Meeting, Terms, admit, same
 from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
+from tessel.operators.algebra import ParOperator
+from tessel.operators.form import Form
 from tessel.operators.leaf import Leaf
 from tessel.operators.parameters import Parameters
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length
@@ -75,6 +77,26 @@ class ParReduce(Leaf):
         operator, terms = self._meeting.reach(Claim.of(x))
         self._group.number_call()
         return operator.apply(even(admit(x, terms, True), terms))
+
+    @property
+    def reductions(self) -> tuple[ParReduce, ...]:
+        return (self,)
+
+    def check_together(self, operator: ParOperator, x: Tensor) -> None:
+        """Raise on all workers if what they pass to an operator with this in it does not fit."""
+        if not self.partition.active or not self.is_sized:
+            return
+
+        def conclude(shapes: dict[int, Shape], terms: Terms) -> None:
+            if terms.dtype != operator.domain.dtype:
+                raise ValueError(
+                    f"{operator}: expected a tensor of {operator.domain.dtype}, got {terms.dtype}"
+                )
+            Form.of_shapes(operator, shapes, dict.fromkeys(shapes, operator.domain.shape))
+            same(shapes, "shape", f"{operator}")
+
+        Meeting(self._group, f"{operator!r}", self.partition.ranks, conclude).reach(Claim.of(x))
+        self._group.number_call()
 
     @cached_property
     def _meeting(self) -> Meeting[tuple[LinearOperator, Terms]]:

@@ -102,6 +102,11 @@ class ParRestriction(Leaf):
         parts.append(_zeros(x, first, stop - start - end))
         return torch.cat(parts, first)
 
+    def __repr__(self) -> str:
+        name, _, rest = super().__repr__().partition("(")
+        ranges = ", ".join(f"{start}:{stop}" for start, stop in self.ranges)
+        return f"{name}([{ranges}] of {rest}"
+
     def flops(self, shape: tuple[int, ...], dims: tuple[int, ...]) -> float:
         return 0.0
 

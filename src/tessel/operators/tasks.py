@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from tessel.operators.memory import Order
 from tessel.operators.space import Shape, Space
-
-if TYPE_CHECKING:
-    pass
 
 Values = Mapping[Any, Tensor]  # of parameters, by leaf
 
@@ -77,6 +74,15 @@ class Task:
         ratio = self.target.numel / max(1, self.source.numel)
         width = self.target.dtype.itemsize / self.source.dtype.itemsize
         return ratio * (width if self.makes_complex or self.makes_real else 1.0)
+
+    @cached_property
+    def effort(self) -> float:
+        """The operations for each number of the input, at least one."""
+        if isinstance(self.actor, Terms):
+            return 1.0
+        shape = self.source.shape
+        flops: float = self.actor.flops(shape, tuple(range(len(shape))))
+        return max(1.0, flops / max(1, self.source.numel))
 
     def resized(self, shape: Shape) -> Shape:
         """The shape of the result for a tensor of this shape."""
@@ -157,7 +163,7 @@ def count_flops(tasks: Iterable[Task], shape: Shape) -> float:
     return total
 
 
-def ordered(tasks: Sequence[Task], shape: Shape) -> tuple[tuple[Task, ...], ...]:
+def ordered(tasks: Sequence[Task]) -> tuple[tuple[Task, ...], ...]:
     """All tasks in the order that computes the least, those that are one call together."""
     return grouped(cheapest(Waiting(tasks), lambda task: True))
 
@@ -181,15 +187,18 @@ class Waiting:
         return [task for task in self.tasks if not left & set(self._after[task])]
 
     def prospect(self, task: Task) -> float:
-        """The least growth of the tensor, by this task and those behind it along its dims."""
-        least = product = 1.0
+        """How much a tensor grows for each operation, by this task and some behind it along its
+        dims: of independent ones, what has the least is done first."""
+        best, growth, effort = float("inf"), 1.0, 0.0
         for each in self.tasks[self.tasks.index(task) :]:
-            if set(each.dims) & set(task.dims) or each is task:
-                if isinstance(each.actor, Terms):
-                    break
-                product *= each.growth
-                least = min(least, product) if each is not task else product
-        return least
+            if each is not task and not set(each.dims) & set(task.dims):
+                continue
+            if isinstance(each.actor, Terms) and each is not task:
+                break
+            effort += growth * each.effort
+            growth *= each.growth
+            best = min(best, (growth - 1) / effort)
+        return best
 
     def done(self, task: Task) -> None:
         self.tasks.remove(task)
@@ -257,10 +266,7 @@ def perform_group(group: tuple[Task, ...], x: Tensor, values: Values) -> Tensor:
 
 
 def _total(terms: Terms, first: int, x: Tensor, values: Values) -> Tensor:
-    results = [
-        perform(ordered(tuple(each.expand(first)), tuple(x.shape)), x, values)
-        for each in terms.operators
-    ]
+    results = [perform(ordered(tuple(each.expand(first))), x, values) for each in terms.operators]
     y = results[0]
     for each in results[1:]:
         y = y + each
