@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tessel.agreement import Meeting
-from tessel.nn.layer import Entry, Layer
+from tessel.nn.layer import Entry, Layer, needs_of
 
 
 class Model(Layer):
@@ -24,12 +24,13 @@ class Model(Layer):
     def _meeting(self) -> Meeting[Entry]:
         """One for each state of the model, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
-        derives = torch.is_grad_enabled()
-        kinds = tuple((each.requires_grad and derives, each.dtype) for each in self.parameters())
+        needs, is_off = needs_of(self.parameters())
+        kinds = (is_off, *needs, *(each.dtype for each in self.parameters()))
         meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
         if kinds not in meetings:
+            label = f"{self.label} under torch.no_grad()" if is_off else self.label
             meetings[kinds] = Meeting(
-                self._group, self.label, self.P_x.ranks, self._conclude, f"{self!r} {kinds}"
+                self._group, label, self.P_x.ranks, self._conclude, f"{self!r} {kinds}"
             )
         return meetings[kinds]
 

@@ -29,7 +29,7 @@ from tessel.nn.conv_transpose import (
     DistributedConvTranspose3d,
 )
 from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from tessel.nn.layer import Entry, Layer
+from tessel.nn.layer import Entry, Layer, needs_of
 from tessel.nn.ledger import Ledger, note
 from tessel.nn.linear import DistributedLinear
 from tessel.nn.norm import (
@@ -311,11 +311,11 @@ class Entrance:
 
     def _meeting(self, number: int, dims: tuple[int, ...]) -> Meeting[Entry]:
         """One for each state of the model and kind of arguments, alike on all workers."""
-        derives = torch.is_grad_enabled()
-        flags = [each.requires_grad and derives for each in self.module.parameters()]
-        state = (number, dims, self.module.training, *flags)
+        flags, is_off = needs_of(self.module.parameters())
+        state = (number, dims, self.module.training, is_off, *flags)
         if state not in self._meetings:
             mode = "training" if self.module.training else "evaluation"
+            mode += ", under torch.no_grad()" if is_off else ""
             label = (
                 f"input {number} of {type(self.module).__name__} over {self.P_x} in {mode}, with "
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "

@@ -106,12 +106,12 @@ class Layer(Numbered):
     def _meeting(self) -> Meeting[Entry]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
-        derives = torch.is_grad_enabled()
-        needs = (each.requires_grad and derives for each in self.parameters(recurse=False))
-        state = (self.training, *needs)
+        needs, is_off = needs_of(self.parameters(recurse=False))
+        state = (self.training, is_off, *needs)
         meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
         if state not in meetings:
-            label = f"{self!r} in {'training' if self.training else 'evaluation'}"
+            mode = "training" if self.training else "evaluation"
+            label = f"{self!r} in {mode}{', under torch.no_grad()' if is_off else ''}"
             meetings[state] = Meeting(
                 self._group, label, self.P_x.ranks, self._conclude, f"{label} {state}"
             )
@@ -135,6 +135,13 @@ class Layer(Numbered):
         assert isinstance(self, torch.nn.Module)
         own = super().extra_repr()  # type: ignore[misc]
         return f"{self.P_x}, {own}" if own else f"{self.P_x}"
+
+
+def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:
+    """Which parameters get gradients now, and whether `torch.no_grad()` keeps some from it."""
+    could = [each.requires_grad for each in parameters]
+    derives = torch.is_grad_enabled()
+    return [each and derives for each in could], any(could) and not derives
 
 
 def _with_init(cls: type) -> type:
