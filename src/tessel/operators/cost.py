@@ -7,7 +7,7 @@ keep for later; libraries may take some of their own on top. Times follow from a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -24,7 +24,7 @@ from tessel.operators.rates import Rates
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.space import Shape
 from tessel.operators.storage import leaves_of, needed, parameters_sent
-from tessel.operators.tasks import Task, Terms, count_flops
+from tessel.operators.tasks import Task, Terms, count_flops, dtype_after
 
 Held = tuple[Arrangement, torch.dtype]  # a tensor that is kept during a step
 
@@ -236,14 +236,6 @@ def _branching(
     yield Line(step.after, step.after, result, result, (), len(step.plans), held)
 
 
-def dtype_after(group: Iterable[Task], dtype: torch.dtype) -> torch.dtype:
-    """The type of the numbers that tasks make of others."""
-    for task in group:
-        if task.makes_complex or task.makes_real:
-            dtype = task.target.dtype
-    return dtype
-
-
 def representatives(grid: Shape) -> list[Shape]:
     """Workers that stand for all: the first, which has the largest parts, the last, and between."""
     last = tuple(size - 1 for size in grid)
@@ -262,8 +254,7 @@ def representatives(grid: Shape) -> list[Shape]:
 def _name(task: Task) -> str:
     actor = task.actor
     if isinstance(actor, Leaf):
-        mode = {(False, False): "", (True, False): ".H", (False, True): ".inv"}
-        name = type(actor).__name__ + mode.get((actor.is_adjoint, actor.is_inverse), ".inv.H")
+        name = type(actor).__name__ + actor.mode
     else:
         name = {"Factor": "multiple", "Terms": "sum"}.get(type(actor).__name__, "")
     dims = ",".join(map(str, task.dims))

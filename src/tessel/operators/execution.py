@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
 from torch import Tensor
 
 from tessel.layout import Layout
@@ -85,7 +84,7 @@ class Execution:
         }
         shape = (*step.after.local_shape(coordinates), *x.shape[len(step.after.parts) :])
         if not x.numel() or not prod(shape):
-            return nothing(shape, x, *used.values()).to(_dtype_after(step, x.dtype))
+            return nothing(shape, x, *used.values()).to(tasks.dtype_after(step.group, x.dtype))
         if isinstance(actor, ParRestriction):
             longer = step.after if actor.is_swapped else step.before
             return actor.act_on_part(x, dims[0], longer.box(coordinates)[dims[0]])
@@ -123,13 +122,6 @@ def _transformed(following: tuple[Step, ...]) -> int | None:
         if isinstance(step, Local) and isinstance(step.group[0].actor, ParDFT):
             return step.group[0].dims[0] if len(step.group) == 1 else None
     return None
-
-
-def _dtype_after(step: Local, dtype: torch.dtype) -> torch.dtype:
-    for task in step.group:
-        if task.makes_complex or task.makes_real:
-            dtype = task.target.dtype
-    return dtype
 
 
 @kept_in_job

@@ -95,6 +95,11 @@ class Leaf(ParOperator):
         found: Self = self.__dict__.get("_base", self)
         return found
 
+    @property
+    def mode(self) -> str:
+        """Which of the four it is, as it is written."""
+        return (".inv" if self.is_inverse else "") + (".H" if self.is_adjoint else "")
+
     # -- what a kind of leaf says -----------------------------------------------------------------
 
     @property
@@ -148,6 +153,4 @@ class Leaf(ParOperator):
             yield Task(self, tuple(range(first, first + len(self.domain.shape))))
 
     def __repr__(self) -> str:
-        modes = {(False, False): "", (True, False): ".H", (False, True): ".inv"}
-        mode = modes.get((self.is_adjoint, self.is_inverse), ".inv.H")
-        return f"{type(self).__name__}({self.source} → {self.target}){mode}"
+        return f"{type(self).__name__}({self.source} → {self.target}){self.mode}"

@@ -13,6 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tessel.operators.memory import Order
@@ -236,6 +237,14 @@ def _joins(group: tuple[Task, ...], task: Task) -> bool:
     if join is None or any(set(each.dims) & set(task.dims) for each in group):
         return False
     return bool(join([each.actor for each in group]))
+
+
+def dtype_after(group: Iterable[Task], dtype: torch.dtype) -> torch.dtype:
+    """The type of the numbers that tasks make of others."""
+    for task in group:
+        if task.makes_complex or task.makes_real:
+            dtype = task.target.dtype
+    return dtype
 
 
 def order_after(group: tuple[Task, ...], order: Order) -> Order:
