@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from math import ceil, prod
-from operator import index as as_int
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -20,7 +19,7 @@ from tessel.operators.cost import Cost, Counter, lines_of, representatives
 from tessel.operators.explain import Explanation, explain_plan
 from tessel.operators.planning import Plan, make_plan
 from tessel.operators.rates import Machine, known_machine
-from tessel.operators.space import Shape
+from tessel.operators.space import Shape, checked_length
 from tessel.operators.storage import storage_of
 from tessel.operators.units import num_bytes, num_seconds
 
@@ -151,8 +150,8 @@ def best_partition(
     >>> choice.partition, choice.bytes
     ([1, 1, 1], 0)
     """
-    workers, operator = _checked("workers", workers), _plain(operator)
-    columns = _checked("columns", columns)
+    workers, operator = checked_length("best_partition", "workers", workers), _plain(operator)
+    columns = checked_length("best_partition", "columns", columns)
     if partition_out not in (None, "anywhere"):
         raise ValueError(f'partition_out must be None or "anywhere", got {partition_out!r}')
     machine = known_machine() if machine is None else machine
@@ -162,16 +161,6 @@ def best_partition(
     candidates = [judge.candidate(grid) for grid in grids]
     ranked = sorted(candidates, key=lambda each: (each.time, each.memory, each.bytes))
     return Choice(operator, workers, tuple(ranked), machine, columns)
-
-
-def _checked(what: str, given: Any) -> int:
-    try:
-        number = as_int(given)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(given, bool):
-        raise ValueError(f"{what} must be a whole number from 1 on, got {given!r}")
-    return number
 
 
 def _plain(operator: Any) -> ParOperator:
