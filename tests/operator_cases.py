@@ -8,7 +8,7 @@ real inner product is a transpose, whatever the operator does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
@@ -947,3 +947,12 @@ def is_refined(some: Shape, other: Shape) -> bool:
     """Whether two grids have a common refinement, found by trying: their suffix products divide."""
     marks = sorted({prod(g[k:]) for g in (some, other) for k in range(len(g) + 1)})
     return all(b % a == 0 for a, b in pairwise(marks))
+
+
+def text_of(function: Callable[[], Any]) -> str:
+    """The text of the ValueError."""
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return "no error"

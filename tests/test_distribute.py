@@ -39,6 +39,7 @@ from operator_cases import (
     restriction,
     scale,
     subtract,
+    text_of,
     values,
 )
 from parity import close
@@ -142,8 +143,6 @@ def everything(nprocs: int, T: torch.dtype) -> list[Spread]:
     for dims, specs in enumerate((one_dim(T), two_dims(T), three_dims(T)), start=1):
         for number, spec in enumerate(specs):
             for place, grid in enumerate(grids(nprocs, dims)):
-                if T not in DOUBLES and (number + place) % 2 and dims > 1 and nprocs > 1:
-                    continue  # in single precision every other grid
                 whole, out = (number + place) % 3 == 0, ("anywhere", None)[number % 3 == 0]
                 found.append(Spread(spec, grid, out, whole=whole, second=T in DOUBLES))
     return found
@@ -760,15 +759,6 @@ def test_one_operator_used_twice_has_one_parameter(run: Run) -> None:
 
 
 # -- what does not fit ----------------------------------------------------------------------------
-
-
-def text_of(function: Callable[[], Any]) -> str:
-    """The text of the ValueError."""
-    try:
-        function()
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 def wrong_on_worker_1() -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import index as as_int
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from tessel.operators import (
 )
 from tessel.operators.arrangement import Arrangement, Parts
 from tessel.operators.leaf import Leaf
-from tessel.operators.space import Shape, complex_of
+from tessel.operators.space import Shape, checked_length, complex_of
 from tessel.partition import Partition
 from tessel.transport import kept_in_job
 
@@ -47,7 +46,7 @@ class Modes:
     def of(cls, modes: int | Sequence[int], num_dims: int) -> Modes:
         """One number for all dimensions, or one for each."""
         given: Any = modes if isinstance(modes, Sequence) else [modes] * num_dims
-        counts = tuple(_count(each, modes) for each in given)
+        counts = tuple(checked_length("FNO", "each of modes", each) for each in given)
         if len(counts) != num_dims:
             raise ValueError(
                 f"one number of modes, or one for each of {num_dims} dimensions of space, is "
@@ -77,16 +76,6 @@ class Modes:
             for k, n in zip(signed, lengths[:-1], strict=True)
         ]
         return [*found, ParRestriction(dtype, lengths[-1], [range(last)])]
-
-
-def _count(given: Any, modes: Any) -> int:
-    try:
-        count = as_int(given)
-    except TypeError:
-        count = 0
-    if count < 1 or isinstance(given, bool):
-        raise ValueError(f"modes must be whole numbers from 1 on, got {modes!r}")
-    return count
 
 
 class Expression(NamedTuple):
