@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from itertools import product
 from pathlib import Path
 
@@ -123,11 +124,13 @@ def test_within_finds_the_part(drawn: tuple[boxes.Box, boxes.Box]) -> None:
 
 
 @fast
-@given(part_of_box())
-def test_solid_parts_are_contiguous(drawn: tuple[boxes.Box, boxes.Box]) -> None:
-    part, box = drawn
-    local = torch.zeros(boxes.extent(box))
-    assert boxes.is_solid(part, box) == local[boxes.within(part, box)].is_contiguous()
+@given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.integers(1, 40))
+def test_runs_are_consecutive_pieces(shape: tuple[int, ...], limit: int) -> None:
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    whole = tuple((0, length) for length in shape)
+    pieces = [tensor[boxes.within(part, whole)] for part in boxes.runs(shape, limit)]
+    assert all(piece.is_contiguous() and piece.numel() <= limit for piece in pieces)
+    assert torch.equal(torch.cat([piece.reshape(-1) for piece in pieces]), tensor.reshape(-1))
 
 
 @fast

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -121,17 +121,27 @@ def within(part: Box, box: Box) -> Region:
     )
 
 
-def is_solid(part: Box, box: Box) -> bool:
-    """Whether `part` is one contiguous run of a row-major tensor that stores `box`.
+def runs(shape: Sequence[int], limit: int) -> tuple[Box, ...]:
+    """Cut a tensor into boxes of at most `limit` indices, each a contiguous run, in their order.
 
-    >>> is_solid(((1, 3), (0, 4)), ((0, 5), (0, 4))), is_solid(((0, 5), (1, 3)), ((0, 5), (0, 4)))
-    (True, False)
+    >>> runs((4, 3), 6)
+    (((0, 2), (0, 3)), ((2, 4), (0, 3)))
+    >>> runs((2, 3), 2)
+    (((0, 1), (0, 2)), ((0, 1), (2, 3)), ((1, 2), (0, 2)), ((1, 2), (2, 3)))
     """
-    lengths, whole = extent(part), extent(box)
-    inner = len(lengths)
-    while inner and lengths[inner - 1] == whole[inner - 1]:
-        inner -= 1
-    return all(length == 1 for length in lengths[: max(inner - 1, 0)])
+    inner, dim = 1, len(shape)
+    while dim and inner * shape[dim - 1] <= limit:
+        inner *= shape[dim - 1]
+        dim -= 1
+    whole = [(0, length) for length in shape]
+    if not dim or 0 in shape:
+        return (tuple(whole),)
+    length = shape[dim - 1]
+    parts = balanced(length, -(-length // (limit // inner)))
+    outer = product(*(range(length) for length in shape[: dim - 1]))
+    return tuple(
+        (*((at, at + 1) for at in place), part, *whole[dim:]) for place in outer for part in parts
+    )
 
 
 def ravel(coordinates: Sequence[int], sizes: Sequence[int]) -> int:

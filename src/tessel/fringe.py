@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import torch
 from torch import Tensor
 
 from tessel import boxes, transport
@@ -20,6 +19,7 @@ from tessel.boxes import Box, Region
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator, record
 from tessel.plan import Plan, plan
+from tessel.transport import Arrival, Parcel
 
 Parts = dict[int, Tensor]  # by worker
 
@@ -137,30 +137,16 @@ class Fringe(LinearOperator):
 
     def _swap(self, sends: Parts, shapes: dict[int, Shape], like: Tensor) -> Callable[[], Parts]:
         """Start the messages; the result waits for those that come."""
-        sends = {peer: part.resolve_conj().resolve_neg() for peer, part in sends.items()}
-        if like.is_cuda:
-            arrived = self._all_to_all(sends, shapes, like)
-            return lambda: arrived
         into = {peer: like.new_empty(shape) for peer, shape in shapes.items()}
-        packed = [(peer, part.contiguous()) for peer, part in sends.items()]
-        wait = self.group.exchange(packed, list(into.items()))
+        parcels = [Parcel(peer, part) for peer, part in sends.items()]
+        arrivals = [Arrival(peer, place) for peer, place in into.items()]
+        wait = self.group.exchange(parcels, arrivals, like.device)
 
         def arrive() -> Parts:
             wait()
-            packed.clear()  # kept until here: the messages are read from them
             return into
 
         return arrive
-
-    def _all_to_all(self, sends: Parts, shapes: dict[int, Shape], like: Tensor) -> Parts:
-        workers = self.group.workers
-        empty = [like.new_empty(0)]
-        flat = torch.cat([*(sends[w].reshape(-1) for w in workers if w in sends), *empty])
-        gives = [sends[w].numel() if w in sends else 0 for w in workers]
-        takes = [prod(shapes[w]) if w in shapes else 0 for w in workers]
-        parts = self.group.all_to_all(flat, gives, takes).split(takes)
-        found = dict(zip(workers, parts, strict=True))
-        return {peer: found[peer].view(shape) for peer, shape in shapes.items()}
 
     def _is_derived(self, name: str) -> bool:
         return name in ("own_strips", "_plan", "_copies") or super()._is_derived(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,11 +13,11 @@ from tessel import transport
 from tessel.graph import node
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
-from tessel.plan import Piece, Plan, route
+from tessel.plan import Plan, route
+from tessel.transport import Arrival, Parcel
 
 # what torch does not add, or not as numbers
 UNSUMMABLE = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
-Arrived = dict[int, Tensor | None]  # by worker; None for what is in its place already
 STEP, GAP = 2048, 128  # bytes
 
 
@@ -87,23 +86,23 @@ class Move(LinearOperator):
 
 
 def _carry_out(plan: Plan, group: transport.Group, x: Tensor, spaced: int | None = None) -> Tensor:
-    """One exchange: pack what others need, let it travel, put together what arrived."""
+    """One exchange: send what others need, put what arrives into its place."""
     if plan.stays:
         return x.clone(memory_format=torch.contiguous_format)
     x = _shaped(x, plan.source_shape)
     y = _room(x, plan.target_shape, spaced)
     if not plan.fills:
         y.zero_()
-    arrive = _depart(plan, group, x, y)
-    own = [piece for piece in plan.takes if plan.once and piece.peer not in plan.peers]
-    for piece in own:  # while the rest is on its way
-        y[piece.region].copy_(x[plan.kept])
-    arrived = arrive()
-    for order, piece in enumerate(plan.takes):
-        part = arrived[piece.peer] if piece.peer in arrived else x[plan.kept]
-        if part is not None and piece not in own:
-            copies = plan.once or (plan.fills and order == 0)
-            (torch.Tensor.copy_ if copies else torch.Tensor.add_)(y[piece.region], part)
+    sends = [Parcel(piece.peer, x[piece.region]) for piece in plan.leaves]
+    arrivals = [
+        Arrival(piece.peer, y[piece.region], plan.adds(order))
+        for order, piece in enumerate(plan.takes)
+    ]
+    if plan.silent:
+        for arrival in arrivals:
+            arrival.land(sends[0].tensor)
+    else:
+        group.exchange(sends, arrivals, x.device, plan.dense)()
     return y
 
 
@@ -118,67 +117,6 @@ def _room(like: Tensor, shape: Shape, spaced: int | None) -> Tensor:
     outer = shape[: spaced + 1]
     flat = like.new_empty((prod(outer), length))
     return flat[:, :inner].view(shape)
-
-
-def _depart(plan: Plan, group: transport.Group, x: Tensor, y: Tensor) -> Callable[[], Arrived]:
-    """Send what others need; the result waits for what they send."""
-    if plan.silent:
-        return dict
-    if x.is_cuda or (plan.dense and not transport.is_tagged()):  # a collective has no tag
-        arrived = _all_to_all(plan, group, x)
-        return lambda: arrived
-    return _point_to_point(plan, group, x, y)
-
-
-def _all_to_all(plan: Plan, group: transport.Group, x: Tensor) -> Arrived:
-    """One collective, for when everybody has something for everybody."""
-    send = x.new_empty(sum(piece.numel for piece in plan.gives))
-    for piece, part in zip(plan.gives, _parts(send, plan.gives), strict=True):
-        part.copy_(x[piece.region])
-    gives = {piece.peer: piece.numel for piece in plan.gives}
-    takes = {piece.peer: piece.numel for piece in plan.arrives}
-    received = group.all_to_all(
-        send,
-        [gives.get(worker, 0) for worker in group.workers],
-        [takes.get(worker, 0) for worker in group.workers],
-    )
-    parts = _parts(received, plan.arrives)
-    return {piece.peer: part for piece, part in zip(plan.arrives, parts, strict=True)}
-
-
-def _parts(flat: Tensor, pieces: tuple[Piece, ...]) -> list[Tensor]:
-    """The pieces that lie one after the other in a flat tensor."""
-    lengths = [piece.numel for piece in pieces]
-    parts = flat.split(lengths) if pieces else ()
-    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
-
-
-def _point_to_point(
-    plan: Plan, group: transport.Group, x: Tensor, y: Tensor
-) -> Callable[[], Arrived]:
-    """Messages between those who have something for each other, received in place if possible."""
-    solid = plan.once and y.is_contiguous()
-    in_place = {piece.peer for piece in plan.arrives if solid and piece.solid}
-    buffers = {
-        piece.peer: y[piece.region] if piece.peer in in_place else x.new_empty(piece.shape)
-        for piece in plan.arrives
-    }
-    sends = [(piece.peer, _packed(x, piece)) for piece in plan.gives]
-    wait = group.exchange(sends, list(buffers.items()))
-
-    def arrive() -> Arrived:
-        wait()
-        sends.clear()  # kept until here: the messages are read from them
-        return {peer: None if peer in in_place else buffer for peer, buffer in buffers.items()}
-
-    return arrive
-
-
-def _packed(x: Tensor, piece: Piece) -> Tensor:
-    part = x[piece.region]
-    if part.is_conj() or part.is_neg():
-        part = part.resolve_conj().resolve_neg()
-    return part.contiguous()
 
 
 def _shaped(x: Tensor, shape: Shape) -> Tensor:

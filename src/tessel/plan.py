@@ -18,23 +18,16 @@ from tessel.layout import Coordinates, Cut, Layout, Shape
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the local tensor that comes from `peer` or goes to it; `solid` if contiguous."""
+    """A part of the local tensor that comes from `peer` or goes to it."""
 
     peer: int
     region: Region
     shape: Shape
     numel: int
-    solid: bool
 
     @classmethod
     def of(cls, peer: int, part: Box, box: Box) -> Piece:
-        return cls(
-            peer,
-            boxes.within(part, box),
-            boxes.extent(part),
-            boxes.volume(part),
-            boxes.is_solid(part, box),
-        )
+        return cls(peer, boxes.within(part, box), boxes.extent(part), boxes.volume(part))
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Plan:
         gives: what goes to others, by worker.
         arrives: what comes from others, by worker.
         takes: all that makes up the output, in the order of the sum, the same on all workers.
-        kept: where the piece that this worker takes from itself lies in its input.
+        kept: what this worker takes from itself.
         source_shape, target_shape: the local tensors, as boxes.
         once: whether each index arrives at most once, so that it is copied rather than added.
         fills: whether what arrives first, or all that arrives once, covers the output.
@@ -56,7 +49,7 @@ class Plan:
     gives: tuple[Piece, ...]
     arrives: tuple[Piece, ...]
     takes: tuple[Piece, ...]
-    kept: Region
+    kept: Piece | None
     source_shape: Shape
     target_shape: Shape
     once: bool
@@ -64,10 +57,14 @@ class Plan:
     silent: bool
     dense: bool
 
+    def adds(self, order: int) -> bool:
+        """Whether what comes at this place in the order is added to what is there."""
+        return not (self.once or (self.fills and order == 0))
+
     @cached_property
-    def peers(self) -> frozenset[int]:
-        """The others who send something."""
-        return frozenset(piece.peer for piece in self.arrives)
+    def leaves(self) -> tuple[Piece, ...]:
+        """What goes to others, and what this worker keeps."""
+        return self.gives if self.kept is None else (*self.gives, self.kept)
 
     @cached_property
     def stays(self) -> bool:
@@ -137,7 +134,7 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
         gives=tuple(piece for piece in gives if piece.peer != worker),
         arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=_peer)),
         takes=takes,
-        kept=next((piece.region for piece in gives if piece.peer == worker), ()),
+        kept=next((piece for piece in gives if piece.peer == worker), None),
         source_shape=_box_shape(source, worker),
         target_shape=target_shape,
         once=source.owns_once,

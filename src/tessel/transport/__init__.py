@@ -1,0 +1,24 @@
+"""What travels between processes, and how: the only package that calls `torch.distributed`.
+
+A `Group` is a set of workers that can talk to each other. CPU tensors of workers of one host travel
+through memory that these share, all else through `torch.distributed`.
+"""
+
+from tessel.transport.group import NUM_WORDS as NUM_WORDS
+from tessel.transport.group import Group as Group
+from tessel.transport.group import code_of as code_of
+from tessel.transport.job import chosen_transport as chosen_transport
+from tessel.transport.job import current_call as current_call
+from tessel.transport.job import group_of as group_of
+from tessel.transport.job import kept_in_job as kept_in_job
+from tessel.transport.job import leave as leave
+from tessel.transport.job import shares_memory as shares_memory
+from tessel.transport.job import start as start
+from tessel.transport.job import tagged as tagged
+from tessel.transport.job import traffic as traffic
+from tessel.transport.membership import Traffic as Traffic
+from tessel.transport.parcel import Arrival as Arrival
+from tessel.transport.parcel import Parcel as Parcel
+from tessel.transport.world import is_distributed as is_distributed
+from tessel.transport.world import num_workers as num_workers
+from tessel.transport.world import this_worker as this_worker

@@ -1,0 +1,59 @@
+"""The bell of a worker: it lies in the worker's segment, and others ring it to wake the worker."""
+
+from __future__ import annotations
+
+from tessel.transport.segment import Segment
+from tessel.transport.semaphore import SIZE, Semaphore
+
+START = 64  # bytes from the start of a segment
+_ASLEEP = (START + SIZE) // 8  # words
+_LEFT = _ASLEEP + 1
+END = START + 2 * SIZE
+
+
+class Bell:
+    """Wakes a worker that sleeps, and says whether it is still there.
+
+    Args:
+        segment: of the worker.
+    """
+
+    __slots__ = ("_segment", "_semaphore", "_words")
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment  # kept: the semaphore lies in it
+        self._words = segment.words
+        self._semaphore = Semaphore(segment.start + START)
+
+    def initialise(self) -> None:
+        """Once, by its owner."""
+        self._semaphore.initialise()
+
+    def ring(self) -> None:
+        """Wake the worker if it sleeps."""
+        if self._words[_ASLEEP]:
+            self._semaphore.post()
+
+    def set_asleep(self, asleep: bool) -> None:
+        """Say that this worker is about to sleep, or awake.
+
+        The atomic operations after it let others see the flag before this worker looks again. On
+        processors that promise less a ring may be missed: that costs one nap.
+        """
+        self._words[_ASLEEP] = asleep
+        if asleep:
+            self._semaphore.post()
+            self._semaphore.try_wait()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep; whether somebody rang."""
+        return self._semaphore.wait(seconds)
+
+    def leave(self) -> None:
+        """Say that this worker has left its job."""
+        self._words[_LEFT] = 1
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the worker has left its job."""
+        return bool(self._words[_LEFT])

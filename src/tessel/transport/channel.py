@@ -1,0 +1,237 @@
+"""Channels: one-way connections between two workers through the memory of their host.
+
+A channel is a ring of slots in the segment of its sender. The sender fills a slot and posts one
+semaphore, the receiver empties it and posts another: whoever sees a post sees what was written
+before it, on every processor. A sender never waits here: what finds no free slot stays in a queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tessel.transport.bell import END, Bell
+from tessel.transport.letter import Key, Letter, Receipt, Stray, WordsLetter, WordsReceipt
+from tessel.transport.segment import Segment
+from tessel.transport.semaphore import SIZE, Semaphore
+
+SLOTS = 8  # of a channel
+BUDGET = 32 * 2**20  # bytes for all slots of a worker
+LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
+PAGE = 4096
+HEADER = 4  # words about a slot: group, call, bytes of the whole letter, bytes in the slot
+VIEWS = 512  # tensors that a channel remembers
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where things lie in a segment, the same for all workers of a host.
+
+    Args:
+        num_workers: of the host.
+    """
+
+    num_workers: int
+
+    @property
+    def slot_size(self) -> int:
+        share = BUDGET // (SLOTS * max(1, self.num_workers - 1))
+        return max(SMALLEST, min(LARGEST, share // PAGE * PAGE))
+
+    @property
+    def _control_size(self) -> int:
+        return 2 * SIZE + 8 * HEADER * SLOTS
+
+    def control(self, place: int) -> int:
+        """Where the semaphores and headers of the channel to a worker begin."""
+        return END + place * self._control_size
+
+    def slots(self, place: int) -> int:
+        """Where the slots of the channel to a worker begin."""
+        pages = -(-self.control(self.num_workers) // PAGE)
+        return pages * PAGE + place * SLOTS * self.slot_size
+
+    @property
+    def size(self) -> int:
+        return self.slots(self.num_workers)
+
+
+class Slot:
+    """Room for one piece."""
+
+    __slots__ = ("_bytes", "_views", "_words", "header")
+
+    def __init__(self, segment: Segment, header: int, start: int, size: int) -> None:
+        self.header = segment.words[header // 8 : header // 8 + HEADER]
+        self._words = segment.words[start // 8 : (start + size) // 8]
+        with torch.inference_mode(False):
+            self._bytes = segment.bytes[start : start + size]
+        self._views: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are in the slot."""
+        return self.header[3]
+
+    @num_bytes.setter
+    def num_bytes(self, count: int) -> None:
+        self.header[3] = count
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """What is in the slot as a contiguous tensor."""
+        found = self._views.get((dtype, shape))
+        return self._view(dtype, shape) if found is None else found
+
+    def _view(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        if len(self._views) >= VIEWS // SLOTS:
+            self._views.clear()
+        with torch.inference_mode(False):
+            size = torch.Size(shape).numel() * dtype.itemsize
+            view = self._bytes[:size].view(dtype).view(shape)
+        self._views[dtype, shape] = view
+        return view
+
+    def read_words(self, count: int) -> bytes:
+        return self._words[:count].tobytes()
+
+    def write_words(self, words: memoryview) -> None:
+        self._words[: len(words)] = words
+
+
+class Channel:
+    """What both ends of a channel know.
+
+    Args:
+        segment: of the sender.
+        ground: of the host.
+        place: of the receiver among the workers of the host.
+    """
+
+    other: Bell  # of the worker at the other end, when it is known
+
+    def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
+        control, slots, size = ground.control(place), ground.slots(place), ground.slot_size
+        self.slot_size = size
+        self.filled = Semaphore(segment.start + control)
+        self.emptied = Semaphore(segment.start + control + SIZE)
+        headers = control + 2 * SIZE
+        self.slots = [
+            Slot(segment, headers + 8 * HEADER * number, slots + size * number, size)
+            for number in range(SLOTS)
+        ]
+        self._number = 0  # of the next slot
+
+    def _next_slot(self) -> Slot:
+        slot = self.slots[self._number]
+        self._number = (self._number + 1) % SLOTS
+        return slot
+
+
+class Outgoing(Channel):
+    """The sender's end."""
+
+    def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
+        super().__init__(segment, ground, place)
+        self.filled.initialise()
+        self.emptied.initialise()
+        self.queue: deque[Letter | WordsLetter] = deque()
+        self._num_free = SLOTS
+
+    def send(self, letter: Letter | WordsLetter) -> None:
+        """Send a letter, as far as there is room for it."""
+        self.queue.append(letter)
+        self.push()
+
+    def push(self) -> bool:
+        """Send what finds free slots; whether anything did."""
+        moved = False
+        while self.queue and (self._num_free or self._find_free()):
+            slot = self._next_slot()
+            letter = self.queue[0]
+            letter.write(slot)
+            slot.header[0], slot.header[1] = letter.key
+            slot.header[2] = letter.num_bytes
+            self._num_free -= 1
+            self.filled.post()
+            self.other.ring()
+            if letter.is_gone:
+                self.queue.popleft()
+            moved = True
+        return moved
+
+    def _find_free(self) -> bool:
+        while self.emptied.try_wait():
+            self._num_free += 1
+        return self._num_free > 0
+
+
+class Incoming(Channel):
+    """The receiver's end."""
+
+    def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
+        super().__init__(segment, ground, place)
+        self._expected: list[Receipt | WordsReceipt] = []
+        self._strays: list[Stray] = []
+        self._current: Receipt | WordsReceipt | Stray | None = None
+
+    def expect(self, receipt: Receipt | WordsReceipt) -> None:
+        """Let a receipt wait for its letter."""
+        self._expected.append(receipt)
+
+    def pull(self) -> bool:
+        """Take what came, up to the end of one letter; whether anything did."""
+        moved = False
+        while self.filled.try_wait():
+            moved = True
+            slot = self._next_slot()
+            current = self._current or self._asked_for(slot)
+            current.read(slot)
+            self.emptied.post()
+            self.other.ring()
+            self._current = None if current.is_done else current
+            if current.is_done:
+                break
+        return self._hand_over() or moved if self._strays else moved
+
+    @property
+    def has_something(self) -> bool:
+        """Whether something came that was not taken yet."""
+        return self.filled.count > 0 or bool(self._strays)
+
+    def _asked_for(self, slot: Slot) -> Receipt | WordsReceipt | Stray:
+        """The receipt for the letter that begins in a slot; a stray one if none is open."""
+        key: Key = (slot.header[0], slot.header[1])
+        for receipt in self._expected:
+            if receipt.key == key:
+                self._check(receipt, slot.header[2])
+                if not receipt.is_open or any(stray.key == key for stray in self._strays):
+                    break
+                self._expected.remove(receipt)
+                return receipt
+        stray = Stray(key, slot.header[2])
+        self._strays.append(stray)
+        return stray
+
+    def _hand_over(self) -> bool:
+        """Give strays to those who ask for them meanwhile."""
+        moved = False
+        for stray in list(self._strays):
+            receipt = next((each for each in self._expected if each.key == stray.key), None)
+            if stray.is_done and receipt is not None and receipt.is_open:
+                self._check(receipt, stray.values.nbytes)
+                receipt.read_all(stray.values)
+                self._expected.remove(receipt)
+                self._strays.remove(stray)
+                moved = True
+        return moved
+
+    @staticmethod
+    def _check(receipt: Receipt | WordsReceipt, num_bytes: int) -> None:
+        if receipt.num_bytes != num_bytes:
+            raise RuntimeError(
+                f"a message of {num_bytes} bytes came where one of {receipt.num_bytes} was "
+                f"expected: workers do not make the same calls"
+            )

@@ -1,0 +1,180 @@
+"""Groups: workers that can talk to each other."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tessel.errors import WorkerLost
+from tessel.transport import wire
+from tessel.transport.exchange import Exchange, Swap, Ways
+from tessel.transport.membership import Membership
+from tessel.transport.parcel import Arrival, Parcel
+from tessel.transport.world import this_worker
+
+NUM_WORDS = 64
+_AGREEMENT = -1  # what the messages of agreements carry in the place of a call's number
+_SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
+
+
+def code_of(call: str) -> int:
+    """A number for a call, by which workers see whether they make the same."""
+    return zlib.crc32(call.encode())
+
+
+class Group:
+    """Workers that can talk to each other, in ascending order of their numbers.
+
+    Args:
+        workers: their numbers in the job.
+        handle: of `torch.distributed`; None when there is nobody to talk to.
+        membership: of this process in the job.
+    """
+
+    def __init__(self, workers: tuple[int, ...], handle: Any, membership: Membership) -> None:
+        self.workers = workers
+        self.handle = handle
+        self.num_calls = 0
+        self._membership = membership
+        self._code = code_of(repr(workers))
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    def exchange(
+        self,
+        sends: Sequence[Parcel],
+        arrivals: Sequence[Arrival],
+        device: torch.device,
+        dense: bool = False,
+    ) -> Callable[[], None]:
+        """Start messages, at most one for each pair; the result waits for them.
+
+        What a worker sends to itself is copied. Where values are added, they are so in the order
+        of the arrivals.
+
+        Args:
+            sends: what goes to others.
+            arrivals: where what comes from others belongs.
+            device: of the tensors, also where there are none.
+            dense: whether everybody has something for everybody.
+        """
+        self._count(sends, arrivals)
+        ways, tag = self._ways, self._membership.tag
+        with self._naming_the_lost():
+            # one collective is quickest; but it carries no tag
+            if device.type == "cuda" or (dense and not tag and not ways.all_near):
+                return Swap(ways, sends, arrivals, device)
+            wait = Exchange(ways, (self._code, tag), sends, arrivals)
+        return lambda: self._finish(wait)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a small tensor over the group, on every worker of it."""
+        copies = value.new_empty((self.size, *value.shape))
+        sends = [Parcel(worker, value) for worker in self.workers]
+        arrivals = [Arrival(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
+        self.exchange(sends, arrivals, value.device, dense=True)()
+        return copies.sum(0)
+
+    def share_words(self, words: Sequence[int]) -> bytes:
+        """Every worker's words, at most `NUM_WORDS`, as the bytes of an int64 array in group order.
+
+        This is how workers agree before data moves. All such messages have one length, so that
+        workers that mean different things by theirs can find out.
+        """
+        words = [*words, *[0] * (NUM_WORDS - len(words))]
+        mine = np.array(words, dtype=np.int64).tobytes()
+        if self.size == 1:
+            return mine
+        self._membership.traffic.agreements += 1
+        ways = self._ways
+        with self._naming_the_lost():
+            if not ways.all_near:
+                return wire.share_words(words, self.size, self._control_device, self.handle)
+            assert ways.host is not None
+            theirs = ways.host.share_words((self._code, _AGREEMENT), words, ways.others)
+        theirs.insert(self.workers.index(ways.worker), mine)
+        return b"".join(theirs)
+
+    def check_same_call(self, everyones: bytes, call: str) -> None:
+        """Raise ValueError on every worker if the first of their words, the codes, differ."""
+        codes = np.frombuffer(everyones, dtype=np.int64)[::NUM_WORDS]
+        if (codes == codes[0]).all():
+            return
+        calls = self.share_objects(call)
+        other = next(k for k, code in enumerate(codes) if code != codes[0])
+        raise ValueError(
+            f"all workers must make the same calls in the same order: worker {self.workers[0]} "
+            f"calls {calls[0]}, worker {self.workers[other]} calls {calls[other]}"
+        )
+
+    def number_call(self) -> None:
+        """Count a call that all workers agreed on; they all have the same count."""
+        self.num_calls += 1
+        self._membership.call = self.num_calls
+
+    def share_objects(self, item: Any) -> list[Any]:
+        """Every worker's item in group order; slow, for set-up and for the text of errors."""
+        if self.handle is None:
+            return [item]
+        items = [None] * self.size
+        with self._naming_the_lost():
+            dist.all_gather_object(items, item, group=self.handle)
+        return items
+
+    @cached_property
+    def _ways(self) -> Ways:
+        return Ways(this_worker(), self.workers, self._membership.host, self.handle)
+
+    @cached_property
+    def _control_device(self) -> torch.device:
+        return wire.control_device(self.handle)
+
+    def _count(self, sends: Iterable[Parcel], arrivals: Iterable[Arrival]) -> None:
+        """Add what travels to the totals: not what stays on this worker."""
+        totals, worker = self._membership.traffic, self._ways.worker
+        for parcel in sends:
+            if parcel.worker != worker:
+                totals.messages += 1
+                totals.bytes_sent += parcel.tensor.nbytes
+        for arrival in arrivals:
+            if arrival.worker != worker:
+                totals.bytes_received += arrival.place.nbytes
+
+    def _finish(self, wait: Exchange) -> None:
+        with self._naming_the_lost():
+            wait()
+
+    @contextmanager
+    def _naming_the_lost(self) -> Iterator[None]:
+        """Say which worker is gone when a message could not be delivered."""
+        try:
+            yield
+        except WorkerLost:
+            raise
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RuntimeError:
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or repr(error)
+        if not any(sign in reason.lower() for sign in _SIGNS_OF_LOSS):
+            return error
+        gone = self._membership.gone(self.workers, seconds=0.5)
+        who = f"worker {', '.join(map(str, gone))}" if gone else f"one of {listing(self.workers)}"
+        return WorkerLost(
+            f"worker {this_worker()} lost contact with {who} during a movement: {reason}"
+        )
+
+
+def listing(workers: Sequence[int]) -> str:
+    """Workers in the text of an error."""
+    return "[" + ", ".join(map(str, workers)) + "]"

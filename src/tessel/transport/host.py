@@ -1,0 +1,175 @@
+"""The workers of one host, who exchange CPU tensors through memory that they share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+
+from tessel.errors import WorkerLost
+from tessel.limits import time_limit
+from tessel.machine import usable_cores
+from tessel.transport.bell import Bell
+from tessel.transport.channel import Ground, Incoming, Outgoing
+from tessel.transport.letter import Key, Letter, Receipt, WordsLetter, WordsReceipt
+from tessel.transport.parcel import Arrival, Parcel
+from tessel.transport.patience import SPINS, Patience
+from tessel.transport.process import Process
+from tessel.transport.segment import Address, Segment
+
+Awaited = tuple[int, Receipt | WordsReceipt]
+USUAL_LIMIT = 1800.0  # seconds, torch's own
+
+
+class Host:
+    """This worker's connections to the others of its host.
+
+    Between making it and connecting it the workers tell each other their addresses.
+
+    Args:
+        workers: of this host, ascending.
+        worker: this one.
+    """
+
+    def __init__(self, workers: Sequence[int], worker: int) -> None:
+        self.workers = tuple(workers)
+        self.worker = worker
+        self._ground = Ground(len(self.workers))
+        self._segment, self.address = Segment.make(self._ground.size)
+        self._outgoing = {
+            other: Outgoing(self._segment, self._ground, place)
+            for place, other in enumerate(self.workers)
+            if other != worker
+        }
+        self._incoming: dict[int, Incoming] = {}
+        self._bells: dict[int, Bell] = {}
+        self._processes: dict[int, Process] = {}
+        self._bell = Bell(self._segment)
+        self._bell.initialise()
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self._spins = SPINS if len(self.workers) <= usable_cores() else 0
+        limit = time_limit()
+        self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
+
+    def connect(self, addresses: dict[int, Address], processes: dict[int, Process]) -> None:
+        """Open the segments of the others; OSError if one cannot be reached."""
+        place = self.workers.index(self.worker)
+        for other, outgoing in self._outgoing.items():
+            segment = Segment.open(addresses[other])
+            self._incoming[other] = Incoming(segment, self._ground, place)
+            self._bells[other] = Bell(segment)
+            outgoing.other = self._incoming[other].other = self._bells[other]
+        self._processes = processes
+
+    def hide(self) -> None:
+        """Close the way to this worker's segment, after all have opened it."""
+        self._segment.hide()
+
+    def leave(self) -> None:
+        """Tell the others that this worker sends and takes nothing more."""
+        self.hide()
+        self._bell.leave()
+        for bell in self._bells.values():
+            bell.ring()
+
+    def send(self, key: Key, parcels: Iterable[Parcel]) -> list[Letter]:
+        """Send what finds room now; the rest goes while this worker waits for something."""
+        self._check_owner()
+        letters = []
+        with self._lock:
+            for worker, tensor in parcels:
+                channel = self._outgoing[worker]
+                letter = Letter(key, worker, tensor, channel.slot_size)
+                channel.send(letter)
+                letters.append(letter)
+        return letters
+
+    def expect(self, key: Key, arrivals: Iterable[Arrival], ordered: bool) -> list[Awaited]:
+        """Name the places for what is to come, all open at once, or closed until opened."""
+        awaited: list[Awaited] = []
+        with self._lock:
+            for worker, place, adds in arrivals:
+                channel = self._incoming[worker]
+                receipt = Receipt(key, place, adds, channel.slot_size, is_open=not ordered)
+                channel.expect(receipt)
+                awaited.append((worker, receipt))
+        return awaited
+
+    def share_words(self, key: Key, words: Sequence[int], others: Sequence[int]) -> list[bytes]:
+        """Give a few words to others and get theirs, in order."""
+        self._check_owner()
+        said = memoryview(array("q", words))
+        receipts = [WordsReceipt(key, said.nbytes) for _ in others]
+        with self._lock:
+            for other, receipt in zip(others, receipts, strict=True):
+                self._incoming[other].expect(receipt)
+                self._outgoing[other].send(WordsLetter(key, other, said))
+        self.wait(list(zip(others, receipts, strict=True)), (), others)
+        return [receipt.words for receipt in receipts]
+
+    def wait(
+        self, awaited: Sequence[Awaited], letters: Sequence[Letter], group: Sequence[int]
+    ) -> None:
+        """Until all that is awaited has come and the letters are on their way.
+
+        Args:
+            awaited: what is to come.
+            letters: of this worker.
+            group: who takes part, so that the death of one makes the wait vain.
+        """
+        patience = Patience(self._bell, self._spins)
+        while True:
+            with self._lock:
+                moved = self._progress(awaited)
+            awaited = [each for each in awaited if not each[1].is_done]
+            letters = [letter for letter in letters if not letter.is_gone]
+            if not awaited and not letters:
+                break
+            if moved:
+                patience.end()
+            elif patience.pause():
+                needed = [*(worker for worker, _ in awaited), *(each.worker for each in letters)]
+                self._look_after(needed, group, patience.seconds)
+        patience.end()
+
+    def _progress(self, awaited: Sequence[Awaited]) -> bool:
+        """Send what waits for room, and take what came; whether there was anything."""
+        moved = False
+        for outgoing in self._outgoing.values():
+            if outgoing.queue:
+                moved |= outgoing.push()
+        for worker, receipt in awaited:
+            if not receipt.is_done:
+                moved |= self._incoming[worker].pull()
+        return moved
+
+    def _look_after(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
+        """Raise WorkerLost if what this worker waits for will not come."""
+        for worker in needed:
+            if self._bells[worker].has_left and not self._incoming[worker].has_something:
+                raise self._lost(worker, "it has left the job")
+        for worker in (*needed, *group):
+            process = self._processes.get(worker)
+            if process is None or not process.has_ended:
+                continue
+            if worker in needed or not self._bells[worker].has_left:
+                raise self._lost(worker, "its process has ended")
+        if seconds > self._limit:
+            stopped = [worker for worker in needed if self._processes[worker].is_stopped]
+            who = stopped or sorted(set(needed))
+            state = "stopped" if stopped else "silent"
+            raise self._lost(who[0], f"timed out, {state} for {seconds:.0f} s")
+
+    def _lost(self, worker: int, reason: str) -> WorkerLost:
+        return WorkerLost(
+            f"worker {self.worker} lost contact with worker {worker} during a movement: {reason}"
+        )
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from worker {self.worker} and cannot take part "
+                f"in its exchanges"
+            )

@@ -1,0 +1,183 @@
+"""The job that this process belongs to: its groups, made in one agreed order and kept."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from tessel.limits import time_limit
+from tessel.transport import semaphore, world
+from tessel.transport.group import Group, code_of, listing
+from tessel.transport.host import Host
+from tessel.transport.membership import Membership, Traffic
+from tessel.transport.process import Process
+from tessel.transport.world import is_distributed, num_workers, this_worker
+
+F = TypeVar("F", bound=Callable[..., Any])
+TRANSPORTS = ("shared", "gloo")
+
+
+def start() -> None:
+    """Join the job that the launcher's environment describes, unless that has happened."""
+    if world.join():
+        atexit.register(leave)  # a process that ends with open groups aborts
+
+
+def leave() -> None:
+    """Leave the job: destroy its groups, and forget them, so that their threads can end."""
+    global _current
+    if _current is not None:
+        _current.end()
+        _current = None
+    if is_distributed():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def traffic() -> Traffic:
+    """The running totals of this worker."""
+    return _job().membership.traffic
+
+
+def current_call() -> int:
+    """The number of the call that the workers last agreed on."""
+    return _job().membership.call
+
+
+def shares_memory() -> bool:
+    """Whether this worker exchanges tensors with another of its host through shared memory."""
+    return _job().membership.host is not None
+
+
+@contextmanager
+def tagged(call: int) -> Iterator[None]:
+    """Let messages carry the number of a call: they wait for those of the same call only."""
+    membership = _job().membership
+    before, membership.tag = membership.tag, call
+    try:
+        yield
+    finally:
+        membership.tag = before
+
+
+def kept_in_job(function: F) -> F:
+    """Remember the results of a function until this process starts or leaves a job.
+
+    For what depends on the number of this worker, or holds groups: both end with the job.
+    """
+    remembering = lru_cache(maxsize=4096)(function)
+    _memories.append(remembering.cache_clear)
+    return cast(F, remembering)
+
+
+_memories: list[Callable[[], None]] = []
+
+
+def group_of(workers: Iterable[int]) -> Group:
+    """The group of these workers; made by all workers of the job together the first time."""
+    return _job().group(tuple(sorted(workers)))
+
+
+def chosen_transport() -> str:
+    """How workers of one host exchange CPU tensors: what TESSEL_TRANSPORT says."""
+    choice = os.environ.get("TESSEL_TRANSPORT", TRANSPORTS[0])
+    if choice not in TRANSPORTS:
+        raise ValueError(f"TESSEL_TRANSPORT must be one of {', '.join(TRANSPORTS)}, got {choice!r}")
+    return choice
+
+
+@dataclass
+class _Job:
+    """One group for each set of workers."""
+
+    default: Any
+    membership: Membership = field(default_factory=Membership)
+    groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+
+    def group(self, workers: tuple[int, ...]) -> Group:
+        if workers not in self.groups:
+            self.groups[workers] = Group(workers, self._handle(workers), self.membership)
+        return self.groups[workers]
+
+    def end(self) -> None:
+        if self.membership.host is not None:
+            self.membership.host.leave()
+        for group in self.groups.values():
+            group.handle = None
+
+    def _handle(self, workers: tuple[int, ...]) -> Any:
+        if len(workers) == 1:
+            return None
+        everyone = tuple(range(num_workers()))
+        if workers == everyone:
+            self._introduce()
+            return self.default
+        self._agree_to_make(workers, everyone)
+        handle = dist.new_group(list(workers), timeout=time_limit())
+        return handle if this_worker() in workers else None
+
+    def _introduce(self) -> None:
+        """Learn the process of every worker, and open the memory of those of this host."""
+        meeting = Group(tuple(range(num_workers())), self.default, self.membership)
+        mine = Process.this(), chosen_transport() == "shared" and semaphore.are_available()
+        said = meeting.share_objects(mine)
+        self.membership.processes = [process for process, _ in said]
+        if all(shares for _, shares in said):
+            self.membership.host = _connected(meeting, self.membership.processes)
+
+    def _agree_to_make(self, workers: tuple[int, ...], everyone: tuple[int, ...]) -> None:
+        """Raise on every worker when they are about to make different groups."""
+        meeting = self.group(everyone)
+        call = f"for a partition of workers {listing(workers)}"
+        meeting.check_same_call(meeting.share_words([code_of(call)]), call)
+
+
+def _connected(meeting: Group, processes: list[Process]) -> Host | None:
+    """The workers of this host, if all of them can share memory."""
+    worker = this_worker()
+    here = [w for w, process in enumerate(processes) if process.host == processes[worker].host]
+    host, failure = None, ""
+    try:
+        host = Host(here, worker)
+    except OSError as error:
+        failure = str(error)
+    addresses = meeting.share_objects(None if host is None else host.address)
+    try:
+        if host is not None and all(addresses[w] is not None for w in here):
+            host.connect({w: addresses[w] for w in here}, {w: processes[w] for w in here})
+    except OSError as error:
+        failure = str(error)
+    failures = meeting.share_objects(failure)
+    if host is not None:
+        host.hide()
+    failure = next((failures[w] for w in here if failures[w]), "")
+    if failure and worker == here[0]:
+        warnings.warn(
+            f"workers {listing(here)} of one host cannot share memory ({failure}): their tensors "
+            f"move over Gloo, which is slower; TESSEL_TRANSPORT=gloo chooses that",
+            stacklevel=2,
+        )
+    return None if failure or len(here) == 1 else host
+
+
+_current: _Job | None = None
+
+
+def _job() -> _Job:
+    """The job of this process; a new one when `torch.distributed` was started anew."""
+    global _current
+    default = dist.group.WORLD if is_distributed() else None
+    if _current is None or _current.default is not default:
+        _current = _Job(default)
+        for forget in _memories:
+            forget()
+    return _current

@@ -1,0 +1,160 @@
+"""Letters: what travels from one worker of a host to another, and where it is put.
+
+Both ends cut a tensor into the same pieces, each of which fits a slot of a channel. The sender
+copies a piece from where it lies into a slot, the receiver from the slot to where it belongs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tessel import boxes
+from tessel.boxes import Region
+
+Key = tuple[int, int]  # the group and the call: a letter answers only one that asks for the same
+
+
+class Slot(Protocol):
+    """Room for one piece in the memory of a channel."""
+
+    num_bytes: int  # of what is in it
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor: ...
+
+    def read_words(self, count: int) -> bytes: ...
+
+    def write_words(self, words: memoryview) -> None: ...
+
+
+Pieces = tuple[tuple[Region, tuple[int, ...]], ...]
+
+
+@lru_cache(maxsize=4096)
+def cut(shape: tuple[int, ...], limit: int) -> Pieces:
+    """The pieces of a tensor, of at most `limit` elements: where they lie, and their shapes."""
+    whole = tuple((0, length) for length in shape)
+    return tuple(
+        (boxes.within(part, whole), boxes.extent(part)) for part in boxes.runs(shape, limit)
+    )
+
+
+class Letter:
+    """A tensor on its way out, piece by piece."""
+
+    __slots__ = ("_next", "_pieces", "_tensor", "is_gone", "key", "num_bytes", "worker")
+
+    def __init__(self, key: Key, worker: int, tensor: Tensor, slot_size: int) -> None:
+        self.key, self.worker = key, worker
+        self.num_bytes = tensor.nbytes
+        self._tensor = tensor
+        self._pieces = cut(tuple(tensor.shape), slot_size // tensor.element_size())
+        self._next = 0
+        self.is_gone = False
+
+    def write(self, slot: Slot) -> None:
+        """Put the next piece into a slot."""
+        region, shape = self._pieces[self._next]
+        source = self._tensor if len(self._pieces) == 1 else self._tensor[region]
+        room = slot.tensor(source.dtype, shape)
+        room.copy_(source)
+        slot.num_bytes = room.nbytes
+        self._next += 1
+        self.is_gone = self._next == len(self._pieces)
+
+
+class WordsLetter:
+    """A few 64-bit words on their way out."""
+
+    __slots__ = ("_words", "is_gone", "key", "num_bytes", "worker")
+
+    def __init__(self, key: Key, worker: int, words: memoryview) -> None:
+        self.key, self.worker = key, worker
+        self._words, self.num_bytes = words, words.nbytes
+        self.is_gone = False
+
+    def write(self, slot: Slot) -> None:
+        slot.write_words(self._words)
+        slot.num_bytes = self.num_bytes
+        self.is_gone = True
+
+
+class Receipt:
+    """A place that waits for a letter.
+
+    Args:
+        key: of the letter.
+        place: where its values go; any strides.
+        adds: whether they are added to what is there.
+        slot_size: of the channel, in bytes.
+        is_open: whether it may be filled now; sums are opened one after the other.
+    """
+
+    __slots__ = ("_next", "_pieces", "_place", "adds", "is_done", "is_open", "key", "num_bytes")
+
+    def __init__(self, key: Key, place: Tensor, adds: bool, slot_size: int, is_open: bool) -> None:
+        self.key = key
+        self.num_bytes = place.nbytes
+        self._place = place
+        self._pieces = cut(tuple(place.shape), slot_size // place.element_size())
+        self._next = 0
+        self.adds, self.is_open = adds, is_open
+        self.is_done = False
+
+    def read(self, slot: Slot) -> None:
+        """Take the next piece out of a slot."""
+        region, shape = self._pieces[self._next]
+        self._put(self._place if len(self._pieces) == 1 else self._place[region], slot, shape)
+        self._next += 1
+        self.is_done = self._next == len(self._pieces)
+
+    def _put(self, place: Tensor, slot: Slot, shape: tuple[int, ...]) -> None:
+        values = slot.tensor(place.dtype, shape)
+        place.add_(values) if self.adds else place.copy_(values)
+
+    def read_all(self, values: Tensor) -> None:
+        """Take the whole letter from bytes that were kept for it."""
+        values = values.view(self._place.dtype).view(self._place.shape)
+        self._place.add_(values) if self.adds else self._place.copy_(values)
+        self.is_done = True
+
+
+class WordsReceipt:
+    """A place for the words of another worker."""
+
+    __slots__ = ("is_done", "is_open", "key", "num_bytes", "words")
+
+    def __init__(self, key: Key, num_bytes: int) -> None:
+        self.key, self.num_bytes = key, num_bytes
+        self.words = b""
+        self.is_open, self.is_done = True, False
+
+    def read(self, slot: Slot) -> None:
+        self.words = slot.read_words(self.num_bytes // 8)
+        self.is_done = True
+
+    def read_all(self, values: Tensor) -> None:
+        self.words = values.numpy().tobytes()
+        self.is_done = True
+
+
+class Stray:
+    """A letter that came before anybody asked for it, kept until then."""
+
+    __slots__ = ("_next", "is_done", "key", "values")
+
+    def __init__(self, key: Key, num_bytes: int) -> None:
+        self.key = key
+        self.values = torch.empty(num_bytes, dtype=torch.uint8)
+        self._next = 0
+        self.is_done = False
+
+    def read(self, slot: Slot) -> None:
+        """Keep the next piece."""
+        piece = slot.tensor(torch.uint8, (slot.num_bytes,))
+        self.values[self._next : self._next + slot.num_bytes].copy_(piece)
+        self._next += slot.num_bytes
+        self.is_done = self._next == len(self.values)

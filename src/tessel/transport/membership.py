@@ -1,0 +1,49 @@
+"""Membership: what this process knows of its job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tessel.transport.host import Host
+from tessel.transport.process import Process
+
+
+@dataclass
+class Traffic:
+    """What this worker sent and received, payload only; `agreements` are counted apart."""
+
+    messages: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    agreements: int = 0
+
+
+@dataclass
+class Membership:
+    """Who the workers are, and what passed between them.
+
+    Attributes:
+        call: the number of the last call that was agreed on, in its group.
+        tag: what messages carry now, so that they cannot be taken for others.
+        traffic: the running totals of this worker.
+        processes: of all workers, in their order.
+        host: those with whom this worker shares memory, if any.
+    """
+
+    call: int = 0
+    tag: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    processes: list[Process] = field(default_factory=list)
+    host: Host | None = None
+
+    def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
+        """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
+        known = {w: self.processes[w] for w in workers if w < len(self.processes)}
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [w for w, each in known.items() if each.has_ended or each.is_stopped]
+            if found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)

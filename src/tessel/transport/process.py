@@ -1,0 +1,74 @@
+"""Processes of workers: where they run, and whether they still do."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process on a host; its time of birth tells it from a later one of the same number."""
+
+    host: str
+    pid: int
+    born: str = ""
+
+    @classmethod
+    def this(cls) -> Process:
+        """The process that asks."""
+        return cls(this_host(), os.getpid(), _status(os.getpid())[1])
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this host."""
+        return self.host == this_host()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ran on this host and has ended, reaped or not."""
+        if not self.is_here:
+            return False
+        state, born = _status(self.pid)
+        return state in ("gone", "Z", "X") or born != self.born
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it runs on this host and was stopped by a signal."""
+        return self.is_here and _status(self.pid)[0] in ("T", "t")
+
+
+@lru_cache(maxsize=1)
+def this_host() -> str:
+    """The name of this host, with the number of its start: others may have the same name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """The state of a process of this host, and when it was born, in the words of the system."""
+    try:
+        os.kill(pid, 0)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except ProcessLookupError:
+        return "gone", ""
+    except OSError:
+        return _without_status(pid), ""
+    return fields[0], fields[19]
+
+
+def _without_status(pid: int) -> str:
+    """The state where the system keeps no such files, or the process ended between two looks."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except OSError:
+        pass
+    return "running"

@@ -1,0 +1,80 @@
+"""Semaphores in shared memory: what one process wrote before a post, another sees after it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import time
+
+SIZE = 64  # bytes to keep for one: a cache line of its own; sem_t itself takes 32
+
+_C = ctypes.CDLL(None, use_errno=True)
+_QUICK = ctypes.PyDLL(None, use_errno=True)  # for calls that cannot wait: it keeps Python's lock
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _function(library: ctypes.CDLL, name: str, *argument_types: type) -> ctypes._NamedFuncPointer:
+    function = getattr(library, name)
+    function.argtypes = argument_types
+    return function
+
+
+def are_available() -> bool:
+    """Whether this system's C library has what is used here."""
+    return all(
+        hasattr(_C, f"sem_{name}") for name in ("init", "post", "trywait", "timedwait", "getvalue")
+    )
+
+
+if are_available():
+    _init = _function(_C, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+    _post = _function(_QUICK, "sem_post", ctypes.c_void_p)
+    _try = _function(_QUICK, "sem_trywait", ctypes.c_void_p)
+    _wait = _function(_C, "sem_timedwait", ctypes.c_void_p, ctypes.POINTER(_Timespec))
+    _value = _function(_QUICK, "sem_getvalue", ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+
+
+class Semaphore:
+    """A count that one process raises and another lowers.
+
+    Args:
+        address: where in the memory of this process it lies.
+    """
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = ctypes.c_void_p(address)
+
+    def initialise(self) -> None:
+        """Set the count to zero; once, by one process, before any other uses it."""
+        if _init(self._address, 1, 0):
+            raise OSError(ctypes.get_errno(), "sem_init")
+
+    def post(self) -> None:
+        """Raise the count. What this process wrote before is seen by whoever lowers it."""
+        _post(self._address)
+
+    def try_wait(self) -> bool:
+        """Lower the count if it is not zero."""
+        return not _try(self._address)
+
+    @property
+    def count(self) -> int:
+        """The count at this moment."""
+        value = ctypes.c_int()
+        _value(self._address, ctypes.byref(value))
+        return value.value
+
+    def wait(self, seconds: float) -> bool:
+        """Lower the count, as soon as it is not zero within the time."""
+        until = time.time() + seconds
+        deadline = _Timespec(int(until), int(until % 1 * 1e9))
+        if not _wait(self._address, ctypes.byref(deadline)):
+            return True
+        if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(ctypes.get_errno(), "sem_timedwait")
+        return False

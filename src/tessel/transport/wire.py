@@ -1,0 +1,110 @@
+"""Messages through `torch.distributed`, between hosts and GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tessel.transport.parcel import Arrival, Parcel
+
+# what Gloo and NCCL both move as it is; anything else travels as bytes
+_NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
+
+
+class Landing(NamedTuple):
+    """What waits for one message and puts it into its place."""
+
+    arrival: Arrival
+    buffer: Tensor
+    work: Any
+
+    def __call__(self) -> None:
+        self.work.wait()
+        if self.buffer is not self.arrival.place:
+            self.arrival.land(self.buffer)
+
+
+class Dispatch(NamedTuple):
+    """A message that this worker sends; the tensor is kept until it is gone."""
+
+    tensor: Tensor
+    work: Any
+
+
+def receive(arrival: Arrival, handle: Any, tag: int) -> Landing:
+    """Ask for a message, in its place if that is possible."""
+    place = arrival.place
+    in_place = not arrival.adds and place.is_contiguous() and not place.is_conj()
+    buffer = place if in_place else torch.empty_like(place, memory_format=torch.contiguous_format)
+    work = dist.irecv(wired(buffer), src=arrival.worker, group=handle, tag=tag)
+    return Landing(arrival, buffer, work)
+
+
+def send(parcel: Parcel, handle: Any, tag: int) -> Dispatch:
+    """Start a message."""
+    tensor = packed(parcel.tensor)
+    return Dispatch(tensor, dist.isend(wired(tensor), dst=parcel.worker, group=handle, tag=tag))
+
+
+def swap(
+    workers: Sequence[int],
+    sends: Sequence[Parcel],
+    arrivals: Sequence[Arrival],
+    device: torch.device,
+    handle: Any,
+) -> list[Tensor]:
+    """One collective for all messages of a group; what came, for each arrival."""
+    given = {parcel.worker: as_bytes(packed(parcel.tensor)) for parcel in sends}
+    asked = {arrival.worker: arrival.place.nbytes for arrival in arrivals}
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    parts = [given.get(worker, nothing) for worker in workers]
+    takes = [asked.get(worker, 0) for worker in workers]
+    received = all_to_all(torch.cat(parts), [part.numel() for part in parts], takes, handle)
+    found = dict(zip(workers, received.split(takes), strict=True))
+    return [found[worker].view(place.dtype).view(place.shape) for worker, place, _ in arrivals]
+
+
+def all_to_all(send: Tensor, gives: Sequence[int], takes: Sequence[int], handle: Any) -> Tensor:
+    """Send `gives[k]` bytes to the k-th worker, get `takes[k]` from it."""
+    received = send.new_empty(sum(takes))
+    dist.all_to_all_single(received, send, list(takes), list(gives), group=handle)
+    return received
+
+
+def share_words(words: Sequence[int], size: int, device: torch.device, handle: Any) -> bytes:
+    """Every worker's words, in the order of the group.
+
+    One small all-to-all, which takes a fifth of the time of Gloo's all-gather.
+    """
+    with torch._C._DisableFuncTorch():  # these tensors belong to no transform of torch.func
+        mine = torch.tensor([*words] * size, dtype=torch.int64, device=device)
+        everyones = torch.empty_like(mine)
+        dist.all_to_all_single(everyones, mine, group=handle)
+        return everyones.cpu().numpy().tobytes()
+
+
+def control_device(handle: Any) -> torch.device:
+    """Where small control messages live: the CPU if the group can move CPU tensors."""
+    backends = str(dist.get_backend_config(handle))
+    return torch.device("cpu" if "gloo" in backends or "mpi" in backends else "cuda")
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The values of a tensor in one contiguous run."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def wired(buffer: Tensor) -> Tensor:
+    """A contiguous tensor as a backend can move it; torch itself refuses others here."""
+    return buffer if buffer.dtype in _NATIVE else as_bytes(buffer)
+
+
+def as_bytes(buffer: Tensor) -> Tensor:
+    # one element may have any stride and still be contiguous, but not be viewed as bytes
+    return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
