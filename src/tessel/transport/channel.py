@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Ground:
 
     num_workers: int
 
-    @property
+    @cached_property
     def slot_size(self) -> int:
         share = BUDGET // (SLOTS * max(1, self.num_workers - 1))
         return max(SMALLEST, min(LARGEST, share // PAGE * PAGE))
@@ -114,7 +115,6 @@ class Channel:
 
     def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
         control, slots, size = ground.control(place), ground.slots(place), ground.slot_size
-        self.slot_size = size
         self.filled = Semaphore(segment.start + control)
         self.emptied = Semaphore(segment.start + control + SIZE)
         headers = control + 2 * SIZE

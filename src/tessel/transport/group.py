@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from tessel.transport.membership import Membership
 from tessel.transport.parcel import Arrival, Parcel
 from tessel.transport.world import this_worker
 
+T = TypeVar("T")
 NUM_WORDS = 64
 _AGREEMENT = -1  # what the messages of agreements carry in the place of a call's number
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
@@ -70,12 +70,11 @@ class Group:
         """
         self._count(sends, arrivals)
         ways, tag = self._ways, self._membership.tag
-        with self._naming_the_lost():
-            # one collective is quickest; but it carries no tag
-            if device.type == "cuda" or (dense and not tag and not ways.all_near):
-                return Swap(ways, sends, arrivals, device)
-            wait = Exchange(ways, (self._code, tag), sends, arrivals)
-        return lambda: self._finish(wait)
+        # one collective is quickest, where messages go one by one; but it carries no tag
+        if device.type == "cuda" or (dense and not tag and not ways.all_near):
+            return self.attempt(lambda: Swap(ways, sends, arrivals, device))
+        wait = self.attempt(lambda: Exchange(ways, (self._code, tag), sends, arrivals))
+        return lambda: self.attempt(wait)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
@@ -97,11 +96,11 @@ class Group:
             return mine
         self._membership.traffic.agreements += 1
         ways = self._ways
-        with self._naming_the_lost():
-            if not ways.all_near:
-                return wire.share_words(words, self.size, self._control_device, self.handle)
-            assert ways.host is not None
-            theirs = ways.host.share_words((self._code, _AGREEMENT), words, ways.others)
+        if not ways.all_near:
+            device = self._control_device
+            return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
+        assert ways.host is not None
+        theirs = ways.host.share_words((self._code, _AGREEMENT), words, ways.others)
         theirs.insert(self.workers.index(ways.worker), mine)
         return b"".join(theirs)
 
@@ -127,8 +126,7 @@ class Group:
         if self.handle is None:
             return [item]
         items = [None] * self.size
-        with self._naming_the_lost():
-            dist.all_gather_object(items, item, group=self.handle)
+        self.attempt(lambda: dist.all_gather_object(items, item, group=self.handle))
         return items
 
     @cached_property
@@ -150,24 +148,20 @@ class Group:
             if arrival.worker != worker:
                 totals.bytes_received += arrival.place.nbytes
 
-    def _finish(self, wait: Exchange) -> None:
-        with self._naming_the_lost():
-            wait()
-
-    @contextmanager
-    def _naming_the_lost(self) -> Iterator[None]:
-        """Say which worker is gone when a message could not be delivered."""
+    def attempt(self, communicate: Callable[[], T]) -> T:
+        """Do something with others; say which worker is gone if it could not be done."""
         try:
-            yield
+            return communicate()
         except WorkerLost:
             raise
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> RuntimeError:
-        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or repr(error)
-        if not any(sign in reason.lower() for sign in _SIGNS_OF_LOSS):
+        line = str(error).strip().partition("\n")[0] or repr(error)
+        if not any(sign in line.lower() for sign in _SIGNS_OF_LOSS):
             return error
+        reason = line.partition(". ")[0]
         gone = self._membership.gone(self.workers, seconds=0.5)
         who = f"worker {', '.join(map(str, gone))}" if gone else f"one of {listing(self.workers)}"
         return WorkerLost(

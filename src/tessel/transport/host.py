@@ -43,6 +43,7 @@ class Host:
             if other != worker
         }
         self._incoming: dict[int, Incoming] = {}
+        self._held: set[int] = set()  # workers for whom letters wait for room
         self._bells: dict[int, Bell] = {}
         self._processes: dict[int, Process] = {}
         self._bell = Bell(self._segment)
@@ -80,9 +81,8 @@ class Host:
         letters = []
         with self._lock:
             for worker, tensor in parcels:
-                channel = self._outgoing[worker]
-                letter = Letter(key, worker, tensor, channel.slot_size)
-                channel.send(letter)
+                letter = Letter(key, worker, tensor, self._ground.slot_size)
+                self._send(letter)
                 letters.append(letter)
         return letters
 
@@ -91,9 +91,8 @@ class Host:
         awaited: list[Awaited] = []
         with self._lock:
             for worker, place, adds in arrivals:
-                channel = self._incoming[worker]
-                receipt = Receipt(key, place, adds, channel.slot_size, is_open=not ordered)
-                channel.expect(receipt)
+                receipt = Receipt(key, place, adds, self._ground.slot_size, is_open=not ordered)
+                self._incoming[worker].expect(receipt)
                 awaited.append((worker, receipt))
         return awaited
 
@@ -105,7 +104,7 @@ class Host:
         with self._lock:
             for other, receipt in zip(others, receipts, strict=True):
                 self._incoming[other].expect(receipt)
-                self._outgoing[other].send(WordsLetter(key, other, said))
+                self._send(WordsLetter(key, other, said))
         self.wait(list(zip(others, receipts, strict=True)), (), others)
         return [receipt.words for receipt in receipts]
 
@@ -120,15 +119,15 @@ class Host:
             group: who takes part, so that the death of one makes the wait vain.
         """
         patience = Patience(self._bell, self._spins)
-        while True:
+        awaited = [each for each in awaited if not each[1].is_done]
+        letters = [letter for letter in letters if not letter.is_gone]
+        while awaited or letters:
             with self._lock:
                 moved = self._progress(awaited)
-            awaited = [each for each in awaited if not each[1].is_done]
-            letters = [letter for letter in letters if not letter.is_gone]
-            if not awaited and not letters:
-                break
             if moved:
                 patience.end()
+                awaited = [each for each in awaited if not each[1].is_done]
+                letters = [letter for letter in letters if not letter.is_gone]
             elif patience.pause():
                 needed = [*(worker for worker, _ in awaited), *(each.worker for each in letters)]
                 self._look_after(needed, group, patience.seconds)
@@ -136,14 +135,27 @@ class Host:
 
     def _progress(self, awaited: Sequence[Awaited]) -> bool:
         """Send what waits for room, and take what came; whether there was anything."""
-        moved = False
-        for outgoing in self._outgoing.values():
-            if outgoing.queue:
-                moved |= outgoing.push()
-        for worker, receipt in awaited:
-            if not receipt.is_done:
-                moved |= self._incoming[worker].pull()
+        moved = self._push() if self._held else False
+        for worker, _ in awaited:
+            if self._incoming[worker].pull():
+                moved = True
         return moved
+
+    def _push(self) -> bool:
+        moved = False
+        for worker in list(self._held):
+            channel = self._outgoing[worker]
+            if channel.push():
+                moved = True
+            if not channel.queue:
+                self._held.discard(worker)
+        return moved
+
+    def _send(self, letter: Letter | WordsLetter) -> None:
+        channel = self._outgoing[letter.worker]
+        channel.send(letter)
+        if channel.queue:
+            self._held.add(letter.worker)
 
     def _look_after(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
         """Raise WorkerLost if what this worker waits for will not come."""

@@ -122,7 +122,9 @@ class _Job:
             self._introduce()
             return self.default
         self._agree_to_make(workers, everyone)
-        handle = dist.new_group(list(workers), timeout=time_limit())
+        handle = self.group(everyone).attempt(
+            lambda: dist.new_group(list(workers), timeout=time_limit())
+        )
         return handle if this_worker() in workers else None
 
     def _introduce(self) -> None:

@@ -1,0 +1,317 @@
+"""The ways of messages: shared memory, Gloo, and both at once; what goes wrong on them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stress
+import tessel
+from tessel import Layout, Move, transport
+from tessel.testing import count_memory
+from tessel.transport import Arrival, Parcel, channel
+from tessel.transport.segment import Segment
+
+MIB = 2**20
+
+
+def whole_sum(shape: tuple[int, ...]) -> tuple[Move, torch.Tensor]:
+    layout = Layout.whole(tessel.world(), shape)
+    return Move(layout, layout), torch.full(shape, transport.this_worker() + 1.0)
+
+
+@pytest.mark.parametrize("nprocs", [2, 4, 8])
+def test_random_movements_are_the_same_both_ways(run: Any, nprocs: int) -> None:
+    assert run(stress.movements, 400, nprocs, nprocs=nprocs) == [[]] * nprocs
+
+
+def which_way() -> tuple[bool, bool, bool]:
+    default = transport.shares_memory()
+    whole_sum((1,))[0]
+    with stress.afresh(TESSEL_TRANSPORT="gloo"):
+        move, x = whole_sum((3,))
+        y, chosen = move(x), transport.shares_memory()
+    move, x = whole_sum((3,))
+    return default, chosen, torch.equal(move(x), y) and transport.shares_memory()
+
+
+@pytest.mark.skipif("TESSEL_TRANSPORT" in os.environ, reason="the transport is chosen outside")
+def test_memory_is_shared_unless_the_user_says_otherwise(run: Any) -> None:
+    for default, chosen, right in run(which_way):
+        assert not chosen and right
+        assert default in (True, False)
+
+
+def with_unknown_transport() -> str:
+    with stress.afresh(TESSEL_TRANSPORT="pigeon"), pytest.raises(ValueError) as caught:
+        whole_sum((1,))
+    return str(caught.value)
+
+
+def test_an_unknown_transport_is_refused(run: Any) -> None:
+    assert set(run(with_unknown_transport)) == {
+        "TESSEL_TRANSPORT must be one of shared, gloo, got 'pigeon'"
+    }
+
+
+def over_hosts(names: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    with stress.on_hosts(*names):
+        wrong = stress.movements(150, 5)
+        group = tessel.world().group
+        words = group.share_words([transport.this_worker()])
+        assert [words[k * 8 * transport.NUM_WORDS] for k in range(4)] == [0, 1, 2, 3]
+        return wrong, sorted(group._ways.near)
+
+
+@pytest.mark.skipif("TESSEL_TRANSPORT" in os.environ, reason="the transport is chosen outside")
+def test_a_partition_over_hosts_uses_both_ways(run: Any) -> None:
+    results = run(over_hosts, ("a", "b", "a", "a"))
+    assert results == [([], [2, 3]), ([], []), ([], [0, 3]), ([], [0, 2])]
+
+
+def overlapping(seed: int) -> int:
+    """Exchanges of any size that are under way at once, ended in another order on each worker."""
+    group = tessel.world().group
+    rng, own = random.Random(seed), random.Random(seed + 1000 * transport.this_worker())
+    worker, size = transport.this_worker(), transport.num_workers()
+    checked = 0
+    for _ in range(5):
+        lengths = [rng.choice([1, 1000, 3 * MIB, 12 * MIB]) for _ in range(4)]
+        under_way = []
+        for number, length in enumerate(lengths):
+            sends = [
+                Parcel(other, torch.full((length,), (number + worker) % 250, dtype=torch.uint8))
+                for other in range(size)
+            ]
+            places = [torch.zeros(length, dtype=torch.uint8) for _ in range(size)]
+            arrivals = [Arrival(other, place) for other, place in enumerate(places)]
+            with transport.tagged(number):
+                wait = group.exchange(sends, arrivals, torch.device("cpu"))
+            under_way.append((wait, number, places))
+        own.shuffle(under_way)
+        for wait, number, places in under_way:
+            wait()
+            for other, place in enumerate(places):
+                assert (place == (number + other) % 250).all(), (number, other)
+                checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_exchanges_overlap_and_end_in_any_order(run: Any, nprocs: int) -> None:
+    assert run(overlapping, 3, nprocs=nprocs) == [5 * 4 * nprocs] * nprocs
+
+
+def strays() -> list[float]:
+    """Messages that come before they are asked for are kept for whoever asks later."""
+    group, worker = tessel.world().group, transport.this_worker()
+    device = torch.device("cpu")
+    waits = []
+    places = {tag: torch.zeros(3 * MIB // 4) for tag in (7, 8)}
+    order = (7, 8) if worker == 0 else (8, 7)
+    for tag in order:
+        values = torch.full((3 * MIB // 4,), tag + 10.0 * worker)
+        with transport.tagged(tag):
+            sends = [Parcel(1 - worker, values)]
+            waits.append(group.exchange(sends, [Arrival(1 - worker, places[tag])], device))
+            if worker == 0:
+                waits.pop()()
+    for wait in waits:
+        wait()
+    assert all((place == place[0]).all() for place in places.values())
+    return [float(places[tag][0]) for tag in (7, 8)]
+
+
+def test_messages_of_another_call_wait_their_turn(run: Any) -> None:
+    assert run(strays, nprocs=2) == [[17.0, 18.0], [7.0, 8.0]]
+
+
+def in_threads() -> list[float]:
+    """Two threads of each worker exchange at once, in groups of their own."""
+    P = tessel.world()
+    halves = [P.create_partition_inclusive([0, 1]), P.create_partition_inclusive([1, 0])]
+    results: list[float] = [0.0, 0.0]
+
+    def work(number: int) -> None:
+        group, worker = halves[number].group, transport.this_worker()
+        place = torch.zeros(5)
+        for step in range(50):
+            sends = [Parcel(1 - worker, torch.full((5,), float(step)))]
+            with torch.no_grad():
+                group.exchange(sends, [Arrival(1 - worker, place, True)], torch.device("cpu"))()
+        results[number] = float(place[0])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_threads_may_exchange_at_once(run: Any) -> None:
+    total = sum(range(50))
+    assert all(sum(result) == 2 * total for result in run(in_threads, nprocs=2))
+
+
+def wait_long(seconds: float) -> bool:
+    """A worker that comes late finds what was sent to it; others sleep meanwhile."""
+    group = tessel.world().group
+    if transport.this_worker() == 1:
+        time.sleep(seconds)
+    begin = time.process_time()
+    group.share_words([1])
+    return time.process_time() - begin < seconds / 2
+
+
+def test_a_worker_that_waits_long_sleeps(run: Any) -> None:
+    assert run(wait_long, 1.0, nprocs=2) == [True, True]
+
+
+def memory_of_a_movement() -> tuple[int, int, int]:
+    """Bytes of tensors made at once, of a large repartition and of a large sum."""
+    P = tessel.world()
+    rows = Layout.balanced(P.create_cartesian_topology_partition([P.size, 1]), (2048, 1024))
+    columns = Layout.balanced(P.create_cartesian_topology_partition([1, P.size]), (2048, 1024))
+    move, x = Move(rows, columns), torch.ones(rows.local_shape)
+    total, z = whole_sum((3 * MIB,))
+    peaks = []
+    for operator, value in ((move, x), (total, z)):
+        operator.apply(value)
+        with count_memory() as memory:
+            y = operator.apply(value)
+        peaks.append(memory.peak - y.nbytes)
+    return (*peaks, y.nbytes)
+
+
+@pytest.mark.skipif("TESSEL_TRANSPORT" in os.environ, reason="the transport is chosen outside")
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_a_movement_allocates_nothing_but_its_result(run: Any, nprocs: int) -> None:
+    for repartition, total, size in run(memory_of_a_movement, nprocs=nprocs):
+        assert repartition == 0
+        part = 0 if nprocs == 2 else size // nprocs  # each sums one part, then all gather
+        assert total <= part + 64
+
+
+def without_memory(where: str) -> tuple[bool, list[str], float]:
+    """One worker cannot make, or open, a segment: all go over Gloo, and one says why."""
+    real = {name: getattr(Segment, name) for name in ("make", "open")}
+
+    def fail(*args: Any) -> Any:
+        raise OSError("no memory here")
+
+    if transport.this_worker() == 1:
+        setattr(Segment, where, fail)
+    try:
+        with warnings.catch_warnings(record=True) as caught, stress.afresh():
+            warnings.simplefilter("always")
+            move, x = whole_sum((2,))
+            y = move(x)
+            return transport.shares_memory(), [str(each.message) for each in caught], float(y[0])
+    finally:
+        for name, function in real.items():
+            setattr(Segment, name, function)
+
+
+@pytest.mark.skipif("TESSEL_TRANSPORT" in os.environ, reason="the transport is chosen outside")
+@pytest.mark.parametrize("where", ["make", "open"])
+def test_where_memory_cannot_be_shared_gloo_is_used_with_a_warning(run: Any, where: str) -> None:
+    results = run(without_memory, where, nprocs=2)
+    assert [(shares, value) for shares, _, value in results] == [(False, 3.0)] * 2
+    (warning,) = results[0][1]
+    assert "[0, 1]" in warning and "no memory here" in warning and "TESSEL_TRANSPORT" in warning
+    assert results[1][1] == []
+
+
+def die_at_random(folder: str, seed: int) -> None:
+    """Move data until one worker is killed at a random moment; the others note how they end."""
+    rng = random.Random(seed)
+    victim, delay = rng.randrange(transport.num_workers()), rng.uniform(0.0, 0.4)
+    tessel.world().group.share_words([0])
+    if transport.this_worker() == victim:
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    begin = time.monotonic()
+    try:
+        stress.movements(100_000, seed, compare=False)
+    except RuntimeError as error:
+        seconds = time.monotonic() - begin - delay
+        text = f"{type(error).__name__}\n{seconds}\n{error}"
+        Path(folder, str(transport.this_worker())).write_text(text)
+        os._exit(3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_worker_killed_at_a_random_moment_is_noticed(run: Any, tmp_path: Path, seed: int) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(tessel.WorkerLost):
+        run(die_at_random, str(tmp_path), seed, nprocs=4, timeout=40)
+    for note in tmp_path.iterdir():
+        kind, seconds, text = note.read_text().split("\n", 2)
+        assert kind == "WorkerLost", text
+        assert float(seconds) < 10.0
+        assert "lost contact with" in text
+    assert {name for name in os.listdir("/dev/shm") if "tessel" in name} <= before
+
+
+def in_a_fork() -> str:
+    """A process that was forked from a worker is no worker."""
+    move, x = whole_sum((2,))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            move.apply(x)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    text = os.read(read, 1000).decode()
+    move(x)  # the worker itself goes on
+    return text
+
+
+@pytest.mark.skipif("TESSEL_TRANSPORT" in os.environ, reason="the transport is chosen outside")
+def test_a_forked_process_is_no_worker(run: Any) -> None:
+    for worker, text in enumerate(run(in_a_fork, nprocs=2)):
+        assert f"forked from worker {worker}" in text
+
+
+def leave_early(folder: str) -> None:
+    """A worker that leaves while others wait for it."""
+    move, x = whole_sum((2,))
+    move(x)
+    if transport.this_worker() == 1:
+        transport.leave()
+        return
+    try:
+        move(x)
+    except tessel.WorkerLost as error:
+        Path(folder, "note").write_text(str(error))
+        raise
+
+
+def test_a_worker_that_has_left_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(tessel.WorkerLost):
+        tessel.launch(leave_early, 2, str(tmp_path), timeout=30)
+    assert "worker 0 lost contact with worker 1" in (tmp_path / "note").read_text()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 64, 1000])
+def test_the_memory_of_a_host_is_bounded(num_workers: int) -> None:
+    ground = channel.Ground(num_workers)
+    smallest = num_workers * channel.SLOTS * channel.SMALLEST
+    slots = num_workers * channel.SLOTS * ground.slot_size
+    assert slots <= max(2 * channel.BUDGET, smallest)
+    assert ground.slots(0) >= ground.control(num_workers)
+    assert ground.size == ground.slots(num_workers)
