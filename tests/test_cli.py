@@ -260,6 +260,7 @@ HEALTHY = Facts(
     loopback=True,
     interfaces=("lo", "eth0"),
     gloo_interface=None,
+    transport="shared memory",
     nvidia_driver=False,
     job_variables=(),
     matplotlib="3.10",

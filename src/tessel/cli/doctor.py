@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tessel import machine
+from tessel import machine, transport
 from tessel.cli.measure import Rate, measure_machine, measure_rates
 from tessel.operators.rates import Machine, known_machine, model_path
 from tessel.operators.units import num_bytes, num_flops, num_seconds
@@ -65,6 +65,7 @@ class Facts:
     loopback: bool
     interfaces: tuple[str, ...]
     gloo_interface: str | None
+    transport: str
     nvidia_driver: bool
     job_variables: tuple[str, ...]
     matplotlib: str | None
@@ -140,10 +141,18 @@ def gather_facts() -> Facts:
         loopback=_loopback_works(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
+        transport=_transport(),
         nvidia_driver=shutil.which("nvidia-smi") is not None,
         job_variables=tuple(v for v in ("RANK", "WORLD_SIZE") if v in os.environ),
         matplotlib=_version_or_none("matplotlib"),
     )
+
+
+def _transport() -> str:
+    """How CPU tensors move between workers of this host."""
+    if transport.chosen_transport() == "gloo":
+        return "Gloo, as TESSEL_TRANSPORT says"
+    return "shared memory" if transport.can_share_memory() else "Gloo: memory cannot be shared here"
 
 
 def _backends() -> tuple[str, ...]:
@@ -489,6 +498,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         ("cores", f"{facts.usable_cores} usable of {facts.cores}"),
         ("threads", threads + (facts.omp_num_threads or "not set")),
         ("memory", num_bytes(facts.memory) + (f", {num_bytes(free)} available" if free else "")),
+        ("on one host", f"tensors move by {facts.transport}"),
         ("/dev/shm", num_bytes(shared) if shared is not None else "none"),
         ("open files", f"{facts.open_files} per process"),
         ("host", f"{facts.hostname} ({facts.host_address or 'does not resolve'})"),

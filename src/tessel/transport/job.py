@@ -95,6 +95,11 @@ def chosen_transport() -> str:
     return choice
 
 
+def can_share_memory() -> bool:
+    """Whether this system has what shared memory needs; else tensors move over Gloo."""
+    return semaphore.are_available() and hasattr(os, "memfd_create")
+
+
 @dataclass
 class _Job:
     """One group for each set of workers."""
@@ -130,7 +135,7 @@ class _Job:
     def _introduce(self) -> None:
         """Learn the process of every worker, and open the memory of those of this host."""
         meeting = Group(tuple(range(num_workers())), self.default, self.membership)
-        mine = Process.this(), chosen_transport() == "shared" and semaphore.are_available()
+        mine = Process.this(), chosen_transport() == "shared"
         said = meeting.share_objects(mine)
         self.membership.processes = [process for process, _ in said]
         if all(shares for _, shares in said):
@@ -149,6 +154,8 @@ def _connected(meeting: Group, processes: list[Process]) -> Host | None:
     here = [w for w, process in enumerate(processes) if process.host == processes[worker].host]
     host, failure = None, ""
     try:
+        if not can_share_memory():
+            raise OSError("this system has no memory files or no semaphores in shared memory")
         host = Host(here, worker)
     except OSError as error:
         failure = str(error)
@@ -162,7 +169,7 @@ def _connected(meeting: Group, processes: list[Process]) -> Host | None:
     if host is not None:
         host.hide()
     failure = next((failures[w] for w in here if failures[w]), "")
-    if failure and worker == here[0]:
+    if failure and len(here) > 1 and worker == here[0]:
         warnings.warn(
             f"workers {listing(here)} of one host cannot share memory ({failure}): their tensors "
             f"move over Gloo, which is slower; TESSEL_TRANSPORT=gloo chooses that",
