@@ -9,9 +9,9 @@ alike for all: it keeps what is freed.
 
 The slowest worker counts in each repetition. Times are medians over the rounds of the median over
 the repetitions, ratios are medians of the rounds' ratios. Where time goes is the mean over the
-workers: "local" is spent in transforms, "messages" in sending data and waiting for it, "agreement"
-in agreeing on shapes before, and "packing" is all the rest, which is mostly copies into and out of
-messages. MPI packs while it sends, so there the two are one.
+workers: "local" is spent in transforms, "messages" in waiting for data, "agreement" in agreeing on
+shapes before, and "packing" is all the rest, which is mostly copies into and out of messages. MPI
+packs while it sends, so there the two are one.
 
 Two workers have no grid of pencils that is not one of slabs. FFTW's plans are kept in build/mpi; to
 plan anew, remove the files `*_wisdom_*` there.
@@ -44,6 +44,7 @@ from torch import Tensor
 import tessel
 from tessel.testing import WorkerPool
 from tessel.transport import Group
+from tessel.transport.letter import Letter, Receipt
 
 HERE = Path(__file__).resolve().parent
 MPI = HERE.parent / "build" / "mpi"
@@ -106,18 +107,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(PARTS, 0.0)
-        self._part: str | None = None  # what is within another part belongs to that
+        self._within: list[float] = []  # what parts within those that run now took
 
     def timing(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._part is not None:
-                return function(*args, **kwargs)
-            self._part, begin = part, time.perf_counter()
+            begin = time.perf_counter()
+            self._within.append(0.0)
             try:
                 result = function(*args, **kwargs)
             finally:
-                self.spent[part] += 1e3 * (time.perf_counter() - begin)
-                self._part = None
+                took = 1e3 * (time.perf_counter() - begin)
+                self.spent[part] += took - self._within.pop()
+                if self._within:
+                    self._within[-1] += took
             return self.timing(part, result) if callable(result) else result  # waits for messages
 
         return timed
@@ -127,9 +129,12 @@ class Clock:
 def clocked() -> Iterator[Clock]:
     """Time transforms and messages by their functions, which all data passes."""
     clock = Clock()
-    methods = [name for name, each in vars(Group).items() if name[0] != "_" and callable(each)]
-    parts = {name: "agreement" if name == "share_words" else "messages" for name in methods}
-    targets = [(Group, name, part) for name, part in parts.items()]
+    targets: list[tuple[Any, str, str]] = [
+        (Group, "share_words", "agreement"),
+        (Group, "exchange", "messages"),
+        (Letter, "write", "packing"),
+        (Receipt, "read", "packing"),
+    ]
     targets += [(torch.fft, name, "local") for name in ("fft", "fftn", "rfft", "rfftn")]
     before = [getattr(owner, name) for owner, name, _ in targets]
     for (owner, name, part), function in zip(targets, before, strict=True):
@@ -156,7 +161,7 @@ def spread(case: Case, repeats: int, is_first: bool) -> list[tuple[float, dict[s
         meet(torch.ones(1))
         with clocked() as clock:
             total = milliseconds(lambda: F * x)
-        clock.spent["packing"] = total - sum(clock.spent.values())
+        clock.spent["packing"] += total - sum(clock.spent.values())
         found.append((plain, clock.spent))
     return found[1:]
 

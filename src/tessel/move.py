@@ -13,7 +13,7 @@ from tessel import transport
 from tessel.graph import node
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
-from tessel.plan import Plan, route
+from tessel.plan import Piece, Plan, route
 from tessel.transport import Arrival, Parcel
 
 # what torch does not add, or not as numbers
@@ -93,9 +93,9 @@ def _carry_out(plan: Plan, group: transport.Group, x: Tensor, spaced: int | None
     y = _room(x, plan.target_shape, spaced)
     if not plan.fills:
         y.zero_()
-    sends = [Parcel(piece.peer, x[piece.region]) for piece in plan.leaves]
+    sends = [Parcel(piece.peer, _part(x, piece)) for piece in plan.leaves]
     arrivals = [
-        Arrival(piece.peer, y[piece.region], plan.adds(order))
+        Arrival(piece.peer, _part(y, piece), plan.adds(order))
         for order, piece in enumerate(plan.takes)
     ]
     if plan.silent:
@@ -117,6 +117,10 @@ def _room(like: Tensor, shape: Shape, spaced: int | None) -> Tensor:
     outer = shape[: spaced + 1]
     flat = like.new_empty((prod(outer), length))
     return flat[:, :inner].view(shape)
+
+
+def _part(x: Tensor, piece: Piece) -> Tensor:
+    return x if x.shape == piece.shape else x[piece.region]
 
 
 def _shaped(x: Tensor, shape: Shape) -> Tensor:

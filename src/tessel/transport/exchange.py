@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tessel.transport import wire
 from tessel.transport.host import Awaited, Host
-from tessel.transport.letter import Key
+from tessel.transport.letter import Key, Letter
 from tessel.transport.parcel import Arrival, Parcel
 
 
@@ -22,6 +21,10 @@ class Ways:
         workers: of the group.
         host: those with whom this worker shares memory, if any.
         handle: of the group in `torch.distributed`.
+
+    Attributes:
+        others: of the group.
+        near: those of them whom memory reaches, and `all_near` whether that is all.
     """
 
     def __init__(
@@ -30,11 +33,7 @@ class Ways:
         self.worker, self.workers, self.host, self.handle = worker, workers, host, handle
         self.others = tuple(each for each in workers if each != worker)
         self.near = frozenset(host.workers if host else ()).intersection(self.others)
-
-    @cached_property
-    def all_near(self) -> bool:
-        """Whether memory reaches all of the group."""
-        return len(self.near) == len(self.others)
+        self.all_near = len(self.near) == len(self.others)
 
 
 class Exchange:
@@ -48,38 +47,44 @@ class Exchange:
         self, ways: Ways, key: Key, sends: Sequence[Parcel], arrivals: Sequence[Arrival]
     ) -> None:
         self._ways = ways
-        self._own = [parcel.tensor for parcel in sends if parcel.worker == ways.worker]
         self._arrivals = arrivals
         self._ordered = any(arrival.adds for arrival in arrivals)
-        self._expect(key)
-        self._send(key, sends)
-        if not self._ordered:  # while the rest is on its way
-            for arrival in arrivals:
-                if arrival.worker == ways.worker:
-                    arrival.land(self._own[0])
-
-    def _expect(self, key: Key) -> None:
-        ways = self._ways
-        near = [arrival for arrival in self._arrivals if arrival.worker in ways.near]
+        self._own = [parcel.tensor for parcel in sends if parcel.worker == ways.worker]
         self._awaited: list[Awaited] = []
-        if near:
-            assert ways.host is not None
-            self._awaited = ways.host.expect(key, near, self._ordered)
-        self._landings = {
-            arrival.worker: wire.receive(arrival, ways.handle, key[1])
-            for arrival in self._arrivals
-            if arrival.worker not in ways.near and arrival.worker != ways.worker
-        }
+        self._letters: list[Letter] = []
+        self._landings: dict[int, wire.Landing] = {}
+        self._dispatches: list[wire.Dispatch] = []
+        if ways.near:
+            self._start_near(key, sends)
+        if not ways.all_near:
+            self._start_far(key, sends)
+        if self._own and not self._ordered:  # while the rest is on its way
+            self._land_own()
 
-    def _send(self, key: Key, sends: Sequence[Parcel]) -> None:
-        ways = self._ways
-        near = [parcel for parcel in sends if parcel.worker in ways.near]
-        self._letters = ways.host.send(key, near) if ways.host is not None and near else []
-        self._dispatches = [
-            wire.send(parcel, ways.handle, key[1])
-            for parcel in sends
-            if parcel.worker not in ways.near and parcel.worker != ways.worker
-        ]
+    def _start_near(self, key: Key, sends: Sequence[Parcel]) -> None:
+        near, host = self._ways.near, self._ways.host
+        assert host is not None
+        come = [arrival for arrival in self._arrivals if arrival.worker in near]
+        go = [parcel for parcel in sends if parcel.worker in near]
+        if come:
+            self._awaited = host.expect(key, come, self._ordered)
+        if go:
+            self._letters = host.send(key, go)
+
+    def _start_far(self, key: Key, sends: Sequence[Parcel]) -> None:
+        ways, tag = self._ways, key[1]
+        far = set(ways.others) - ways.near
+        for arrival in self._arrivals:
+            if arrival.worker in far:
+                self._landings[arrival.worker] = wire.receive(arrival, ways.handle, tag)
+        for parcel in sends:
+            if parcel.worker in far:
+                self._dispatches.append(wire.send(parcel, ways.handle, tag))
+
+    def _land_own(self) -> None:
+        for arrival in self._arrivals:
+            if arrival.worker == self._ways.worker:
+                arrival.land(self._own[0])
 
     def __call__(self) -> None:
         """Wait until all has come and is in its place, and all was sent."""
@@ -132,6 +137,3 @@ class Swap:
     def __call__(self) -> None:
         for arrival, values in zip(self._arrivals, self._values, strict=True):
             arrival.land(values)
-
-
-Wait = Callable[[], None]
