@@ -22,6 +22,8 @@ import parity
 import tessel
 from movements import MOVEMENTS, assert_close, case, me, mine
 from tessel import nn, transport
+from tessel.transport import wire
+from tessel.transport.membership import Membership
 from tessel.models import FNO
 from tessel.operators import gradient
 
@@ -235,13 +237,20 @@ def check_nccl_transport(folder: str, backend: str) -> None:
     """What movements call, on a group of one whose messages NCCL really carries."""
     store = dist.FileStore(f"{folder}/store", 1)
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    group = transport.Group((0,), dist.group.WORLD, transport.Traffic())
+    handle = dist.group.WORLD
+    group = transport.Group((0,), handle, Membership())
     for dtype in (torch.float32, torch.complex64, torch.bool, torch.bfloat16):
         x = torch.ones(5, device="cuda").to(dtype)
-        assert torch.equal(group.all_to_all(x, [5], [5]), x)
+        y = torch.zeros_like(x)
+        sends, arrivals = [transport.Parcel(0, x)], [transport.Arrival(0, y)]
+        (received,) = wire.swap((0,), sends, arrivals, x.device, handle)
+        assert torch.equal(received, x)
+        group.exchange(sends, arrivals, x.device)()
+        assert torch.equal(y, x)
     assert torch.equal(group.sum(torch.ones(3, device="cuda")), torch.ones(3, device="cuda"))
     words = torch.tensor([3, -4], dtype=torch.int64).numpy().tobytes()
     assert group.share_words([3, -4]).startswith(words)
+    assert wire.share_words([3, -4], 1, wire.control_device(handle), handle) == words
     assert group.share_objects("text") == ["text"]
     dist.destroy_process_group()
 

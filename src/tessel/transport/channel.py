@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from tessel.transport.bell import END, Bell
-from tessel.transport.letter import Key, Letter, Receipt, Stray, WordsLetter, WordsReceipt
+from tessel.transport.letter import (
+    Key,
+    Letter,
+    Offer,
+    Receipt,
+    Stray,
+    WordsLetter,
+    WordsReceipt,
+)
+from tessel.transport.reading import Reader
 from tessel.transport.segment import Segment
 from tessel.transport.semaphore import SIZE, Semaphore
 
@@ -63,13 +72,14 @@ class Ground:
 class Slot:
     """Room for one piece."""
 
-    __slots__ = ("_bytes", "_views", "_words", "header")
+    __slots__ = ("_bytes", "_views", "_words", "header", "reader")
 
     def __init__(self, segment: Segment, header: int, start: int, size: int) -> None:
         self.header = segment.words[header // 8 : header // 8 + HEADER]
         self._words = segment.words[start // 8 : (start + size) // 8]
         with torch.inference_mode(False):
             self._bytes = segment.bytes[start : start + size]
+        self.reader: Reader | None = None
         self._views: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
 
     @property
@@ -137,10 +147,11 @@ class Outgoing(Channel):
         super().__init__(segment, ground, place)
         self.filled.initialise()
         self.emptied.initialise()
-        self.queue: deque[Letter | WordsLetter] = deque()
-        self._num_free = SLOTS
+        self.queue: deque[Letter | WordsLetter | Offer] = deque()
+        self._offers: deque[tuple[int, Offer]] = deque()  # with the number of their slot
+        self._num_filled = self._num_emptied = 0
 
-    def send(self, letter: Letter | WordsLetter) -> None:
+    def send(self, letter: Letter | WordsLetter | Offer) -> None:
         """Send a letter, as far as there is room for it."""
         self.queue.append(letter)
         self.push()
@@ -148,24 +159,42 @@ class Outgoing(Channel):
     def push(self) -> bool:
         """Send what finds free slots; whether anything did."""
         moved = False
-        while self.queue and (self._num_free or self._find_free()):
+        if self._offers:
+            moved = self._look_for_free() > 0
+        while self.queue and (self._has_free or self._look_for_free()):
             slot = self._next_slot()
             letter = self.queue[0]
             letter.write(slot)
             slot.header[0], slot.header[1] = letter.key
             slot.header[2] = letter.num_bytes
-            self._num_free -= 1
             self.filled.post()
             self.other.ring()
-            if letter.is_gone:
+            if isinstance(letter, Offer):
+                self._offers.append((self._num_filled, letter))
                 self.queue.popleft()
+            elif letter.is_gone:
+                self.queue.popleft()
+            self._num_filled += 1
             moved = True
         return moved
 
-    def _find_free(self) -> bool:
+    @property
+    def is_busy(self) -> bool:
+        """Whether something waits for room, or to be read."""
+        return bool(self.queue or self._offers)
+
+    @property
+    def _has_free(self) -> bool:
+        return self._num_filled - self._num_emptied < SLOTS
+
+    def _look_for_free(self) -> int:
+        """How many slots were emptied since the last look; what was offered in them is read."""
+        before = self._num_emptied
         while self.emptied.try_wait():
-            self._num_free += 1
-        return self._num_free > 0
+            self._num_emptied += 1
+        while self._offers and self._offers[0][0] < self._num_emptied:
+            self._offers.popleft()[1].is_gone = True
+        return self._num_emptied - before
 
 
 class Incoming(Channel):
@@ -173,13 +202,13 @@ class Incoming(Channel):
 
     def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
         super().__init__(segment, ground, place)
-        self._expected: list[Receipt | WordsReceipt] = []
+        self.expected: list[Receipt | WordsReceipt] = []
         self._strays: list[Stray] = []
         self._current: Receipt | WordsReceipt | Stray | None = None
 
     def expect(self, receipt: Receipt | WordsReceipt) -> None:
         """Let a receipt wait for its letter."""
-        self._expected.append(receipt)
+        self.expected.append(receipt)
 
     def pull(self) -> bool:
         """Take what came, up to the end of one letter; whether anything did."""
@@ -204,26 +233,27 @@ class Incoming(Channel):
     def _asked_for(self, slot: Slot) -> Receipt | WordsReceipt | Stray:
         """The receipt for the letter that begins in a slot; a stray one if none is open."""
         key: Key = (slot.header[0], slot.header[1])
-        for receipt in self._expected:
-            if receipt.key == key:
-                self._check(receipt, slot.header[2])
-                if not receipt.is_open or any(stray.key == key for stray in self._strays):
-                    break
-                self._expected.remove(receipt)
-                return receipt
-        stray = Stray(key, slot.header[2])
-        self._strays.append(stray)
-        return stray
+        receipt = self._first_with(key)
+        if receipt is None or not receipt.is_open or any(each.key == key for each in self._strays):
+            stray = Stray(key, slot.header[2])
+            self._strays.append(stray)
+            return stray
+        self._check(receipt, slot.header[2])
+        self.expected.remove(receipt)
+        return receipt
+
+    def _first_with(self, key: Key) -> Receipt | WordsReceipt | None:
+        return next((receipt for receipt in self.expected if receipt.key == key), None)
 
     def _hand_over(self) -> bool:
         """Give strays to those who ask for them meanwhile."""
         moved = False
         for stray in list(self._strays):
-            receipt = next((each for each in self._expected if each.key == stray.key), None)
+            receipt = self._first_with(stray.key)
             if stray.is_done and receipt is not None and receipt.is_open:
                 self._check(receipt, stray.values.nbytes)
                 receipt.read_all(stray.values)
-                self._expected.remove(receipt)
+                self.expected.remove(receipt)
                 self._strays.remove(stray)
                 moved = True
         return moved

@@ -9,7 +9,7 @@ import torch
 
 from tessel.transport import wire
 from tessel.transport.host import Awaited, Host
-from tessel.transport.letter import Key, Letter
+from tessel.transport.letter import Key, Letter, Offer
 from tessel.transport.parcel import Arrival, Parcel
 
 
@@ -51,7 +51,7 @@ class Exchange:
         self._ordered = any(arrival.adds for arrival in arrivals)
         self._own = [parcel.tensor for parcel in sends if parcel.worker == ways.worker]
         self._awaited: list[Awaited] = []
-        self._letters: list[Letter] = []
+        self._letters: list[Letter | Offer] = []
         self._landings: dict[int, wire.Landing] = {}
         self._dispatches: list[wire.Dispatch] = []
         if ways.near:

@@ -12,13 +12,15 @@ from tessel.limits import time_limit
 from tessel.machine import usable_cores
 from tessel.transport.bell import Bell
 from tessel.transport.channel import Ground, Incoming, Outgoing
-from tessel.transport.letter import Key, Letter, Receipt, WordsLetter, WordsReceipt
+from tessel.transport.letter import Key, Letter, Offer, Receipt, WordsLetter, WordsReceipt
 from tessel.transport.parcel import Arrival, Parcel
 from tessel.transport.patience import SPINS, Patience
 from tessel.transport.process import Process
+from tessel.transport.reading import Reader, allow_siblings, can_be_offered, new_staging
 from tessel.transport.segment import Address, Segment
 
 Awaited = tuple[int, Receipt | WordsReceipt]
+LARGE = 2**19  # bytes of what is offered rather than sent
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 
 
@@ -36,6 +38,7 @@ class Host:
         self.workers = tuple(workers)
         self.worker = worker
         self._ground = Ground(len(self.workers))
+        allow_siblings()
         self._segment, self.address = Segment.make(self._ground.size)
         self._outgoing = {
             other: Outgoing(self._segment, self._ground, place)
@@ -48,6 +51,7 @@ class Host:
         self._processes: dict[int, Process] = {}
         self._bell = Bell(self._segment)
         self._bell.initialise()
+        self._direct = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
@@ -64,6 +68,21 @@ class Host:
             outgoing.other = self._incoming[other].other = self._bells[other]
         self._processes = processes
 
+    def can_read(self, addresses: dict[int, Address]) -> bool:
+        """Whether the system lets this worker read the memory of all others."""
+        staging = new_staging(self._ground.slot_size)
+        for other, incoming in self._incoming.items():
+            reader = Reader(addresses[other].pid, staging)
+            if not reader.probe(addresses[other].start, addresses[other].token):
+                return False
+            for slot in incoming.slots:
+                slot.reader = reader
+        return True
+
+    def read_directly(self) -> None:
+        """Let receivers copy large tensors from where they lie, since all can."""
+        self._direct = True
+
     def hide(self) -> None:
         """Close the way to this worker's segment, after all have opened it."""
         self._segment.hide()
@@ -75,13 +94,17 @@ class Host:
         for bell in self._bells.values():
             bell.ring()
 
-    def send(self, key: Key, parcels: Iterable[Parcel]) -> list[Letter]:
+    def send(self, key: Key, parcels: Iterable[Parcel]) -> list[Letter | Offer]:
         """Send what finds room now; the rest goes while this worker waits for something."""
         self._check_owner()
-        letters = []
+        letters: list[Letter | Offer] = []
         with self._lock:
             for worker, tensor in parcels:
-                letter = Letter(key, worker, tensor, self._ground.slot_size)
+                letter: Letter | Offer
+                if self._direct and tensor.nbytes >= LARGE and can_be_offered(tensor):
+                    letter = Offer(key, worker, tensor)
+                else:
+                    letter = Letter(key, worker, tensor, self._ground.slot_size)
                 self._send(letter)
                 letters.append(letter)
         return letters
@@ -109,7 +132,7 @@ class Host:
         return [receipt.words for receipt in receipts]
 
     def wait(
-        self, awaited: Sequence[Awaited], letters: Sequence[Letter], group: Sequence[int]
+        self, awaited: Sequence[Awaited], letters: Sequence[Letter | Offer], group: Sequence[int]
     ) -> None:
         """Until all that is awaited has come and the letters are on their way.
 
@@ -139,6 +162,10 @@ class Host:
         for worker, _ in awaited:
             if self._incoming[worker].pull():
                 moved = True
+        if not moved and self._direct:  # others may wait until this worker has read what they offer
+            for incoming in self._incoming.values():
+                if incoming.expected and incoming.pull():
+                    moved = True
         return moved
 
     def _push(self) -> bool:
@@ -147,14 +174,14 @@ class Host:
             channel = self._outgoing[worker]
             if channel.push():
                 moved = True
-            if not channel.queue:
+            if not channel.is_busy:
                 self._held.discard(worker)
         return moved
 
-    def _send(self, letter: Letter | WordsLetter) -> None:
+    def _send(self, letter: Letter | WordsLetter | Offer) -> None:
         channel = self._outgoing[letter.worker]
         channel.send(letter)
-        if channel.queue:
+        if channel.is_busy:
             self._held.add(letter.worker)
 
     def _look_after(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:

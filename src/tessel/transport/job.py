@@ -165,9 +165,13 @@ def _connected(meeting: Group, processes: list[Process]) -> Host | None:
             host.connect({w: addresses[w] for w in here}, {w: processes[w] for w in here})
     except OSError as error:
         failure = str(error)
-    failures = meeting.share_objects(failure)
+    reads = host is not None and not failure and host.can_read({w: addresses[w] for w in here})
+    said = meeting.share_objects((failure, reads))
+    failures = [each for each, _ in said]
     if host is not None:
         host.hide()
+        if all(said[w][1] for w in here):
+            host.read_directly()
     failure = next((failures[w] for w in here if failures[w]), "")
     if failure and len(here) > 1 and worker == here[0]:
         warnings.warn(

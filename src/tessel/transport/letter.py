@@ -6,6 +6,7 @@ copies a piece from where it lies into a slot, the receiver from the slot to whe
 
 from __future__ import annotations
 
+from array import array
 from functools import lru_cache
 from typing import Protocol
 
@@ -14,14 +15,18 @@ from torch import Tensor
 
 from tessel import boxes
 from tessel.boxes import Region
+from tessel.transport.reading import Reader, Runs, can_be_offered
 
+OFFER = -1
+WORDS = 64  # of an offer, at most: tensors have fewer than 30 dimensions
 Key = tuple[int, int]  # the group and the call: a letter answers only one that asks for the same
 
 
 class Slot(Protocol):
     """Room for one piece in the memory of a channel."""
 
-    num_bytes: int  # of what is in it
+    num_bytes: int  # of what is in it; OFFER if that says where the tensor lies
+    reader: Reader | None  # of the sender's memory
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor: ...
 
@@ -66,6 +71,32 @@ class Letter:
         self.is_gone = self._next == len(self._pieces)
 
 
+class Offer:
+    """A tensor that the receiver copies from where it lies."""
+
+    __slots__ = ("_tensor", "is_gone", "is_offered", "key", "num_bytes", "worker")
+
+    def __init__(self, key: Key, worker: int, tensor: Tensor) -> None:
+        self.key, self.worker = key, worker
+        self.num_bytes = tensor.nbytes
+        self._tensor = tensor  # kept until it was read
+        self.is_offered = self.is_gone = False
+
+    def write(self, slot: Slot) -> None:
+        """Say where the tensor lies."""
+        runs = Runs.of(self._tensor)
+        words = (runs.start, runs.length, len(runs.counts), *runs.counts, *runs.strides)
+        slot.write_words(memoryview(array("q", words)))
+        slot.num_bytes = OFFER
+        self.is_offered = True
+
+
+def offered(slot: Slot) -> Runs:
+    """Where the tensor lies that a slot offers."""
+    start, length, ndim, *rest = memoryview(slot.read_words(WORDS)).cast("q").tolist()
+    return Runs(start, length, tuple(rest[:ndim]), tuple(rest[ndim : 2 * ndim]))
+
+
 class WordsLetter:
     """A few 64-bit words on their way out."""
 
@@ -105,7 +136,10 @@ class Receipt:
         self.is_done = False
 
     def read(self, slot: Slot) -> None:
-        """Take the next piece out of a slot."""
+        """Take the next piece out of a slot, or all that is offered."""
+        if slot.num_bytes == OFFER:
+            self._read_offer(slot)
+            return
         region, shape = self._pieces[self._next]
         self._put(self._place if len(self._pieces) == 1 else self._place[region], slot, shape)
         self._next += 1
@@ -114,6 +148,20 @@ class Receipt:
     def _put(self, place: Tensor, slot: Slot, shape: tuple[int, ...]) -> None:
         values = slot.tensor(place.dtype, shape)
         place.add_(values) if self.adds else place.copy_(values)
+
+    def _read_offer(self, slot: Slot) -> None:
+        source, place, reader = offered(slot), self._place, slot.reader
+        assert reader is not None
+        if not self.adds and can_be_offered(place):
+            reader.read(source, place)
+        else:
+            begin = 0
+            for region, shape in self._pieces:
+                part = place[region]
+                values = reader.stage(source, begin, part.nbytes).view(place.dtype).view(shape)
+                part.add_(values) if self.adds else part.copy_(values)
+                begin += part.nbytes
+        self.is_done = True
 
     def read_all(self, values: Tensor) -> None:
         """Take the whole letter from bytes that were kept for it."""
@@ -153,7 +201,12 @@ class Stray:
         self.is_done = False
 
     def read(self, slot: Slot) -> None:
-        """Keep the next piece."""
+        """Keep the next piece, or all that is offered."""
+        if slot.num_bytes == OFFER:
+            assert slot.reader is not None
+            slot.reader.read(offered(slot), self.values)
+            self.is_done = True
+            return
         piece = slot.tensor(torch.uint8, (slot.num_bytes,))
         self.values[self._next : self._next + slot.num_bytes].copy_(piece)
         self._next += slot.num_bytes

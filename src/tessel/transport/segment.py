@@ -26,6 +26,7 @@ class Address:
     file: int
     size: int
     token: bytes
+    start: int  # in the memory of that process
 
 
 class Segment:
@@ -52,7 +53,7 @@ class Segment:
         segment.file = file
         token = secrets.token_bytes(TOKEN)
         segment._memory[:TOKEN] = token
-        return segment, Address(os.getpid(), file, size, token)
+        return segment, Address(os.getpid(), file, size, token, segment.start)
 
     @classmethod
     def open(cls, address: Address) -> Segment:

@@ -1,0 +1,149 @@
+"""Reading the memory of another process of this host, where the system allows it.
+
+A large tensor is then copied once, from where it lies on the sender's side to where it belongs on
+the receiver's, and not into a slot and out of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+SHORTEST = 4096  # bytes of a run for which the system's copy pays
+MOST = 1024  # runs that one call of the system takes
+_ALLOW_READER = 0x59616D61  # of prctl: who may look into this process
+
+_C = ctypes.CDLL(None, use_errno=True)
+
+
+def _reader() -> ctypes._NamedFuncPointer | None:
+    if not hasattr(_C, "process_vm_readv"):
+        return None
+    function = _C.process_vm_readv
+    function.restype = ctypes.c_ssize_t
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    function.argtypes = (ctypes.c_int, pointer, count, pointer, count, count)
+    return function
+
+
+_read = _reader()
+
+
+class Runs(NamedTuple):
+    """Where the bytes of a tensor lie, in its row-major order: runs of one length."""
+
+    start: int
+    length: int
+    counts: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Runs:
+        width = tensor.element_size()
+        length, counts, strides = _runs(tuple(tensor.shape), tensor.stride())
+        scaled = tuple(width * stride for stride in strides)
+        return cls(tensor.data_ptr(), width * length, counts, scaled)
+
+    def segments(self, begin: int, end: int) -> NDArray[np.uint64]:
+        """(address, length) of the pieces of memory that hold these bytes of the tensor."""
+        first, last = begin // self.length, -(-end // self.length)
+        found = np.empty((last - first, 2), np.uint64)
+        found[:, 0] = self.start + _offsets(self.counts, self.strides)[first:last]
+        found[:, 1] = self.length
+        skipped = begin - first * self.length
+        found[0] += np.array([skipped, -skipped], np.int64).astype(np.uint64)
+        found[-1, 1] -= np.uint64(last * self.length - end)
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _runs(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The length of runs, and how often they come at which distances, in elements."""
+    dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
+    length = 1
+    while dims and dims[-1][1] == length:
+        length *= dims.pop()[0]
+    return length, tuple(n for n, _ in dims), tuple(s for _, s in dims)
+
+
+@lru_cache(maxsize=256)
+def _offsets(counts: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.uint64]:
+    """Where the runs of a tensor begin, from its start on."""
+    offsets = np.zeros(1, np.int64)
+    for count, stride in zip(counts, strides, strict=True):
+        offsets = (offsets[:, None] + stride * np.arange(count)).reshape(-1)
+    return offsets.astype(np.uint64)
+
+
+def can_be_offered(tensor: Tensor) -> bool:
+    """Whether others may copy a tensor from where it lies: in long runs, as it is."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    length, _, strides = _runs(tuple(tensor.shape), tensor.stride())
+    return length * tensor.element_size() >= SHORTEST and all(stride > 0 for stride in strides)
+
+
+def allow_siblings() -> None:
+    """Let processes of the same launcher read this one, where the system asks for that."""
+    if os.getppid() > 1 and hasattr(_C, "prctl"):
+        _C.prctl(_ALLOW_READER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+
+class Reader:
+    """Reads the memory of one other process.
+
+    Args:
+        pid: of the process.
+        staging: bytes for what cannot be put into its place at once.
+    """
+
+    def __init__(self, pid: int, staging: Tensor) -> None:
+        self._pid = pid
+        self._staging = staging
+
+    def probe(self, address: int, expected: bytes) -> bool:
+        """Whether the system lets this process read the other one."""
+        if _read is None:
+            return False
+        into = self._staging[: len(expected)]
+        try:
+            self._copy(Runs(address, len(expected)), Runs.of(into), 0, len(expected))
+        except OSError:
+            return False
+        return into.numpy().tobytes() == expected
+
+    def read(self, source: Runs, place: Tensor, begin: int = 0) -> None:
+        """Copy bytes of the other's tensor, from `begin` on, to a place."""
+        target = Runs.of(place)
+        size = place.nbytes
+        step = (MOST - 2) * min(source.length, target.length)  # and a part at each end
+        for first in range(0, size, step):
+            self._copy(source, target, first, min(first + step, size), begin)
+
+    def stage(self, source: Runs, begin: int, num_bytes: int) -> Tensor:
+        """Copy bytes of the other's tensor to memory of this process, good until the next call."""
+        into = self._staging[:num_bytes]
+        self.read(source, into, begin)
+        return into
+
+    def _copy(self, source: Runs, target: Runs, begin: int, end: int, ahead: int = 0) -> None:
+        theirs = source.segments(begin + ahead, end + ahead)
+        mine = target.segments(begin, end)
+        assert _read is not None
+        done = _read(self._pid, mine.ctypes.data, len(mine), theirs.ctypes.data, len(theirs), 0)
+        if done != end - begin:
+            raise OSError(ctypes.get_errno(), f"process {self._pid} cannot be read")
+
+
+def new_staging(num_bytes: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8)
