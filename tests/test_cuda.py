@@ -22,10 +22,10 @@ import parity
 import tessel
 from movements import MOVEMENTS, assert_close, case, me, mine
 from tessel import nn, transport
-from tessel.transport import wire
-from tessel.transport.membership import Membership
 from tessel.models import FNO
 from tessel.operators import gradient
+from tessel.transport import wire
+from tessel.transport.membership import Membership
 
 SECONDS = 120.0  # the first use of a GPU by a process takes seconds
 DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]

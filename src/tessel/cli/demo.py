@@ -3,9 +3,10 @@
 Local workers share a tensor and move it in every way that Tessel knows. For each movement the
 table says how exact it is, what it sends and how long it takes; the picture shows how the tensor
 lies on the workers before and after. Then a picture that is too large for one worker's budget goes
-through a U-Net that was written for one process. Last, a tensor in pencils is Fourier transformed,
-by a plan that is printed, and a Fourier neural operator is trained for a step. The exit code is 1
-when an error is larger than it should be.
+through a U-Net that was written for one process. A tensor in pencils is Fourier transformed, by a
+plan that is printed, and a Fourier neural operator is trained for a step. Last, a classifier makes
+a step with its classes split over the workers. The exit code is 1 when an error is larger than it
+should be.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from tessel import viz
-from tessel.cli.acts import ACTS, fourier, picture
+from tessel.cli.acts import ACTS, classes, fourier, picture
 from tessel.cli.acts.act import Act, Row, Share, Sketch
 from tessel.cli.acts.picture import Report
 from tessel.launch import launch
 from tessel.partition import world
 
 SUMMARY = "show that several workers compute what one process computes"
+
+Later = fourier.Report | classes.Report  # of the acts after the picture's
 
 _TIME_LIMIT = 300.0
 _POLL_SECONDS = 0.05
@@ -65,7 +68,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.workers < 1 or args.size < 1:
         args.parser.error("--workers and --size must be 1 or more")
     console = Console(highlight=False)
-    shares, sketches, report, *transforms = _perform(console, args.workers, args.size)
+    performed = _perform(console, args.workers, args.size)
+    shares, sketches, report = performed[:3]
+    later: Sequence[Later] = performed[3:]
     results = [
         (act, [Row.of(name, column) for name, column in zip(act.rows, columns, strict=True)])
         for act, columns in zip(ACTS, shares, strict=True)
@@ -76,16 +81,16 @@ def execute(args: argparse.Namespace) -> int:
     console.print()
     console.print(picture.table(report))
     console.print(picture.legend(report), style="dim", soft_wrap=True)
-    for transform in transforms:
-        _print_transform(console, transform)
-    passed = _print_verdict(console, results, report, transforms, args.workers)
+    for each in later:
+        _print_later(console, each)
+    passed = _print_verdict(console, results, report, later, args.workers)
     console.print(drawn, markup=False, soft_wrap=True)
     return 0 if passed else 1
 
 
 def _perform(
     console: Console, workers: int, size: int
-) -> tuple[list[list[tuple[Share, ...]]], list[Sketch], Report, fourier.Report]:
+) -> tuple[list[list[tuple[Share, ...]]], list[Sketch], Report, fourier.Report, classes.Report]:
     """Run the acts; for each act and row the shares of all workers, what to draw, and reports."""
     with tempfile.TemporaryDirectory() as folder:
         done = Path(folder) / "done"
@@ -96,14 +101,20 @@ def _perform(
     by_act = [
         list(zip(*(shares[a] for shares in by_worker), strict=True)) for a in range(len(ACTS))
     ]
-    _, sketches, report, transform = results[0]
-    assert report is not None and transform is not None
-    return by_act, sketches, report, transform
+    _, sketches, report, transform, classified = results[0]
+    assert report is not None and transform is not None and classified is not None
+    return by_act, sketches, report, transform, classified
 
 
 def _work(
     size: int, done: str
-) -> tuple[list[list[Share]], list[Sketch], Report | None, fourier.Report | None]:
+) -> tuple[
+    list[list[Share]],
+    list[Sketch],
+    Report | None,
+    fourier.Report | None,
+    classes.Report | None,
+]:
     """What a worker does: every act; the first worker notes each row that is done."""
     first = world().rank == 0
     shares: list[list[Share]] = []
@@ -117,7 +128,10 @@ def _work(
     report = picture.perform(size)
     if first:
         _note(done, picture.TITLE)
-    return shares, sketches, report, fourier.perform(size)
+    transform = fourier.perform(size)
+    if first:
+        _note(done, fourier.TITLE)
+    return shares, sketches, report, transform, classes.perform(size)
 
 
 def _note(done: str, name: str) -> None:
@@ -128,7 +142,8 @@ def _note(done: str, name: str) -> None:
 @contextmanager
 def _progress(console: Console, workers: int, done: Path) -> Iterator[None]:
     """Show a bar that follows the file in which the first worker notes what is done."""
-    names = [*(name for act in ACTS for name in act.rows), picture.TITLE, fourier.TITLE]
+    rows = (name for act in ACTS for name in act.rows)
+    names = [*rows, picture.TITLE, fourier.TITLE, classes.TITLE]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(f"starting {workers} workers", total=len(names))
@@ -176,8 +191,12 @@ def _table(results: Sequence[tuple[Act, Sequence[Row]]], workers: int, size: int
     return table
 
 
-def _print_transform(console: Console, report: fourier.Report) -> None:
-    for table, legend in zip(fourier.tables(report), fourier.legends(report), strict=True):
+def _print_later(console: Console, report: Later) -> None:
+    if isinstance(report, fourier.Report):
+        shown = zip(fourier.tables(report), fourier.legends(report), strict=True)
+    else:
+        shown = zip(classes.tables(report), classes.legends(report), strict=True)
+    for table, legend in shown:
         console.print()
         console.print(table)
         console.print(legend, style="dim", soft_wrap=True)
@@ -192,14 +211,14 @@ def _print_verdict(
     console: Console,
     results: Sequence[tuple[Act, Sequence[Row]]],
     report: Report,
-    transforms: Sequence[fourier.Report],
+    later: Sequence[Later],
     workers: int,
 ) -> bool:
     wrong = [row.name for act, rows in results for row in rows if not row.worst <= act.limit]
     wrong += [picture.TITLE] if not (report.worst <= picture.LIMIT and report.fits) else []
-    wrong += [title for transform in transforms for title in transform.wrong]
+    wrong += [title for each in later for title in each.wrong]
     errors = [row.worst for _, rows in results for row in rows]
-    worst = max(report.worst, *errors, *(transform.worst for transform in transforms))
+    worst = max(report.worst, *errors, *(each.worst for each in later))
     if not wrong:
         console.print(
             f"\n[bold green]{workers} workers compute what one process computes[/] "
