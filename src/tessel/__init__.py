@@ -1,9 +1,12 @@
 """Tensors spread over processes: distribution as linear algebra."""
 
+from tessel import distributed as distributed
 from tessel import models as models
 from tessel import nn as nn
 from tessel import operators as operators
 from tessel import testing as testing
+from tessel.distributed import get_parallel_dim as get_parallel_dim
+from tessel.distributed import register_parallel_dim as register_parallel_dim
 from tessel.errors import WorkerLost as WorkerLost
 from tessel.launch import launch as launch
 from tessel.layout import Layout as Layout

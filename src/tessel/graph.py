@@ -1,11 +1,17 @@
-"""How a compiler sees a linear operator: as one opaque node of its graph."""
+"""How a compiler sees this library: operators are opaque nodes of its graph, layers not at all."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from tessel.numbered import object_of
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @torch.library.custom_op("tessel::apply", mutates_args=())
@@ -17,3 +23,18 @@ def node(x: Tensor, number: str) -> Tensor:
 @node.register_fake
 def _(x: Tensor, number: str) -> Tensor:
     return x.new_empty(object_of(number).codomain.local_shape)
+
+
+def eagerly(function: F) -> F:
+    """Let compiled code call a function as it is, outside of its graph.
+
+    What it moves depends on an agreement of all workers at each call.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, call)

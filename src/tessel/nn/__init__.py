@@ -1,5 +1,7 @@
 """Data movements and layers as torch modules, and the conversion of torch models."""
 
+from tessel.nn import functional as functional
+from tessel.nn import init as init
 from tessel.nn.adaptive import DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d
 from tessel.nn.adaptive import DistributedAdaptiveAvgPool2d as DistributedAdaptiveAvgPool2d
 from tessel.nn.adaptive import DistributedAdaptiveAvgPool3d as DistributedAdaptiveAvgPool3d
@@ -36,6 +38,18 @@ from tessel.nn.norm import DistributedInstanceNorm2d as DistributedInstanceNorm2
 from tessel.nn.norm import DistributedInstanceNorm3d as DistributedInstanceNorm3d
 from tessel.nn.norm import DistributedLayerNorm as DistributedLayerNorm
 from tessel.nn.norm import DistributedRMSNorm as DistributedRMSNorm
+from tessel.nn.parallel import ParallelCrossEntropyLoss as ParallelCrossEntropyLoss
+from tessel.nn.parallel import ParallelDropout as ParallelDropout
+from tessel.nn.parallel import ParallelEmbedding as ParallelEmbedding
+from tessel.nn.parallel import ParallelLinear as ParallelLinear
+from tessel.nn.parallel import RegisterParallelDim as RegisterParallelDim
+from tessel.nn.parallel import clip_grad_norm_ as clip_grad_norm_
+from tessel.nn.parallel import data_parallel as data_parallel
+from tessel.nn.parallel import gather_batch as gather_batch
+from tessel.nn.parallel import random_stream as random_stream
+from tessel.nn.parallel import (
+    register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore,
+)
 from tessel.nn.pooling import DistributedAvgPool1d as DistributedAvgPool1d
 from tessel.nn.pooling import DistributedAvgPool2d as DistributedAvgPool2d
 from tessel.nn.pooling import DistributedAvgPool3d as DistributedAvgPool3d

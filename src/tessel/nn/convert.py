@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
+from tessel.graph import eagerly
 from tessel.layout import Layout, Shape, zero_volume_tensor
 from tessel.nn import ledger
 from tessel.nn.adaptive import (
@@ -262,7 +263,7 @@ class Entrance:
         self.module, self.P_x, self.stream = module, P_x, stream
         self._meetings: dict[Any, Meeting[Entry]] = {}
 
-    @ledger.eagerly
+    @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
         if (running := ledger.active()) is not None:

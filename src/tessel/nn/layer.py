@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
 from tessel.nn import ledger
 from tessel.numbered import Numbered
@@ -74,7 +75,7 @@ class Layer(Numbered):
         assert isinstance(self, torch.nn.Module)
         equalize(self.parameters(recurse=False), self.P_x)
 
-    @ledger.eagerly
+    @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         with ledger.paused():
             x, known = input, ledger.layout_of(input)

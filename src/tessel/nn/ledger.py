@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -209,21 +208,6 @@ def paused() -> Iterator[None]:
         return
     with torch._C.DisableTorchFunction():
         yield
-
-
-def eagerly(method: F) -> F:
-    """Let compiled code call a method as it is, outside of its graph.
-
-    What a layer does depends on an agreement of all workers at each call.
-    """
-
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(method)(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return cast(F, call)
 
 
 def tensors(*values: Any) -> Iterator[Tensor]:

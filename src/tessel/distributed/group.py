@@ -1,0 +1,150 @@
+"""The model-parallel group: the workers over which layers spread their weights by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import index as as_int
+
+from tessel import transport
+from tessel.distributed.agreeing import agree_on_call
+from tessel.partition import Partition, world
+from tessel.transport import kept_in_job
+
+
+@dataclass
+class _Choice:
+    """What `init_process_group` fixed in this job: the group of this worker, or nothing yet."""
+
+    group: Partition | None = None
+
+
+def init_process_group(group_size: int | None = None) -> None:
+    """Fix the default model-parallel group: this many contiguous workers, or all of them.
+
+    All workers call this together, once. With 8 workers and a group size of 2, workers 0 and 1
+    are the first group, and 6 and 7 the last. Under `torchrun` or `tessel run` this joins the job.
+
+    Args:
+        group_size: the number of workers of each group, a divisor of the number of all workers.
+
+    >>> import tessel
+    >>> tessel.distributed.init_process_group(group_size=1)
+    >>> tessel.distributed.get_group_size()
+    1
+    >>> tessel.distributed.destroy_process_group()
+    """
+    everyone = world()
+    chosen = _choice().group
+    if chosen is not None:
+        raise RuntimeError(
+            f"the model-parallel group is fixed already, to {chosen.size} of {everyone.size} "
+            f"workers; call tessel.distributed.destroy_process_group() before you fix it to "
+            f"{everyone.size if group_size is None else group_size}"
+        )
+    agree_on_call(everyone, f"tessel.distributed.init_process_group(group_size={group_size!r})")
+    size = _checked(group_size, everyone.size)
+    groups = [  # all workers make all groups, in one order
+        Partition(everyone.ranks[start : start + size], (size,))
+        for start in range(0, everyone.size, size)
+    ]
+    _choice().group = next(group for group in groups if group.active)
+
+
+def is_initialized() -> bool:
+    """Whether `init_process_group` has fixed the default group.
+
+    >>> import tessel
+    >>> tessel.distributed.is_initialized()
+    False
+    """
+    return _choice().group is not None
+
+
+def destroy_process_group() -> None:
+    """Forget the default group; what `torch.distributed` has set up stays.
+
+    >>> import tessel
+    >>> tessel.distributed.init_process_group()
+    >>> tessel.distributed.destroy_process_group()
+    >>> tessel.distributed.is_initialized()
+    False
+    """
+    if not is_initialized():
+        raise RuntimeError(
+            "there is no model-parallel group to forget; "
+            "tessel.distributed.init_process_group(group_size) fixes one"
+        )
+    _choice().group = None
+
+
+def get_rank() -> int:
+    """The number of this worker in the job.
+
+    >>> import tessel
+    >>> tessel.distributed.get_rank()
+    0
+    """
+    world()
+    return transport.this_worker()
+
+
+def get_world_size() -> int:
+    """The number of workers of the job.
+
+    >>> import tessel
+    >>> tessel.distributed.get_world_size()
+    1
+    """
+    return world().size
+
+
+def get_group_size() -> int:
+    """The number of workers of this worker's model-parallel group.
+
+    >>> import tessel
+    >>> tessel.distributed.get_group_size()
+    1
+    """
+    return get_group().size
+
+
+def get_group() -> Partition:
+    """The model-parallel group of this worker: all workers until `init_process_group` says else.
+
+    >>> import tessel
+    >>> tessel.distributed.get_group()
+    Partition(1 on workers 0)
+    """
+    everyone = world()
+    return _choice().group or everyone
+
+
+def row_of(partition: Partition | None) -> Partition:
+    """The workers of a partition in one row, in their order; None for the default group."""
+    if partition is None:
+        return get_group()
+    if not isinstance(partition, Partition):
+        raise TypeError(f"partition: a tessel.Partition or None is needed, got {partition!r}")
+    return partition if partition.dim == 1 else Partition(partition.ranks, (partition.size,))
+
+
+def _checked(group_size: int | None, workers: int) -> int:
+    if group_size is None:
+        return workers
+    size = as_int(group_size)
+    if size < 1 or workers % size:
+        raise ValueError(
+            f"init_process_group: the group size must divide the number of workers, got a group "
+            f"size of {size} for {workers} workers"
+        )
+    return size
+
+
+def _choice() -> _Choice:
+    transport.current_call()  # notices that the job is another one: what was kept ends with it
+    return _kept()
+
+
+@kept_in_job
+def _kept() -> _Choice:
+    return _Choice()

@@ -1,0 +1,100 @@
+"""Mark: what says of a tensor that it is one worker's shard of a larger one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tessel import boxes
+from tessel.partition import Partition
+
+ATTRIBUTE = "_tessel_mark"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A tensor is a shard: worker k of `partition` has the k-th part of its dimension `dim`.
+
+    Args:
+        dim: the dimension that is split, counted from the front.
+        partition: the workers, in one row.
+        size: the length of the dimension of the whole tensor, split into balanced parts; None if
+            that is not known.
+    """
+
+    dim: int
+    partition: Partition
+    size: int | None = None
+
+    @property
+    def interval(self) -> boxes.Interval | None:
+        """Where the part of this worker lies, if the size is known and it has one."""
+        place = self.partition.rank
+        if self.size is None or place is None:
+            return None
+        return boxes.balanced_part(self.size, self.partition.size, place)
+
+    def merged(self, other: Mark) -> Mark | None:
+        """The mark of a tensor for which both hold, or None if they contradict each other."""
+        known = self if self.size is not None else other
+        sizes = {self.size, other.size} - {None}
+        alike = self.dim == other.dim and self.partition.ranks == other.partition.ranks
+        return known if alike and len(sizes) < 2 else None
+
+    def at(self, dim: int) -> Mark:
+        """The same along another dimension."""
+        return self if dim == self.dim else replace(self, dim=dim)
+
+    def __str__(self) -> str:
+        size = "" if self.size is None else f", {self.size} long as a whole,"
+        return f"a shard along dim {self.dim}{size} over workers {self.partition.listing}"
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A tensor was computed from shards in a way that does not say what it is now.
+
+    Args:
+        function: which function lost the mark.
+        why: what it did, or nothing.
+    """
+
+    function: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"of a mark that was lost in {self._where}"
+
+    @property
+    def _where(self) -> str:
+        return f"`{self.function}` {self.why}" if self.why else f"`{self.function}`"
+
+    @property
+    def remedy(self) -> str:
+        """What happened, and what the user can write."""
+        return (
+            f"its mark was lost in {self._where}, so that it is not known whether it is a shard, "
+            f"and along which dimension; write x = tessel.register_parallel_dim(x, dim) after "
+            f"that, with dim=None if it is whole on every worker, or "
+            f"x = tessel.distributed.gather(x) before"
+        )
+
+
+State = Mark | Unknown | None
+
+
+def state_of(x: Any) -> State:
+    """The mark of a tensor, that it is not known, or None for a tensor without one."""
+    state: State = getattr(x, ATTRIBUTE, None)
+    return state
+
+
+def describe(state: State) -> str:
+    """A state in words, for the text of errors."""
+    return "not marked as a shard" if state is None else str(state)
+
+
+def check_known(state: State, label: str) -> None:
+    """Raise ValueError in the name of `label` if a mark was lost."""
+    if isinstance(state, Unknown):
+        raise ValueError(f"{label}: {state.remedy}")

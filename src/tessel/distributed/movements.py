@@ -1,0 +1,285 @@
+"""The four movements of tensor parallelism: copy, reduce, scatter and gather."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import index as as_int
+from typing import Any
+
+from torch import Tensor
+
+from tessel import boxes
+from tessel.agreement import Terms, same
+from tessel.distributed.group import row_of
+from tessel.distributed.marks import (
+    Mark,
+    State,
+    check_known,
+    describe,
+    marked,
+    state_of,
+    unmarked,
+)
+from tessel.graph import eagerly
+from tessel.layout import Cut, Layout, Shape
+from tessel.linop import Agreed, LinearOperator
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.primitives.movement import Movement
+from tessel.shared import Spread
+from tessel.transport import kept_in_job
+
+
+@eagerly
+def copy(x: Tensor, partition: Partition | None = None) -> Tensor:
+    """Let every worker use a shared value in a computation of its own.
+
+    Forward:  y_k = x, nothing moves.    Adjoint:  x = Σ_k y_k, an all-reduce.
+
+    Args:
+        x: one value, stored by all workers of the group.
+        partition: the workers; None for the default group.
+
+    >>> import tessel, torch
+    >>> tessel.distributed.copy(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return _sent_whole(_Copy, x, row_of(partition))
+
+
+@eagerly
+def reduce(x: Tensor, partition: Partition | None = None) -> Tensor:
+    """Sum the values of all workers to one shared value.
+
+    Forward:  y = Σ_k x_k, an all-reduce.    Adjoint:  x_k = y, nothing moves.
+
+    Args:
+        x: of the same shape on all workers of the group.
+        partition: the workers; None for the default group.
+
+    >>> import tessel, torch
+    >>> tessel.distributed.reduce(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return _sent_whole(_Reduce, x, row_of(partition))
+
+
+@eagerly
+def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
+    """Keep this worker's shard of a shared value, marked as one.
+
+    Forward:  y_k = x[part k], nothing moves.    Adjoint:  x = (y_0, y_1, …), an all-gather.
+
+    Args:
+        x: one value, stored by all workers of the group.
+        dim: the dimension that is split into balanced parts.
+        partition: the workers; None for the default group.
+
+    >>> import tessel, torch
+    >>> y = tessel.distributed.scatter(torch.ones(2, 3), dim=-1)
+    >>> tuple(y.shape), tessel.distributed.get_parallel_dim(y)
+    ((2, 3), 1)
+    """
+    row, state = row_of(partition), state_of(x)
+    y = _movement(_Scatter, row, _whole_number(dim), state)(_plain(x))
+    if not row.active:
+        return y
+    place = as_int(dim) % x.ndim
+    return marked(y, Mark(place, row, x.shape[place]))
+
+
+@eagerly
+def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None) -> Tensor:
+    """Put the shards of all workers together to one shared value, which has no mark.
+
+    Forward:  y = (x_0, x_1, …), an all-gather.    Adjoint:  x_k = y[part k], nothing moves.
+
+    Args:
+        x: this worker's shard; without a mark, its length along `dim` may be any.
+        dim: the dimension of which each worker has a part; None for that of the mark.
+        partition: the workers; None for those of the mark, or the default group.
+
+    >>> import tessel, torch
+    >>> y = tessel.distributed.scatter(torch.ones(2, 3), dim=-1)
+    >>> tessel.distributed.gather(y).shape
+    torch.Size([2, 3])
+    """
+    state = state_of(x)
+    if partition is None and isinstance(state, Mark):
+        partition = state.partition
+    return _movement(_Gather, row_of(partition), _whole_number(dim), state)(_plain(x))
+
+
+def _whole_number(dim: int | None) -> int | None:
+    return None if dim is None else as_int(dim)
+
+
+def _plain(x: Any) -> Any:
+    return unmarked(x) if isinstance(x, Tensor) else x
+
+
+def _sent_whole(kind: type[_TensorMovement], x: Tensor, row: Partition) -> Tensor:
+    """Move a value that is of one shape on all workers; a mark of other workers stays."""
+    state = state_of(x)
+    y = _movement(kind, row, None, state)(_plain(x))
+    return y if state is None else marked(y, state)
+
+
+@kept_in_job
+def _movement(
+    kind: type[_TensorMovement], partition: Partition, dim: int | None, state: State
+) -> _TensorMovement:
+    return kind(partition, dim, state)
+
+
+class _TensorMovement(Movement):
+    """A movement within one group of a tensor whose mark all workers know."""
+
+    def __init__(self, partition: Partition, dim: int | None, state: State) -> None:
+        super().__init__(partition, partition)
+        self.dim = dim
+        self.state = state
+
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
+        check_known(self.state, self.label)
+        return super()._conclude(shapes, terms)
+
+    def whole_shape(self, shapes: Mapping[int, Shape]) -> Shape:
+        shape: Shape = same(dict(shapes), "shape", self.label)
+        return shape
+
+    def place(self, ndim: int) -> int:
+        """The dimension, counted from the front."""
+        assert self.dim is not None
+        if not -ndim <= self.dim < ndim:
+            raise ValueError(f"{self.label}: dim {self.dim} is out of range for {ndim} dimensions")
+        return self.dim % ndim
+
+    @property
+    def label(self) -> str:
+        name = type(self).__name__.strip("_").lower()
+        dim = "" if self.dim is None else f", dim={self.dim}"
+        return f"tessel.distributed.{name}(x{dim}) over {self.P_x}, where x is {self._what}"
+
+    @property
+    def _what(self) -> str:
+        if isinstance(self.state, Mark) and self._is_of_another_group:
+            mark = self.state
+            part = f"part {mark.partition.rank} of {mark.partition.size}"
+            return f"a shard along dim {mark.dim}, {part} of {mark.size}, over another group"
+        return describe(self.state)
+
+    @property
+    def _is_of_another_group(self) -> bool:
+        """Whether the tensor is a shard over workers of whom only this one moves it now."""
+        assert isinstance(self.state, Mark)
+        theirs, ours = self.state.partition.ranks, self.P_x.ranks
+        return theirs != ours and len({*theirs} & {*ours}) < 2
+
+    def __repr__(self) -> str:
+        return self.label
+
+    def _check_unmarked(self) -> None:
+        """Raise for a shard of these very workers, which is not one value."""
+        if isinstance(self.state, Mark) and not self._is_of_another_group:
+            raise ValueError(
+                f"{self.label}: a value that is whole on every worker is needed; "
+                f"tessel.distributed.gather(x) gives it"
+            )
+
+
+class _OfOneValue(_TensorMovement):
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
+        self._check_unmarked()
+        return super()._conclude(shapes, terms)
+
+
+class _Copy(_OfOneValue):
+    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
+        return copying(self.P_x, self.whole_shape(shapes))
+
+
+class _Reduce(_OfOneValue):
+    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
+        return reducing(self.P_x, self.whole_shape(shapes))
+
+
+class _Scatter(_OfOneValue):
+    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
+        if self.state is not None:
+            raise ValueError(
+                f"{self.label}: a tensor that is split over two groups at once has no mark; "
+                f"gather it first"
+            )
+        shape = self.whole_shape(shapes)
+        return scattering(self.P_x, shape, self.place(len(shape)))
+
+
+class _Gather(_TensorMovement):
+    def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
+        first = shapes[self.P_x.ranks[0]]
+        dim = self.place(len(first))
+        others = {w: shapes[w][:dim] + shapes[w][dim + 1 :] for w in self.P_x.ranks}
+        same(others, f"shape (but for dim {dim})", self.label)
+        intervals = boxes.consecutive(shapes[worker][dim] for worker in self.P_x.ranks)
+        self._check_mark(dim, intervals)
+        return _gathering(
+            self.P_x, (*first[:dim], intervals[-1][1], *first[dim + 1 :]), dim, intervals
+        )
+
+    def place(self, ndim: int) -> int:
+        if self.dim is None and self.state is None:
+            raise ValueError(
+                f"{self.label}: which dimension is split is not known; write gather(x, dim)"
+            )
+        if self.dim is None:
+            assert isinstance(self.state, Mark)
+            return self.state.dim
+        return super().place(ndim)
+
+    def _check_mark(self, dim: int, intervals: tuple[boxes.Interval, ...]) -> None:
+        mark = self.state
+        if not isinstance(mark, Mark):
+            return
+        if mark.dim != dim or mark.partition.ranks != self.P_x.ranks:
+            raise ValueError(
+                f"{self.label}: the mark says otherwise; gather along the dimension and over the "
+                f"workers of the mark, or register another one with tessel.register_parallel_dim"
+            )
+        if mark.size is not None and intervals != boxes.balanced(mark.size, self.P_x.size):
+            lengths = [stop - start for start, stop in intervals]
+            raise ValueError(
+                f"{self.label}: shards of balanced lengths were expected, of {mark.size} in all, "
+                f"got lengths {lengths} on workers {list(self.P_x.ranks)}"
+            )
+
+
+@kept_in_job
+def copying(partition: Partition, shape: Shape) -> LinearOperator:
+    """The operator from a shared value to separate copies of it: nothing moves."""
+    shared = Layout.whole(partition, shape, shared=True)
+    return Spread(shared, replace(shared, shared=()))
+
+
+@kept_in_job
+def reducing(partition: Partition, shape: Shape) -> LinearOperator:
+    """The operator from separate values to their sum, a shared value: an all-reduce."""
+    return copying(partition, shape).H
+
+
+@kept_in_job
+def scattering(partition: Partition, shape: Shape, dim: int) -> Move:
+    """The operator from a whole shared value to balanced shards along a dimension."""
+    whole = Layout.whole(partition, shape, shared=True)
+    axes = [0 if each == dim else None for each in range(len(shape))]
+    return Move(whole, Layout.split(partition, shape, axes))
+
+
+@kept_in_job
+def _gathering(
+    partition: Partition, shape: Shape, dim: int, intervals: tuple[boxes.Interval, ...]
+) -> Move:
+    whole = Layout.whole(partition, shape, shared=True)
+    cuts = (*whole.cuts[:dim], Cut((0,), intervals), *whole.cuts[dim + 1 :])
+    return Move(replace(whole, cuts=cuts, shared=()), whole)

@@ -1,0 +1,51 @@
+"""Parallel layers as functions, which get the shards of the parameters from their caller."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.distributed.group import row_of
+from tessel.graph import eagerly
+from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
+from tessel.nn.parallel.embedding import parallel_embedding
+from tessel.nn.parallel.linear import multiply_shards
+from tessel.partition import Partition
+
+__all__ = ["parallel_cross_entropy", "parallel_embedding", "parallel_linear"]
+
+
+def parallel_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    dim: int | None = None,
+    partition: Partition | None = None,
+) -> Tensor:
+    """The linear map of the last dimension, with a weight whose shards the workers pass.
+
+    Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
+
+    Args:
+        input: whole on all workers; for `dim=0` also a shard along the last dimension.
+        weight: this worker's shard of the weight (outputs, inputs): balanced parts of the outputs
+            for `dim=1` and `-1`, of the inputs for `dim=0`; the whole weight for `dim=None`.
+        bias: the part of this worker's outputs; for `dim=0` the whole bias, the same on all.
+        dim: which is split, as in `tessel.nn.ParallelLinear`; None for torch's own function.
+        partition: the workers; None for the default group.
+
+    >>> import tessel, torch
+    >>> tessel.nn.functional.parallel_linear(torch.ones(2, 3), torch.ones(4, 3), dim=0)
+    tensor([[3., 3., 3., 3.],
+            [3., 3., 3., 3.]])
+    """
+    if dim is None:
+        return F.linear(input, weight, bias)
+    return _parallel_linear(input, weight, bias, dim, partition)
+
+
+@eagerly
+def _parallel_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, dim: int, partition: Partition | None
+) -> Tensor:
+    return multiply_shards(input, weight, bias, dim, row_of(partition))

@@ -1,0 +1,271 @@
+"""Clipping of gradients by their norm, over all shards of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tessel.distributed.agreeing import agree_on_call
+from tessel.distributed.group import row_of
+from tessel.distributed.marks import mark_of, shared_by, unmarked
+from tessel.graph import eagerly
+from tessel.layout import Layout
+from tessel.move import Move
+from tessel.nn.blocks import Weighted
+from tessel.partition import Partition
+from tessel.transport import code_of, kept_in_job
+
+NO_GRADIENT = -1.0  # where the norm of a gradient would be
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this worker has of a parameter, and which workers' pieces make up the whole.
+
+    Attributes:
+        name: of the parameter, in the text of errors.
+        value: the parameter.
+        counted: the workers whose gradients count; the norm of the whole is that of theirs.
+        holders: the workers that have the same gradient as one that counts, by that one.
+    """
+
+    name: str
+    value: Tensor
+    counted: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(sorted(worker for some in self.holders for worker in some))
+
+    @property
+    def identity(self) -> str:
+        """What all workers must agree on."""
+        return f"{self.counted} {self.holders}"
+
+
+@eagerly
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor] | Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    partition: Partition | None = None,
+) -> Tensor:
+    """Scale gradients down to a norm, that of the whole model: `torch.nn.utils.clip_grad_norm_`.
+
+    Forward:  ‖g‖ = (Σ |g_i|^p)^(1/p) over all shards and, once, all shared parameters; then
+    g ← g · min(1, max_norm / (‖g‖ + 1e-6)), on every worker.
+
+    Parameters that are marked as shards count on each worker of their group. All others are
+    taken for shared: every worker has the same gradient, which counts once; ValueError on every
+    worker if the gradients differ. Layers that store blocks of their weights without a mark, as
+    `DistributedLinear` with `P_w` does, are known when the module itself is passed. Sparse
+    gradients count as the dense ones that they stand for.
+
+    Args:
+        parameters: as in torch; or a module, for all of its parameters.
+        max_norm: the greatest norm that gradients may have.
+        norm_type: p, which may be infinite.
+        error_if_nonfinite: whether to raise RuntimeError for a norm that is not finite.
+        partition: the workers that hold one copy of the model together; None for those of the
+            shards, and without shards for the default group.
+
+    >>> import tessel, torch
+    >>> layer = tessel.nn.ParallelLinear(3, 2, dim=-1)
+    >>> layer(torch.ones(4, 3)).sum().backward()
+    >>> round(tessel.nn.clip_grad_norm_(layer.parameters(), 1.0).item(), 3)
+    11.314
+    >>> round(layer.bias.grad.norm().item(), 3)
+    0.5
+    """
+    found = list(_named(parameters))
+    row = _row(found, partition)
+    if not row.active:
+        return _outside(found, row)
+    pieces = [_piece(name, value, layout, row) for name, value, layout in found]
+    code = code_of(" ".join(piece.identity for piece in pieces))
+    agree_on_call(
+        row,
+        f"clip_grad_norm_ of {len(pieces)} parameters, max_norm={max_norm!r}, "
+        f"norm_type={norm_type!r}, error_if_nonfinite={error_if_nonfinite!r}, over {row}, whose "
+        f"shards lie as the number {code} says",
+    )
+    with torch.no_grad():
+        norms = _everyones(pieces, float(norm_type), row)
+        total = _total(pieces, norms, float(norm_type), row)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is "
+                f"non-finite, so it cannot be clipped. To disable this error and scale the "
+                f"gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        torch.nn.utils.clip_grads_with_norm_([each.value for each in pieces], max_norm, total)
+    return total
+
+
+Named = tuple[str, Tensor, Layout | None]
+
+
+def _named(parameters: Tensor | Iterable[Tensor] | Module) -> Iterator[Named]:
+    """Each parameter with a name, and where its parts lie if a mark or its module says so."""
+    if isinstance(parameters, Module):
+        known = {
+            id(module._parameters.get(name)): layout
+            for module in parameters.modules()
+            for name, layout in _layouts_of(module).items()
+        }
+        for name, value in parameters.named_parameters():
+            yield name, value, known.get(id(value)) or _layout_of(value)
+        return
+    several = [parameters] if isinstance(parameters, Tensor) else parameters
+    for number, value in enumerate(several):
+        yield f"number {number}", value, _layout_of(value)
+
+
+def _layouts_of(module: Module) -> Mapping[str, Layout]:
+    """Where the parameters of a layer lie that are not marked themselves."""
+    if isinstance(module, Weighted):
+        return module._block_layouts()
+    layout = getattr(module, "layout", None)  # of a weight that is a module of its own
+    return {"weight": layout} if isinstance(layout, Layout) else {}
+
+
+def _layout_of(parameter: Tensor) -> Layout | None:
+    """Which workers have which part, by the mark; the shape is of no matter here."""
+    mark, sharing = mark_of(parameter), shared_by(parameter)
+    if mark is not None:
+        return Layout.balanced(mark.partition, (mark.partition.size,))
+    return None if sharing is None else Layout.whole(sharing, (), shared=True)
+
+
+def _row(found: Sequence[Named], partition: Partition | None) -> Partition:
+    """The workers that hold the model together, in a row."""
+    if partition is not None:
+        return row_of(partition)
+    groups = {layout.partition.group.workers for _, _, layout in found if layout is not None}
+    if len(groups) == 1:
+        ranks = groups.pop()
+        return Partition(ranks, (len(ranks),))
+    return row_of(None)
+
+
+def _outside(found: Sequence[Named], row: Partition) -> Tensor:
+    """What a worker gets that has nothing of the model."""
+    if any(value.grad is not None and value.grad.numel() for _, value, _ in found):
+        raise ValueError(
+            f"clip_grad_norm_ over {row}: this worker is not one of these and has gradients; pass "
+            f"`partition`, with all workers that hold the model"
+        )
+    return torch.tensor(0.0)
+
+
+def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> Piece:
+    counted, holders = _holders(layout or Layout.whole(row, (), shared=True))
+    others = [worker for some in holders for worker in some if row.place(worker) is None]
+    if others:
+        raise ValueError(
+            f"clip_grad_norm_ over {row}: the parameter {name} has parts on workers {others}, "
+            f"which are not among these; pass `partition`, with all workers that hold the model"
+        )
+    return Piece(name, value, counted, holders)
+
+
+@kept_in_job
+def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The workers that count, and for each of them all that have the same value."""
+    P = layout.partition
+    places = {worker: P.coordinates(worker) or () for worker in P.ranks}
+    counted = [w for w, at in places.items() if not any(at[axis] for axis in layout.shared)]
+    return tuple(counted), tuple(tuple(layout.holders(places[worker])) for worker in counted)
+
+
+def _everyones(pieces: Sequence[Piece], norm_type: float, row: Partition) -> Tensor:
+    """The norms of all gradients on all workers, in the order of the workers; on the CPU."""
+    if not pieces:
+        return torch.zeros(row.size, 0)
+    device = pieces[0].value.device
+    norms = [_norm(piece.value.grad, norm_type).to(device) for piece in pieces]
+    return _gathering(row, len(pieces)).apply(torch.stack(norms)[None]).cpu()
+
+
+@kept_in_job
+def _gathering(row: Partition, count: int) -> Move:
+    shape = (row.size, count)
+    return Move(Layout.split(row, shape, (0, None)), Layout.whole(row, shape, shared=True))
+
+
+def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
+    """The norm of one gradient; of no values, that which does not change those of others."""
+    if grad is None:
+        return torch.tensor(NO_GRADIENT, dtype=torch.float64)
+    values = grad.coalesce().values() if grad.is_sparse else unmarked(grad)
+    if not values.numel():
+        least = 0.0 if norm_type >= 0 else float("inf")
+        return torch.tensor(least, dtype=torch.float64, device=grad.device)
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()
+    return torch.linalg.vector_norm(values, norm_type).double()
+
+
+def _total(pieces: Sequence[Piece], norms: Tensor, norm_type: float, row: Partition) -> Tensor:
+    """The norm of the whole model, of the dtype and on the device that torch gives it."""
+    wholes = []
+    for number, piece in enumerate(pieces):
+        column = {worker: norms[row.place(worker) or 0, number] for worker in piece.workers}
+        _check(piece, column)
+        counted = torch.stack([column[worker] for worker in piece.counted])
+        if not bool((counted == NO_GRADIENT).all()):
+            wholes.append(_norm_of_norms(counted, norm_type))
+    if not wholes:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack(wholes), norm_type)
+    values = [piece.value for piece in pieces]
+    with_grads = [value for value in values if value.grad is not None] or values
+    dtype = reduce(torch.promote_types, (_real(value.dtype) for value in with_grads))
+    return total.to(with_grads[0].device, dtype)
+
+
+def _norm_of_norms(norms: Tensor, norm_type: float) -> Tensor:
+    """The norm of a tensor from those of its parts, which for p = 0 are counts."""
+    return norms.sum() if norm_type == 0 else torch.linalg.vector_norm(norms, norm_type)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _check(piece: Piece, norms: Mapping[int, Tensor]) -> None:
+    """Raise ValueError if workers that have one value have other gradients, or only some have."""
+    found = {worker: float(norm) for worker, norm in norms.items()}
+    without = [worker for worker, norm in found.items() if norm == NO_GRADIENT]
+    if without and len(without) < len(found):
+        raise ValueError(
+            f"clip_grad_norm_: workers {without} have no gradient of the parameter {piece.name}, "
+            f"and others have one; all must take part in the same backward pass"
+        )
+    for same in piece.holders:
+        first = found[same[0]]
+        for worker in same[1:]:
+            if not _alike(first, found[worker], piece.value.dtype):
+                raise ValueError(
+                    f"clip_grad_norm_: the parameter {piece.name}, of shape "
+                    f"{tuple(piece.value.shape)} here, is taken for one that workers share, and "
+                    f"its gradient has the norm {first:.6g} on worker {same[0]} and "
+                    f"{found[worker]:.6g} on worker {worker}; if it is a shard, say so with "
+                    f"tessel.register_parallel_dim(parameter, dim) or pass the module that has "
+                    f"it; if not, let its use go through tessel.distributed.copy, which sums "
+                    f"its gradient"
+                )
+
+
+def _alike(a: float, b: float, dtype: torch.dtype) -> bool:
+    """Whether two norms are the same but for rounding, in which accelerators may differ."""
+    if a == b or (a != a and b != b):
+        return True
+    return abs(a - b) <= torch.finfo(dtype).eps ** 0.5 * max(abs(a), abs(b)) < float("inf")

@@ -1,0 +1,272 @@
+"""Class-parallel cross entropy: the loss of logits whose classes are split over workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn import _reduction
+
+from tessel import transport
+from tessel.agreement import Terms, admit
+from tessel.distributed.group import row_of
+from tessel.distributed.marks import Mark, mark_of, unmarked
+from tessel.graph import eagerly
+from tessel.layout import Layout, Shape
+from tessel.move import Move
+from tessel.nn.parallel.cross_entropy_agreement import Agreed, Call, Kind, Place, agree
+from tessel.nn.parallel.cross_entropy_parts import (
+    Merged,
+    Shard,
+    facts_of_classes,
+    facts_of_probabilities,
+)
+from tessel.partition import Partition
+from tessel.shared import even
+from tessel.transport import kept_in_job
+
+
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    partition: Partition | None = None,
+) -> Tensor:
+    """The cross entropy of logits that are whole, or a shard of the classes.
+
+    Forward:  L = Σ_n w[y_n]·(log Σ_c exp x[n, c] − x[n, y_n]) / Σ_n w[y_n], on every worker.
+
+    Of a whole input this is `torch.nn.functional.cross_entropy`. Of a shard, as
+    `ParallelLinear(dim=-1)` gives it, no worker sees the logits of the others: the workers
+    exchange three or four numbers for each sample, once, and nothing in the backward pass. The
+    loss is shared: every worker calls `backward()`, and the gradient of its shard is that of one
+    process. The numbers are computed in float32 at least.
+
+    Args:
+        input: logits of shape (C), (N, C) or (N, C, d1, …); a shard is split along the classes.
+        target: the classes, of the shape of the input without C, or probabilities, of the shape
+            of the whole input; the same on every worker. Probabilities may also be a shard that
+            is marked as the input is.
+        weight: of each class, all of it on every worker.
+        size_average, reduce: torch's old names of reductions.
+        ignore_index: a class that does not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: the share of the uniform distribution in the target.
+        partition: the workers of the shards; None for those that the input is marked with.
+
+    >>> import torch
+    >>> from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
+    >>> parallel_cross_entropy(torch.zeros(2, 2), torch.tensor([0, 1]))
+    tensor(0.6931)
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    mark = mark_of(input)
+    if mark is None:
+        _check_whole(target, weight)
+        return F.cross_entropy(
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    _check_takes_part(mark)
+    weight_place = _place(weight)
+    call = Call(
+        row_of(mark.partition),
+        None if partition is None else row_of(partition).ranks,
+        Place.of(mark),
+        _place(target),
+        None if weight is None or weight_place is not None else Kind.of(weight),
+        weight_place,
+        reduction,
+        ignore_index,
+        label_smoothing,
+        torch.is_autocast_enabled(input.device.type),
+    )
+    return _of_shard(call, *map(unmarked, (input, target, weight)))  # type: ignore[arg-type]
+
+
+class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """The cross entropy of logits that are whole, or a shard of the classes.
+
+    Forward:  L = Σ_n w[y_n]·(log Σ_c exp x[n, c] − x[n, y_n]) / Σ_n w[y_n], on every worker.
+
+    This is `torch.nn.CrossEntropyLoss`, which also takes what `ParallelLinear(dim=-1)` gives:
+    see `parallel_cross_entropy`.
+
+    Args:
+        weight: of each class, all of it on every worker.
+        size_average, reduce: torch's old names of reductions.
+        ignore_index: a class that does not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: the share of the uniform distribution in the target.
+        partition: the workers of the shards; None for those that the input is marked with.
+
+    >>> import torch
+    >>> from tessel.nn.parallel.cross_entropy import ParallelCrossEntropyLoss
+    >>> ParallelCrossEntropyLoss(reduction="sum")(torch.zeros(2, 2), torch.tensor([0, 1]))
+    tensor(1.3863)
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        partition: Partition | None = None,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.partition = partition
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return parallel_cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            partition=self.partition,
+        )
+
+
+@eagerly
+def _of_shard(call: Call, x: Tensor, target: Any, weight: Any) -> Tensor:
+    agreed = agree(call, x, target, weight)
+    x = _admitted(x, agreed.input_terms)
+    target = _admitted(target, agreed.target_terms)
+    if call.partition.size == 1 or agreed.num_classes == 0:
+        return call.measure(x, target, weight)
+    measure = _of_probabilities if agreed.has_probabilities else _of_classes
+    return measure(call, agreed, x, target, weight).to(agreed.dtype)
+
+
+def _of_classes(
+    call: Call, agreed: Agreed, x: Tensor, target: Tensor, weight: Tensor | None
+) -> Tensor:
+    target = target.long().reshape(agreed.shape[: agreed.dim] + agreed.shape[agreed.dim + 1 :])
+    ignored = target == call.ignore_index
+    shard, smooths = _shard(call, agreed, x), call.label_smoothing > 0
+    own = None if weight is None else weight[slice(*shard.own)]
+    facts = facts_of_classes(shard, target.masked_fill(ignored, agreed.num_classes), own, smooths)
+    merged = _merged(call, agreed, facts)
+    target, ignored = target.reshape(-1), ignored.reshape(-1)
+    counted = target.masked_fill(ignored, 0)
+    each = merged.surprise(_owner(agreed, counted))
+    weights = torch.ones_like(each) if weight is None else weight[counted].to(each.dtype)
+    each = each if weight is None else each * weights
+    divisor = weights.masked_fill(ignored, 0).sum()
+    loss = _reduced(each.masked_fill(ignored, 0), divisor, call, agreed)
+    if not smooths:
+        return loss
+    smooth = merged.smooth(_weights_of_workers(agreed, weight, each)).masked_fill(ignored, 0)
+    share = call.label_smoothing
+    smooth = _reduced(smooth, divisor, call, agreed)
+    return smooth * (share / agreed.num_classes) + loss * (1 - share)
+
+
+def _of_probabilities(
+    call: Call, agreed: Agreed, x: Tensor, target: Tensor, weight: Tensor | None
+) -> Tensor:
+    shard = _shard(call, agreed, x)
+    if call.target is None:
+        target = _part(call, shard.own, target, agreed.dim)
+    own = None if weight is None else _part(call, shard.own, weight, 0)
+    facts = facts_of_probabilities(shard, target, own, call.label_smoothing)
+    each = _merged(call, agreed, facts).expected()
+    return _reduced(each, each.new_tensor(each.numel()), call, agreed)
+
+
+def _reduced(each: Tensor, divisor: Tensor, call: Call, agreed: Agreed) -> Tensor:
+    if call.reduction == "none":
+        return each.reshape(agreed.sample_shape)
+    return each.sum() / divisor if call.reduction == "mean" else each.sum()
+
+
+def _shard(call: Call, agreed: Agreed, x: Tensor) -> Shard:
+    place = call.partition.rank
+    assert place is not None
+    dtype = torch.promote_types(torch.promote_types(x.dtype, agreed.dtype), torch.float32)
+    return Shard(x, agreed.dim, agreed.classes[place], agreed.num_classes, dtype)
+
+
+def _merged(call: Call, agreed: Agreed, facts: list[Tensor]) -> Merged:
+    """Let all workers know what each has to tell: the one exchange, whose adjoint is a slice."""
+    mine = torch.stack([each.reshape(-1) for each in facts]).unsqueeze(0)
+    everyones = _gathering(call.partition, *mine.shape[1:]).apply(mine, agreed.input_terms)
+    return Merged.of(everyones[: min(call.partition.size, agreed.num_classes)])
+
+
+def _owner(agreed: Agreed, target: Tensor) -> Tensor:
+    """The place of the worker that has the class of each sample."""
+    stops = torch.tensor([stop for _, stop in agreed.classes], device=target.device)
+    return torch.bucketize(target, stops, right=True)
+
+
+def _weights_of_workers(agreed: Agreed, weight: Tensor | None, like: Tensor) -> Tensor:
+    """The sum of weights of each worker's classes, for those that have classes."""
+    parts = [(start, stop) for start, stop in agreed.classes if start < stop]
+    if weight is None:
+        return like.new_tensor([stop - start for start, stop in parts])
+    return torch.stack([weight[start:stop].sum(dtype=like.dtype) for start, stop in parts])
+
+
+def _part(call: Call, own: tuple[int, int], whole: Tensor, dim: int) -> Tensor:
+    """This worker's part of a shared value; all workers get its gradient, if it has one."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return whole.narrow(dim, own[0], own[1] - own[0])
+    return _scattering(call.partition, tuple(whole.shape), dim).apply(whole)
+
+
+def _admitted(value: Tensor, terms: Terms) -> Tensor:
+    """A tensor that needs a gradient, or carries a tangent, here if it does so anywhere."""
+    return even(admit(value, terms, True), terms)
+
+
+def _place(value: Any) -> Place | None:
+    mark = mark_of(value)
+    return None if mark is None else Place.of(mark)
+
+
+def _check_whole(target: Any, weight: Any) -> None:
+    for name, value in (("target", target), ("weight", weight)):
+        if mark_of(value) is not None:
+            raise ValueError(
+                f"parallel_cross_entropy: the input has no mark of a shard and the {name} has one; "
+                f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
+            )
+
+
+def _check_takes_part(mark: Mark) -> None:
+    if not mark.partition.active:
+        raise ValueError(
+            f"parallel_cross_entropy: the input is a shard over {mark.partition}, to which worker "
+            f"{transport.this_worker()} does not belong"
+        )
+
+
+@kept_in_job
+def _gathering(partition: Partition, num_facts: int, num_samples: int) -> Move:
+    shape = (partition.size, num_facts, num_samples)
+    whole = Layout.whole(partition, shape, shared=True)
+    return Move(Layout.split(partition, shape, (0, None, None)), whole)
+
+
+@kept_in_job
+def _scattering(partition: Partition, shape: Shape, dim: int) -> Move:
+    whole = Layout.whole(partition, shape, shared=True)
+    axes = [0 if each == dim else None for each in range(len(shape))]
+    return Move(whole, Layout.split(partition, shape, axes))

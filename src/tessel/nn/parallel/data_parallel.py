@@ -1,0 +1,126 @@
+"""Data parallelism around model parallelism, with torch's `DistributedDataParallel`.
+
+Two arrangements are common, and both give the gradients of one process.
+
+*Replicas of a model that is split.* Every model-parallel group holds one copy of the model and
+works on its own part of the batch. `data_parallel(model)` averages all gradients, those of shards
+too, over the workers that hold the same shards.
+
+*One split head behind a backbone that is whole everywhere.* Each worker of a group gives the
+backbone samples of its own; `gather_batch` puts the features of the group together, and the head
+and the loss work on all of them. `DistributedDataParallel` takes the mean of the backbone's
+gradients over the workers, where they are the terms of a sum: `gather_batch` makes up for that.
+Shards must not be averaged over workers that hold others: `register_ddp_parameters_to_ignore`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tessel.distributed.group import get_group, row_of
+from tessel.distributed.marks import mark_of
+from tessel.distributed.movements import gather
+from tessel.graph import eagerly
+from tessel.partition import Partition, world
+
+
+def get_data_parallel_group() -> Partition:
+    """The workers at the same place in their model-parallel groups: they hold the same shards.
+
+    With 4 workers in groups of 2 these are workers 0 and 2, and workers 1 and 3. All workers call
+    this together the first time.
+
+    >>> import tessel
+    >>> tessel.nn.parallel.get_data_parallel_group()
+    Partition(1 on workers 0)
+    """
+    everyone, size = world(), get_group().size
+    groups = [  # all workers make all groups, in one order
+        Partition(everyone.ranks[place::size], (everyone.size // size,)) for place in range(size)
+    ]
+    return next(group for group in groups if group.active)
+
+
+def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
+    """The module under `DistributedDataParallel` over the workers that hold the same shards.
+
+    Forward:  that of `module`.    Backward:  every gradient, also of a shard, is the mean over
+    `get_data_parallel_group()`.
+
+    Each model-parallel group takes its own part of the batch, of one size, and a mean loss of it;
+    the gradients are those of the mean loss of the whole batch in one process. With one group only
+    there is nothing to average, and the module itself is returned.
+
+    Args:
+        module: the model, of which each model-parallel group holds one copy.
+        settings: other arguments of `DistributedDataParallel`.
+
+    >>> import tessel, torch
+    >>> tessel.nn.data_parallel(tessel.nn.ParallelLinear(3, 2, dim=-1))
+    ParallelLinear(in_features=3, out_features=2, bias=True, dim=-1)
+    """
+    if "process_group" in settings:
+        raise ValueError(
+            "data_parallel chooses the process group itself, the workers that hold the same "
+            "shards; for another one call torch.nn.parallel.DistributedDataParallel"
+        )
+    replicas = get_data_parallel_group()
+    if replicas.size == 1:
+        return module
+    return DistributedDataParallel(module, process_group=replicas.group.handle, **settings)
+
+
+def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
+    """Let `DistributedDataParallel` leave alone all parameters of a module that are shards.
+
+    For a model whose backbone is averaged over workers that hold different shards of its head.
+    Call it before the module is wrapped, on the module that is wrapped.
+
+    Returns:
+        The names of these parameters.
+
+    >>> import tessel, torch
+    >>> head = tessel.nn.ParallelLinear(3, 2, dim=-1)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), head)
+    >>> tessel.nn.register_ddp_parameters_to_ignore(model)
+    ['1.weight', '1.bias']
+    """
+    shards = [
+        name
+        for name, value in module.named_parameters(remove_duplicate=False)
+        if mark_of(value) is not None
+    ]
+    known = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, [*known, *(name for name in shards if name not in known)]
+    )
+    return shards
+
+
+@eagerly
+def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
+    """Put the samples of all workers together, so that a mean of gradients becomes their sum.
+
+    Forward:  y = (x_0, x_1, …) along dim 0, an all-gather.    Backward:  x_k gets P times its part
+    of the gradient, where P is the number of workers, and nothing moves.
+
+    The loss of all samples has a gradient at each worker's own; the gradient of a backbone is the
+    sum of what these give. `DistributedDataParallel` takes their mean, P times smaller.
+
+    Args:
+        x: the features of this worker's samples, or its targets; as many as it has.
+        partition: the workers; None for the default group.
+
+    >>> import tessel, torch
+    >>> tessel.nn.gather_batch(torch.ones(2, 3)).shape
+    torch.Size([2, 3])
+    """
+    row = row_of(partition)
+    if x.requires_grad and torch.is_grad_enabled():
+        x = x.view_as(x)  # another use of `x` gets the gradient it asks for
+        x.register_hook(lambda grad: grad * row.size)
+    return gather(x, 0, row)

@@ -1,0 +1,110 @@
+"""Drawing: the first values of parameters whose shards lie on several workers.
+
+Every worker draws the whole tensor, one at a time, as torch draws it in one process; then all keep
+their part of what the first worker of the group drew. So equal seeds give the values of one
+process, whatever the split and the number of workers, and with unequal seeds the shards still are
+those of one tensor, and shared values are equal. The generator of each worker goes on as it would
+in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel import boxes
+from tessel.distributed.agreeing import agree
+from tessel.distributed.marks import Mark, mark_of, shared_by, unmarked
+from tessel.layout import Cut, Layout
+from tessel.move import Move
+from tessel.partition import Partition
+
+Draw = Callable[[Tensor], Any]
+
+
+def draw_(tensor: Tensor, layout: Layout, draw: Draw) -> Tensor:
+    """Fill this worker's part of a tensor, in place, as `draw` fills the whole of it.
+
+    Besides `tensor` this needs the memory of one whole tensor.
+
+    Args:
+        tensor: this worker's part; workers outside of the layout pass an empty one.
+        layout: where the parts lie, as `shard_layout` and `Layout.whole(…, shared=True)` give it.
+        draw: fills a tensor in place, as the functions of `torch.nn.init` do.
+
+    >>> import tessel, torch
+    >>> layout = tessel.Layout.whole(tessel.world(), (2,), shared=True)
+    >>> draw_(torch.empty(2), layout, torch.nn.init.ones_)
+    tensor([1., 1.])
+    """
+    if not layout.partition.active:
+        return tensor
+    part = unmarked(tensor.detach())
+    with torch.no_grad():
+        alike = tuple(part.shape) == layout.shape
+        whole = part if alike else part.new_empty(layout.shape)
+        draw(whole)
+        keep_part_(part, layout, whole)
+    return tensor
+
+
+def keep_part_(part: Tensor, layout: Layout, whole: Tensor) -> None:
+    """Fill this worker's part of a tensor, in place, from the whole that the first worker has.
+
+    Args:
+        part: a plain tensor of the shape that the layout says.
+        layout: where the parts lie.
+        whole: all of it; only the first worker's counts.
+    """
+    partition = layout.partition
+    if not partition.active or part.is_meta:
+        return
+    with torch.no_grad():
+        if partition.size > 1:
+            first = Partition(partition.ranks[:1], (1,) * partition.dim)
+            move = Move(Layout.whole(first, layout.shape), layout)
+            whole = move(whole if first.active else whole.new_empty(0))
+        part.copy_(whole)
+
+
+def shard_layout(partition: Partition, shape: tuple[int, ...], dim: int) -> Layout:
+    """Balanced shards along one dimension of a tensor of this global shape.
+
+    >>> import tessel
+    >>> shard_layout(tessel.world(), (4, 6), 1).local_shape
+    (4, 6)
+    """
+    return Layout.split(partition, shape, [0 if k == dim else None for k in range(len(shape))])
+
+
+def layout_of(parameter: Tensor) -> Layout | None:
+    """Where the parts of a parameter lie, by its mark; None if nothing says that it is shared."""
+    mark, sharing = mark_of(parameter), shared_by(parameter)
+    shape = tuple(parameter.shape)
+    if mark is None:
+        return None if sharing is None else Layout.whole(sharing, shape, shared=True)
+    if mark.size is None:
+        return _by_hand(parameter, mark)
+    whole = (*shape[: mark.dim], mark.size, *shape[mark.dim + 1 :])
+    return shard_layout(mark.partition, whole, mark.dim)
+
+
+def _by_hand(parameter: Tensor, mark: Mark) -> Layout:
+    """Shards that the user registered, which may have any lengths."""
+    P = mark.partition
+    [(shapes, _)] = agree(P, f"the initialization of {mark}", parameter)
+    intervals = boxes.consecutive(shapes[worker][mark.dim] for worker in P.ranks)
+    first = shapes[P.ranks[0]]
+    whole = Layout.whole(P, (*first[: mark.dim], intervals[-1][1], *first[mark.dim + 1 :]))
+    cuts = (*whole.cuts[: mark.dim], Cut((0,), intervals), *whole.cuts[mark.dim + 1 :])
+    layout = Layout(P, whole.shape, cuts)
+    for worker, shape in shapes.items():
+        if layout.shape_on(worker) != shape:
+            raise ValueError(
+                f"the initialization of {mark}: shards that are alike but for dim {mark.dim} are "
+                f"needed, got {first} on worker {P.ranks[0]} and {shape} on worker {worker}"
+            )
+    return layout

@@ -1,0 +1,370 @@
+"""Embeddings whose table is split over workers, by its rows or by its columns."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.agreement import admit
+from tessel.distributed.agreeing import agree_on_call
+from tessel.distributed.group import row_of
+from tessel.distributed.marks import Mark, describe, note, state_of, unmarked
+from tessel.graph import eagerly
+from tessel.layout import Layout
+from tessel.nn.parallel.convert import Conversion, convert
+from tessel.nn.parallel.drawing import draw_, keep_part_
+from tessel.nn.parallel.embedding_agreement import Lookup, Settings, agree, table_layout
+from tessel.nn.parallel.embedding_table import look_up_columns, look_up_rows
+from tessel.partition import Partition
+
+DIMS = (None, 0, 1, -1)
+
+
+class ParallelEmbedding(torch.nn.Embedding):
+    """A table of rows that is split over workers: `torch.nn.Embedding`.
+
+    Forward:  y[i] = w[id_i], whole and the same on every worker.
+
+    Every worker is given the same ids. With `dim=0` a worker stores some rows of the table and
+    adds those that it has; with `dim=1` or `-1` it stores some columns of all rows, and columns are
+    gathered. Neither moves anything in the backward pass: the gradient of a shard is the shard of
+    the gradient, also a sparse one. With `dim=None` this is torch's layer.
+
+    The shards are balanced parts. Their values are those that torch's layer draws with the seed
+    of the first worker of the group, for every `dim` and any number of workers.
+
+    Args:
+        num_embeddings: the number of rows of the whole table.
+        embedding_dim: the number of its columns.
+        padding_idx: a row that gets no gradient, counted in the whole table.
+        max_norm: rows whose norm is greater are scaled down to it, in place, when they are used.
+        norm_type: p of that norm, which is one of all columns.
+        scale_grad_by_freq: whether gradients are divided by how often an id is in the batch.
+        sparse: whether the gradient of the shard is a sparse tensor.
+        _weight: the whole table; that of the first worker is taken.
+        _freeze: whether the table gets no gradient.
+        device: of the shard.
+        dtype: of the shard.
+        dim: which dimension of the table is split; None for none.
+        partition: the workers; None for the default group.
+
+    >>> import tessel, torch
+    >>> layer = tessel.nn.ParallelEmbedding(10, 3, dim=0)
+    >>> layer(torch.tensor([[1, 2], [4, 9]])).shape
+    torch.Size([2, 2, 3])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        partition: Partition | None = None,
+    ) -> None:
+        row = row_of(partition)
+        if dim is not None:
+            given = "" if _weight is None else f", of a table of {_kind(_weight)}"
+            agree_on_call(
+                row,
+                f"ParallelEmbedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, "
+                f"dim={dim!r}) over {row}{given}",
+            )
+        check_dim(dim, "ParallelEmbedding")
+        outline = torch.empty(num_embeddings, embedding_dim, device="meta", dtype=dtype)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            outline if _weight is None else _weight,
+            _freeze,
+        )
+        self.dim, self.partition = dim, row
+        if _weight is None:
+            shape = self._whole_shape if self._layout is None else self._layout.local_shape
+            empty = torch.empty(shape, device=device, dtype=dtype)
+            self.weight = torch.nn.Parameter(empty, requires_grad=not _freeze)
+            self.reset_parameters()
+        elif dim is not None:
+            self.weight = self._shard_of(_weight, not _freeze)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        dim: int | None = None,
+        partition: Partition | None = None,
+    ) -> Self:
+        """The layer with the values of a whole table; those of the first worker are taken.
+
+        >>> import tessel, torch
+        >>> tessel.nn.ParallelEmbedding.from_pretrained(torch.eye(3), dim=0)(torch.tensor(1))
+        tensor([0., 1., 0.])
+        """
+        if embeddings.dim() != 2:
+            raise ValueError(
+                f"a table of two dimensions is needed, got shape {tuple(embeddings.shape)}"
+            )
+        rows, columns = embeddings.shape
+        return cls(
+            num_embeddings=rows,
+            embedding_dim=columns,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            _weight=embeddings,
+            _freeze=freeze,
+            dim=dim,
+            partition=partition,
+        )
+
+    @classmethod
+    def convert_parallel_embedding(
+        cls, module: torch.nn.Module, dim: int | None = None, partition: Partition | None = None
+    ) -> torch.nn.Module:
+        """Let all of torch's embeddings in a module be split, with the values they have.
+
+        A module that is an embedding itself stays as it is, and a new one is returned; another one
+        is changed in place. Values, settings, `requires_grad`, dtype, device, mode and hooks are
+        kept. NotImplementedError for subclasses of `torch.nn.Embedding`, which may compute
+        something else, and for a table that another layer uses, too: tie the shards afterwards.
+
+        Args:
+            module: contains one or more `torch.nn.Embedding`.
+            dim: which dimension of the tables is split; None for none.
+            partition: the workers; None for the default group.
+
+        >>> import tessel, torch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 3))
+        >>> tessel.nn.ParallelEmbedding.convert_parallel_embedding(model, dim=-1)
+        Sequential(
+          (0): ParallelEmbedding(10, 3, dim=-1)
+        )
+        """
+        row = row_of(partition)
+        name = f"convert_parallel_embedding(module, dim={dim!r}) over {row}"
+        check_dim(dim, name)
+        conversion = Conversion(
+            name=name,
+            partition=row,
+            splits=dim is not None,
+            wanted=torch.nn.Embedding,
+            done=lambda layer: isinstance(layer, cls) and layer._is_split_so(dim, row),
+            make=lambda layer: cls._like(layer, dim, row),
+            layouts=lambda layer: layer.layouts,
+        )
+        return convert(module, conversion)
+
+    @classmethod
+    def _like(cls, layer: torch.nn.Module, dim: int | None, partition: Partition) -> Self:
+        """The same layer with no parameters yet."""
+        new = cls.__new__(cls)
+        new.__dict__.update(layer.__dict__)
+        new.__dict__.update(_parameters={}, dim=dim, partition=partition)
+        return new
+
+    @eagerly
+    def forward(self, input: Tensor) -> Tensor:
+        if self.dim is None:
+            return super().forward(input)
+        label = f"{type(self).__name__}({self.extra_repr()}) over {self.partition}"
+        lookup = Lookup(
+            self.partition,
+            label,
+            self.dim,
+            self.num_embeddings,
+            self._settings,
+            state_of(self.weight),
+            state_of(input),
+            self.embedding_dim,
+        )
+        return _looked_up(lookup, input, self.weight)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Where the weight lies, by its name; nothing if it is not split."""
+        return {} if self._layout is None else {"weight": self._layout}
+
+    def reset_parameters(self) -> None:
+        """Draw all values anew, as `torch.nn.Embedding` does; those of the padding are zero."""
+        if self._layout is None:
+            super().reset_parameters()
+            return
+        draw_(self.weight, self._layout, torch.nn.init.normal_)
+        self._fill_padding_idx_with_zero()
+
+    def _fill_padding_idx_with_zero(self) -> None:
+        if self.padding_idx is None:
+            return
+        if self._layout is None:
+            super()._fill_padding_idx_with_zero()
+        elif (box := self._layout.box()) is not None:
+            start, stop = box[0]
+            if start <= self.padding_idx < stop:
+                with torch.no_grad():
+                    self.weight[self.padding_idx - start].fill_(0)
+
+    def _shard_of(self, table: Tensor, learns: bool) -> torch.nn.Parameter:
+        """This worker's shard of the whole table that the first worker has."""
+        assert self._layout is not None
+        shard = table.detach().new_empty(self._layout.local_shape)
+        if self.partition.active and not table.is_meta:
+            keep_part_(shard, self._layout, table.detach())
+        return torch.nn.Parameter(shard, requires_grad=learns)
+
+    def _is_split_so(self, dim: int | None, partition: Partition) -> bool:
+        if self.dim is None or dim is None:
+            return self.dim is dim
+        return self._place == abs(dim) and self.partition == partition
+
+    @property
+    def _place(self) -> int:
+        """The dimension that is split, counted from the front."""
+        assert self.dim is not None
+        return abs(self.dim)
+
+    @property
+    def _whole_shape(self) -> tuple[int, int]:
+        return self.num_embeddings, self.embedding_dim
+
+    @property
+    def _layout(self) -> Layout | None:
+        """Where the table lies; None if it is whole."""
+        if self.dim is None:
+            return None
+        return table_layout(self.partition, self._whole_shape, self._place)
+
+    @property
+    def _settings(self) -> Settings:
+        return Settings(
+            self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark_weight()
+
+    def _mark_weight(self) -> None:
+        """Let the weight say that it is a shard; another than ours may have come."""
+        if getattr(self, "dim", None) is not None and "weight" in self._parameters:
+            size = self._whole_shape[self._place]
+            note(self.weight, Mark(self._place, self.partition, size))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._mark_weight()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_weight()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dim={self.dim}"
+
+
+@eagerly
+def parallel_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    num_embeddings: int | None = None,
+    dim: int | None = None,
+    partition: Partition | None = None,
+) -> Tensor:
+    """Look up ids in a table of which each worker has a shard: `torch.nn.functional.embedding`.
+
+    Forward:  y[i] = w[id_i], whole and the same on every worker.
+
+    Args:
+        input: ids, the same on all workers.
+        weight: this worker's shard of the table, a balanced part of it.
+        padding_idx: a row that gets no gradient, counted in the whole table.
+        max_norm: rows whose norm is greater are scaled down to it, in place.
+        norm_type: p of that norm.
+        scale_grad_by_freq: whether gradients are divided by how often an id is in `input`.
+        sparse: whether the gradient of the shard is a sparse tensor.
+        num_embeddings: the number of rows of the whole table; None for that of all shards.
+        dim: which dimension of the table is split, 0, 1 or -1; None for that of the mark of
+            `weight`, and without a mark for none.
+        partition: the workers; None for those of the mark, or the default group.
+
+    >>> import tessel, torch
+    >>> ids = torch.tensor([[1, 2, 4, 5], [4, 3, 2, 9]])
+    >>> tessel.nn.functional.parallel_embedding(ids, torch.rand(10, 3), dim=0).shape
+    torch.Size([2, 4, 3])
+    """
+    check_dim(dim, "parallel_embedding")
+    settings = Settings(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    state = state_of(weight)
+    if isinstance(state, Mark):
+        partition = partition or state.partition
+        dim = state.dim if dim is None else dim
+    if dim is None and state is None:
+        _check_rows(weight, num_embeddings)
+        return F.embedding(
+            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
+    row = row_of(partition)
+    label = f"parallel_embedding(dim={dim}) over {row}, where weight is {describe(state)}"
+    lookup = Lookup(row, label, dim, num_embeddings, settings, state, state_of(input))
+    return _looked_up(lookup, input, weight)
+
+
+def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
+    """The rows of the ids, after all workers agreed that they look up the same."""
+    if not lookup.partition.active:
+        return weight.new_empty(0)
+    ids, weight = unmarked(ids), unmarked(weight)
+    layout, terms = agree(lookup, ids, weight)
+    settings = lookup.settings.counted_from_front(layout.shape[0])
+    if lookup.partition.size == 1:
+        return F.embedding(ids, weight, *astuple(settings))
+    look_up = look_up_rows if lookup.place == 0 else look_up_columns
+    return look_up(ids, admit(weight, terms, True), layout, settings, terms)
+
+
+def _check_rows(weight: Tensor, num_embeddings: int | None) -> None:
+    if num_embeddings is not None and num_embeddings != weight.shape[0]:
+        raise ValueError(
+            f"parallel_embedding: with dim=None the weight is the whole table, of "
+            f"{num_embeddings} rows, got {weight.shape[0]}"
+        )
+
+
+def _kind(table: Tensor) -> str:
+    return f"shape {tuple(table.shape)} and {table.dtype} on {table.device.type}"
+
+
+def check_dim(dim: int | None, label: str) -> None:
+    """Raise ValueError unless `dim` is None, 0, 1 or -1."""
+    if dim not in DIMS or isinstance(dim, bool):
+        raise ValueError(f"{label}: dim must be None, 0, 1 or -1, got {dim!r}")

@@ -1,0 +1,210 @@
+"""What workers agree on before they look up ids: their shards of the table, and equal ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessel.agreement import Claim, Meeting, Terms, reach_together, same
+from tessel.distributed.mark import Mark, State, check_known, describe
+from tessel.layout import Layout, Shape
+from tessel.nn.parallel.words import Words, WordsMeeting
+from tessel.partition import Partition
+from tessel.transport import kept_in_job
+
+INDICES = (torch.int64, torch.int32)
+_FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, 64 bits
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What torch's embedding takes beside ids and weight; `padding_idx` counts whole rows."""
+
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
+
+    def counted_from_front(self, rows: int) -> Settings:
+        """The same with a `padding_idx` that is not negative."""
+        padding = self.padding_idx
+        return (
+            self if padding is None or padding >= 0 else replace(self, padding_idx=padding + rows)
+        )
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """All that the workers must have in common when they look up ids.
+
+    Attributes:
+        partition: the workers, in a row.
+        label: the call in the words of its user.
+        dim: the dimension of the table that is split, 0, 1 or -1; None if that was not said.
+        num_embeddings: the rows of the whole table; None for what the shards have together.
+        settings: what else torch takes.
+        weight: the mark of the weight.
+        ids: the mark of the ids.
+        embedding_dim: the columns of the whole table; None for what the shards have together.
+    """
+
+    partition: Partition
+    label: str
+    dim: int | None
+    num_embeddings: int | None
+    settings: Settings
+    weight: State = None
+    ids: State = None
+    embedding_dim: int | None = None
+
+    @property
+    def place(self) -> int:
+        """The dimension of the table that is split, counted from the front."""
+        assert self.dim is not None
+        return abs(self.dim)
+
+    def check_marks(self) -> None:
+        """Raise ValueError if a mark says otherwise."""
+        check_known(self.weight, self.label)
+        if isinstance(self.weight, Mark) and (
+            self.weight.dim != self.place or self.weight.partition.ranks != self.partition.ranks
+        ):
+            raise ValueError(
+                f"{self.label}: the table is split along dim {self.dim} over workers "
+                f"{self.partition.listing}, and the weight is {self.weight}"
+            )
+        if self.ids is not None:
+            raise ValueError(
+                f"{self.label}: ids that are whole on every worker are needed, and these are "
+                f"{describe(self.ids)}; tessel.distributed.gather(ids) gives them"
+            )
+
+
+def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, Terms]:
+    """The layout of the whole table, after all workers agreed that they look up the same in it.
+
+    One small exchange. All workers raise, or none: ValueError for shards that do not fit together
+    and for ids that differ, IndexError for ids that are no rows of the table.
+    """
+    needs_grad = getattr(weight, "requires_grad", False) and torch.is_grad_enabled()
+    claims = (Claim.of(ids), Claim.of(weight), Words.saying(*_values_in_words(ids)))
+    device, (layout, terms), contents = reach_together(_meetings(lookup, needs_grad), claims)
+    lookup.partition.group.number_call()
+    if device != terms.device:
+        raise ValueError(
+            f"{lookup.label}: ids and weight must be on one device, got {device} and {terms.device}"
+        )
+    _check_contents(lookup, contents, layout.shape[0])
+    return layout, terms
+
+
+@kept_in_job
+def _meetings(lookup: Lookup, needs_grad: bool) -> tuple[Meeting[Any], ...]:
+    """One for the ids, one for the table and one for what the ids are."""
+    group, ranks = lookup.partition.group, lookup.partition.ranks
+    label = f"{lookup.label}{'' if needs_grad else ', without a gradient of the weight'}"
+    identity = f"{label} {lookup}"
+
+    def ids(shapes: dict[int, Shape], terms: Terms) -> str:
+        lookup.check_marks()
+        if terms.dtype not in INDICES:
+            raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {terms.dtype}")
+        same(shapes, "shape of the ids", label)
+        return terms.device
+
+    def table(shapes: dict[int, Shape], terms: Terms) -> tuple[Layout, Terms]:
+        if not (terms.dtype.is_floating_point or terms.dtype.is_complex):
+            raise ValueError(f"{label}: the weight must be of a float dtype, got {terms.dtype}")
+        layout = _table(lookup, shapes)
+        _check_settings(lookup, layout.shape[0])
+        return layout, terms
+
+    return (
+        Meeting(group, f"the ids of {label}", ranks, ids, identity),
+        Meeting(group, f"the weight of {label}", ranks, table, identity),
+        WordsMeeting.of(group, label),
+    )
+
+
+def _table(lookup: Lookup, shapes: dict[int, Shape]) -> Layout:
+    """The whole table from the shapes of its shards, which must be balanced parts of it."""
+    dim, ranks = lookup.place, lookup.partition.ranks
+    if any(len(shape) != 2 for shape in shapes.values()):
+        found = ", ".join(f"{shape} on worker {worker}" for worker, shape in shapes.items())
+        raise ValueError(f"{lookup.label}: a weight has two dimensions, got {found}")
+    same({worker: shape[1 - dim] for worker, shape in shapes.items()}, OTHER[dim], lookup.label)
+    whole = list(shapes[ranks[0]])
+    whole[dim] = sum(shapes[worker][dim] for worker in ranks)
+    if lookup.num_embeddings is not None:
+        whole[0] = lookup.num_embeddings
+    if lookup.embedding_dim is not None:
+        whole[1] = lookup.embedding_dim
+    layout = table_layout(lookup.partition, (whole[0], whole[1]), dim)
+    for worker in ranks:
+        if shapes[worker] != layout.shape_on(worker):
+            raise ValueError(
+                f"{lookup.label}: worker {worker} expected a shard of shape "
+                f"{layout.shape_on(worker)} of a table of shape {layout.shape} that is split "
+                f"along dimension {dim}, got {shapes[worker]}; shards are balanced parts, the "
+                f"first of them one longer where it does not divide"
+            )
+    return layout
+
+
+def _check_settings(lookup: Lookup, rows: int) -> None:
+    """Raise also on workers where torch would look up nothing, and not see them."""
+    settings = lookup.settings
+    for value in (settings.max_norm, settings.norm_type):
+        float(0 if value is None else value)
+    padding = settings.padding_idx
+    if padding is not None and not -rows <= padding < rows:
+        raise ValueError(
+            f"{lookup.label}: padding_idx must be a row of the table, {-rows} to {rows - 1}, "
+            f"got {padding}"
+        )
+
+
+# of the dimension that is not split
+OTHER = ("number of columns of the weight", "number of rows of the weight")
+
+
+@kept_in_job
+def table_layout(partition: Partition, shape: tuple[int, int], dim: int) -> Layout:
+    """Where a table lies whose dimension `dim` is split over a row of workers."""
+    return Layout.split(partition, shape, (0, None) if dim == 0 else (None, 0))
+
+
+def _check_contents(lookup: Lookup, contents: np.ndarray, rows: int) -> None:
+    workers = lookup.partition.group.workers
+    for worker, (low, high, *_) in zip(workers, contents.tolist(), strict=True):
+        if low <= high and not 0 <= low <= high < rows:
+            raise IndexError(
+                f"{lookup.label}: an id is out of range: worker {worker} got "
+                f"{low if low < 0 else high}, and the table has rows 0 to {rows - 1}"
+            )
+    for worker, words in zip(workers, contents, strict=True):
+        if not np.array_equal(words, contents[0]):
+            raise ValueError(
+                f"{lookup.label}: all workers must look up the same ids, and those of worker "
+                f"{worker} are others than those of worker {workers[0]}; give all the same batch, "
+                f"say by the same seed of the data loader, or gather the ids before"
+            )
+
+
+def _values_in_words(ids: Tensor) -> tuple[int, int, int]:
+    """The least, the greatest and a checksum of ids; (0, -1, 0) of none."""
+    if not isinstance(ids, Tensor) or ids.dtype not in INDICES or not ids.numel() or ids.is_meta:
+        return 0, -1, 0
+    with torch._C._DisableFuncTorch(), torch.no_grad():  # it belongs to no transform of torch.func
+        flat = ids.detach().reshape(-1).long()
+        place = torch.arange(flat.numel(), device=flat.device)
+        mixed = flat + place * _FACTORS[0]
+        for shift, factor in ((30, _FACTORS[1]), (27, _FACTORS[2])):
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        low, high, checksum = torch.stack([*flat.aminmax(), mixed.sum()]).tolist()
+    return low, high, checksum

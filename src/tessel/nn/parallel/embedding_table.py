@@ -1,0 +1,108 @@
+"""Looking up rows of a table whose rows or columns are split over workers."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.agreement import Terms
+from tessel.layout import Layout, Shape
+from tessel.move import Move
+from tessel.nn.parallel.embedding_agreement import Settings
+from tessel.partition import Partition
+from tessel.shared import nothing
+from tessel.transport import kept_in_job
+
+EPSILON = 1e-7  # what torch adds to a norm before it divides by it
+
+
+def look_up_rows(
+    ids: Tensor, weight: Tensor, layout: Layout, settings: Settings, terms: Terms
+) -> Tensor:
+    """The rows of all ids, of a table whose rows are split: each worker adds those it has.
+
+    Forward:  y[i] = Σ_k [id_i is a row of worker k] · w_k[id_i − start_k].
+    """
+    box = layout.box()
+    assert box is not None
+    start, stop = box[0]
+    flat = ids.reshape(-1)
+    mine = ((flat >= start) & (flat < stop)).nonzero().squeeze(1)
+    padding = settings.padding_idx
+    if padding is not None:
+        padding = padding - start if start <= padding < stop else None
+    own = replace(settings, padding_idx=padding)
+    rows = _local_rows(flat[mine] - start, weight, own)
+    share = rows.new_zeros((flat.numel(), layout.shape[1])).index_copy(0, mine, rows)
+    y = _sum(layout.partition, tuple(share.shape)).apply(share, terms)
+    return y.view(*ids.shape, layout.shape[1])
+
+
+def look_up_columns(
+    ids: Tensor, weight: Tensor, layout: Layout, settings: Settings, terms: Terms
+) -> Tensor:
+    """The rows of all ids, of a table whose columns are split: the columns are gathered.
+
+    Forward:  y[i, j] = w_k[id_i, j − start_k], where worker k has column j.
+    """
+    flat = ids.reshape(-1)
+    if settings.max_norm is not None:
+        renormalise(flat, weight, layout.partition, settings.max_norm, settings.norm_type)
+    columns = _local_rows(flat, weight, replace(settings, max_norm=None))
+    move = _gathering(layout.partition, (flat.numel(), layout.shape[1]))
+    return move.apply(columns, terms).view(*ids.shape, layout.shape[1])
+
+
+def _local_rows(ids: Tensor, weight: Tensor, settings: Settings) -> Tensor:
+    """Torch's own embedding, which for no values at all has no second derivative."""
+    shape = (len(ids), weight.shape[1])
+    if 0 in shape and not settings.sparse:
+        return nothing(shape, weight)
+    return F.embedding(ids, weight, *astuple(settings))
+
+
+def renormalise(
+    flat: Tensor, weight: Tensor, partition: Partition, max_norm: float, norm_type: float
+) -> None:
+    """Let no row among these ids have a norm above `max_norm`, in place, as torch does it.
+
+    The workers tell each other the norms of their columns of these rows.
+    """
+    with torch.no_grad():
+        flat, table = flat.detach(), weight.detach()
+        wide = torch.float32 if table.dtype in (torch.float16, torch.bfloat16) else table.dtype
+        rows = table[flat].to(wide)
+        gather = _gathering(partition, (flat.numel(), partition.size))
+        parts = gather.apply(_norms(rows, norm_type)[:, None])
+        norm = _norms_of_parts(parts, norm_type).to(table.dtype)
+        scale = max_norm / (norm.double() + EPSILON)
+        scaled = (rows * scale.to(wide)[:, None]).to(table.dtype)
+        table[flat] = torch.where((norm.double() > max_norm)[:, None], scaled, table[flat])
+
+
+def _norms(rows: Tensor, norm_type: float) -> Tensor:
+    """The norm of each row; of no columns, that which does not change those of others."""
+    if rows.shape[1] == 0:
+        return rows.new_full((len(rows),), 0.0 if norm_type >= 0 else float("inf"))
+    return torch.linalg.vector_norm(rows, norm_type, dim=1)
+
+
+def _norms_of_parts(parts: Tensor, norm_type: float) -> Tensor:
+    """The norm of each row from those of its parts, which for p = 0 are counts."""
+    return parts.sum(1) if norm_type == 0 else torch.linalg.vector_norm(parts, norm_type, dim=1)
+
+
+@kept_in_job
+def _sum(partition: Partition, shape: Shape) -> Move:
+    """Separate shares to their one shared sum."""
+    return Move(Layout.whole(partition, shape), Layout.whole(partition, shape, shared=True))
+
+
+@kept_in_job
+def _gathering(partition: Partition, shape: Shape) -> Move:
+    """Columns of a matrix to the whole of it, which all workers share."""
+    columns = Layout.split(partition, shape, (None, 0))
+    return Move(columns, Layout.whole(partition, shape, shared=True))

@@ -1,0 +1,486 @@
+"""Linear layers whose weight lies in shards on the workers of a group."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel import boxes
+from tessel.agreement import Claim, Meeting, Terms, same
+from tessel.distributed.agreeing import agree, agree_on_call
+from tessel.distributed.group import row_of
+from tessel.distributed.marks import (
+    Mark,
+    State,
+    check_known,
+    describe,
+    marked,
+    note,
+    share,
+    state_of,
+    unmarked,
+)
+from tessel.distributed.movements import copying, reducing, scattering
+from tessel.graph import eagerly
+from tessel.layout import Layout, Shape
+from tessel.linop import LinearOperator
+from tessel.nn.layer import needs_of
+from tessel.nn.parallel.convert import Conversion, convert
+from tessel.nn.parallel.drawing import draw_, shard_layout
+from tessel.partition import Partition
+from tessel.shared import even
+from tessel.transport import kept_in_job
+
+COLUMN, ROW = 1, 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What all workers agreed on: how the input enters, and how the results become one."""
+
+    enter: LinearOperator | None
+    leave: LinearOperator | None
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with a weight in shards, to the last detail in which workers must be alike.
+
+    Args:
+        name: what the user calls.
+        partition: the workers, in one row.
+        dim: `COLUMN` if the outputs are split, `ROW` if the inputs are.
+        sizes: the numbers of inputs and outputs of the whole weight.
+        state: what is known of the input.
+        dtype: of the weight.
+        device: of the weight.
+        autocast: the dtype of an autocast region, if there is one.
+        needs: which parameters get gradients.
+        is_off: whether `torch.no_grad()` keeps some from it.
+        problem: what is wrong with the parameters of this worker, or nothing.
+    """
+
+    name: str
+    partition: Partition
+    dim: int
+    sizes: tuple[int, int]
+    state: State
+    dtype: torch.dtype
+    device: str
+    autocast: torch.dtype | None
+    needs: tuple[bool, ...]
+    is_off: bool
+    problem: str
+
+    @property
+    def label(self) -> str:
+        mode = ", under torch.no_grad()" if self.is_off else ""
+        wrong = f" and {self.problem}" if self.problem else ""
+        return (
+            f"{self.name} over {self.partition}{mode}, where the input is "
+            f"{describe(self.state)}{wrong}"
+        )
+
+    @property
+    def identity(self) -> str:
+        """The label and all that it does not say."""
+        return f"{self.label} {self.dtype} {self.device} {self.autocast} {self.needs}"
+
+    def conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
+        if self.problem:
+            raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
+        check_known(self.state, self.label)
+        self._check_kind(terms)
+        shape = self._whole_shape(shapes)
+        result = (*shape[:-1], self.sizes[1])
+        if self.dim == COLUMN:
+            return Entry(copying(self.partition, shape), None, terms)
+        leave = reducing(self.partition, result)
+        if self.state is None:
+            return Entry(scattering(self.partition, shape, len(shape) - 1), leave, terms)
+        return Entry(None, leave, terms)
+
+    def _check_kind(self, terms: Terms) -> None:
+        """Raise as torch does if the weight is of another kind than the input."""
+        pairs: list[tuple[str, Any, Any]] = [("device", terms.device, self.device)]
+        if self.autocast is None:
+            pairs.append(("dtype", terms.dtype, self.dtype))
+        for what, given, own in pairs:
+            if given != own:
+                raise RuntimeError(
+                    f"{self.label}: input and weight must have the same {what}, got {given} and "
+                    f"{own}"
+                )
+
+    def _whole_shape(self, shapes: dict[int, Shape]) -> Shape:
+        """The shape of the whole input; raises if the inputs do not fit."""
+        length = self.sizes[0]
+        first = shapes[self.partition.ranks[0]]
+        if not first:
+            raise ValueError(f"{self.label}: an input of at least one dimension is needed")
+        self._check_mark(len(first))
+        same({w: shape[:-1] for w, shape in shapes.items()}, "shape before the last", self.label)
+        parts = boxes.balanced(length, self.partition.size)
+        for worker, (start, stop) in zip(self.partition.ranks, parts, strict=True):
+            expected = length if self.state is None else stop - start
+            if shapes[worker][-1] != expected:
+                raise ValueError(f"{self.label}: {self._sizes(worker, shapes[worker], expected)}")
+        return (*first[:-1], length)
+
+    def _sizes(self, worker: int, shape: Shape, expected: int) -> str:
+        text = (
+            f"worker {worker} expected an input with {expected} of {self.sizes[0]} features in its "
+            f"last dimension, got shape {shape}"
+        )
+        if self.state is None and self.dim == ROW:
+            text += "; if it is a shard, write x = tessel.register_parallel_dim(x, -1) before"
+        return text
+
+    def _check_mark(self, ndim: int) -> None:
+        mark = self.state
+        if not isinstance(mark, Mark):
+            return
+        if self.dim == COLUMN:
+            raise ValueError(
+                f"{self.label}: the outputs of this layer are split, and its input must be whole; "
+                f"write x = tessel.distributed.gather(x) before, or take a layer with dim=0"
+            )
+        if mark.dim != ndim - 1 or mark.partition.ranks != self.partition.ranks:
+            raise ValueError(
+                f"{self.label}: a shard along the last dimension, {ndim - 1}, over the same "
+                f"workers is needed; write x = tessel.distributed.gather(x) before"
+            )
+        if mark.size not in (None, self.sizes[0]):
+            raise ValueError(
+                f"{self.label}: the layer has {self.sizes[0]} inputs, the whole tensor {mark.size}"
+            )
+
+
+@kept_in_job
+def _meeting(product: Product) -> Meeting[Entry]:
+    P = product.partition
+    return Meeting(P.group, product.label, P.ranks, product.conclude, product.identity)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    name: str,
+    partition: Partition,
+    dim: int,
+    sizes: tuple[int, int],
+) -> Tensor:
+    """The product of an input with a weight in shards, which are those of the whole `sizes`."""
+    if not partition.active:
+        return x.clone()
+    needs, is_off = needs_of([weight] if bias is None else [weight, bias])
+    device = weight.device.type
+    product = Product(
+        name=name,
+        partition=partition,
+        dim=dim,
+        sizes=sizes,
+        state=state_of(x),
+        dtype=weight.dtype,
+        device=device,
+        autocast=_autocast(device),
+        needs=tuple(needs),
+        is_off=is_off,
+        problem=_problem(weight, bias, partition, dim, sizes),
+    )
+    x = unmarked(x)
+    entry = _meeting(product).reach(Claim.of(x))
+    partition.group.number_call()
+    return _multiplied(even(x, entry.terms), unmarked(weight), bias, product, entry)
+
+
+def _multiplied(
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, entry: Entry
+) -> Tensor:
+    partition, alone = product.partition, product.partition.size == 1
+    if entry.enter is not None and not alone:
+        x = entry.enter.apply(x, entry.terms)
+    if product.dim == COLUMN:
+        return marked(F.linear(x, weight, bias), Mark(x.ndim - 1, partition, product.sizes[1]))
+    if alone or entry.leave is None:
+        return F.linear(x, weight, bias)
+    y = entry.leave.apply(F.linear(x, weight), entry.terms)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def multiply_shards(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, partition: Partition
+) -> Tensor:
+    """The same, for shards of which the workers first learn of which whole they are."""
+    if not partition.active:
+        return x.clone()
+    name = f"parallel_linear(input, weight, {'no bias' if bias is None else 'bias'}, dim={dim!r})"
+    state = state_of(weight)
+    label = f"{name} over {partition}, where the weight is {describe(state)}"
+    [(shapes, _)] = agree(partition, label, weight)
+    split = checked_dim(dim, name)
+    assert split is not None
+    check_known(state, label)
+    sizes = _whole_sizes(shapes, state, split, partition, label)
+    return multiply(x, weight, bias, name=name, partition=partition, dim=split, sizes=sizes)
+
+
+def _whole_sizes(
+    shapes: dict[int, Shape], state: State, split: int, partition: Partition, label: str
+) -> tuple[int, int]:
+    """The numbers of inputs and outputs of a weight, of which all workers know all shards."""
+    place = 0 if split == COLUMN else 1
+    first = shapes[partition.ranks[0]]
+    if len(first) != 2:
+        raise ValueError(f"{label}: a weight (outputs, inputs) is needed, got shape {first}")
+    other = same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
+    lengths = [shapes[worker][place] for worker in partition.ranks]
+    balanced = [stop - start for start, stop in boxes.balanced(sum(lengths), partition.size)]
+    if lengths != balanced:
+        raise ValueError(
+            f"{label}: balanced shards along dim {place} of the weight were expected, {balanced} "
+            f"for {sum(lengths)} in all, got {lengths} on workers {list(partition.ranks)}"
+        )
+    expected = Mark(place, partition, sum(lengths))
+    if isinstance(state, Mark) and state.merged(expected) is None:
+        raise ValueError(f"{label}: {expected} was expected")
+    return (other, sum(lengths)) if split == COLUMN else (sum(lengths), other)
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _problem(
+    weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
+) -> str:
+    """What is wrong with the parameters of this worker, in words that name it."""
+    expected = local_shapes(partition, dim, sizes)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and tuple(value.shape) != expected[name]:
+            whole = (sizes[1], sizes[0]) if name == "weight" else (sizes[1],)
+            worker = partition.ranks[partition.rank or 0]
+            return (
+                f"the {name} of worker {worker} has the shape {tuple(value.shape)}, where its "
+                f"shard of {whole} has {expected[name]}"
+            )
+    return ""
+
+
+@kept_in_job
+def layouts_of(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Layout]:
+    """Where the weight and the bias of these whole sizes (inputs, outputs) lie."""
+    inputs, outputs = sizes
+    weight = shard_layout(partition, (outputs, inputs), 0 if dim == COLUMN else 1)
+    if dim == COLUMN:
+        return {"weight": weight, "bias": shard_layout(partition, (outputs,), 0)}
+    return {"weight": weight, "bias": Layout.whole(partition, (outputs,), shared=True)}
+
+
+@kept_in_job
+def local_shapes(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Shape]:
+    """The shapes of this worker's shards."""
+    return {name: each.local_shape for name, each in layouts_of(partition, dim, sizes).items()}
+
+
+def checked_dim(dim: int | None, name: str) -> int | None:
+    """`COLUMN`, `ROW` or None; ValueError for anything else."""
+    if isinstance(dim, bool) or dim not in (None, 0, 1, -1):
+        raise ValueError(
+            f"{name}: dim must be None (not split), 0 (row: the inputs are split) or 1 or -1 "
+            f"(column: the outputs are split), got {dim!r}"
+        )
+    return None if dim is None else dim % 2
+
+
+class ParallelLinear(torch.nn.Linear):
+    """The linear map of the last dimension, with the weight in shards over a group of workers.
+
+    Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
+
+    - `dim=None`: `torch.nn.Linear`, on each worker by itself.
+    - `dim=1` or `-1`, *column*: each worker has the rows of the weight, and the bias, of its part
+      of the outputs. The input is whole on all workers, the output a shard, marked as one. Nothing
+      moves forward; the gradient of the input takes one all-reduce.
+    - `dim=0`, *row*: each worker has the columns of the weight of its part of the inputs, and the
+      whole bias, which is added once. The input is a shard along the last dimension, or whole, of
+      which the shard is taken then. The output is whole and takes one all-reduce; the gradient of
+      a shard takes none.
+
+    Parts are balanced: n // p long, the first n % p of them one longer. Parameters have the values
+    that `torch.nn.Linear` draws with the seed of the first worker of the group.
+
+    Args:
+        in_features: the length of the last dimension, of the whole input.
+        out_features: the same of the output.
+        bias: whether to add one.
+        dim: which is split.
+        device: of the parameters.
+        dtype: of the parameters.
+        partition: the workers of the group, in their order; None for the default group.
+
+    >>> import tessel, torch
+    >>> column = tessel.nn.ParallelLinear(20, 30, dim=-1)
+    >>> row = tessel.nn.ParallelLinear(30, 20, dim=0)
+    >>> row(torch.relu(column(torch.ones(4, 20)))).shape
+    torch.Size([4, 20])
+    """
+
+    dim: int | None = None
+    partition: Partition
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        partition: Partition | None = None,
+    ) -> None:
+        row = row_of(partition)
+        if dim is None:
+            super().__init__(in_features, out_features, bias, device, dtype)
+            self.dim, self.partition = dim, row
+            return
+        name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
+        agree_on_call(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
+        checked_dim(dim, name)
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.dim, self.partition = dim, row
+        for each, layout in self.layouts.items():
+            if each == "bias" and not bias:
+                self.register_parameter("bias", None)
+            else:
+                empty = torch.empty(layout.local_shape, device=device, dtype=dtype)
+                setattr(self, each, torch.nn.Parameter(empty))
+        self.reset_parameters()
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Where the weight and the bias lie, by name; nothing if they are not split."""
+        split = checked_dim(self.dim, "ParallelLinear")
+        if split is None:
+            return {}
+        return layouts_of(self.partition, split, (self.in_features, self.out_features))
+
+    def reset_parameters(self) -> None:
+        """Draw all values anew, as `torch.nn.Linear` does."""
+        if self.dim is None:
+            super().reset_parameters()
+            return
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
+        layouts = self.layouts
+        draw_(
+            self.weight,
+            layouts["weight"],
+            lambda whole: torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5)),
+        )
+        if self.bias is not None:
+            draw_(
+                self.bias,
+                layouts["bias"],
+                lambda whole: torch.nn.init.uniform_(whole, -bound, bound),
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if self.dim is None else self._multiply(input)
+
+    @eagerly
+    def _multiply(self, x: Tensor) -> Tensor:
+        split = checked_dim(self.dim, "ParallelLinear")
+        assert split is not None
+        return multiply(
+            x,
+            self.weight,
+            self.bias,
+            name=f"{type(self).__name__}({self.extra_repr()})",
+            partition=self.partition,
+            dim=split,
+            sizes=(self.in_features, self.out_features),
+        )
+
+    @classmethod
+    def convert_parallel_linear(
+        cls, module: torch.nn.Module, dim: int | None = None, partition: Partition | None = None
+    ) -> torch.nn.Module:
+        """Make a `ParallelLinear` of each `torch.nn.Linear` in a module, with the same values.
+
+        A module that is a `torch.nn.Linear` gives a new layer; any other is changed in place and
+        returned. Values are those of the first worker of the group. What the layers have besides
+        (dtype, device, mode, hooks, parameters that need no gradient) stays. A layer that is used
+        in several places stays one, and so does a parameter that several layers use. Layers that
+        are a `ParallelLinear` already stay as they are.
+
+        Args:
+            module: contains one or more `torch.nn.Linear`.
+            dim: as in `ParallelLinear`.
+            partition: the workers; None for the default group.
+
+        >>> import tessel, torch
+        >>> tessel.nn.ParallelLinear.convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
+        ParallelLinear(in_features=20, out_features=30, bias=True, dim=-1)
+        """
+        row = row_of(partition)
+        name = f"convert_parallel_linear(module, dim={dim!r}) over {row}"
+        if dim is not None:
+            agree_on_call(row, name)
+        checked_dim(dim, name)
+        conversion = Conversion(
+            name=name,
+            partition=row,
+            splits=dim is not None,
+            wanted=torch.nn.Linear,
+            done=lambda layer: isinstance(layer, ParallelLinear),
+            make=lambda layer: cls._like(layer, dim, row),
+            layouts=lambda layer: layer.layouts,
+            refused=(torch.nn.MultiheadAttention,),
+        )
+        return convert(module, conversion)
+
+    @classmethod
+    def _like(cls, layer: torch.nn.Module, dim: int | None, partition: Partition) -> Any:
+        """The same layer with no parameters yet."""
+        new = cls.__new__(cls)
+        new.__dict__.update(layer.__dict__)
+        new.__dict__.update(_parameters={}, dim=dim, partition=partition)
+        return new
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Let the parameters say which shards they are; others than ours may have come."""
+        for name, layout in self.layouts.items():
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                continue
+            split = [dim for dim, cut in enumerate(layout.cuts) if cut.axes]
+            if split:
+                note(parameter, Mark(split[0], self.partition, layout.shape[split[0]]))
+            else:
+                share(parameter, self.partition)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self._mark_parameters()
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_parameters()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dim={self.dim}"

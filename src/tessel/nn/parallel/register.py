@@ -1,0 +1,43 @@
+"""A module that marks tensors as shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tessel.distributed.group import row_of
+from tessel.distributed.marks import register_parallel_dim
+from tessel.graph import eagerly
+from tessel.partition import Partition
+
+
+class RegisterParallelDim(torch.nn.Module):
+    """Say that tensors are shards along a dimension, or that they are whole.
+
+    Forward:  y = x, with another mark.
+
+    Args:
+        dim: the dimension that is split over the workers; None says that tensors are whole.
+        partition: the workers; None for the default group.
+
+    >>> import tessel, torch
+    >>> x = torch.ones(3)
+    >>> tessel.distributed.get_parallel_dim(x)
+    >>> x = tessel.nn.RegisterParallelDim(dim=0)(x)
+    >>> tessel.distributed.get_parallel_dim(x)
+    0
+    """
+
+    def __init__(self, dim: int | None = None, *, partition: Partition | None = None) -> None:
+        super().__init__()
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            raise ValueError(f"RegisterParallelDim: dim must be None or an integer, got {dim!r}")
+        self.dim = dim
+        self.partition = row_of(partition)
+
+    @eagerly
+    def forward(self, input: Tensor) -> Tensor:
+        return register_parallel_dim(input, self.dim, self.partition)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"

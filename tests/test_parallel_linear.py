@@ -1,0 +1,760 @@
+"""Linear layers with weights in shards give what torch's own layer gives in one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import tessel
+import tessel.distributed as parallel
+from parity import close, slopes, values
+from tessel import Layout, Partition
+from tessel.distributed.marks import Mark, mark_of, marked, unmarked
+from tessel.nn.functional import parallel_linear
+from tessel.nn.init import shard_init_helper_
+from tessel.nn.parallel import ParallelLinear
+from tessel.nn.parallel.drawing import shard_layout
+from tessel.testing import count_memory, count_traffic
+from windowed_cases import raised
+
+Run = Callable[..., list[Any]]
+WIDTH = 8  # bytes of a float64
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.complex128: 1e-12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, the shape of its input without the features, and where the input lies."""
+
+    dim: int | None
+    inputs: int
+    outputs: int
+    lead: tuple[int, ...] = (5,)
+    bias: bool = True
+    sharded: bool = False  # the input is a shard, for rows
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.lead, self.inputs)
+
+
+SIZES = [(6, 4), (9, 3), (3, 9), (1, 1), (4, 1), (1, 5), (8, 8)]
+LEADS: list[tuple[int, ...]] = [(), (5,), (2, 3), (0,), (2, 0)]
+CASES = [
+    Case(dim, inputs, outputs, lead, bias, sharded)
+    for dim, sharded in ((None, False), (1, False), (-1, False), (0, False), (0, True))
+    for inputs, outputs in SIZES
+    for lead, bias in ((LEADS[(inputs + outputs) % 5], True), (LEADS[inputs % 3], False))
+]
+CASES += [
+    Case(dim, 9, 7, lead, True, sharded, dtype)
+    for dim, sharded in ((1, False), (0, False), (0, True))
+    for lead in LEADS
+    for dtype in (torch.float32, torch.float64, torch.complex128)
+]
+
+
+def group(pairs: bool) -> Partition:
+    """All workers, or this worker's pair among them."""
+    if not pairs:
+        return tessel.world()
+    found = [Partition((k, k + 1), (2,)) for k in range(0, tessel.world().size, 2)]
+    return next(pair for pair in found if pair.active)
+
+
+def data(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    x = values(shape, seed)
+    return torch.complex(x, values(shape, seed + 50)) if dtype.is_complex else x.to(dtype)
+
+
+def part(layer: ParallelLinear, name: str, whole: Tensor) -> Tensor:
+    """This worker's part of a whole parameter or its gradient."""
+    return layer.layouts[name].local_part(whole) if layer.layouts else whole
+
+
+def whole_of(y: Tensor) -> Tensor:
+    return y if parallel.get_parallel_dim(y) is None else parallel.gather(y)
+
+
+def check(case: Case, P: Partition, seed: int) -> None:
+    torch.manual_seed(seed)
+    alone = torch.nn.Linear(case.inputs, case.outputs, case.bias, dtype=case.dtype)
+    torch.manual_seed(seed)
+    layer = ParallelLinear(
+        case.inputs, case.outputs, case.bias, case.dim, dtype=case.dtype, partition=P
+    )
+    tolerance = TOLERANCE[case.dtype]
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(getattr(layer, name), part(layer, name, parameter)), name
+    whole = data(case.shape, seed, case.dtype).requires_grad_()
+    x = whole.detach().clone().requires_grad_()
+    given = parallel.scatter(x, -1, P) if case.sharded else x
+    expected, got = alone(whole), layer(given)
+    shard = None if case.dim in (None, 0) else Mark(got.ndim - 1, P, case.outputs)
+    assert mark_of(got) == shard
+    got = whole_of(got)
+    close("output", got, expected, tolerance)
+    weights = data(tuple(expected.shape), 99, case.dtype)
+    if case.dtype.is_complex:
+        expected, got, weights = expected.abs(), got.abs(), weights.abs()
+    for order in (1, 2):
+        expected = slopes(expected, weights, [whole, *alone.parameters()], order)
+        got = slopes(got, weights, [x, *layer.parameters()], order)
+        names = ["input", *(name for name, _ in alone.named_parameters())]
+        for name, a, b in zip(names, got, expected, strict=True):
+            b = b if name == "input" else part(layer, name, b)
+            close(f"gradient of order {order} of the {name}", a, b, tolerance * 10**order / 10)
+        expected, got, weights = expected[0], got[0], whole.detach()
+        if case.dtype.is_complex:
+            break
+
+
+def check_all(cases: list[Case], pairs: bool) -> None:
+    P = group(pairs)
+    for number, case in enumerate(cases):
+        try:
+            check(case, P, number + 100 * P.ranks[0])
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "pairs"), [(1, False), (2, False), (3, False), (4, False), (4, True)]
+)
+def test_all_equals_one_process(run: Run, nprocs: int, pairs: bool) -> None:
+    """Values, output, gradients of first and second order; sizes even and uneven, also empty.
+
+    Second order sums squares of sums of first order, and gets ten times the tolerance.
+    """
+    run(check_all, CASES, pairs, nprocs=nprocs, timeout=100)
+
+
+def draw() -> tuple[list[Tensor], list[Tensor]]:
+    """Unequal seeds: the parameters are those of the first worker's seed."""
+    P = tessel.world()
+    torch.manual_seed(100 + (P.rank or 0))
+    layers = [ParallelLinear(7, 9, dim=dim) for dim in (0, 1, None)]
+    after = torch.rand(3)
+    torch.manual_seed(100)
+    expected = [torch.nn.Linear(7, 9) for _ in range(3)]
+    for layer, alone in zip(layers[:2], expected[:2], strict=True):
+        for name, value in alone.named_parameters():
+            assert torch.equal(getattr(layer, name), part(layer, name, value))
+    torch.manual_seed(100 + (P.rank or 0))
+    own = [torch.nn.Linear(7, 9) for _ in range(3)]
+    assert torch.equal(torch.rand(3), after)  # each generator goes on as in one process
+    assert torch.equal(layers[2].weight, own[2].weight)  # not split: each worker's own
+    layers[0].reset_parameters()
+    biases = [layers[0].bias.detach().clone()]
+    optimizer = torch.optim.Adam([p for each in layers[:2] for p in each.parameters()], 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        layers[0](layers[0](values((2, 7), step).float())[:, :7]).square().sum().backward()
+        optimizer.step()
+    return biases, [layers[0].bias.detach()]
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_unequal_seeds_give_shared_values(run: Run, nprocs: int) -> None:
+    first, *others = run(draw, nprocs=nprocs)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def whole_is_torch() -> None:
+    """`dim=None` sends nothing, agrees on nothing, and is the same to the last bit."""
+    rank = tessel.world().rank or 0
+    with count_traffic() as traffic:
+        torch.manual_seed(rank)
+        layer = ParallelLinear(5, 3, True, None)
+        torch.manual_seed(rank)
+        alone = torch.nn.Linear(5, 3)
+        x = torch.randn(rank, 4, 5, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        assert torch.equal(layer(x), alone(y))
+        layer(x).square().sum().backward()
+        alone(y).square().sum().backward()
+        for a, b in zip([x, *layer.parameters()], [y, *alone.parameters()], strict=True):
+            assert torch.equal(a, b) and torch.equal(a.grad, b.grad)
+        converted = ParallelLinear.convert_parallel_linear(alone)
+        assert converted.weight is alone.weight and torch.equal(converted(x), alone(x))
+        z = parallel_linear(x, alone.weight, alone.bias)
+        assert torch.equal(z, alone(x))
+    assert traffic.messages == traffic.agreements == 0
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_without_dim_it_is_torchs_layer(run: Run, nprocs: int) -> None:
+    run(whole_is_torch, nprocs=nprocs)
+
+
+class Block(torch.nn.Module):
+    """Column → activation → row, with a residual, twice."""
+
+    def __init__(self, make: Callable[..., torch.nn.Module], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = torch.nn.ModuleList([make(5, 9, dim=1, dtype=dtype) for _ in range(2)])
+        self.down = torch.nn.ModuleList([make(9, 5, dim=0, dtype=dtype) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            hidden = up(x)
+            x = x + down(F.gelu(hidden) * torch.sigmoid(hidden))
+        return x
+
+
+def plain(*args: Any, dim: int, **kwargs: Any) -> torch.nn.Module:
+    return torch.nn.Linear(*args, **kwargs)
+
+
+def train(pairs: bool, dtype: torch.dtype) -> None:
+    P = group(pairs)
+    torch.manual_seed(3)
+    alone = Block(plain, dtype)
+    torch.manual_seed(3 if P.rank == 0 else 17)
+    spread = Block(lambda *args, **kwargs: ParallelLinear(*args, partition=P, **kwargs), dtype)
+    optimizers = [
+        torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in (alone, spread)
+    ]
+    tolerance = TOLERANCE[dtype]
+    for step in range(5):
+        x = values((6, 5), step).to(dtype).requires_grad_()
+        y = x.detach().clone().requires_grad_()
+        losses = [alone(x).square().mean(), spread(y).square().mean()]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        close("loss", losses[1], losses[0], tolerance)
+        close("gradient of the input", y.grad, x.grad, tolerance)
+        for name, module in spread.named_modules():
+            if isinstance(module, ParallelLinear):
+                torchs = alone.get_submodule(name)
+                for key, parameter in module.named_parameters():
+                    expected = getattr(torchs, key)
+                    close(key, parameter, part(module, key, expected), tolerance)
+                    close(key, parameter.grad, part(module, key, expected.grad), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "pairs"), [(1, False), (2, False), (3, False), (4, False), (4, True)]
+)
+def test_five_steps_of_training(run: Run, nprocs: int, pairs: bool) -> None:
+    for dtype in (torch.float64, torch.float32):
+        run(train, pairs, dtype, nprocs=nprocs)
+
+
+def pair_traffic(needs: bool) -> Any:
+    column = ParallelLinear(8, 16, dim=1).double()
+    row = ParallelLinear(16, 8, dim=0).double()
+    x = values((4, 8), 0).requires_grad_(needs)
+    with count_traffic() as there:
+        y = row(torch.tanh(column(x)))
+    with count_traffic() as back:
+        y.square().sum().backward()
+    with count_traffic() as reduced:
+        parallel.reduce(values((4, 8), 0))
+    with torch.no_grad(), count_traffic() as silent:
+        row(column(x))
+    counts = [(each.messages, each.bytes_sent) for each in (there, back, reduced, silent)]
+    return counts, there.agreements, back.agreements
+
+
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+def test_a_pair_takes_one_all_reduce_each_way(run: Run, nprocs: int) -> None:
+    """Of the size of the output, forward, and of the input, backward, if anybody wants that."""
+    for (there, back, reduced, silent), agreements, later in run(pair_traffic, True, nprocs=nprocs):
+        assert there == back == reduced == silent
+        assert (agreements, later) == (2, 0)
+        assert there[1] <= 2 * (nprocs - 1) * -(-4 * 8 // nprocs) * WIDTH
+    for (there, back, reduced, _), _, _ in run(pair_traffic, False, nprocs=nprocs):
+        assert there == reduced and back == (0, 0)
+
+
+def single_traffic() -> Any:
+    """A whole input of a row layer is cut without messages; its gradient is an all-gather."""
+    row = ParallelLinear(8, 6, dim=0).double()
+    x = values((4, 8), 0).requires_grad_()
+    with count_traffic() as there:
+        y = row(x)
+    with count_traffic() as back:
+        y.sum().backward()
+    return there.bytes_sent, back.bytes_sent
+
+
+def test_a_whole_input_is_cut_for_rows(run: Run) -> None:
+    assert run(single_traffic, nprocs=2) == [(4 * 6 * WIDTH, 4 * 4 * WIDTH)] * 2
+
+
+def only_one_needs_a_gradient() -> None:
+    """A constant input on one worker, and parameters that are all frozen."""
+    first = tessel.world().rank == 0
+    column, row = ParallelLinear(4, 6, dim=1).double(), ParallelLinear(6, 4, dim=0).double()
+    for frozen in (False, True):
+        for layer in (column, row):
+            layer.requires_grad_(not frozen)
+        x = values((3, 4), 0).requires_grad_(first)
+        y = row(column(x).tanh())
+        y.square().sum().backward()
+        z = row(values((3, 6), 0).requires_grad_(first))
+        z.sum().backward()
+        if first:
+            expected = torch.autograd.grad(row(column(x).tanh()).square().sum(), x)[0]
+        else:
+            other = x.detach().requires_grad_()
+            expected = torch.autograd.grad(row(column(other).tanh()).square().sum(), other)[0]
+        if first:
+            close("gradient", x.grad, expected)
+
+
+def test_a_worker_without_gradients_takes_part(run: Run) -> None:
+    run(only_one_needs_a_gradient, nprocs=2)
+
+
+def memory(dim: int, size: int) -> tuple[int, int, int]:
+    with count_memory() as counted:
+        layer = ParallelLinear(size, size, dim=dim)
+    return counted.peak, layer.weight.nbytes, size * size * 4
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_making_a_layer_needs_one_whole_weight_at_a_time(run: Run, nprocs: int, dim: int) -> None:
+    """Beside its own shard, a copy of it that arrives, and the bias."""
+    for peak, shard, whole in run(memory, dim, 256, nprocs=nprocs):
+        assert shard == whole // nprocs
+        assert peak <= whole + 2 * shard + 10_000
+
+
+@pytest.mark.limit(180)
+def test_without_dim_it_compiles_as_one_graph() -> None:
+    torch._dynamo.reset()
+    layer, x = ParallelLinear(4, 3), torch.ones(2, 4)
+    fast = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    close("output", fast(x), layer(x), 1e-6)
+
+
+def bad(kind: str) -> Any:
+    P = tessel.world()
+    last = P.rank == P.size - 1
+    column, row = ParallelLinear(6, 9, dim=1), ParallelLinear(9, 6, dim=0)
+    x, wide = torch.ones(2, 6), torch.ones(2, 9)
+    shard = parallel.scatter(wide, 1)
+    if kind == "weight":
+        row.weight = torch.nn.Parameter(torch.ones(6, 9 if last else row.weight.shape[1]))
+    if kind == "bias everywhere":
+        column.bias = torch.nn.Parameter(torch.ones(9))
+    if kind == "frozen" and last:
+        row.bias.requires_grad_(False)
+    with torch.set_grad_enabled(not (kind == "no_grad" and last)):
+        return raised(_calls(column, row, x, wide, shard, last, P)[kind])
+
+
+def _calls(
+    column: ParallelLinear,
+    row: ParallelLinear,
+    x: Tensor,
+    wide: Tensor,
+    shard: Tensor,
+    last: bool,
+    P: Partition,
+) -> dict[str, Callable[[], Any]]:
+    return {
+        "dim": lambda: ParallelLinear(6, 9, dim=2),
+        "dim of one": lambda: ParallelLinear(6, 9, dim=0 if last else 1),
+        "dim as a float": lambda: ParallelLinear(6, 9, dim=0.5),  # type: ignore[arg-type]
+        "dim as a truth value": lambda: ParallelLinear(6, 9, dim=True),
+        "features of one": lambda: ParallelLinear(6, 8 if last else 9, dim=1),
+        "conversion dim": lambda: ParallelLinear.convert_parallel_linear(torch.nn.Linear(2, 3), 5),
+        "width": lambda: column(torch.ones(2, 5)),
+        "width of one": lambda: column(torch.ones(2, 5) if last else x),
+        "rows of one": lambda: column(torch.ones(3, 6) if last else x),
+        "no dimension": lambda: column(torch.tensor(1.0)),
+        "unmarked shard": lambda: row(unmarked(shard)),
+        "shard of another size": lambda: row(parallel.scatter(torch.ones(2, 10), 1)),
+        "shard of wrong length": lambda: row(parallel.register_parallel_dim(wide, 1)),
+        "shard along rows": lambda: row(parallel.scatter(torch.ones(4, 9), 0)),
+        "shard into columns": lambda: column(parallel.scatter(x, 1)),
+        "shard of one": lambda: row(shard if last else wide),
+        "lost": lambda: row(shard.cumsum(1)),
+        "lost on one": lambda: row(shard.cumsum(1) if last else shard),
+        "other dtype": lambda: column(x.double()),
+        "dtype of one": lambda: column(x.double() if last else x),
+        "weight": lambda: row(shard),
+        "bias everywhere": lambda: column(x),
+        "frozen": lambda: row(shard),
+        "no_grad": lambda: row(shard),
+        "other layers": lambda: column(x) if last else row(shard),
+        "function: dim": lambda: parallel_linear(x, column.weight, dim=3),
+        "function: parts": lambda: parallel_linear(x, torch.ones(3 + last, 6), dim=1),
+        "function: inputs": lambda: parallel_linear(x, torch.ones(3, 6 + last), dim=1),
+        "function: bias": lambda: parallel_linear(x, column.weight, torch.ones(9), dim=1),
+        "function: mark": lambda: parallel_linear(x, column.weight, dim=0),
+        "function: vector": lambda: parallel_linear(x, torch.ones(3), dim=1),
+        "function: input": lambda: parallel_linear(torch.ones(2, 7), column.weight, dim=1),
+    }
+
+
+BAD = {
+    "dim": "dim must be None",
+    "dim of one": "same calls",
+    "dim as a float": "dim must be None",
+    "dim as a truth value": "dim must be None",
+    "features of one": "same calls",
+    "conversion dim": "dim must be None",
+    "width": "worker 0 expected an input with 6 of 6 features",
+    "width of one": "worker 2 expected an input with 6 of 6 features",
+    "rows of one": "shape before the last",
+    "no dimension": "at least one dimension",
+    "unmarked shard": "register_parallel_dim(x, -1)",
+    "shard of another size": "9 inputs, the whole tensor 10",
+    "shard of wrong length": "expected an input with 3 of 9 features",
+    "shard along rows": "along the last dimension",
+    "shard into columns": "gather(x)",
+    "shard of one": "same calls",
+    "lost": "lost in `cumsum`",
+    "lost on one": "lost in `cumsum`",
+    "other dtype": "same dtype",
+    "dtype of one": "dtype",
+    "weight": "the weight of worker 2 has the shape (6, 9)",
+    "bias everywhere": "the bias of worker 0",
+    "frozen": "same calls",
+    "no_grad": "torch.no_grad()",
+    "other layers": "same calls",
+    "function: dim": "dim must be None",
+    "function: parts": "balanced shards",
+    "function: inputs": "other length",
+    "function: bias": "the bias of worker",
+    "function: mark": "was expected",
+    "function: vector": "(outputs, inputs)",
+    "function: input": "expected an input with 6",
+}
+DTYPE_ERRORS = ("other dtype",)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_does_not_fit_raises_the_same_on_every_worker(run: Run, kind: str) -> None:
+    """ValueError, and torch's own RuntimeError for a dtype that does not fit the weight's."""
+    first, *others = run(bad, kind, nprocs=3)
+    assert all(other == first for other in others), (first, others)
+    expected = RuntimeError if kind in DTYPE_ERRORS else ValueError
+    assert first is not None and first[0] is expected and BAD[kind] in first[1], first
+
+
+class Shared(torch.nn.Module):
+    """One layer used twice, one parameter used by two layers, layers in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
+        self.again = self.inner
+        self.tied = torch.nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.inner.weight
+        self.deep = torch.nn.ModuleDict({"a": torch.nn.Sequential(torch.nn.Linear(6, 6, False))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.deep["a"](self.tied(self.again(self.inner(x).tanh())))
+
+
+def convert(dim: int) -> None:
+    P = tessel.world()
+    torch.manual_seed(P.rank or 0)
+    model = Shared().double().eval()
+    model.inner.train()
+    model.inner.bias.requires_grad_(False)
+    calls: list[str] = []
+    model.inner.register_forward_hook(lambda *_: calls.append("forward"))
+    model.inner.register_forward_pre_hook(lambda *_: calls.append("before"))
+    model.inner.register_full_backward_hook(lambda *_: calls.append("backward"))
+    if dim == 1:
+        model.inner.register_forward_hook(lambda m, a, y: parallel.gather(y))
+        model.tied.register_forward_hook(lambda m, a, y: parallel.gather(y))
+        model.deep["a"][0].register_forward_hook(lambda m, a, y: parallel.gather(y))
+    torch.manual_seed(0)
+    alone = Shared().double()
+    inner = model.inner
+    assert ParallelLinear.convert_parallel_linear(model, dim) is model
+    layers = [model.inner, model.again, model.tied, model.deep["a"][0]]
+    assert all(type(layer) is ParallelLinear and layer.dim == dim for layer in layers)
+    assert model.inner is model.again and model.tied.weight is model.inner.weight
+    assert type(inner) is torch.nn.Linear and inner.weight.shape == (6, 6)
+    assert model.inner.training and not model.tied.training
+    assert not model.inner.bias.requires_grad and model.inner.weight.requires_grad
+    assert model.inner.weight.dtype == torch.float64 and model.deep["a"][0].bias is None
+    assert len(list(model.parameters())) == 3
+    x = values((3, 6), 0).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    expected, got = alone(x), model(y)
+    close("output", got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    close("gradient", y.grad, x.grad)
+    weight = model.inner.weight.grad
+    close("gradient of the weight", weight, part(model.inner, "weight", alone.inner.weight.grad))
+    assert calls == ["before", "forward"] * 2 + ["backward"] * 2
+    assert ParallelLinear.convert_parallel_linear(model, 1 - dim) is model
+    assert model.inner is layers[0] and model.inner.dim == dim  # what is parallel already stays
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_a_model_is_converted(run: Run, nprocs: int) -> None:
+    """Nested and shared modules and parameters, hooks, modes; values are the first worker's."""
+    for dim in (0, 1):
+        run(convert, dim, nprocs=nprocs)
+
+
+def convert_one() -> None:
+    alone = torch.nn.Linear(7, 5, dtype=torch.bfloat16)
+    before = alone.weight
+    layer = ParallelLinear.convert_parallel_linear(alone, dim=-1)
+    assert repr(layer) == "ParallelLinear(in_features=7, out_features=5, bias=True, dim=-1)"
+    assert layer.weight.dtype == torch.bfloat16 and alone.weight is before
+    with torch.device("meta"):
+        empty = torch.nn.Linear(7, 5)
+    layer = ParallelLinear.convert_parallel_linear(empty, dim=0)
+    assert layer.weight.is_meta and layer.bias.shape == (5,)
+    assert ParallelLinear(7, 5, dim=0, device="meta").weight.is_meta
+
+
+def test_one_layer_gives_a_new_one(run: Run) -> None:
+    run(convert_one, nprocs=2)
+
+
+class Sub(torch.nn.Linear):
+    pass
+
+
+def refuse(kind: str) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    last = tessel.world().rank == 1
+    if kind == "attention":
+        model.append(torch.nn.MultiheadAttention(4, 2))
+    elif kind == "transformer":
+        model.append(torch.nn.TransformerEncoderLayer(4, 2))
+    elif kind == "subclass":
+        model.append(Sub(4, 4))
+    elif kind == "parametrized":
+        torch.nn.utils.parametrizations.weight_norm(model[1])
+    elif kind == "tied":
+        model.append(torch.nn.Embedding(4, 4))
+        model[2].weight = model[1].weight
+    elif kind == "gradient":
+        model(torch.ones(2, 4)).sum().backward()
+    elif kind == "hook":
+        model[0].weight.register_hook(lambda grad: grad)
+    elif kind == "forward":
+        model[0].forward = lambda x: x
+    elif kind == "others":
+        model.append(torch.nn.Linear(4, 5 if last else 4))
+    elif kind == "attention of one" and last:
+        model.append(torch.nn.MultiheadAttention(4, 2))
+    error = raised(lambda: ParallelLinear.convert_parallel_linear(model, 0))
+    assert type(model[0]) is torch.nn.Linear, "nothing is converted"
+    return error
+
+
+REFUSED = {
+    "attention": "2 (MultiheadAttention)",
+    "transformer": "2.self_attn (MultiheadAttention)",
+    "subclass": "2 (Sub) is a subclass",
+    "parametrized": "is a subclass",
+    "tied": "1.weight, 2.weight are one parameter",
+    "gradient": "has a gradient",
+    "hook": "has hooks",
+    "forward": "forward of its own",
+    "others": "same calls",
+    "attention of one": "same calls",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_converted_is_refused(run: Run, kind: str) -> None:
+    first, second = run(refuse, kind, nprocs=2)
+    assert first == second
+    assert first is not None and REFUSED[kind] in first[1], first
+    expected = ValueError if REFUSED[kind] == "same calls" else NotImplementedError
+    assert first[0] is expected
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "kaiming_normal_": {"a": 0, "mode": "fan_in", "nonlinearity": "leaky_relu"},
+    "kaiming_uniform_": {"mode": "fan_out"},
+    "xavier_uniform_": {"gain": 2.0},
+    "orthogonal_": {},
+    "trunc_normal_": {"std": 0.1},
+    "eye_": {},
+    "constant_": {"val": 0.1},
+}
+
+
+def initialize(dtype: torch.dtype) -> None:
+    P = tessel.world()
+    layers = [ParallelLinear(7, 9, dim=dim, dtype=dtype) for dim in (0, 1, None)]
+    for name, settings in METHODS.items():
+        method = getattr(torch.nn.init, name)
+        for layer in layers:
+            torch.manual_seed(5 if layer.dim is None else 5 + (P.rank or 0))
+            assert shard_init_helper_(method, layer.weight, **settings) is layer.weight
+            torch.manual_seed(5)
+            expected = method(torch.empty(9, 7, dtype=dtype), **settings)
+            assert torch.equal(layer.weight, part(layer, "weight", expected)), name
+            assert layer.weight.requires_grad
+    for layer in layers[:2]:
+        torch.manual_seed(5 + (P.rank or 0))
+        shard_init_helper_(torch.nn.init.normal_, layer.bias, std=2.0)
+        torch.manual_seed(5)
+        expected = torch.nn.init.normal_(torch.empty(9, dtype=dtype), std=2.0)
+        assert torch.equal(layer.bias, part(layer, "bias", expected))
+    check_by_hand(P, dtype)
+
+
+def check_by_hand(P: Partition, dtype: torch.dtype) -> None:
+    """Shards of any lengths that the user registered: tensors and parameters."""
+    rank = P.rank or 0
+    lengths = [1 + k for k in range(P.size)]
+    start = sum(lengths[:rank])
+    torch.manual_seed(5)
+    expected = torch.nn.init.xavier_normal_(torch.empty(4, sum(lengths), dtype=dtype))
+    expected = expected[:, start : start + lengths[rank]]
+    plain = torch.empty(4, lengths[rank], dtype=dtype)
+    for tensor in (parallel.register_parallel_dim(plain, 1), torch.nn.Parameter(plain.clone())):
+        tensor = parallel.register_parallel_dim(tensor, 1)
+        torch.manual_seed(5 + rank)
+        shard_init_helper_(torch.nn.init.xavier_normal_, tensor)
+        assert torch.equal(unmarked(tensor), expected)
+    assert torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_initialization_sees_the_whole(run: Run, nprocs: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        run(initialize, dtype, nprocs=nprocs)
+
+
+def as_function() -> None:
+    """With marks on the shards of the weight and without."""
+    P = tessel.world()
+    for dim, inputs, outputs in ((1, 5, 7), (0, 7, 5), (1, 2, 1), (0, 1, 2)):
+        weight, bias = values((outputs, inputs), 1), values((outputs,), 2)
+        layout = shard_layout(P, (outputs, inputs), 0 if dim == 1 else 1)
+        for with_bias in (True, False):
+            whole = [
+                each.clone().requires_grad_() for each in (values((3, inputs), 3), weight, bias)
+            ]
+            x = whole[0].detach().clone().requires_grad_()
+            w = layout.local_part(weight).clone().requires_grad_()
+            b = (Layout.balanced(P, (outputs,)).local_part(bias) if dim == 1 else bias).clone()
+            b.requires_grad_()
+            expected = F.linear(whole[0], whole[1], whole[2] if with_bias else None)
+            mark = Mark(0 if dim == 1 else 1, P, outputs if dim == 1 else inputs)
+            for shard in (w, marked(w, mark)):
+                got = whole_of(parallel_linear(x, shard, b if with_bias else None, dim=dim))
+                close("output", got, expected)
+                grads = torch.autograd.grad(got.square().sum(), [x, w])
+                truth = torch.autograd.grad(expected.square().sum(), whole[:2], retain_graph=True)
+                close("gradient of the input", grads[0], truth[0])
+                close("gradient of the weight", grads[1], layout.local_part(truth[1]))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_the_function_takes_shards(run: Run, nprocs: int) -> None:
+    run(as_function, nprocs=nprocs)
+
+
+def copied() -> None:
+    x = values((3, 5), 0)
+    for dim in (0, 1):
+        layer = ParallelLinear(5, 7, dim=dim).double()
+        expected = whole_of(layer(x))
+        other = ParallelLinear(5, 7, dim=dim).double()
+        other.load_state_dict(layer.state_dict())
+        for each in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), other):
+            assert torch.equal(whole_of(each(x)), expected)
+        named = {name: value.detach().clone() for name, value in layer.named_parameters()}
+        assert torch.equal(whole_of(torch.func.functional_call(layer, named, (x,))), expected)
+        doubled = {name: 2 * value for name, value in named.items()}
+        close("doubled", whole_of(torch.func.functional_call(layer, doubled, (x,))), 2 * expected)
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_a_layer_can_be_copied_pickled_and_called_with_others(run: Run, nprocs: int) -> None:
+    run(copied, nprocs=nprocs)
+
+
+def in_low_precision() -> None:
+    """To the rounding of the dtype: sums over workers go in another order."""
+    torch.manual_seed(0)
+    column, row = ParallelLinear(8, 16, dim=1), ParallelLinear(16, 8, dim=0)
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+    x = values((4, 8), 0).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = alone(x), row(column(x).tanh())
+    assert got.dtype == expected.dtype == torch.bfloat16
+    close("autocast", got.float(), expected.float(), 0.03)
+    half = [copy.deepcopy(each).bfloat16() for each in (column, row)]
+    got = half[1](half[0](x.bfloat16()).tanh())
+    close("bfloat16", got.float(), copy.deepcopy(alone).bfloat16()(x.bfloat16()).float(), 0.03)
+
+
+def test_low_precision_and_autocast(run: Run) -> None:
+    run(in_low_precision, nprocs=2)
+
+
+def outside() -> Any:
+    """A layer over some workers: the others store nothing and get back what they pass."""
+    P = tessel.world().create_partition_inclusive([1, 0])
+    torch.manual_seed(0)
+    layer = ParallelLinear(5, 7, dim=1, partition=P).double()
+    back = ParallelLinear(7, 5, dim=0, partition=P).double()
+    x = values((3, 5), 0)
+    y = back(layer(x))
+    if not P.active:
+        assert layer.weight.numel() == 0 and torch.equal(y, x) and y is not x
+        return None
+    torch.manual_seed(0)
+    torchs = torch.nn.Linear(5, 7), torch.nn.Linear(7, 5)
+    assert layer.weight.shape[0] == (3 if P.rank == 1 else 4)
+    return [y.tolist(), torchs[1].double()(torchs[0].double()(x)).tolist()]
+
+
+def test_other_workers_store_nothing(run: Run) -> None:
+    first, second, *others = run(outside, nprocs=4)
+    assert first[0] == second[0] and others == [None, None]
+    close("output", torch.tensor(first[0]), torch.tensor(first[1]), 1e-12)
+
+
+def forward_mode() -> None:
+    P = tessel.world()
+    torch.manual_seed(0)
+    column, row = ParallelLinear(5, 7, dim=1).double(), ParallelLinear(7, 5, dim=0).double()
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 5))
+    alone = alone.double()
+    for layer, torchs in ((column, alone[0]), (row, alone[2])):
+        with torch.no_grad():
+            for name, value in torchs.named_parameters():
+                getattr(layer, name).copy_(part(layer, name, value))
+    x, direction = values((3, 5), 1), values((3, 5), 2)
+    expected = torch.func.jvp(alone, (x,), (direction,))
+    got = torch.func.jvp(lambda each: row(column(each).tanh()), (x,), (direction,))
+    close("value", got[0], expected[0])
+    close("derivative", got[1], expected[1])
+    slope = torch.func.grad(lambda each: row(column(each).tanh()).square().sum())(x)
+    close("gradient", slope, torch.func.grad(lambda each: alone(each).square().sum())(x))
+    assert P.active
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_forward_mode_and_torch_func(run: Run, nprocs: int) -> None:
+    run(forward_mode, nprocs=nprocs)

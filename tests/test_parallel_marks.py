@@ -1,0 +1,548 @@
+"""Marks of shards: torch's functions keep them where they are known, and lose them loudly."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tessel.distributed
+from parity import close, values
+from tessel import Partition
+from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
+from tessel.distributed.marks import Mark, Shard, mark_of, marked, state_of, unmarked
+from tessel.nn.parallel import ParallelLinear, RegisterParallelDim
+from windowed_cases import raised
+
+Run = Callable[..., list[Any]]
+Function = Callable[[Tensor], Any]
+
+# What keeps the mark of a tensor (4, 6, 10) that is a shard along dim 1: the shards of the result
+# are the result of the whole.
+KEPT: dict[str, Function] = {
+    "add": lambda x: 1 + x + x * 2 - x / 3,
+    "operators": lambda x: -((2 - x) ** 2) / (3 + x.abs()) % 2,
+    "comparison": lambda x: (x > 0) & ~(x < -1),
+    "broadcast": lambda x: x + torch.arange(10.0).double() + torch.ones(2, 4, 1, 1).double(),
+    "relu": lambda x: F.gelu(torch.relu(x)) + F.silu(x) + F.leaky_relu(x) + F.softplus(x),
+    "activations": lambda x: F.elu(x) + F.hardswish(x) + F.logsigmoid(x) + torch.tanh(x),
+    "where": lambda x: torch.where(x > 0, x, torch.tensor(0.5).double()) + x.clamp(min=0),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.5),
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "likes": lambda x: torch.zeros_like(x) + x.new_ones(x.shape) + torch.full_like(x, 3),
+    "clone": lambda x: x.clone().contiguous().detach().requires_grad_().detach(),
+    "to": lambda x: x.float().to(torch.float64).type(torch.float32).double().to("cpu"),
+    "in place": lambda x: x.clone().mul_(2).add_(x).relu_(),
+    "augmented": lambda x: _augmented(x),
+    "set item": lambda x: _set_item(x),
+    "transpose": lambda x: x.transpose(0, 1).swapaxes(1, 2),
+    "permute": lambda x: torch.permute(x, (2, 0, 1)).permute(2, 0, 1),
+    "movedim": lambda x: torch.movedim(x, 1, -1) + x.movedim((1, 0), (2, 0)),
+    "mT": lambda x: x.mT + x.adjoint(),
+    "T": lambda x: x[0].T,
+    "t": lambda x: x[:, :, 2].t(),
+    "unsqueeze": lambda x: x.unsqueeze(1).unsqueeze(-1).unsqueeze(0),
+    "squeeze": lambda x: x.unsqueeze(0).unsqueeze(-1).squeeze(0).squeeze(-1),
+    "view of others": lambda x: x.view(2, 2, *x.shape[1:]).view(4, *x.shape[1:]),
+    "view behind": lambda x: x.reshape(4, x.shape[1], 5, 2),
+    "flatten behind": lambda x: x.flatten(1),
+    "merged": lambda x: x.reshape(4, -1),
+    "merged and split": lambda x: x.reshape(4, -1).view(4, -1, 10),
+    "heads": lambda x: x.repeat(1, 1, 2).flatten(1).view(4, -1, 5, 4).transpose(1, 2).contiguous(),
+    "without rows": lambda x: x[:0].view(0, x.shape[1], 5, 2).flatten(1).view(0, x.shape[1] * 2, 5),
+    "unflatten": lambda x: x.unflatten(2, (2, 5)),
+    "expand": lambda x: x.unsqueeze(0).expand(3, -1, -1, -1) + x.expand_as(x[None]),
+    "repeat": lambda x: x.repeat(2, 1, 3) + torch.tile(x, (2, 1, 3)),
+    "index": lambda x: x[..., 2:5][1:3, :, None, 1],
+    "index behind": lambda x: x[0, :, -1],
+    "select": lambda x: x.select(2, 3) + x.narrow(2, 1, 1).squeeze(2),
+    "index_select": lambda x: x.index_select(2, torch.tensor([3, 1, 1])),
+    "unbind": lambda x: x.unbind(2)[1] + torch.unbind(x, dim=2)[0],
+    "chunks": lambda x: x.chunk(2, dim=2)[1] + x.split(5, 2)[0],
+    "cat": lambda x: torch.cat([x, 2 * x], dim=2),
+    "stack": lambda x: torch.stack([x, 2 * x]) + torch.stack((x, x), dim=0),
+    "sum": lambda x: x.sum(0) + x.mean(dim=0) + x.amax(0) + x.prod(0),
+    "sum behind": lambda x: torch.sum(x, dim=(0, 2)) + x.logsumexp((0, 2)),
+    "sum and keep": lambda x: x.sum(2, keepdim=True) + x.std(2, keepdim=True) + x.norm(2, 2, True),
+    "max": lambda x: x.max(dim=2).values + x.min(2)[0] + x.median(2).values,
+    "argmax": lambda x: x.argmax(-1).double() + (x > 0).any(2) + (x > 0).all(dim=2),
+    "maximum": lambda x: torch.max(x, x.neg()) + torch.minimum(x, x * 2),
+    "softmax": lambda x: x.softmax(-1) + F.log_softmax(x, dim=2) + torch.softmax(x, 0),
+    "cumsum": lambda x: x.cumsum(2) + x.flip(0) + x.roll(1, 2),
+    "sort": lambda x: x.sort(2).values + torch.sort(x, dim=0)[0],
+    "topk": lambda x: x.topk(2, dim=2).values,
+    "layer_norm": lambda x: F.layer_norm(x, (10,)) + F.rms_norm(x, (10,)),
+    "normalize": lambda x: F.normalize(x, dim=2) + F.glu(torch.cat([x, x], 2)),
+    "pad": lambda x: F.pad(x, (1, 2)),
+    "linear": lambda x: F.linear(x, torch.ones(3, 10).double(), torch.ones(3).double()),
+    "matmul rows": lambda x: x @ torch.ones(10, 3).double(),
+    "matmul columns": lambda x: torch.ones(3, 10).double() @ x.mT,
+    "matmul batch": lambda x: torch.matmul(x.transpose(0, 1), x.transpose(0, 1).mT),
+    "bmm": lambda x: torch.bmm(x.transpose(0, 1), x.permute(1, 2, 0)),
+    "attention": lambda x: F.scaled_dot_product_attention(x.unsqueeze(2), *[x.unsqueeze(2)] * 2),
+    "registered": lambda x: register_parallel_dim(x.sin(), 1) if isinstance(x, Shard) else x.sin(),
+}
+
+
+def _augmented(x: Tensor) -> Tensor:
+    y = x * 1
+    y += x
+    y *= 2
+    y /= 3
+    return y
+
+
+def _set_item(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[0] = 0
+    y[1] = y[2] * 2
+    y[..., 1:3] = y[:, :, :2] + 1
+    y[y > 1] = 1
+    y[2] = torch.ones(10)
+    return y
+
+
+def check_kept(names: list[str], size: int) -> None:
+    """The function of the shards, gathered by its mark, is the function of the whole."""
+    for name in names:
+        function = KEPT[name]
+        whole = values((4, size, 10), 1).requires_grad_()
+        again = whole.detach().clone().requires_grad_()
+        expected, shard = function(whole), function(scatter(again, 1))
+        assert isinstance(shard, Shard), name
+        mark = mark_of(shard)
+        assert mark is not None, name
+        got = gather(shard)
+        assert type(got) is Tensor and get_parallel_dim(got) is None
+        close(name, got.double(), expected.double())
+        if expected.requires_grad:
+            weights = values(expected.shape, 2)
+            (expected * weights).sum().backward()
+            (got * weights).sum().backward()
+            close(f"gradient of {name}", again.grad, whole.grad)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_marks_are_kept_where_they_are_known(run: Run, nprocs: int) -> None:
+    """All of 6 lines are split over 1, 2 and 3 workers, and so are 7, in shards of two lengths."""
+    run(check_kept, list(KEPT), 6, nprocs=nprocs)
+    run(check_kept, list(KEPT), 7, nprocs=nprocs)
+
+
+# What loses the mark, and the name of the function that the error gives.
+LOST: dict[str, tuple[str, Function]] = {
+    "sum of all": ("sum", lambda x: x.sum()),
+    "mean": ("mean", lambda x: x.mean(1)),
+    "keyword": ("sum", lambda x: torch.sum(x, dim=(0, 1))),
+    "softmax": ("softmax", lambda x: x.softmax(1)),
+    "sort": ("sort", lambda x: x.sort(1).values * 2),
+    "index": ("__getitem__", lambda x: x[:, 0]),
+    "slice": ("__getitem__", lambda x: x[:, 1:]),
+    "mask": ("__getitem__", lambda x: x[x > 0]),
+    "broadcast of one": ("add", lambda x: _stretched()),
+    "other marks": ("mul", lambda x: x[:, :, : x.shape[1]].mT * x[:, :, : x.shape[1]]),
+    "merged as the inner one": ("flatten", lambda x: x.flatten(0, 1)),
+    "may be outer": ("view", lambda x: x.sum(2).view(4, 1, -1)),
+    "squeezed": ("squeeze", lambda x: scatter(values((4, _workers()), 0), 1).squeeze()),
+    "linear": ("linear", lambda x: F.linear(x.mT, torch.ones(3, x.shape[1]).double())),
+    "matmul": ("matmul", lambda x: x.mT @ x),
+    "einsum": ("einsum", lambda x: torch.einsum("abc->cab", x)),
+    "cumsum": ("cumsum", lambda x: x.cumsum(1)),
+    "flip": ("flip", lambda x: x.flip(0, 1)),
+    "cat": ("cat", lambda x: torch.cat([x, x], 1)),
+    "cat with another": ("cat", lambda x: torch.cat([x, torch.ones_like(unmarked(x))])),
+    "expand": ("expand", lambda x: scatter(values((4, _workers(), 1), 0), 1).expand(4, 5, 3)),
+    "repeat": ("repeat", lambda x: x.repeat(1, 2, 1)),
+    "layer_norm": ("layer_norm", lambda x: F.layer_norm(x.mT, (x.shape[1],))),
+    "conv": ("conv1d", lambda x: F.conv1d(x, torch.ones(2, x.shape[1], 3).double())),
+    "unbind": ("unbind", lambda x: x.unbind(1)[0]),
+    "chunk": ("chunk", lambda x: x.chunk(2, 1)[0]),
+    "gather": ("gather", lambda x: x.gather(1, torch.zeros(4, 1, 10, dtype=torch.int64))),
+    "new": ("new_zeros", lambda x: x.new_zeros(4, 10)),
+    "set a part": ("__setitem__", lambda x: _set(x.clone(), (slice(None), 0), 1.0)),
+    "set another": ("__setitem__", lambda x: _set(x[:, :, : x.shape[1]].clone(), 0, _turned(x))),
+    "rows": ("__getitem__", lambda x: x[torch.tensor([0, 1])]),
+    "iteration": ("unbind", lambda x: next(iter(x.transpose(0, 1)))),
+    "in place": ("add_", lambda x: _in_place_twice(x)),
+    "later": ("cumsum", lambda x: (x.cumsum(1).relu() + 1).mT.contiguous()),
+}
+
+
+def check_reshapes(seed: int, count: int) -> int:
+    """Random merges and splits of neighbouring dimensions: known marks are right.
+
+    A dimension of length 1 before the split one stays what it is, and could as well be read as the
+    outer part of a split; here there is none. Returns how many were known.
+    """
+    rng, kept, P = Random(seed), 0, tessel.world()
+    for number in range(count):
+        shape = [rng.choice((1, 2, 3, 4, 6)) for _ in range(rng.randint(1, 4))]
+        dim = rng.randrange(len(shape))
+        shape[:dim] = [rng.choice((2, 3, 4)) for _ in range(dim)]
+        shape[dim] = rng.randint(1, 12)
+        x = values(shape, number)
+        shard = scatter(x, dim)
+        # the new lengths, of the whole and here, and which of them is split; None for none
+        whole, here, place = list(shape), list(shard.shape), dim
+        for _ in range(rng.randint(1, 3)):
+            whole, here, place = _regroup(rng, whole, here, place, P)
+        y = shard.reshape(here)
+        # a shape that stays is no change; where workers disagree, the next call raises on all
+        known = isinstance(state_of(y), Mark) and here != list(shard.shape)
+        states = P.group.share_objects(state_of(y) if known else None)
+        if known and all(state == states[0] for state in states):
+            kept += 1
+            assert torch.equal(gather(y), x.reshape(whole)), (shape, dim, whole, state_of(y))
+    return kept
+
+
+def _regroup(
+    rng: Random, whole: list[int], here: list[int], place: int | None, P: Partition
+) -> tuple[list[int], list[int], int | None]:
+    """Merge two neighbours, or split a dimension in two, if all workers can."""
+    k = rng.randrange(len(whole))
+    if rng.random() < 0.5 and k + 1 < len(whole):
+        inside = place == k + 1 and whole[k] != 1
+        after = place if place is None or place <= k else place - 1
+        merged = [*whole[:k], whole[k] * whole[k + 1], *whole[k + 2 :]]
+        local = [*here[:k], here[k] * here[k + 1], *here[k + 2 :]]
+        return merged, local, None if inside or place is None else after
+    inner = rng.choice((1, 2, 3))
+    everyones = [whole[k]] if place != k else P.group.share_objects(here[k])
+    if place is None or any(length % inner for length in everyones):
+        return whole, here, place
+    split = [*whole[:k], whole[k] // inner, inner, *whole[k + 1 :]]
+    local = [*here[:k], here[k] // inner, inner, *here[k + 1 :]]
+    return split, local, place + (k < place)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_marks_of_random_shapes_are_right(run: Run, nprocs: int) -> None:
+    for kept in run(check_reshapes, 5, 400, nprocs=nprocs):
+        assert kept > 150
+
+
+def _workers() -> int:
+    return tessel.distributed.get_group_size()
+
+
+def _set(x: Tensor, index: Any, value: Any) -> Tensor:
+    x[index] = value
+    return x
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x[0, :, : x.shape[1]].T
+
+
+def _stretched() -> Tensor:
+    return scatter(values((4, _workers(), 10), 0), 1) + torch.ones(4, 5, 10).double()
+
+
+def _in_place_twice(x: Tensor) -> Tensor:
+    y = x[:, :, : x.shape[1]].clone()
+    z = y.clone().transpose_(1, 2)
+    assert get_parallel_dim(z) == 2
+    return z.add_(y)
+
+
+def check_lost(names: list[str]) -> list[Any]:
+    layer = ParallelLinear(10, 4, dim=0).double()
+    found = []
+    for name in names:
+        y = LOST[name][1](scatter(values((4, 6, 10), 1), 1))
+        assert isinstance(y, Shard), name
+        error = raised(lambda y=y: layer(y))
+        assert error is not None, name
+        found.append((name, *error))
+        for ask in (get_parallel_dim, gather, tessel.distributed.copy, tessel.distributed.reduce):
+            assert raised(lambda ask=ask, y=y: ask(y))[0] is ValueError
+        whole = gather(register_parallel_dim(y.reshape(-1), 0))
+        assert get_parallel_dim(whole) is None
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_lost_mark_raises_the_same_on_every_worker(run: Run, nprocs: int) -> None:
+    """The next parallel layer names the function that lost it, and what to write."""
+    first, *others = run(check_lost, list(LOST), nprocs=nprocs)
+    assert all(other == first for other in others)
+    for name, kind, text in first:
+        assert kind is ValueError, name
+        function = LOST[name][0]
+        assert f"lost in `{function}`" in text and "register_parallel_dim(x, dim)" in text, text
+
+
+def writes(kind: str) -> Any:
+    x = scatter(torch.ones(2, 4), 1)
+    plain = torch.zeros(2, x.shape[1])
+    if kind == "add_":
+        return raised(lambda: plain.add_(x))
+    if kind == "__setitem__":
+        return raised(lambda: plain.__setitem__(0, x[0]))
+    if kind == "add":
+        return raised(lambda: torch.add(x, 1, out=plain))
+    target = register_parallel_dim(plain, 1)
+    assert get_parallel_dim(torch.mul(x, 2, out=target)) == 1
+    assert torch.equal(unmarked(target), torch.full_like(plain, 2))
+    assert torch.equal(plain, torch.full_like(plain, 2))
+    return None
+
+
+@pytest.mark.parametrize("kind", ["add_", "__setitem__", "add", "marked"])
+def test_a_shard_is_not_written_into_a_plain_tensor(run: Run, kind: str) -> None:
+    first, second = run(writes, kind, nprocs=2)
+    assert first == second
+    if kind != "marked":
+        assert first[0] is ValueError and f"`{kind}`" in first[1]
+
+
+def survive() -> None:
+    """Copies, files, other dtypes; of tensors and of the parameters of layers."""
+    x = scatter(values((4, 7), 0), 1)
+    mark = Mark(1, tessel.world(), 7)
+    leaf = x.detach().requires_grad_()
+    (leaf * 2).sum().backward()
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    for other in (
+        copy.copy(x),
+        copy.deepcopy(x),
+        copy.deepcopy({"a": [x, x]})["a"][1],
+        copy.deepcopy(leaf),
+        pickle.loads(pickle.dumps(x)),
+        torch.load(buffer, weights_only=False),
+        x.to(torch.float64),
+    ):
+        assert isinstance(other, Shard) and state_of(other) == mark
+        assert torch.equal(unmarked(other.detach()), unmarked(x))
+    assert copy.deepcopy(leaf).requires_grad
+    assert torch.equal(copy.deepcopy(leaf).grad, leaf.grad)
+    assert get_parallel_dim(leaf.grad) == 1
+    check_parameters()
+
+
+def check_parameters() -> None:
+    column, row = ParallelLinear(5, 7, dim=-1), ParallelLinear(7, 5, dim=0)
+    model = torch.nn.Sequential(column, torch.nn.ReLU(), row)
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    other = copy.deepcopy(model)
+    other.load_state_dict(torch.load(saved), assign=True)
+    for each in (
+        model,
+        other,
+        copy.deepcopy(model),
+        copy.copy(model),
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model).double(),
+        copy.deepcopy(model).to(torch.bfloat16),
+    ):
+        marks = [mark_of(parameter) for parameter in each.parameters()]
+        P = tessel.world()
+        assert marks == [Mark(0, P, 7), Mark(0, P, 7), Mark(1, P, 7), None], marks
+        assert all(type(parameter) is torch.nn.Parameter for parameter in each.parameters())
+        assert get_parallel_dim(each[0](torch.ones(2, 5, dtype=each[0].weight.dtype))) == 1
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_marks_survive_copies_and_files(run: Run, nprocs: int) -> None:
+    run(survive, nprocs=nprocs)
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": lambda x, w: x * w[0, 0],
+    "add": lambda x, w: x + w[:, :1].sigmoid(),
+    "linear": lambda x, w: F.linear(x.mT, w, None).mT,
+    "matmul": lambda x, w: w @ x,
+    "layer_norm": lambda x, w: F.layer_norm(x.mT, (4,), w[0]).mT,
+}
+
+
+def use(name: str) -> Any:
+    """A whole parameter together with a shard: an error, or a copy with the right gradient."""
+    function = USES[name]
+    x, weight = values((4, 6), 0), values((4, 4), 1).requires_grad_()
+    again = weight.detach().clone().requires_grad_()
+    shard = scatter(x, 1)
+    error = raised(lambda: function(shard, again))
+    with torch.no_grad():
+        function(shard, again)
+    function(shard, again.detach())
+    expected = function(x, weight)
+    got = gather(function(shard, tessel.distributed.copy(again)))
+    close("value", got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    close("gradient", again.grad, weight.grad)
+    return error
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_whole_parameter_with_a_shard_is_copied_first(run: Run, name: str) -> None:
+    """Else each worker would have a part of its gradient only, and nothing would tell."""
+    first, second = run(use, name, nprocs=2)
+    assert first == second and first[0] is ValueError
+    assert f"`{name}`" in first[1] and "tessel.distributed.copy(tensor)" in first[1]
+
+
+def use_own_parts() -> None:
+    """What has the split dimension too is a part of its own, and so is what comes of shards."""
+    layer = ParallelLinear(6, 4, dim=1).double()
+    x = scatter(values((3, 4), 0), 1)
+    part = values((x.shape[1],), 0).requires_grad_()
+    scale = layer(values((3, 6), 0)).square()
+    for other in (part, layer.bias, unmarked(scale).mean(1, keepdim=True), layer.weight[:, 0]):
+        assert get_parallel_dim(x * other) == 1
+
+
+def test_own_parts_need_no_copy(run: Run) -> None:
+    run(use_own_parts, nprocs=2)
+
+
+def test_marks_are_registered_by_hand() -> None:
+    x = torch.ones(3)
+    assert get_parallel_dim(x) is None
+    y = RegisterParallelDim(dim=0)(x)
+    assert get_parallel_dim(y) == 0 and get_parallel_dim(x) is None
+    assert get_parallel_dim(RegisterParallelDim(-1)(torch.ones(3, 4))) == 1
+    assert type(RegisterParallelDim(None)(y)) is Tensor
+    assert RegisterParallelDim(-1).extra_repr() == "dim=-1"
+    parameter = torch.nn.Parameter(x)
+    assert register_parallel_dim(parameter, 0) is parameter
+    assert get_parallel_dim(parameter) == 0
+    assert get_parallel_dim(register_parallel_dim(parameter, None)) is None
+    assert tessel.distributed.get_group() == state_of(y).partition
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_out_of_range_is_refused(dim: int) -> None:
+    with pytest.raises(ValueError, match=rf"dim {dim} is out of range .*\(2, 3\)"):
+        register_parallel_dim(torch.ones(2, 3), dim)
+
+
+@pytest.mark.parametrize("dim", ["0", 1.0, True])
+def test_a_dim_that_is_no_number_is_refused(dim: Any) -> None:
+    with pytest.raises(ValueError, match="dim must be None or an integer"):
+        RegisterParallelDim(dim)
+
+
+def test_gradients_pass_marks() -> None:
+    """Also those of second order, and those with respect to a marked tensor."""
+    x = values((3, 4), 0).requires_grad_()
+    y = register_parallel_dim(x, 1)
+    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    close("gradient", first, 3 * x**2)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    close("second gradient", second, 6 * x)
+    z = y * 2
+    (of_shard,) = torch.autograd.grad((z**2).sum(), z)
+    close("gradient of a shard", of_shard, 4 * x)
+    (z.square().sum()).backward()
+    close("backward", x.grad, 8 * x)
+
+
+def test_sizes_follow_heads() -> None:
+    """Features become heads and back, as attention does it."""
+    P = tessel.world()
+    x = marked(torch.ones(2, 3, 8), Mark(2, P, 8))
+    heads = x.view(2, 3, 4, 2).transpose(1, 2)
+    assert mark_of(heads) == Mark(1, P, 4)
+    weights = (heads @ heads.mT).softmax(-1)
+    back = (weights @ heads).transpose(1, 2).reshape(2, 3, -1)
+    assert mark_of(back) == Mark(2, P, 8)
+    assert mark_of(x.unflatten(-1, (1, 8))) == Mark(2, P, 1)
+    assert mark_of(x.unflatten(-1, (8, 1)).flatten(2)) == Mark(2, P, 8)
+
+
+def test_gradients_by_keyword() -> None:
+    x = values((3,), 0).requires_grad_()
+    y = register_parallel_dim(x, 0)
+    (grad,) = torch.autograd.grad(outputs=(y * y).sum(), inputs=x)
+    close("gradient", grad, 2 * x)
+    torch.autograd.backward([(y * y).sum()], inputs=[x])
+    close("gradient", x.grad, 2 * x)
+    with torch.inference_mode():
+        assert get_parallel_dim(register_parallel_dim(torch.ones(2), 0) + 1) == 0
+
+
+def test_checkpoints_compute_marks_again() -> None:
+    layer, x = ParallelLinear(4, 6, dim=1).double(), values((3, 4), 0).requires_grad_()
+    back = ParallelLinear(6, 4, dim=0).double()
+
+    def block(x: Tensor) -> Tensor:
+        y = layer(x)
+        assert get_parallel_dim(y) == 1
+        y = y.tanh()
+        assert get_parallel_dim(y) == 1, "a backward pass computes as the forward pass did"
+        return back(y)
+
+    once = block(x).square().sum()
+    again = register_parallel_dim(checkpoint(block, x, use_reentrant=False), 0).square().sum()
+    for loss, inputs in ((once, x), (again, x)):
+        loss.backward()
+        close("gradient", x.grad, torch.autograd.grad(block(x).square().sum(), inputs)[0])
+        x.grad = None
+
+
+def test_modules_and_optimizers_take_shards() -> None:
+    shard = register_parallel_dim(torch.ones(2, 3), 1)
+    parameter = torch.nn.Parameter(shard.clone())
+    optimizer = torch.optim.Adam([parameter], 0.1)
+    (parameter * 2).sum().backward()
+    optimizer.step()
+    assert not torch.equal(unmarked(parameter.detach()), torch.ones(2, 3))
+    dropped = torch.nn.Dropout(0.5)(shard)
+    assert get_parallel_dim(dropped) == 1
+    rows = marked(torch.ones(3, 4), state_of(shard).at(0))
+    assert get_parallel_dim(torch.nn.LayerNorm(4)(rows)) == 0
+    assert "Shard" in repr(shard) and len(shard) == 2 and shard.tolist() == [[1.0] * 3] * 2
+
+
+def compiled(fullgraph: bool) -> Any:
+    torch._dynamo.reset()
+    column, row = ParallelLinear(4, 6, dim=1), ParallelLinear(6, 4, dim=0)
+    model = torch.nn.Sequential(column, torch.nn.Tanh(), row)
+    x = torch.ones(3, 4, requires_grad=True)
+    again = torch.ones(3, 4, requires_grad=True)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    if fullgraph:
+        return raised(lambda: fast(again))
+    expected, got = model(x), fast(again)
+    close("output", got, expected, 1e-6)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    close("gradient", again.grad, x.grad, 1e-6)
+    half = torch.compile(lambda x: torch.tanh(column(x)) * 2, backend="aot_eager")
+    y = half(x)
+    assert get_parallel_dim(y) == 1, type(y)
+    close("shard", unmarked(y), unmarked(torch.tanh(column(x)) * 2), 1e-6)
+    return None
+
+
+@pytest.mark.limit(180)
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_compiled_code_keeps_marks(run: Run, nprocs: int) -> None:
+    run(compiled, False, nprocs=nprocs, timeout=150)
+
+
+@pytest.mark.limit(180)
+def test_a_full_graph_is_refused(run: Run) -> None:
+    errors = run(compiled, True, nprocs=2, timeout=150)
+    assert all(error is not None for error in errors)
+
+
+def test_the_names_are_public() -> None:
+    for name in ("get_parallel_dim", "register_parallel_dim", "copy", "reduce", "gather"):
+        assert getattr(tessel.distributed, name).__doc__
