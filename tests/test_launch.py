@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tessel
 from tessel.errors import WorkerLost
 from tessel.launch import Workers, launch
+from tessel.machine import keep_freed_memory
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -449,3 +452,39 @@ def test_function_typed_at_a_prompt(monkeypatch):
     exec("def f(): return 'here'", vars(prompt))
     monkeypatch.setitem(sys.modules, "__main__", prompt)
     assert launch(prompt.f, 2) == ["here", "here"]
+
+
+def faults_of_new_tensors() -> int:
+    """Pages that the system had to clear while large tensors came and went."""
+    torch.set_num_threads(1)
+    for _ in range(30):
+        torch.empty(2**23).fill_(1.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(30):
+        torch.empty(2**23).fill_(1.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "keeps"),
+    [
+        ("TESSEL_ALLOCATOR", "keep", True),
+        ("TESSEL_ALLOCATOR", "system", False),
+        ("MALLOC_ARENA_MAX", "8", False),  # the user's own settings are left alone
+    ],
+)
+def test_workers_keep_the_memory_of_freed_tensors(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: str, keeps: bool
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "TESSEL_ALLOC"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(setting, value)
+    pages = 30 * 2**25 // 4096
+    for faults in tessel.launch(faults_of_new_tensors, 2, timeout=60):
+        assert faults < 0.8 * pages if keeps else faults > 0.95 * pages
+
+
+def test_an_unknown_allocator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESSEL_ALLOCATOR", "hoard")
+    with pytest.raises(ValueError, match="TESSEL_ALLOCATOR must be one of keep, system"):
+        keep_freed_memory()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from pathlib import Path
 
+ALLOCATORS = ("keep", "system")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+_LARGEST = 2**31 - 1
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -51,6 +55,25 @@ def shared_memory() -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+
+
+def keep_freed_memory() -> bool:
+    """Let the allocator of this process keep the memory of freed tensors; whether it does now.
+
+    By default glibc gives blocks of 32 MiB and more back to the system, which clears each page anew
+    when it is used again: that takes several times as long as a copy. The price is that a process
+    keeps the memory of its peak. Nothing changes where the user has set the allocator (MALLOC_…)
+    or TESSEL_ALLOCATOR=system, or the C library is another one.
+    """
+    choice = os.environ.get("TESSEL_ALLOCATOR", ALLOCATORS[0])
+    if choice not in ALLOCATORS:
+        raise ValueError(f"TESSEL_ALLOCATOR must be one of {', '.join(ALLOCATORS)}, got {choice!r}")
+    library = ctypes.CDLL(None)
+    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if choice == "system" or chosen or not hasattr(library, "mallopt"):
+        return False
+    settings = (_TRIM_THRESHOLD, _MMAP_THRESHOLD)
+    return all(library.mallopt(setting, _LARGEST) == 1 for setting in settings)
 
 
 def _lines(path: Path) -> list[str]:

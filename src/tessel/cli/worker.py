@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from tessel import transport
 from tessel.errors import WorkerLost
+from tessel.machine import keep_freed_memory
 
 # An exception that says that another worker went away, in the words of Gloo, NCCL and the store.
 _LOST = re.compile(
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
     """Run `[-m] TARGET ARGS…` and return this worker's exit code."""
     _end_with_the_launcher()
     _write_whole_lines()
+    keep_freed_memory()
     reporter = Reporter()
     reporter.initialize()
     try:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from tessel.machine import keep_freed_memory
+
 
 class Scene(NamedTuple):
     """The surroundings of a call."""
@@ -40,6 +42,7 @@ class Scene(NamedTuple):
         sys.path[:] = self.path
         sys.argv[:] = self.argv
         os.chdir(self.directory)
+        keep_freed_memory()
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 

@@ -44,12 +44,16 @@ from tessel.nn.parallel import ParallelEmbedding as ParallelEmbedding
 from tessel.nn.parallel import ParallelLinear as ParallelLinear
 from tessel.nn.parallel import RegisterParallelDim as RegisterParallelDim
 from tessel.nn.parallel import clip_grad_norm_ as clip_grad_norm_
+from tessel.nn.parallel import collect_optimizer_state_dict as collect_optimizer_state_dict
+from tessel.nn.parallel import collect_state_dict as collect_state_dict
 from tessel.nn.parallel import data_parallel as data_parallel
 from tessel.nn.parallel import gather_batch as gather_batch
 from tessel.nn.parallel import random_stream as random_stream
 from tessel.nn.parallel import (
     register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore,
 )
+from tessel.nn.parallel import relocate_optimizer_state_dict as relocate_optimizer_state_dict
+from tessel.nn.parallel import relocate_state_dict as relocate_state_dict
 from tessel.nn.pooling import DistributedAvgPool1d as DistributedAvgPool1d
 from tessel.nn.pooling import DistributedAvgPool2d as DistributedAvgPool2d
 from tessel.nn.pooling import DistributedAvgPool3d as DistributedAvgPool3d

@@ -1,0 +1,4 @@
+"""Tessel and other parts of torch: sharded checkpoints of `torch.distributed.checkpoint`."""
+
+from tessel.interop.checkpoint import ModelState as ModelState
+from tessel.interop.checkpoint import OptimizerState as OptimizerState

@@ -1,0 +1,231 @@
+"""Sharded checkpoints: each worker writes its shards, and any number of workers reads them.
+
+`torch.distributed.checkpoint` keeps whole tensors in pieces and knows which box each piece is. A
+`Part` tells it the box of a worker's shard, in the three methods by which torch's own `DTensor`
+does: any balanced or other split can be written, and read in another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tessel.layout import Layout
+from tessel.nn.parallel.state_places import Places
+from tessel.partition import Partition
+
+
+class Part(Tensor):
+    """A tensor of the whole shape, of which only this worker's part is stored.
+
+    It is for checkpoints and does not compute.
+    """
+
+    _part: Tensor
+    _offsets: tuple[int, ...] | None
+
+    @staticmethod
+    def __new__(cls, part: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...] | None) -> Part:
+        whole: Part = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=part.dtype, device=part.device
+        )
+        whole._part, whole._offsets = part, offsets
+        return whole
+
+    @classmethod
+    def of(cls, part: Tensor, layout: Layout) -> Part:
+        """This worker's part of a tensor, of which `layout` says where its parts lie."""
+        box = layout.box()
+        return cls(part, layout.shape, None if box is None else tuple(start for start, _ in box))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            # what torch.distributed.checkpoint.async_save copies into
+            whole, device = args[0], (kwargs or {}).get("device")
+            room = whole._part.new_empty(whole._part.shape, device=device)
+            return cls(room, tuple(whole.shape), whole._offsets)
+        raise NotImplementedError(f"{func}: a part of a tensor is for checkpoints only")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Part({self._part!r} at {self._offsets} of {tuple(self.shape)})"
+
+    def __create_write_items__(self, name: str, value: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self._part),
+                    size=self.size(),
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        if self._offsets is None or (self.numel() and not self._part.numel()):
+            return []  # other workers have it all
+        return [ChunkStorageMetadata(torch.Size(self._offsets), self._part.size())]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return self._part
+
+
+class ModelState:
+    """The state of a model, for `torch.distributed.checkpoint.save` and `load`.
+
+    Each worker writes its shards and reads what its shards need, also from the files of another
+    number of workers or for another `dim`. What several workers have is written by one of them.
+    Names and shapes are those of the model of plain torch, which can read the files, too.
+
+    Args:
+        module: the model, also one in `DistributedDataParallel`.
+        partition: the workers that hold one copy of it; None for those of its shards.
+
+    >>> import tempfile, tessel, torch
+    >>> import torch.distributed.checkpoint as dcp
+    >>> model = tessel.nn.ParallelLinear(3, 2, dim=-1)
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = dcp.save({"model": tessel.interop.ModelState(model)}, checkpoint_id=folder)
+    >>> dcp.load({"model": tessel.interop.ModelState(model)}, checkpoint_id=folder)
+    """
+
+    def __init__(self, module: Module, partition: Partition | None = None) -> None:
+        self.module = _inner(module)
+        self.partition = partition
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state with shards as parts of whole tensors; they share memory with the model."""
+        places = Places.of(self.module, self.partition, "ModelState")
+        state = self.module.state_dict()
+        problems = [
+            f"{name} has the shape {tuple(state[name].shape)}, where its part of {layout} has "
+            f"{layout.local_shape}"
+            for name, layout in places.layouts.items()
+            if name in state and tuple(state[name].shape) != layout.local_shape
+        ]
+        places.agree("ModelState.state_dict", state, problems)
+        return {name: _part(value, places, name) for name, value in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the model what was read."""
+        self.module.load_state_dict({name: _own(value) for name, value in state.items()})
+
+
+class OptimizerState:
+    """The state of an optimizer, for `torch.distributed.checkpoint.save` and `load`.
+
+    What the optimizer keeps for each number of a parameter lies in the shards of the parameter,
+    and is written and read as these are. Values have the names of the parameters, as in
+    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+
+    Args:
+        module: the model, also one in `DistributedDataParallel`.
+        optimizer: of its parameters; before its first step it gets a state to be read into, by a
+            step of torch's with gradients and rates of zero.
+        partition: the workers that hold one copy of the model; None for those of its shards.
+
+    >>> import tempfile, tessel, torch
+    >>> import torch.distributed.checkpoint as dcp
+    >>> model = tessel.nn.ParallelLinear(3, 2, dim=-1)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> state = {"optimizer": tessel.interop.OptimizerState(model, optimizer)}
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = dcp.save(state, checkpoint_id=folder)
+    >>> dcp.load(state, checkpoint_id=folder)
+    """
+
+    def __init__(
+        self, module: Module, optimizer: Optimizer, partition: Partition | None = None
+    ) -> None:
+        self.module, self.optimizer = _inner(module), optimizer
+        self.partition = partition
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by the names of parameters, with parts of whole tensors."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        places = Places.of(self.module, self.partition, "OptimizerState")
+        with _without_gradients(self.optimizer):
+            state: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer)
+        kept = state["state"]
+        problems = [
+            f"the value {what!r} of an optimizer for {name} has the shape {tuple(value.shape)}, "
+            f"where its part of {layout} has {layout.local_shape}"
+            for name, values in kept.items()
+            if (layout := places.layouts.get(name)) is not None and places.is_apart(layout)
+            for what, value in values.items()
+            if _is_tensor(value) and tuple(value.shape) != layout.local_shape
+        ]
+        listing = [f"{what!r} for {name}" for name, values in kept.items() for what in values]
+        places.agree("OptimizerState.state_dict", listing, problems, NotImplementedError)
+        parts = {
+            name: {
+                what: _part(value, places, name) if _is_tensor(value) else value
+                for what, value in values.items()
+            }
+            for name, values in kept.items()
+        }
+        return {**state, "state": parts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the optimizer what was read."""
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        own: dict[str, Any] = {
+            name: {what: _own(value) for what, value in values.items()}
+            for name, values in state["state"].items()
+        }
+        set_optimizer_state_dict(self.module, self.optimizer, {**state, "state": own})
+
+
+@contextmanager
+def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Put gradients aside, with which torch would not make a state before the first step."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    kept = [] if optimizer.state else [(each, each.grad) for each in parameters]
+    for each, _ in kept:
+        each.grad = None
+    try:
+        yield
+    finally:
+        for each, grad in kept:
+            each.grad = grad
+
+
+def _inner(module: Module) -> Module:
+    """The model without its wrapper, which would be part of all names."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is more than a single number."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _part(value: Any, places: Places, name: str) -> Any:
+    """A value, or a part of it if no worker has the whole."""
+    layout = places.layouts.get(name)
+    if layout is None or not places.is_apart(layout):
+        return value
+    return Part.of(value.detach(), layout)
+
+
+def _own(value: Any) -> Any:
+    return value._part if isinstance(value, Part) else value

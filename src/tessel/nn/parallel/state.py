@@ -1,0 +1,295 @@
+"""The state of models whose parameters lie in shards: whole for files, in shards for workers.
+
+The whole state is that of the same model of plain torch in one process. It does not depend on
+which dimensions are split, nor on the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import copy
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from tessel.layout import Layout
+from tessel.nn.parallel.state_parts import (
+    Collector,
+    kinds,
+    local_problem,
+    relocator,
+    shape_text,
+    whole_problem,
+)
+from tessel.nn.parallel.state_places import Places
+from tessel.partition import Partition
+
+State = dict[str, Any]
+
+
+def collect_state_dict(
+    module: Module,
+    state: Mapping[str, Any] | None = None,
+    *,
+    rank0_only: bool = False,
+    cpu_offload: bool = False,
+    partition: Partition | None = None,
+) -> State:
+    """The whole state of a model with parallel layers, as plain torch has it in one process.
+
+    All workers of the group call this together. Values that are whole on each worker are taken as
+    they are and, as in `state_dict()`, share their memory with the model.
+
+    Args:
+        module: the model.
+        state: its state on this worker; None for `module.state_dict()`. Another one, as that of an
+            average of weights, lies as the parameters of the module do.
+        rank0_only: whether only the first worker of the group gets it, and all others an empty
+            dictionary.
+        cpu_offload: whether each value goes to the memory of the CPU once it is whole.
+        partition: the workers that hold the model together; None for those of its shards.
+
+    >>> import tessel, torch
+    >>> model = torch.nn.Sequential(tessel.nn.ParallelLinear(3, 2, dim=-1))
+    >>> {name: tuple(value.shape) for name, value in tessel.nn.collect_state_dict(model).items()}
+    {'0.weight': (2, 3), '0.bias': (2,)}
+    """
+    call = f"collect_state_dict({_settings(rank0_only, cpu_offload)})"
+    places = Places.of(module, partition, call)
+    if not places.row.active:
+        return {}
+    given = module.state_dict(keep_vars=True) if state is None else state
+    problems = [
+        text
+        for name, layout in places.layouts.items()
+        if name in given and (text := local_problem(name, given[name], layout))
+    ]
+    places.agree(call, kinds(given), problems)
+    collect = Collector(places, rank0_only, cpu_offload)
+    whole = {name: collect(value, places.layouts.get(name)) for name, value in given.items()}
+    return _like(given, {} if collect.is_empty else whole)
+
+
+def relocate_state_dict(
+    module: Module,
+    state: Mapping[str, Any] | None,
+    *,
+    rank0_only: bool = False,
+    partition: Partition | None = None,
+) -> State:
+    """This worker's shards of a whole state, for `module.load_state_dict`.
+
+    The state is one that `collect_state_dict` gave, for any `dim` and any number of workers, or
+    that of the model of plain torch. All workers of the group pass the same one, and nothing
+    moves but a small agreement. Shards are copies: the whole state can be dropped.
+
+    Args:
+        module: the model that loads the result.
+        state: the whole state; keys of which the module knows nothing stay as they are, so that
+            `load_state_dict` reports them, on all workers.
+        rank0_only: whether only the first worker of the group has the state, and sends others
+            their shards; what they pass, such as None, does not count.
+        partition: the workers that hold the model together; None for those of its shards.
+
+    >>> import tessel, torch
+    >>> model = torch.nn.Sequential(tessel.nn.ParallelLinear(3, 2, dim=-1))
+    >>> plain = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    >>> model.load_state_dict(tessel.nn.relocate_state_dict(model, plain.state_dict()))
+    <All keys matched successfully>
+    """
+    call = f"relocate_state_dict(rank0_only={rank0_only})"
+    places = Places.of(module, partition, call)
+    if rank0_only and not places.row.active:
+        return module.state_dict()
+    relocate = relocator(places, state, rank0_only, call, next(module.parameters(), None))
+    outline = relocate.outline
+    problems = [
+        text
+        for name, layout in places.layouts.items()
+        if name in outline and (text := whole_problem(name, outline[name], layout))
+    ]
+    shapes = map(shape_text, outline.values())
+    listing = [f"{kind}{each}" for kind, each in zip(kinds(outline), shapes, strict=True)]
+    places.agree(call, listing, problems)
+    return _like(
+        outline, {name: relocate(each, places.layouts.get(name)) for name, each in outline.items()}
+    )
+
+
+def collect_optimizer_state_dict(
+    module: Module,
+    optimizer: Optimizer,
+    *,
+    rank0_only: bool = False,
+    cpu_offload: bool = False,
+    partition: Partition | None = None,
+) -> State:
+    """The whole state of an optimizer, as it is in one process.
+
+    What an optimizer keeps for each number of a parameter, as a momentum or Adam's averages, lies
+    in the shards of the parameter and is put together; single numbers, as the step, are kept.
+    NotImplementedError for optimizers that keep something else of a parameter in shards.
+
+    Args:
+        module: the model whose parameters the optimizer has.
+        optimizer: of torch, or one that keeps its state as these do.
+        rank0_only: as in `collect_state_dict`.
+        cpu_offload: as in `collect_state_dict`.
+        partition: the workers that hold the model together; None for those of its shards.
+
+    >>> import tessel, torch
+    >>> layer = tessel.nn.ParallelLinear(3, 2, dim=-1)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    >>> layer(torch.ones(1, 3)).sum().backward()
+    >>> optimizer.step()
+    >>> state = tessel.nn.collect_optimizer_state_dict(layer, optimizer)
+    >>> tuple(state["state"][0]["momentum_buffer"].shape)
+    (2, 3)
+    """
+    call = f"collect_optimizer_state_dict({_settings(rank0_only, cpu_offload)})"
+    places = Places.of(module, partition, call)
+    if not places.row.active:
+        return {}
+    given = optimizer.state_dict()
+    entries = list(_entries(given, optimizer, places))
+    problems = [text for each in entries if (text := each.problem(whole=False))]
+    places.agree(call, [each.identity for each in entries], problems, NotImplementedError)
+    collect = Collector(places, rank0_only, cpu_offload)
+    whole = _with_values(given, {e.path: collect(e.value, e.layout) for e in entries})
+    return {} if collect.is_empty else whole
+
+
+def relocate_optimizer_state_dict(
+    module: Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any] | None,
+    *,
+    rank0_only: bool = False,
+    partition: Partition | None = None,
+) -> State:
+    """This worker's part of the whole state of an optimizer, for `optimizer.load_state_dict`.
+
+    Args:
+        module: the model whose parameters the optimizer has.
+        optimizer: that loads the result; its parameters come in the order of those of the state.
+        state: what `collect_optimizer_state_dict` gave, for any `dim` and any number of workers,
+            or what the optimizer of the plain model gives in one process.
+        rank0_only: as in `relocate_state_dict`.
+        partition: the workers that hold the model together; None for those of its shards.
+
+    >>> import tessel, torch
+    >>> plain, layer = torch.nn.Linear(3, 2), tessel.nn.ParallelLinear(3, 2, dim=-1)
+    >>> state = torch.optim.Adam(plain.parameters(), lr=0.1).state_dict()
+    >>> optimizer = torch.optim.Adam(layer.parameters())
+    >>> state = tessel.nn.relocate_optimizer_state_dict(layer, optimizer, state)
+    >>> optimizer.load_state_dict(state)
+    >>> optimizer.param_groups[0]["lr"]
+    0.1
+    """
+    call = f"relocate_optimizer_state_dict(rank0_only={rank0_only})"
+    places = Places.of(module, partition, call)
+    if rank0_only and not places.row.active:
+        return optimizer.state_dict()
+    relocate = relocator(places, state, rank0_only, call, next(module.parameters(), None))
+    outline = relocate.outline
+    wrong = _count_problem(outline, optimizer)
+    entries = [] if wrong else list(_entries(outline, optimizer, places))
+    problems = wrong or [text for each in entries if (text := each.problem(whole=True))]
+    listing = [f"{each.identity}{shape_text(each.value)}" for each in entries]
+    places.agree(call, listing, problems)
+    own = {each.path: relocate(each.value, each.layout) for each in entries}
+    others = {name: relocate(value, None) for name, value in outline.items() if name != "state"}
+    return _with_values({**outline, **others}, own)
+
+
+class _Entry:
+    """One value that an optimizer keeps for one parameter, or more of them in a container."""
+
+    def __init__(
+        self, path: tuple[Any, str], value: Any, name: str, places: Places, layout: Layout | None
+    ) -> None:
+        self.path, self.value, self.name = path, value, name
+        self._of_parameter = layout if places.is_apart(layout) else None
+        self._some_apart = places.some_apart
+
+    @property
+    def _is_number(self) -> bool:
+        """Whether it is the same for all shards: the step, which may be a tensor."""
+        value = self.value
+        if not isinstance(value, Tensor):
+            return not _has_tensors(value)
+        return value.dim() == 0 or (self.path[1] == "step" and value.numel() == 1)
+
+    @property
+    def layout(self) -> Layout | None:
+        """Where it lies: as its parameter."""
+        return None if self._is_number else self._of_parameter
+
+    @property
+    def identity(self) -> str:
+        """What must be the same on all workers."""
+        dtype = self.value.dtype if isinstance(self.value, Tensor) else type(self.value).__name__
+        how = "" if self.layout is None else " in shards"
+        return f"the value {self.path[1]!r} for {self.name}, of {dtype}{how}"
+
+    def problem(self, whole: bool) -> str:
+        """What keeps it from being put together or taken apart, or nothing."""
+        what = f"the value {self.path[1]!r} of an optimizer for {self.name}"
+        if not isinstance(self.value, Tensor):
+            several = self._some_apart and _has_tensors(self.value)
+            return f"{what} holds several tensors; how they lie is not known" if several else ""
+        if self.layout is None:
+            return ""
+        found = whole_problem if whole else local_problem
+        return found(what, self.value, self.layout)
+
+
+def _entries(state: Mapping[str, Any], optimizer: Optimizer, places: Places) -> Iterator[_Entry]:
+    """All that an optimizer keeps for each of its parameters."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for key, parameter in zip(_keys(state), parameters, strict=True):
+        layout = places.of_value.get(id(parameter))
+        name = places.names.get(id(parameter), "a parameter that is not of the module")
+        for what, value in state["state"].get(key, {}).items():
+            yield _Entry((key, what), value, name, places, layout)
+
+
+def _keys(state: Mapping[str, Any]) -> list[Any]:
+    """What stands for each parameter in the state of an optimizer, in their order."""
+    return [key for group in state["param_groups"] for key in group["params"]]
+
+
+def _count_problem(state: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    got = [len(group["params"]) for group in state["param_groups"]]
+    if expected == got:
+        return []
+    return [f"the groups of the optimizer have {expected} parameters, those of the state {got}"]
+
+
+def _with_values(state: Mapping[str, Any], values: Mapping[tuple[Any, str], Any]) -> State:
+    """The state of an optimizer with other values."""
+    replaced: dict[Any, State] = {key: {} for key in state["state"]}
+    for (key, what), value in values.items():
+        replaced[key][what] = value
+    return {**state, "state": replaced}
+
+
+def _has_tensors(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value
+    several = isinstance(value, Mapping | list | tuple)
+    return several and any(isinstance(each, Tensor) or _has_tensors(each) for each in inner)
+
+
+def _settings(rank0_only: bool, cpu_offload: bool) -> str:
+    return f"rank0_only={rank0_only}, cpu_offload={cpu_offload}"
+
+
+def _like(state: Mapping[str, Any], values: dict[str, Any]) -> State:
+    """Values in a dictionary as `state_dict` makes it, with what it says of versions."""
+    result = copy(state) if isinstance(state, dict) else {}
+    result.clear()
+    result.update(values)
+    return result

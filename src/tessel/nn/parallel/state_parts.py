@@ -1,0 +1,173 @@
+"""Whole values from the parts of workers, and the parts of workers from whole values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.distributed.marks import unmarked
+from tessel.layout import Layout
+from tessel.move import Move
+from tessel.nn.parallel.state_places import Places
+
+
+class Collector:
+    """Puts values together on all workers, or on the first; one value once."""
+
+    def __init__(self, places: Places, rank0_only: bool, cpu_offload: bool) -> None:
+        self._places, self._cpu = places, cpu_offload
+        self._target = places.first if rank0_only else places.row
+        self._known: dict[int, Tensor] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this worker gets nothing."""
+        return not self._target.active
+
+    def __call__(self, value: Any, layout: Layout | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = self._whole(unmarked(value).detach(), layout)
+        return self._known[id(value)]
+
+    def _whole(self, value: Tensor, layout: Layout | None) -> Tensor:
+        if layout is not None and self._places.is_apart(layout):
+            value = self._places.whole_on(layout, self._target).apply(value)
+        return value.cpu() if self._cpu and not self.is_empty else value
+
+
+class Relocator:
+    """Takes this worker's parts out of whole values; what shares memory does so afterwards."""
+
+    def __init__(self, places: Places, state: Mapping[str, Any]) -> None:
+        self._places, self.outline = places, state
+        self._known: dict[Any, Tensor] = {}
+
+    def __call__(self, value: Any, layout: Layout | None) -> Any:
+        if layout is None or not isinstance(value, Tensor) or not self._places.is_apart(layout):
+            return value
+        key = (*_memory(value), layout)
+        if key not in self._known:
+            self._known[key] = layout.local_part(unmarked(value).detach()).clone()
+        return self._known[key]
+
+
+class Receiver(Relocator):
+    """Takes parts out of values that the first worker has: others know what shapes they have."""
+
+    def __init__(
+        self, places: Places, state: Mapping[str, Any], device: torch.device | str
+    ) -> None:
+        group, first = places.row.group, places.row.ranks[0]
+        told = group.share_objects(_mapped(state, _outlined))
+        super().__init__(places, told[group.workers.index(first)])
+        self._device = device
+        given = _tensors(state) if places.first.active else []
+        self._given = dict(zip(map(id, _tensors(self.outline)), given, strict=False))
+
+    def __call__(self, value: Any, layout: Layout | None) -> Any:
+        if not isinstance(value, Tensor):
+            return _mapped(value, lambda each: self(each, None))
+        if not value.is_meta:
+            return value
+        shape = tuple(value.shape)
+        target = layout or Layout.whole(self._places.row, shape, shared=True)
+        empty = torch.empty(0, dtype=value.dtype, device=self._device)
+        given = self._given.get(id(value))
+        whole = empty if given is None else unmarked(given).detach().to(self._device)
+        return Move(Layout.whole(self._places.first, shape), target).apply(whole)
+
+
+def relocator(
+    places: Places,
+    state: Mapping[str, Any] | None,
+    rank0_only: bool,
+    call: str,
+    parameter: Tensor | None,
+) -> Relocator:
+    """What gives this worker its parts of a state, and the outline of the state on all workers."""
+    needs = not rank0_only or places.first.active
+    missing = ["the whole state is needed, got None"] if needs and state is None else []
+    if rank0_only or missing:
+        places.agree(call, (), missing)
+    given: Mapping[str, Any] = state if needs and state is not None else {}
+    if not rank0_only:
+        return Relocator(places, given)
+    return Receiver(places, given, "cpu" if parameter is None else parameter.device)
+
+
+def local_problem(name: str, value: Any, layout: Layout) -> str:
+    """What is wrong with a value that should be this worker's part."""
+    expected = layout.local_shape
+    if isinstance(value, Tensor) and tuple(value.shape) == expected:
+        return ""
+    return (
+        f"{name} on this worker must be its part of {layout}, of shape {expected}, "
+        f"got {_words(value)}"
+    )
+
+
+def whole_problem(name: str, value: Any, layout: Layout) -> str:
+    """What is wrong with a value that should be whole."""
+    if isinstance(value, Tensor) and tuple(value.shape) == layout.shape:
+        return ""
+    return (
+        f"{name} must be whole, of shape {layout.shape}, got {_words(value)}; what lies in "
+        f"parts on workers is made whole by collect_state_dict"
+    )
+
+
+def _words(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def shape_text(value: Any) -> str:
+    """The shape of a tensor, as part of a text."""
+    return f" and shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+
+
+def kinds(state: Mapping[str, Any]) -> list[str]:
+    """What of a state must be alike on all workers: names, dtypes, and which values are one."""
+    first: dict[int, str] = {}
+    return [
+        f"{name!r} of {value.dtype}{_tie(first.setdefault(id(value), name), name)}"
+        if isinstance(value, Tensor)
+        else repr(name)
+        for name, value in state.items()
+    ]
+
+
+def _tie(first: str, name: str) -> str:
+    return "" if first == name else f", which is {first!r},"
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same dictionaries and lists with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, change) for each in value)
+    return value
+
+
+def _outlined(value: Tensor) -> Tensor:
+    """What all workers get to know of a value: a single number, or the shape and the dtype."""
+    plain = unmarked(value).detach()
+    return plain.to("cpu" if plain.dim() == 0 else "meta")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in dictionaries and lists, in their order."""
+    found: list[Tensor] = []
+    _mapped(value, found.append)
+    return found
+
+
+def _memory(value: Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()

@@ -1,0 +1,162 @@
+"""Where the values of a model's state lie, by their names, and the agreement of workers on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+from torch import Tensor
+from torch.nn import Module
+
+from tessel.distributed.agreeing import agree_on_call
+from tessel.distributed.group import row_of
+from tessel.distributed.marks import Mark, shared_by, state_of
+from tessel.layout import Layout
+from tessel.move import Move
+from tessel.nn.parallel.drawing import layout_of
+from tessel.nn.parallel.embedding import ParallelEmbedding
+from tessel.nn.parallel.linear import ParallelLinear
+from tessel.partition import Partition
+from tessel.transport import code_of, kept_in_job
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parameters and buffers of a model lie that its workers hold together.
+
+    Args:
+        row: the workers that hold one copy of the model together.
+        layouts: of all values that are shards, or that some workers share, by name.
+        of_value: the same, by the identity of the value.
+        names: of all parameters, by identity.
+    """
+
+    row: Partition
+    layouts: dict[str, Layout]
+    of_value: dict[int, Layout]
+    names: dict[int, str]
+
+    @classmethod
+    def of(cls, module: Module, partition: Partition | None, call: str) -> Places:
+        """The places of the values of a module; ValueError if `partition` does not hold them."""
+        values = list(_values(module))
+        row = _row(values, partition, call)
+        layouts, of_value = {}, {}
+        for name, value, known in values:
+            layout = known or (layout_of(value) if row.active else None)
+            if layout is not None:
+                layouts[name] = of_value[id(value)] = layout
+        return cls(row, layouts, of_value, {id(value): name for name, value, _ in values})
+
+    @property
+    def first(self) -> Partition:
+        """The first of the workers, alone."""
+        return Partition(self.row.ranks[:1], (1,))
+
+    def is_apart(self, layout: Layout | None) -> bool:
+        """Whether some worker of the row does not have the whole value."""
+        if layout is None:
+            return False
+        outside = {*self.row.ranks} - {*layout.partition.ranks}
+        return bool(outside) or any(map(layout.is_split, range(len(layout.shape))))
+
+    @cached_property
+    def some_apart(self) -> bool:
+        """Whether no worker has the whole model."""
+        return any(map(self.is_apart, self.layouts.values()))
+
+    def agree(
+        self,
+        call: str,
+        listing: Iterable[str],
+        problems: list[str],
+        error: type[Exception] = ValueError,
+    ) -> None:
+        """Raise on all workers if one has a problem, or they bring different things."""
+        problem = "; ".join(problems[:3]) + (" …" if len(problems) > 3 else "")
+        what = f"{call} over {self.row}{': ' if problem else ''}{problem}"
+        agree_on_call(self.row, what)
+        if problem:
+            raise error(what)
+        self._agree_on_items(what, list(listing))
+
+    def _agree_on_items(self, call: str, items: list[str]) -> None:
+        """Raise ValueError on all workers, with the first difference, unless all have the same."""
+        group = self.row.group
+        if group.size == 1 or not self.row.active:
+            return
+        told = group.share_words([code_of("\n".join(items))])
+        length = len(told) // group.size
+        if told == told[:length] * group.size:
+            return
+        everyones = dict(zip(group.workers, group.share_objects(items), strict=True))
+        raise ValueError(f"{call}: {_difference(everyones)}; pass the same on all workers")
+
+    def whole_on(self, layout: Layout, workers: Partition) -> Move:
+        """The movement that gives the whole of a value to some workers."""
+        return _gathering(layout, workers)
+
+
+def _difference(everyones: dict[int, list[str]]) -> str:
+    """In what the list of one worker differs from that of the first."""
+    (first, expected), *others = everyones.items()
+    worker, got = next((worker, items) for worker, items in others if items != expected)
+    for here, there, with_it, without in (
+        (expected, got, first, worker),
+        (got, expected, worker, first),
+    ):
+        for item in here:
+            if item not in there:
+                return f"worker {with_it} has {item}, and worker {without} does not"
+    return f"workers {first} and {worker} have the same values in another order"
+
+
+Value = tuple[str, Tensor, Layout | None]
+
+
+def _values(module: Module) -> Iterator[Value]:
+    """All parameters and buffers by their names in the state, and where their layers put them."""
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        own = layer.layouts if isinstance(layer, ParallelLinear | ParallelEmbedding) else {}
+        for name in own:
+            if name not in layer._parameters:
+                raise NotImplementedError(
+                    f"the {name} of {prefix or 'the module'} ({type(layer).__name__}) is computed "
+                    f"from other values, and how these lie in shards is not known; remove its "
+                    f"parametrization first"
+                )
+        for name, value in chain(layer._parameters.items(), layer._buffers.items()):
+            if value is not None:
+                yield f"{prefix}.{name}" if prefix else name, value, own.get(name)
+
+
+def _row(values: list[Value], partition: Partition | None, call: str) -> Partition:
+    """The workers that hold the model together, in a row."""
+    held = {name: _partition(value, known) for name, value, known in values}
+    several = {each.group.workers for each in held.values() if each is not None}
+    if partition is None and len(several) == 1:
+        ranks = several.pop()
+        return Partition(ranks, (len(ranks),))
+    row = row_of(partition)
+    for name, each in held.items():
+        outside = [] if each is None else [w for w in each.ranks if row.place(w) is None]
+        if outside:
+            raise ValueError(
+                f"{call} over {row}: the value {name} has parts on workers {outside}, which are "
+                f"not among these; pass `partition`, with all workers that hold the model"
+            )
+    return row
+
+
+def _partition(value: Tensor, known: Layout | None) -> Partition | None:
+    state = state_of(value)
+    if known is not None:
+        return known.partition
+    return state.partition if isinstance(state, Mark) else shared_by(value)
+
+
+@kept_in_job
+def _gathering(layout: Layout, workers: Partition) -> Move:
+    return Move(layout, Layout.whole(workers, layout.shape, shared=True))
