@@ -8,7 +8,7 @@ import time
 from tessel.transport.bell import Bell
 
 SPINS = 2000  # looks at once, if each worker has a core
-YIELDS = 20  # looks after each of which another process may run
+YIELDS = 100  # looks after each of which another process may run
 NAP = 0.05  # seconds of sleep, unless the bell rings
 
 
