@@ -1,8 +1,10 @@
 """Channels: one-way connections between two workers through the memory of their host.
 
-A channel is a ring of slots in the segment of its sender. The sender fills a slot and posts one
-semaphore, the receiver empties it and posts another: whoever sees a post sees what was written
-before it, on every processor. A sender never waits here: what finds no free slot stays in a queue.
+A channel is a ring of headers and as many slots in the segment of its sender. The sender fills a
+slot, names it in the next header and posts one semaphore; the receiver empties it and posts
+another: whoever sees a post sees what was written before it, on every processor. A sender never
+waits here: what finds no free slot stays in a queue. The slot that was emptied last is used first,
+since it may still be in the cache of the processor.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ SLOTS = 8  # of a channel
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
-HEADER = 4  # words about a slot: group, call, bytes of the whole letter, bytes in the slot
+HEADER = 8  # words: group, call, bytes of the whole letter, bytes in the slot, number of the slot
 VIEWS = 512  # tensors that a channel remembers
 
 
@@ -74,8 +76,9 @@ class Slot:
 
     __slots__ = ("_bytes", "_views", "_words", "header", "reader")
 
-    def __init__(self, segment: Segment, header: int, start: int, size: int) -> None:
-        self.header = segment.words[header // 8 : header // 8 + HEADER]
+    header: memoryview  # the one that names the slot now
+
+    def __init__(self, segment: Segment, start: int, size: int) -> None:
         self._words = segment.words[start // 8 : (start + size) // 8]
         with torch.inference_mode(False):
             self._bytes = segment.bytes[start : start + size]
@@ -127,17 +130,18 @@ class Channel:
         control, slots, size = ground.control(place), ground.slots(place), ground.slot_size
         self.filled = Semaphore(segment.start + control)
         self.emptied = Semaphore(segment.start + control + SIZE)
-        headers = control + 2 * SIZE
-        self.slots = [
-            Slot(segment, headers + 8 * HEADER * number, slots + size * number, size)
+        first = (control + 2 * SIZE) // 8
+        self._headers = [
+            segment.words[first + HEADER * number : first + HEADER * (number + 1)]
             for number in range(SLOTS)
         ]
-        self._number = 0  # of the next slot
+        self.slots = [Slot(segment, slots + size * number, size) for number in range(SLOTS)]
+        self._number = 0  # of the next header
 
-    def _next_slot(self) -> Slot:
-        slot = self.slots[self._number]
+    def _next_header(self) -> memoryview:
+        header = self._headers[self._number]
         self._number = (self._number + 1) % SLOTS
-        return slot
+        return header
 
 
 class Outgoing(Channel):
@@ -150,6 +154,8 @@ class Outgoing(Channel):
         self.queue: deque[Letter | WordsLetter | Offer] = deque()
         self._offers: deque[tuple[int, Offer]] = deque()  # with the number of their slot
         self._num_filled = self._num_emptied = 0
+        self._free = list(reversed(range(SLOTS)))
+        self._used: deque[int] = deque()
 
     def send(self, letter: Letter | WordsLetter | Offer) -> None:
         """Send a letter, as far as there is room for it."""
@@ -158,12 +164,9 @@ class Outgoing(Channel):
 
     def push(self) -> bool:
         """Send what finds free slots; whether anything did."""
-        moved = False
-        if self._offers:
-            moved = self._look_for_free() > 0
-        while self.queue and (self._has_free or self._look_for_free()):
-            slot = self._next_slot()
-            letter = self.queue[0]
+        moved = self._look_for_free() > 0 if self._used else False
+        while self.queue and (self._free or self._look_for_free()):
+            letter, slot = self.queue[0], self._next_slot()
             letter.write(slot)
             slot.header[0], slot.header[1] = letter.key
             slot.header[2] = letter.num_bytes
@@ -183,15 +186,21 @@ class Outgoing(Channel):
         """Whether something waits for room, or to be read."""
         return bool(self.queue or self._offers)
 
-    @property
-    def _has_free(self) -> bool:
-        return self._num_filled - self._num_emptied < SLOTS
+    def _next_slot(self) -> Slot:
+        """A free slot, named in the next header."""
+        number = self._free.pop()
+        self._used.append(number)
+        slot = self.slots[number]
+        slot.header = self._next_header()
+        slot.header[4] = number
+        return slot
 
     def _look_for_free(self) -> int:
         """How many slots were emptied since the last look; what was offered in them is read."""
         before = self._num_emptied
         while self.emptied.try_wait():
             self._num_emptied += 1
+            self._free.append(self._used.popleft())
         while self._offers and self._offers[0][0] < self._num_emptied:
             self._offers.popleft()[1].is_gone = True
         return self._num_emptied - before
@@ -215,7 +224,9 @@ class Incoming(Channel):
         moved = False
         while self.filled.try_wait():
             moved = True
-            slot = self._next_slot()
+            header = self._next_header()
+            slot = self.slots[header[4]]
+            slot.header = header
             current = self._current or self._asked_for(slot)
             current.read(slot)
             self.emptied.post()

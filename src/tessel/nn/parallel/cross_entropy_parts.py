@@ -18,6 +18,7 @@ from tessel.shared import nothing
 
 NUM_PIECES = 8  # in which a large shard is worked on, so that what is in between stays small
 SMALL = 2**16  # logits; below, one piece
+LEAST = 4 * 2**20  # bytes of a piece of large ones: allocators keep smaller blocks for themselves
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Shard:
     def pieces(self, *others: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
         """The logits, and other tensors that have the classes as the same dimension, in pieces."""
         count = NUM_PIECES if self.logits.numel() > SMALL else 1
+        if self.logits.nbytes > LEAST:
+            count = min(count, self.logits.nbytes // LEAST)
         tensors = (self.logits, *others)
         if count == 1:
             yield tensors
