@@ -18,6 +18,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("__main__",),
     ("cli",),
     ("viz",),
+    ("imaging",),
     ("interop",),
     ("testing",),
     ("models",),
