@@ -22,6 +22,7 @@ from tessel.transport import Arrival, Parcel, channel
 from tessel.transport.segment import Segment
 
 MIB = 2**20
+STEPS = 1000  # of threads that exchange at once
 
 
 def whole_sum(shape: tuple[int, ...]) -> tuple[Move, torch.Tensor]:
@@ -144,7 +145,7 @@ def in_threads() -> list[float]:
     def work(number: int) -> None:
         group, worker = halves[number].group, transport.this_worker()
         place = torch.zeros(5)
-        for step in range(50):
+        for step in range(STEPS):
             sends = [Parcel(1 - worker, torch.full((5,), float(step)))]
             with torch.no_grad():
                 group.exchange(sends, [Arrival(1 - worker, place, True)], torch.device("cpu"))()
@@ -159,7 +160,7 @@ def in_threads() -> list[float]:
 
 
 def test_threads_may_exchange_at_once(run: Any) -> None:
-    total = sum(range(50))
+    total = sum(range(STEPS))
     assert all(sum(result) == 2 * total for result in run(in_threads, nprocs=2))
 
 

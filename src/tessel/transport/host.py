@@ -142,15 +142,15 @@ class Host:
             group: who takes part, so that the death of one makes the wait vain.
         """
         patience = Patience(self._bell, self._spins)
-        awaited = [each for each in awaited if not each[1].is_done]
-        letters = [letter for letter in letters if not letter.is_gone]
-        while awaited or letters:
+        while True:  # what happens may be the doing of another thread
+            awaited = [each for each in awaited if not each[1].is_done]
+            letters = [letter for letter in letters if not letter.is_gone]
+            if not awaited and not letters:
+                break
             with self._lock:
                 moved = self._progress(awaited)
             if moved:
                 patience.end()
-                awaited = [each for each in awaited if not each[1].is_done]
-                letters = [letter for letter in letters if not letter.is_gone]
             elif patience.pause():
                 needed = [*(worker for worker, _ in awaited), *(each.worker for each in letters)]
                 self._look_after(needed, group, patience.seconds)
@@ -160,13 +160,19 @@ class Host:
         """Send what waits for room, and take what came; whether there was anything."""
         moved = self._push() if self._held else False
         for worker, _ in awaited:
-            if self._incoming[worker].pull():
+            if self._pull(worker):
                 moved = True
         if not moved and self._direct:  # others may wait until this worker has read what they offer
-            for incoming in self._incoming.values():
-                if incoming.expected and incoming.pull():
+            for worker, incoming in self._incoming.items():
+                if incoming.expected and self._pull(worker):
                     moved = True
         return moved
+
+    def _pull(self, worker: int) -> bool:
+        try:
+            return self._incoming[worker].pull()
+        except OSError as error:  # the memory of a process that ends cannot be read
+            raise self._lost(worker, str(error)) from error
 
     def _push(self) -> bool:
         moved = False
