@@ -674,6 +674,22 @@ def _check_spread(case: Spread) -> None:
     with torch.no_grad():
         back = bound.H * _local(sides.target, w, case)
     close("A.H y", in_double(back), _local(sides.source, reference.adjoint(w), case), near)
+    _check_dot(sides, (y, _local(sides.target, w, case)), (point, back), near)
+
+
+def _check_dot(
+    sides: Sides, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], near: float
+) -> None:
+    """Re⟨A x, y⟩ = Re⟨x, A.H y⟩, summed over the workers."""
+    group = sides.source.partition.group
+    mine = [
+        layout.local_inner(*(in_double(each.detach()) for each in pair)).real
+        for layout, pair in ((sides.target, left), (sides.source, right))
+    ]
+    sizes = [in_double(each.detach()).abs().square().sum() for each in left]
+    a, b, *squares = group.sum(torch.stack([*mine, *sizes])).tolist()
+    scale = max(1.0, prod(squares) ** 0.5)
+    assert abs(a - b) <= near * scale, f"dot-test: {a} is not {b}"
 
 
 def _check_gradients(

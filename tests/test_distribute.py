@@ -68,7 +68,6 @@ Run = Callable[..., list[Any]]
 F32, F64, C64, C128 = DTYPES
 WORKERS = pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
 SECONDS = 20  # for calls that would wait for ever if something were wrong
-DOUBLES = (F64, C128)
 
 
 # -- every operator on every partition ------------------------------------------------------------
@@ -144,7 +143,7 @@ def everything(nprocs: int, T: torch.dtype) -> list[Spread]:
         for number, spec in enumerate(specs):
             for place, grid in enumerate(grids(nprocs, dims)):
                 whole, out = (number + place) % 3 == 0, ("anywhere", None)[number % 3 == 0]
-                found.append(Spread(spec, grid, out, whole=whole, second=T in DOUBLES))
+                found.append(Spread(spec, grid, out, whole=whole, second=True))
     return found
 
 
@@ -949,3 +948,45 @@ def test_zeros_that_others_wait_for_are_not_postponed_for_ever() -> None:
             Arrangement.of((2,), space.shape, axes) for space in (chain.domain, chain.codomain)
         )
         assert make_plan(chain, source, target).num_transfers <= 4
+
+
+def load_outside(spec: Callable[[], Any]) -> tuple[list[Shape], list[Shape]]:
+    """A whole state is loaded on all workers, of which two have the operator."""
+    P = (
+        tessel.world()
+        .create_partition_inclusive([0, 2])
+        .create_cartesian_topology_partition([2, 1])
+    )
+    module = distribute(spec(), P).module()
+    whole = {
+        name: torch.arange(24, dtype=F64).reshape(6, 4)
+        if value.dim() == 2
+        else torch.ones(6).double()
+        for name, value in module.state_dict().items()
+    }
+    module.load_state_dict(dict(whole))
+    saved = module.state_dict()
+    if P.active:
+        assert all(torch.equal(saved[name], value) for name, value in whole.items())
+    shapes = [tuple(each.shape) for each in module.parameters()]
+    return shapes, [tuple(value.shape) for value in saved.values()]
+
+
+def whole_matrix() -> Any:
+    return tessel.kron(ParMatrix(F64, 6, 4), ParIdentity(F64, 3))
+
+
+def split_diagonal() -> Any:
+    return tessel.kron(ParDiagonal(F64, 6), ParIdentity(F64, 3))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"), [(whole_matrix, [(6, 4)] * 2), (split_diagonal, [(3,)] * 2)]
+)
+def test_a_state_is_loaded_on_workers_without_a_part(
+    run: Run, spec: Callable[[], Any], shapes: list[Shape]
+) -> None:
+    results = run(load_outside, spec)
+    assert [results[worker][0] for worker in (0, 2)] == [[shape] for shape in shapes]
+    for worker in (1, 3):
+        assert all(0 in shape for shape in results[worker][0] + results[worker][1])

@@ -216,7 +216,7 @@ class OperatorModule(torch.nn.Module):
             destination[prefix + name] = move.apply(getattr(self, name).detach())
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name, layout in self._split_parameters():
+        for name, layout in self._stored_parameters():
             whole = state_dict.get(prefix + name)
             if whole is not None and tuple(whole.shape) == layout.shape:
                 is_here = layout.partition.active
@@ -228,12 +228,16 @@ class OperatorModule(torch.nn.Module):
 
     def _split_parameters(self) -> Iterator[tuple[str, Layout]]:
         """The parameters of which workers store parts, and how they lie."""
+        for name, layout in self._stored_parameters():
+            if len(layout.shared) < layout.partition.dim:
+                yield name, layout
+
+    def _stored_parameters(self) -> Iterator[tuple[str, Layout]]:
+        """The parameters of a distributed operator, and how they lie."""
         names = dict(self.named_parameters(recurse=False))
         for name, leaf in zip(names, self.operator.leaves, strict=True):
             if leaf in getattr(self.operator, "storage", {}):
-                layout = self.operator.parameter_layout(leaf)
-                if len(layout.shared) < layout.partition.dim:
-                    yield name, layout
+                yield name, self.operator.parameter_layout(leaf)
 
     def extra_repr(self) -> str:
         return repr(self.operator)
