@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -80,15 +81,29 @@ class Move(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return node(x, self.number)
-        for plan in self.route:
-            x = _carry_out(plan, self.group, x, self.spaced)
-        return _shaped(x, self.codomain.local_shape)
+        return self.depart(x)()
+
+    def depart(self, x: Tensor) -> Callable[[], Tensor]:
+        """Send what others need first; the result waits for what comes and gives the output."""
+        first, *rest = self.route
+        arrive = _begin(first, self.group, x, self.spaced)
+
+        def land() -> Tensor:
+            y = arrive()
+            for plan in rest:
+                y = _begin(plan, self.group, y, self.spaced)()
+            return _shaped(y, self.codomain.local_shape)
+
+        return land
 
 
-def _carry_out(plan: Plan, group: transport.Group, x: Tensor, spaced: int | None = None) -> Tensor:
-    """One exchange: send what others need, put what arrives into its place."""
+def _begin(
+    plan: Plan, group: transport.Group, x: Tensor, spaced: int | None
+) -> Callable[[], Tensor]:
+    """One exchange: send what others need; the result puts what arrives into its place."""
     if plan.stays:
-        return x.clone(memory_format=torch.contiguous_format)
+        y = x.clone(memory_format=torch.contiguous_format)
+        return lambda: y
     x = _shaped(x, plan.source_shape)
     y = _room(x, plan.target_shape, spaced)
     if not plan.fills:
@@ -101,9 +116,14 @@ def _carry_out(plan: Plan, group: transport.Group, x: Tensor, spaced: int | None
     if plan.silent:
         for arrival in arrivals:
             arrival.land(sends[0].tensor)
-    else:
-        group.exchange(sends, arrivals, x.device, plan.dense)()
-    return y
+        return lambda: y
+    wait = group.exchange(sends, arrivals, x.device, plan.dense)
+
+    def arrive() -> Tensor:
+        wait()
+        return y
+
+    return arrive
 
 
 def _room(like: Tensor, shape: Shape, spaced: int | None) -> Tensor:

@@ -102,7 +102,7 @@ class Slot:
     def _view(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         if len(self._views) >= VIEWS // SLOTS:
             self._views.clear()
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
             size = torch.Size(shape).numel() * dtype.itemsize
             view = self._bytes[:size].view(dtype).view(shape)
         self._views[dtype, shape] = view
@@ -218,6 +218,11 @@ class Incoming(Channel):
     def expect(self, receipt: Receipt | WordsReceipt) -> None:
         """Let a receipt wait for its letter."""
         self.expected.append(receipt)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for a letter, and it may come now."""
+        return any(receipt.is_open for receipt in self.expected)
 
     def pull(self) -> bool:
         """Take what came, up to the end of one letter; whether anything did."""

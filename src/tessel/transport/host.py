@@ -164,7 +164,7 @@ class Host:
                 moved = True
         if not moved and self._direct:  # others may wait until this worker has read what they offer
             for worker, incoming in self._incoming.items():
-                if incoming.expected and self._pull(worker):
+                if incoming.is_asked and self._pull(worker):
                     moved = True
         return moved
 

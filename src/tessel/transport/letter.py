@@ -196,7 +196,8 @@ class Stray:
 
     def __init__(self, key: Key, num_bytes: int) -> None:
         self.key = key
-        self.values = torch.empty(num_bytes, dtype=torch.uint8)
+        with torch._C._DisableFuncTorch():  # it belongs to no transform of torch.func
+            self.values = torch.empty(num_bytes, dtype=torch.uint8)
         self._next = 0
         self.is_done = False
 
@@ -207,7 +208,8 @@ class Stray:
             slot.reader.read(offered(slot), self.values)
             self.is_done = True
             return
-        piece = slot.tensor(torch.uint8, (slot.num_bytes,))
-        self.values[self._next : self._next + slot.num_bytes].copy_(piece)
+        with torch._C._DisableFuncTorch():
+            piece = slot.tensor(torch.uint8, (slot.num_bytes,))
+            self.values[self._next : self._next + slot.num_bytes].copy_(piece)
         self._next += slot.num_bytes
         self.is_done = self._next == len(self.values)

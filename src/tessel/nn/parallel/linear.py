@@ -23,6 +23,7 @@ from tessel.distributed.marks import (
     note,
     share,
     state_of,
+    traced_state,
     unmarked,
 )
 from tessel.distributed.movements import copying, reducing, scattering
@@ -30,10 +31,11 @@ from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.nn.layer import needs_of
+from tessel.nn.parallel.column import can_overlap, multiply_overlapping
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, shard_layout
 from tessel.partition import Partition
-from tessel.shared import even
+from tessel.shared import Spread, even
 from tessel.transport import kept_in_job
 
 COLUMN, ROW = 1, 0
@@ -188,7 +190,7 @@ def multiply(
         partition=partition,
         dim=dim,
         sizes=sizes,
-        state=state_of(x),
+        state=traced_state(x),
         dtype=weight.dtype,
         device=device,
         autocast=_autocast(device),
@@ -206,10 +208,14 @@ def _multiplied(
     x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, entry: Entry
 ) -> Tensor:
     partition, alone = product.partition, product.partition.size == 1
+    if product.dim == COLUMN:
+        mark = Mark(x.ndim - 1, partition, product.sizes[1])
+        if not alone and isinstance(entry.enter, Spread) and can_overlap(x, weight):
+            return marked(multiply_overlapping(entry.enter, x, weight, bias), mark)
     if entry.enter is not None and not alone:
         x = entry.enter.apply(x, entry.terms)
     if product.dim == COLUMN:
-        return marked(F.linear(x, weight, bias), Mark(x.ndim - 1, partition, product.sizes[1]))
+        return marked(F.linear(x, weight, bias), mark)
     if alone or entry.leave is None:
         return F.linear(x, weight, bias)
     y = entry.leave.apply(F.linear(x, weight), entry.terms)
@@ -293,7 +299,7 @@ def local_shapes(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict
 
 def checked_dim(dim: int | None, name: str) -> int | None:
     """`COLUMN`, `ROW` or None; ValueError for anything else."""
-    if isinstance(dim, bool) or dim not in (None, 0, 1, -1):
+    if dim not in (None, 0, 1, -1) or isinstance(dim, bool | float):
         raise ValueError(
             f"{name}: dim must be None (not split), 0 (row: the inputs are split) or 1 or -1 "
             f"(column: the outputs are split), got {dim!r}"

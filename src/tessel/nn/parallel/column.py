@@ -1,0 +1,74 @@
+"""The product with a weight whose outputs are split: messages travel while it is derived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.agreement import in_forward_mode
+from tessel.linop import record, record_product
+from tessel.move import Move
+from tessel.shared import Spread
+
+
+class ColumnProduct:
+    """y = x Wᵀ + b, where all workers share x and each has some rows of W and b.
+
+    Gradients:  of x, Σ_k g_k W_k over the workers k;  of W_k, g_kᵀ x;  of b_k, g_k over all rows.
+
+    The sum is started before the gradient of the weight is computed, and waited for afterwards.
+
+    Args:
+        spread: how the workers use x; its adjoint is the sum.
+    """
+
+    def __init__(self, spread: Spread) -> None:
+        self.spread = spread
+
+    def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor:
+        weight, bias = factors
+        assert weight is not None
+        return F.linear(x, weight, bias)
+
+    def slopes(
+        self,
+        grad: Tensor,
+        anchor: Tensor | None,
+        needs: Sequence[bool],
+        x: Tensor,
+        *factors: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of x, W and b."""
+        weight, _ = factors
+        assert weight is not None
+        needs_x, _, _, needs_weight, needs_bias = needs
+        total = self.spread.H
+        assert isinstance(total, Move)
+        share = grad.matmul(weight) if needs_x else None
+        records = torch.is_grad_enabled()
+        land = None if share is None or records else total.depart(share)
+        of_weight = _rows(grad).t().mm(_rows(x)) if needs_weight else None
+        of_bias = _rows(grad).sum(0) if needs_bias else None
+        if share is not None and records:
+            return record(total, share, False, anchor), of_weight, of_bias
+        return None if land is None else land(), of_weight, of_bias
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A tensor of any number of dimensions as a matrix of its last one."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def can_overlap(x: Tensor, weight: Tensor) -> bool:
+    """Whether messages may travel while a product is derived: in plain reverse mode."""
+    transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
+    casts = torch.is_autocast_enabled(weight.device.type)
+    return x.requires_grad and torch.is_grad_enabled() and not transformed and not casts
+
+
+def multiply_overlapping(spread: Spread, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product, so that the gradient of x travels while that of the weight is computed."""
+    return record_product(ColumnProduct(spread), x, weight, bias)
