@@ -62,7 +62,6 @@ def _plan_death(moment: str) -> None:
         transport.Group.share_words = die  # type: ignore[method-assign]
     elif moment == "in the exchange":
         transport.Group.exchange = die  # type: ignore[method-assign]
-        transport.Group.all_to_all = die  # type: ignore[method-assign]
     elif moment == "while others wait":
         time.sleep(0.5)
         die()

@@ -172,7 +172,7 @@ class Host:
         try:
             return self._incoming[worker].pull()
         except OSError as error:  # the memory of a process that ends cannot be read
-            raise self._lost(worker, str(error)) from error
+            raise self._lost([worker], str(error)) from error
 
     def _push(self) -> bool:
         moved = False
@@ -194,22 +194,21 @@ class Host:
         """Raise WorkerLost if what this worker waits for will not come."""
         for worker in needed:
             if self._bells[worker].has_left and not self._incoming[worker].has_something:
-                raise self._lost(worker, "it has left the job")
-        for worker in (*needed, *group):
-            process = self._processes.get(worker)
-            if process is None or not process.has_ended:
-                continue
-            if worker in needed or not self._bells[worker].has_left:
-                raise self._lost(worker, "its process has ended")
+                raise self._lost([worker], "it has left the job")
+        near = sorted({*needed, *group}.intersection(self._bells))
+        ended = [worker for worker in near if self._processes[worker].has_ended]
+        died = [worker for worker in ended if not self._bells[worker].has_left]
+        if died or set(ended).intersection(needed):
+            raise self._lost(died or ended, "the process has ended")
         if seconds > self._limit:
             stopped = [worker for worker in needed if self._processes[worker].is_stopped]
-            who = stopped or sorted(set(needed))
             state = "stopped" if stopped else "silent"
-            raise self._lost(who[0], f"timed out, {state} for {seconds:.0f} s")
+            raise self._lost(stopped or needed, f"timed out, {state} for {seconds:.0f} s")
 
-    def _lost(self, worker: int, reason: str) -> WorkerLost:
+    def _lost(self, workers: Iterable[int], reason: str) -> WorkerLost:
+        names = ", ".join(map(str, sorted(set(workers))))
         return WorkerLost(
-            f"worker {self.worker} lost contact with worker {worker} during a movement: {reason}"
+            f"worker {self.worker} lost contact with worker {names} during a movement: {reason}"
         )
 
     def _check_owner(self) -> None:
