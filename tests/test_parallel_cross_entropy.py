@@ -841,6 +841,24 @@ def test_marks_that_do_not_fit(run: Run) -> None:
     assert second[1][0] == "ValueError" and "worker 1 does not belong" in second[1][1]
 
 
+def lost_on_one() -> tuple[str, str]:
+    """Of three classes on two workers one is alone, and may be any dimension of length 1."""
+    P = tessel.world()
+    x = marked(torch.zeros(2, 1, 2 - (P.rank or 0)), Mark(2, P, 3))
+    return outcome(lambda: parallel_cross_entropy(x.view(2, -1), CLASSES[:2]))
+
+
+def lost_on_all() -> tuple[str, str]:
+    x = marked(torch.zeros(4, 5), Mark(1, tessel.world(), 5 * tessel.world().size))
+    return outcome(lambda: parallel_cross_entropy(x.cumsum(1), CLASSES))
+
+
+def test_a_lost_mark_raises_on_every_worker(run: Run) -> None:
+    for lose, says in ((lost_on_one, "same calls"), (lost_on_all, "lost in `cumsum`")):
+        first, second = run(lose, nprocs=2, timeout=20)
+        assert first == second and first[0] == "ValueError" and says in first[1]
+
+
 def copied() -> None:
     """A loss that was copied or pickled gives the same, and its state is torch's."""
     case = Case((4, 5), label_smoothing=0.3, weighted=True)

@@ -441,7 +441,7 @@ def test_layers_that_differ_are_refused_everywhere(run: Run, kind: str) -> None:
     assert results[0][0] is ValueError and "all workers must make the same calls" in results[0][1]
 
 
-@pytest.mark.parametrize("dim", [2, -2, True, "0", 0.5])
+@pytest.mark.parametrize("dim", [2, -2, True, "0", 0.5, 1.0])
 def test_a_wrong_dim_is_refused_in_the_constructor(dim: Any) -> None:
     with pytest.raises(ValueError, match="dim must be None, 0, 1 or -1"):
         ParallelEmbedding(4, 3, dim=dim)

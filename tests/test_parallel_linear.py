@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tessel
 import tessel.distributed as parallel
 from parity import close, slopes, values
 from tessel import Layout, Partition
 from tessel.distributed.marks import Mark, mark_of, marked, unmarked
+from tessel.move import Move
 from tessel.nn.functional import parallel_linear
 from tessel.nn.init import shard_init_helper_
 from tessel.nn.parallel import ParallelLinear
@@ -281,6 +283,47 @@ def test_a_pair_takes_one_all_reduce_each_way(run: Run, nprocs: int) -> None:
         assert there == reduced and back == (0, 0)
 
 
+class Products(TorchDispatchMode):
+    """Notes the products of matrices."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_gradients() -> list[str]:
+    """What the backward pass of a column layer does, in its order."""
+    layer, x = ParallelLinear(6, 4, dim=1).double(), values((3, 6), 0).requires_grad_()
+    loss = unmarked(layer(x)).square().sum()
+    seen: list[str] = []
+    depart = Move.depart
+
+    def watched(self: Move, share: Tensor) -> Callable[[], Tensor]:
+        land = depart(self, share)
+        seen.append("messages leave")
+
+        def landed() -> Tensor:
+            seen.append("messages are waited for")
+            return land()
+
+        return landed
+
+    with pytest.MonkeyPatch.context() as patch, Products(seen):
+        patch.setattr(Move, "depart", watched)
+        loss.backward()
+    return seen
+
+
+def test_messages_travel_while_the_gradient_of_the_weight_is_computed(run: Run) -> None:
+    for seen in run(order_of_gradients, nprocs=2):
+        assert seen == ["product", "messages leave", "product", "messages are waited for"]
+
+
 def single_traffic() -> Any:
     """A whole input of a row layer is cut without messages; its gradient is an all-gather."""
     row = ParallelLinear(8, 6, dim=0).double()
@@ -372,7 +415,7 @@ def _calls(
     return {
         "dim": lambda: ParallelLinear(6, 9, dim=2),
         "dim of one": lambda: ParallelLinear(6, 9, dim=0 if last else 1),
-        "dim as a float": lambda: ParallelLinear(6, 9, dim=0.5),  # type: ignore[arg-type]
+        "dim as a float": lambda: ParallelLinear(6, 9, dim=1.0),  # type: ignore[arg-type]
         "dim as a truth value": lambda: ParallelLinear(6, 9, dim=True),
         "features of one": lambda: ParallelLinear(6, 8 if last else 9, dim=1),
         "conversion dim": lambda: ParallelLinear.convert_parallel_linear(torch.nn.Linear(2, 3), 5),
@@ -519,6 +562,10 @@ def convert_one() -> None:
     layer = ParallelLinear.convert_parallel_linear(alone, dim=-1)
     assert repr(layer) == "ParallelLinear(in_features=7, out_features=5, bias=True, dim=-1)"
     assert layer.weight.dtype == torch.bfloat16 and alone.weight is before
+    whole = ParallelLinear.convert_parallel_linear(alone, dim=None)  # not split, and then it is
+    again = ParallelLinear.convert_parallel_linear(whole, dim=-1)
+    assert whole.dim is None and torch.equal(again.weight, layer.weight)
+    assert ParallelLinear.convert_parallel_linear(again, dim=0) is again
     with torch.device("meta"):
         empty = torch.nn.Linear(7, 5)
     layer = ParallelLinear.convert_parallel_linear(empty, dim=0)

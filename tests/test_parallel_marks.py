@@ -20,7 +20,8 @@ from parity import close, values
 from tessel import Partition
 from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
 from tessel.distributed.marks import Mark, Shard, mark_of, marked, state_of, unmarked
-from tessel.nn.parallel import ParallelLinear, RegisterParallelDim
+from tessel.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
+from tessel.nn.parallel import ParallelDropout, ParallelLinear, RegisterParallelDim
 from windowed_cases import raised
 
 Run = Callable[..., list[Any]]
@@ -74,6 +75,7 @@ KEPT: dict[str, Function] = {
     "sum behind": lambda x: torch.sum(x, dim=(0, 2)) + x.logsumexp((0, 2)),
     "sum and keep": lambda x: x.sum(2, keepdim=True) + x.std(2, keepdim=True) + x.norm(2, 2, True),
     "max": lambda x: x.max(dim=2).values + x.min(2)[0] + x.median(2).values,
+    "kthvalue": lambda x: x.kthvalue(2, 0, True).values + x.kthvalue(2).values.unsqueeze(2),
     "argmax": lambda x: x.argmax(-1).double() + (x > 0).any(2) + (x > 0).all(dim=2),
     "maximum": lambda x: torch.max(x, x.neg()) + torch.minimum(x, x * 2),
     "softmax": lambda x: x.softmax(-1) + F.log_softmax(x, dim=2) + torch.softmax(x, 0),
@@ -84,6 +86,7 @@ KEPT: dict[str, Function] = {
     "normalize": lambda x: F.normalize(x, dim=2) + F.glu(torch.cat([x, x], 2)),
     "pad": lambda x: F.pad(x, (1, 2)),
     "linear": lambda x: F.linear(x, torch.ones(3, 10).double(), torch.ones(3).double()),
+    "linear outputs": lambda x: F.linear(torch.ones(2, 10).double(), x[0], x[0, :, 0]),
     "matmul rows": lambda x: x @ torch.ones(10, 3).double(),
     "matmul columns": lambda x: torch.ones(3, 10).double() @ x.mT,
     "matmul batch": lambda x: torch.matmul(x.transpose(0, 1), x.transpose(0, 1).mT),
@@ -171,6 +174,7 @@ LOST: dict[str, tuple[str, Function]] = {
     "set a part": ("__setitem__", lambda x: _set(x.clone(), (slice(None), 0), 1.0)),
     "set another": ("__setitem__", lambda x: _set(x[:, :, : x.shape[1]].clone(), 0, _turned(x))),
     "rows": ("__getitem__", lambda x: x[torch.tensor([0, 1])]),
+    "places": ("where", lambda x: torch.where(x[0, :, 0] < 99)[0].double()),
     "iteration": ("unbind", lambda x: next(iter(x.transpose(0, 1)))),
     "in place": ("add_", lambda x: _in_place_twice(x)),
     "later": ("cumsum", lambda x: (x.cumsum(1).relu() + 1).mT.contiguous()),
@@ -280,6 +284,26 @@ def test_a_lost_mark_raises_the_same_on_every_worker(run: Run, nprocs: int) -> N
         assert kind is ValueError, name
         function = LOST[name][0]
         assert f"lost in `{function}`" in text and "register_parallel_dim(x, dim)" in text, text
+
+
+def take_torchs_loss() -> list[Any]:
+    """The loss of torch itself, of logits whose classes are split, and of those whose rows are."""
+    logits, target = scatter(values((3, 4), 0), 1), torch.tensor([0, 1, 0])
+    rows = F.cross_entropy(scatter(values((4, 3), 0), 0), target[:2], reduction="none")
+    assert raised(lambda: get_parallel_dim(rows))
+    return [
+        raised(lambda: F.cross_entropy(logits, target)),
+        raised(lambda: torch.nn.CrossEntropyLoss()(logits[0], target[0])),
+        raised(lambda: F.cross_entropy(input=logits, target=target)),
+    ]
+
+
+def test_torchs_loss_of_split_classes_is_refused(run: Run) -> None:
+    """It would take the classes of one worker for all."""
+    first, second = run(take_torchs_loss, nprocs=2)
+    assert first == second
+    for kind, text in first:
+        assert kind is ValueError and "tessel.nn.ParallelCrossEntropyLoss()" in text
 
 
 def writes(kind: str) -> Any:
@@ -409,6 +433,76 @@ def use_own_parts() -> None:
 
 def test_own_parts_need_no_copy(run: Run) -> None:
     run(use_own_parts, nprocs=2)
+
+
+def use_single() -> Any:
+    """A whole number together with shards of which one is 1 long on some worker."""
+    layer = ParallelLinear(6, 3, dim=1).double()
+    row = ParallelLinear(3, 2, dim=0).double()
+    x, gain = values((4, 6), 0), torch.ones(1).double().requires_grad_()
+    error = raised(lambda: layer(x) * gain)
+    row(layer(x) * tessel.distributed.copy(gain)).square().sum().backward()
+    part = register_parallel_dim(torch.ones(layer(x).shape[1]).double().requires_grad_(), 0)
+    assert get_parallel_dim(layer(x) * part) == 1
+    return error, gain.grad
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_shards_of_length_one_do_not_hide_a_whole_parameter(run: Run, nprocs: int) -> None:
+    (error, grad), *others = run(use_single, nprocs=nprocs)
+    assert error[0] is ValueError and "copy(tensor)" in error[1]
+    for other, its in others:
+        assert other == error
+        close("gradient", its, grad)
+
+
+class Own(torch.autograd.Function):
+    """Nobody but its author knows what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def of_parameters() -> list[Any]:
+    """What torch computes from the parameters of layers, and says nothing of."""
+    head = ParallelLinear(6, 6, dim=-1).double()
+    row, drop = ParallelLinear(6, 4, dim=0).double(), ParallelDropout()
+    x, target = values((3, 6), 0), torch.tensor([0, 1, 0])
+    logits = F.linear(x, head.weight)
+    assert state_of(logits) is None
+    uses: list[Callable[[Tensor], Any]] = [
+        row,
+        ParallelLinear(logits.shape[1], 4, dim=-1).double(),
+        drop,
+        lambda y: scatter(y, 0),
+        lambda y: parallel_cross_entropy(y, target),
+        lambda y: parallel_linear(x[:, : y.shape[1]], y),
+        lambda y: parallel_embedding(target, y),
+    ]
+    lost = (logits.tanh() * 2, torch.func.vmap(torch.tanh)(head(x)), head.weight * 2)
+    errors = [raised(lambda use=use, y=y: use(y)) for y in lost for use in uses]
+    errors.append(raised(lambda: parallel_linear(x, head.weight)))
+    for way_out in (register_parallel_dim(logits, None).tanh(), Own.apply(logits) + 1):
+        for use in uses[1:]:
+            use(way_out)
+    loss = parallel_cross_entropy(register_parallel_dim(logits, -1), target)
+    whole = F.cross_entropy(gather(register_parallel_dim(logits, -1)), target)
+    close("loss", loss, whole)
+    assert parallel_cross_entropy(row(head(x)) + row.bias, target).requires_grad
+    return errors
+
+
+def test_what_comes_of_a_parameter_is_not_taken_for_whole(run: Run) -> None:
+    first, second = run(of_parameters, nprocs=2)
+    assert first == second
+    for kind, text in first:
+        assert kind is ValueError
+        assert "lost in `torch` functions of a parameter" in text or "write dim=-1" in text
 
 
 def test_marks_are_registered_by_hand() -> None:

@@ -168,7 +168,8 @@ def clip(size: int, norm_type: float, max_norm: float, dtype: torch.dtype, form:
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5  # of sums in another order
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
     given: Any = model if form == "module" else model.parameters()
-    got = clip_grad_norm_(given, max_norm, norm_type, partition=P if form == "partition" else None)
+    where = P if form == "partition" else None
+    got = clip_grad_norm_(given, max_norm, norm_type, foreach=form == "module", partition=where)
     assert got.dtype == expected.dtype
     close("norm", got, expected, tolerance)
     whole = dict(plain.named_parameters())

@@ -85,7 +85,8 @@ class Call:
 
     def lost(self, why: str = "") -> Unknown:
         """The state of a result of which this function does not tell what it is."""
-        return Unknown(self.name, why)
+        marks = (state for state in self.states if isinstance(state, Mark))
+        return Unknown(self.name, why, next((mark.partition for mark in marks), None))
 
 
 Rule = Callable[[Call, Mark, Shape, Tensor], State]
@@ -99,7 +100,7 @@ def state_after(call: Call, result: Tensor) -> State:
         return lost
     if call.base in _OF_SEVERAL:
         return _OF_SEVERAL[call.base](call, result)
-    if is_pointwise(call.base) and not _reduces(call):
+    if is_pointwise(call.base) and not _is_other(call):
         return _pointwise(call, result)
     rule, subject = _RULES.get(call.base), call.subject
     if rule is None or subject is None:
@@ -236,8 +237,10 @@ _ALSO_POINTWISE = frozenset(
 )
 
 
-def _reduces(call: Call) -> bool:
-    """Whether `max`, `min`, `any` or `all` is called with one tensor, over dimensions."""
+def _is_other(call: Call) -> bool:
+    """Whether `max` and the like reduce one tensor, or `where` gives the places of its values."""
+    if call.base == "where":
+        return len(call.args) + len(call.kwargs) == 1
     return call.base in _REDUCTIONS and len(call.tensors) == 1
 
 
@@ -386,21 +389,12 @@ def _repeat(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
     return mark.at(dim)
 
 
-def _removed(position: int = 1, default: Any = 0) -> Rule:
+def _removed(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
     """Of a function that takes something out of one dimension, which is gone then."""
-
-    def rule(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
-        dim = _numbers(call.argument(position, "dim", default=default), len(shape))[0]
-        if dim == mark.dim:
-            return call.lost("along the dimension that is split")
-        return mark.at(mark.dim - (dim < mark.dim))
-
-    return rule
-
-
-def _is_basic(index: Any) -> bool:
-    simple = index is None or index is ... or isinstance(index, Integral | slice)
-    return simple and not isinstance(index, bool)
+    dim = _numbers(call.argument(1, "dim", default=0), len(shape))[0]
+    if dim == mark.dim:
+        return call.lost("along the dimension that is split")
+    return mark.at(mark.dim - (dim < mark.dim))
 
 
 def _item(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
@@ -564,10 +558,17 @@ def _pad(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
     return mark
 
 
-def _linear(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
-    if mark.dim == len(shape) - 1:
-        return call.lost("over the dimension that is split")
-    return mark
+def _linear(call: Call, result: Tensor) -> State:
+    """Either the rows of the input are split, or the outputs of the weight."""
+    if call.subject is not None:
+        mark, shape = call.subject
+        return call.lost("over the dimension that is split") if mark.dim == len(shape) - 1 else mark
+    x, weight, bias = (
+        state_of(call.argument(k, name)) for k, name in enumerate(("input", "weight", "bias"))
+    )
+    if x is None and isinstance(weight, Mark) and weight.dim == 0 and bias in (None, weight):
+        return weight.at(result.ndim - 1)
+    return call.lost()
 
 
 def _matmul(call: Call, result: Tensor) -> State:
@@ -624,6 +625,7 @@ _REDUCTIONS = frozenset(
     )
 )
 _OF_SEVERAL: dict[str, Callable[[Call, Tensor], State]] = {
+    "linear": _linear,
     "matmul": _matmul,
     "bmm": _matmul,
     "mm": _matmul,
@@ -651,8 +653,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("movedim", "moveaxis"), _movedim),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(("repeat", "tile"), _repeat),
-    **dict.fromkeys(("select", "unbind"), _removed()),
-    **dict.fromkeys(("kthvalue",), _removed(2, default=-1)),
+    **dict.fromkeys(("select", "unbind"), _removed),
+    **dict.fromkeys(("kthvalue",), _reduction(2, default=-1)),
     **dict.fromkeys(("reshape", "view", "reshape_as", "view_as"), _reshape),
     **dict.fromkeys(("flatten", "ravel"), _flatten),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _new),
@@ -666,5 +668,4 @@ _RULES: dict[str, Rule] = {
     "unflatten": _unflatten,
     "__getitem__": _item,
     "pad": _pad,
-    "linear": _linear,
 }

@@ -57,10 +57,12 @@ class Unknown:
     Args:
         function: which function lost the mark.
         why: what it did, or nothing.
+        partition: the workers of the shards.
     """
 
     function: str
     why: str = ""
+    partition: Partition | None = None
 
     def __str__(self) -> str:
         return f"of a mark that was lost in {self._where}"
@@ -75,8 +77,8 @@ class Unknown:
         return (
             f"its mark was lost in {self._where}, so that it is not known whether it is a shard, "
             f"and along which dimension; write x = tessel.register_parallel_dim(x, dim) after "
-            f"that, with dim=None if it is whole on every worker, or "
-            f"x = tessel.distributed.gather(x) before"
+            f"that, with dim=None if it is whole on every worker or a number of this worker "
+            f"alone, or x = tessel.distributed.gather(x) before"
         )
 
 

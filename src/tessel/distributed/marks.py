@@ -12,7 +12,7 @@ from torch import Tensor
 from tessel.distributed import keeping
 from tessel.distributed.group import row_of
 from tessel.distributed.mark import ATTRIBUTE, Mark, State, Unknown, check_known, describe, state_of
-from tessel.distributed.sharing import check_uses
+from tessel.distributed.sharing import check_classes, check_uses, settled, traced_state
 from tessel.graph import eagerly
 from tessel.partition import Partition
 
@@ -31,6 +31,7 @@ __all__ = [
     "share",
     "shared_by",
     "state_of",
+    "traced_state",
     "unmarked",
 ]
 
@@ -84,6 +85,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = keeping.Call.of(name, args, kwargs)
         keeping.check_target(call)
         check_uses(call)
+        check_classes(call)
         result = func(*args, **kwargs)
         if name == "__setitem__" and isinstance(args[0], Shard):
             args[0]._tessel_mark = keeping.state_after_writing(call)
@@ -168,7 +170,7 @@ def note(x: Tensor, mark: Mark | None) -> Tensor:
         else:
             setattr(x, ATTRIBUTE, mark)
         return x
-    return unmarked(x) if mark is None else marked(x, mark)
+    return settled(unmarked(x)) if mark is None else marked(x, mark)
 
 
 def share(parameter: Tensor, partition: Partition) -> Tensor:

@@ -19,6 +19,7 @@ from tessel.distributed.marks import (
     describe,
     marked,
     state_of,
+    traced_state,
     unmarked,
 )
 from tessel.graph import eagerly
@@ -81,7 +82,7 @@ def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
     >>> tuple(y.shape), tessel.distributed.get_parallel_dim(y)
     ((2, 3), 1)
     """
-    row, state = row_of(partition), state_of(x)
+    row, state = row_of(partition), traced_state(x)
     y = _movement(_Scatter, row, _whole_number(dim), state)(_plain(x))
     if not row.active:
         return y
@@ -106,7 +107,7 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
     torch.Size([2, 3])
     """
     state = state_of(x)
-    if partition is None and isinstance(state, Mark):
+    if partition is None and state is not None:
         partition = state.partition
     return _movement(_Gather, row_of(partition), _whole_number(dim), state)(_plain(x))
 

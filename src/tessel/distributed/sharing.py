@@ -1,22 +1,29 @@
-"""The use of whole values together with shards, whose gradients would be parts of a sum.
+"""What a value was computed from, where its mark does not say it: autograd's graph knows.
 
 A parameter that is whole on every worker and multiplies a shard gets, on each worker, only the
 gradient of that worker's part. `tessel.distributed.copy` says so to autograd, and sums it; without
 it the number would be wrong and nothing would tell.
+
+A parameter that is a shard is a plain parameter with a mark, so that optimizers treat it as any
+other. What torch's own functions compute from it has no mark, and is not whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
+from tessel import boxes
 from tessel.distributed.keeping import Call, Shape, is_pointwise
-from tessel.distributed.mark import Mark, state_of
+from tessel.distributed.mark import Mark, State, Unknown, state_of
 from tessel.linop import LinearOperator
 
 _OF_WEIGHTS = frozenset(("linear", "layer_norm", "rms_norm"))
+_SETTLED = "tessel: not a shard"  # in the metadata of a node behind which nobody looks
 
 
 def check_uses(call: Call) -> None:
@@ -31,8 +38,22 @@ def check_uses(call: Call) -> None:
             raise ValueError(
                 f"`{call.name}` of {mark} and a tensor of shape {tuple(tensor.shape)} that is "
                 f"whole on every worker: each worker would compute a part of its gradient only; "
-                f"write tessel.distributed.copy(tensor) for that tensor, which sums the parts"
+                f"write tessel.distributed.copy(tensor) for that tensor, which sums the parts; if "
+                f"it is this worker's part, mark it with tessel.register_parallel_dim(tensor, dim)"
             )
+
+
+def check_classes(call: Call) -> None:
+    """Raise if torch's own loss would take the classes of one worker for all of them."""
+    if call.base != "cross_entropy":
+        return
+    mark, shape = _first_mark(call)
+    if mark is not None and mark.partition.size > 1 and mark.dim == min(1, len(shape) - 1):
+        raise ValueError(
+            f"`cross_entropy` of {mark}: torch would take the classes of one worker for all; write "
+            f"tessel.nn.ParallelCrossEntropyLoss() or tessel.nn.functional.parallel_cross_entropy, "
+            f"or tessel.distributed.gather(x) before"
+        )
 
 
 def _first_mark(call: Call) -> tuple[Mark | None, Shape]:
@@ -42,32 +63,94 @@ def _first_mark(call: Call) -> tuple[Mark | None, Shape]:
     return None, ()
 
 
+def traced_state(x: Any) -> State:
+    """The state of a tensor, and that its mark was lost if it has none and comes of a shard."""
+    state = state_of(x)
+    if state is not None or not isinstance(x, Tensor) or x.grad_fn is None:
+        return state
+    for origin in _origins(x.grad_fn, _is_settled):
+        if _is_of_shard(origin):
+            why = "functions of a parameter, or another tensor, that is a shard"
+            mark = state_of(origin)
+            return Unknown("torch", why, mark.partition if isinstance(mark, Mark) else None)
+    _settle(x.grad_fn)  # the next layer need not look behind it
+    return None
+
+
+def settled(x: Tensor) -> Tensor:
+    """The same plain tensor, which is not taken for a shard, whatever it was computed from."""
+    if x.grad_fn is None:
+        return x
+    alias = x.as_subclass(Tensor)
+    _settle(alias.grad_fn)
+    return alias
+
+
+def _settle(node: Any) -> None:
+    node.metadata[_SETTLED] = True
+
+
 def _is_own_part(call: Call, mark: Mark, shape: Shape, other: Shape) -> bool:
     """Whether a tensor without a mark has the split dimension too, as long as it is here."""
     place = mark.dim - len(shape)  # from the end, as in broadcasting
     if call.base in _OF_WEIGHTS or not (is_pointwise(call.base) or place < -2):
         return False
+    if _has_single(mark, shape[mark.dim]):
+        return False
     return -place <= len(other) and other[place] == shape[mark.dim]
+
+
+def _has_single(mark: Mark, length: int) -> bool:
+    """Whether a part of some worker is 1 long: a whole tensor, which broadcasts, may be as long."""
+    if mark.size is None:
+        return length == 1
+    return any(stop - start == 1 for start, stop in boxes.balanced(mark.size, mark.partition.size))
 
 
 def _is_shared(tensor: Tensor) -> bool:
     """Whether a gradient reaches a parameter, or an input, without being summed on its way."""
     if tensor.grad_fn is None:
         return True
+    for each in _origins(tensor.grad_fn):
+        if isinstance(each, LinearOperator):
+            if each.codomain.shared:
+                return True
+        elif isinstance(each, Tensor) and state_of(each) is None:
+            return True
+    return False
+
+
+def _is_of_shard(origin: Any) -> bool:
+    """Whether a value with this origin is one of each worker by itself."""
+    if not isinstance(origin, Tensor):
+        return not isinstance(origin, LinearOperator)  # but a product with a shard
+    state = state_of(origin)
+    return isinstance(state, Mark) and state.partition.size > 1
+
+
+def _is_settled(node: Any) -> bool:
+    """Whether nobody looks behind a node: that was done, or it is a function of the user's own."""
+    return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
+
+
+def _is_ours(operator: Any) -> bool:
+    """Whether this is a linear operator, or the product of a column layer, with its own slopes."""
+    return isinstance(operator, LinearOperator) or hasattr(operator, "slopes")
+
+
+def _origins(node: Any, ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """What a value was computed from: parameters, inputs, and operators of this library."""
     seen: set[Any] = set()
-    nodes: list[Any] = [tensor.grad_fn]
+    nodes = [node]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        operator = getattr(node, "operator", None)
-        if isinstance(operator, LinearOperator):
-            if operator.codomain.shared:
-                return True
-        elif hasattr(node, "variable"):
-            if state_of(node.variable) is None:
-                return True
-        else:
-            nodes += [source for source, _ in node.next_functions]
-    return False
+        sources = node.next_functions
+        if isinstance(node, BackwardCFunction) and _is_ours(getattr(node, "operator", None)):
+            yield node.operator  # type: ignore[attr-defined]
+        elif not sources and hasattr(node, "variable"):
+            yield node.variable
+        elif not ends(node):
+            nodes += [source for source, _ in sources]

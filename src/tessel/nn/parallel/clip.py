@@ -55,6 +55,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
     partition: Partition | None = None,
 ) -> Tensor:
     """Scale gradients down to a norm, that of the whole model: `torch.nn.utils.clip_grad_norm_`.
@@ -73,6 +74,7 @@ def clip_grad_norm_(
         max_norm: the greatest norm that gradients may have.
         norm_type: p, which may be infinite.
         error_if_nonfinite: whether to raise RuntimeError for a norm that is not finite.
+        foreach: whether torch scales all gradients in one call; None for its own choice.
         partition: the workers that hold one copy of the model together; None for those of the
             shards, and without shards for the default group.
 
@@ -105,7 +107,8 @@ def clip_grad_norm_(
                 f"non-finite, so it cannot be clipped. To disable this error and scale the "
                 f"gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
             )
-        torch.nn.utils.clip_grads_with_norm_([each.value for each in pieces], max_norm, total)
+        values = [each.value for each in pieces]
+        torch.nn.utils.clip_grads_with_norm_(values, max_norm, total, foreach)
     return total
 
 

@@ -17,7 +17,7 @@ from tessel.shared import Spread
 class ColumnProduct:
     """y = x Wᵀ + b, where all workers share x and each has some rows of W and b.
 
-    Gradients:  of x, Σ_k g_k W_k over the workers k;  of W_k, g_kᵀ x;  of b_k, g_k over all rows.
+    Gradients:  of x, Σ_k g_k W̄_k over the workers k;  of W_k, g_kᵀ x̄;  of b_k, g_k over all rows.
 
     The sum is started before the gradient of the weight is computed, and waited for afterwards.
 
@@ -47,10 +47,10 @@ class ColumnProduct:
         needs_x, _, _, needs_weight, needs_bias = needs
         total = self.spread.H
         assert isinstance(total, Move)
-        share = grad.matmul(weight) if needs_x else None
+        share = grad.matmul(weight.conj()) if needs_x else None
         records = torch.is_grad_enabled()
         land = None if share is None or records else total.depart(share)
-        of_weight = _rows(grad).t().mm(_rows(x)) if needs_weight else None
+        of_weight = _rows(grad).t().mm(_rows(x).conj()) if needs_weight else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
         if share is not None and records:
             return record(total, share, False, anchor), of_weight, of_bias

@@ -27,6 +27,7 @@ class Conversion:
         layouts: where the parameters of a new layer lie, by name; nothing if they stay whole.
         refused: modules that use such layers in a way of their own.
         splits: whether parameters become shards; else every worker converts by itself.
+        also: another type of layers, which compute as torch's do where they are not done.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Conversion:
     layouts: Callable[[Any], Mapping[str, Layout]]
     refused: tuple[type[Module], ...] = ()
     splits: bool = True
+    also: type[Module] | None = None
 
 
 def convert(module: Module, conversion: Conversion) -> Module:
@@ -108,7 +110,7 @@ def _problems(
 
 def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[str]:
     what = _named(name, layer)
-    if type(layer) is not conversion.wanted:
+    if type(layer) not in (conversion.wanted, conversion.also):
         yield (
             f"{what} is a subclass of torch.nn.{conversion.wanted.__name__}, which may compute "
             f"something else; convert it by hand"

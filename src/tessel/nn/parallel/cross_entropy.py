@@ -11,8 +11,18 @@ from torch.nn import _reduction
 
 from tessel import transport
 from tessel.agreement import Terms, admit
+from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import Mark, mark_of, unmarked
+from tessel.distributed.marks import (
+    Mark,
+    State,
+    Unknown,
+    check_known,
+    mark_of,
+    state_of,
+    traced_state,
+    unmarked,
+)
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
 from tessel.move import Move
@@ -68,9 +78,11 @@ def parallel_cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
+    for value in (input, target, weight):
+        _check_known(state_of(value))
     mark = mark_of(input)
     if mark is None:
-        _check_whole(target, weight)
+        _check_whole(input, target, weight)
         return F.cross_entropy(
             input,
             target,
@@ -241,7 +253,22 @@ def _place(value: Any) -> Place | None:
     return None if mark is None else Place.of(mark)
 
 
-def _check_whole(target: Any, weight: Any) -> None:
+def _check_known(state: State) -> None:
+    """Raise ValueError for a lost mark, and on all workers, of which others may still have it."""
+    if isinstance(state, Unknown):
+        if state.partition is not None:
+            _agree_that_lost(state, state.partition)
+        check_known(state, "parallel_cross_entropy of a tensor")
+
+
+@eagerly
+def _agree_that_lost(state: Unknown, partition: Partition) -> None:
+    agree_on_call(row_of(partition), f"parallel_cross_entropy of a tensor {state}")
+
+
+def _check_whole(input: Any, target: Any, weight: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _check_known(traced_state(input))
     for name, value in (("target", target), ("weight", weight)):
         if mark_of(value) is not None:
             raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from tessel import boxes
 from tessel.agreement import Claim, Meeting, Terms, reach_together, same
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import Mark, State, check_known, describe, state_of
+from tessel.distributed.marks import Mark, State, check_known, describe, traced_state
 from tessel.graph import eagerly
 from tessel.layout import Shape
 from tessel.nn.parallel.words import Words, WordsMeeting
@@ -57,7 +57,7 @@ class ParallelDropout(torch.nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return super().forward(input)
-        state = state_of(input)
+        state = traced_state(input)
         row = state.partition if isinstance(state, Mark) else self.partition
         if not row.active:
             return input.clone()

@@ -12,7 +12,7 @@ from torch import Tensor
 from tessel.agreement import admit
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import Mark, describe, note, state_of, unmarked
+from tessel.distributed.marks import Mark, describe, note, state_of, traced_state, unmarked
 from tessel.graph import eagerly
 from tessel.layout import Layout
 from tessel.nn.parallel.convert import Conversion, convert
@@ -324,7 +324,7 @@ def parallel_embedding(
     """
     check_dim(dim, "parallel_embedding")
     settings = Settings(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    state = state_of(weight)
+    state = traced_state(weight) if dim is None else state_of(weight)
     if isinstance(state, Mark):
         partition = partition or state.partition
         dim = state.dim if dim is None else dim
@@ -366,5 +366,5 @@ def _kind(table: Tensor) -> str:
 
 def check_dim(dim: int | None, label: str) -> None:
     """Raise ValueError unless `dim` is None, 0, 1 or -1."""
-    if dim not in DIMS or isinstance(dim, bool):
+    if dim not in DIMS or isinstance(dim, bool | float):
         raise ValueError(f"{label}: dim must be None, 0, 1 or -1, got {dim!r}")

@@ -427,7 +427,7 @@ class ParallelLinear(torch.nn.Linear):
         returned. Values are those of the first worker of the group. What the layers have besides
         (dtype, device, mode, hooks, parameters that need no gradient) stays. A layer that is used
         in several places stays one, and so does a parameter that several layers use. Layers that
-        are a `ParallelLinear` already stay as they are.
+        are split already stay as they are.
 
         Args:
             module: contains one or more `torch.nn.Linear`.
@@ -448,10 +448,13 @@ class ParallelLinear(torch.nn.Linear):
             partition=row,
             splits=dim is not None,
             wanted=torch.nn.Linear,
-            done=lambda layer: isinstance(layer, ParallelLinear),
+            done=lambda layer: (
+                isinstance(layer, ParallelLinear) and (dim is None or layer.dim is not None)
+            ),
             make=lambda layer: cls._like(layer, dim, row),
             layouts=lambda layer: layer.layouts,
             refused=(torch.nn.MultiheadAttention,),
+            also=ParallelLinear,
         )
         return convert(module, conversion)
 
