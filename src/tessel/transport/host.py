@@ -16,7 +16,7 @@ from tessel.transport.letter import Key, Letter, Offer, Receipt, WordsLetter, Wo
 from tessel.transport.parcel import Arrival, Parcel
 from tessel.transport.patience import SPINS, Patience
 from tessel.transport.process import Process
-from tessel.transport.reading import Reader, allow_siblings, can_be_offered, new_staging
+from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_offered
 from tessel.transport.segment import Address, Segment
 
 Awaited = tuple[int, Receipt | WordsReceipt]
@@ -70,7 +70,7 @@ class Host:
 
     def can_read(self, addresses: dict[int, Address]) -> bool:
         """Whether the system lets this worker read the memory of all others."""
-        staging = new_staging(self._ground.slot_size)
+        staging = Staging(self._ground.slot_size)
         for other, incoming in self._incoming.items():
             reader = Reader(addresses[other].pid, staging)
             if not reader.probe(addresses[other].start, addresses[other].token):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -98,15 +98,27 @@ def allow_siblings() -> None:
         _C.prctl(_ALLOW_READER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
+class Staging:
+    """Memory of this process that is made when it is first needed."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    @cached_property
+    def bytes(self) -> Tensor:
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+            return torch.empty(self._num_bytes, dtype=torch.uint8)
+
+
 class Reader:
     """Reads the memory of one other process.
 
     Args:
         pid: of the process.
-        staging: bytes for what cannot be put into its place at once.
+        staging: room for what cannot be put into its place at once.
     """
 
-    def __init__(self, pid: int, staging: Tensor) -> None:
+    def __init__(self, pid: int, staging: Staging) -> None:
         self._pid = pid
         self._staging = staging
 
@@ -114,7 +126,7 @@ class Reader:
         """Whether the system lets this process read the other one."""
         if _read is None:
             return False
-        into = self._staging[: len(expected)]
+        into = torch.zeros(len(expected), dtype=torch.uint8)
         try:
             self._copy(Runs(address, len(expected)), Runs.of(into), 0, len(expected))
         except OSError:
@@ -131,7 +143,7 @@ class Reader:
 
     def stage(self, source: Runs, begin: int, num_bytes: int) -> Tensor:
         """Copy bytes of the other's tensor to memory of this process, good until the next call."""
-        into = self._staging[:num_bytes]
+        into = self._staging.bytes[:num_bytes]
         self.read(source, into, begin)
         return into
 
@@ -142,8 +154,3 @@ class Reader:
         done = _read(self._pid, mine.ctypes.data, len(mine), theirs.ctypes.data, len(theirs), 0)
         if done != end - begin:
             raise OSError(ctypes.get_errno(), f"process {self._pid} cannot be read")
-
-
-def new_staging(num_bytes: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.empty(num_bytes, dtype=torch.uint8)
