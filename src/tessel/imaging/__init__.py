@@ -1,0 +1,16 @@
+"""Imaging: large inverse problems, their operators, measurements and image over workers."""
+
+from tessel.imaging.context import DistributedContext as DistributedContext
+from tessel.imaging.distribution_strategies.strategies import (
+    DistributedSignalStrategy as DistributedSignalStrategy,
+)
+from tessel.imaging.factory import Bundle as Bundle
+from tessel.imaging.factory import FactoryConfig as FactoryConfig
+from tessel.imaging.factory import TilingConfig as TilingConfig
+from tessel.imaging.factory import make_distrib_bundle as make_distrib_bundle
+from tessel.imaging.fidelity import DistributedDataFidelity as DistributedDataFidelity
+from tessel.imaging.measurements import DistributedMeasurements as DistributedMeasurements
+from tessel.imaging.physics import DistributedLinearPhysics as DistributedLinearPhysics
+from tessel.imaging.physics import DistributedPhysics as DistributedPhysics
+from tessel.imaging.prior import DistributedPrior as DistributedPrior
+from tessel.imaging.signal import DistributedSignal as DistributedSignal

@@ -1,0 +1,10 @@
+"""Strategies: how an image is cut into patches for a prior, and put together again."""
+
+from tessel.imaging.distribution_strategies.strategies import BasicStrategy as BasicStrategy
+from tessel.imaging.distribution_strategies.strategies import (
+    DistributedSignalStrategy as DistributedSignalStrategy,
+)
+from tessel.imaging.distribution_strategies.strategies import (
+    SmartTilingStrategy as SmartTilingStrategy,
+)
+from tessel.imaging.distribution_strategies.strategies import create_strategy as create_strategy

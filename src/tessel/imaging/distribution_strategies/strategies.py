@@ -1,0 +1,318 @@
+"""Strategies: how an image is cut into patches for a prior, and put together again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+from operator import index as as_int
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel import boxes
+from tessel.boxes import Region
+from tessel.imaging.tiling import Window, parts, ramps, tiles
+
+Pairs = list[tuple[int, Tensor]]
+
+
+class DistributedSignalStrategy(ABC):
+    """How an image is cut into patches, which go to the prior in batches, and comes together again.
+
+    A subclass gives the four methods. Each worker calls them with the numbers of its own patches;
+    what `reduce_patches` puts into zeros is summed over all workers.
+
+    Args:
+        signal_shape: of the image, as (batch, channels, height, width).
+
+    >>> import torch
+    >>> from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
+    >>> class OneForEachChannel(DistributedSignalStrategy):
+    ...     def get_num_patches(self):
+    ...         return self.signal_shape[1]
+    ...     def get_local_patches(self, X, local_indices):
+    ...         return [(i, X[:, i : i + 1]) for i in local_indices]
+    ...     def apply_batching(self, patches):
+    ...         return patches
+    ...     def reduce_patches(self, out_tensor, local_pairs):
+    ...         for i, patch in local_pairs:
+    ...             out_tensor[:, i : i + 1] = patch
+    >>> OneForEachChannel((1, 3, 8, 8)).get_num_patches()
+    3
+    """
+
+    reduces_in_turn = False  # whether `reduce_patches` may be called with some patches at a time
+
+    def __init__(self, signal_shape: Sequence[int]) -> None:
+        self.signal_shape = torch.Size(signal_shape)
+
+    @abstractmethod
+    def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
+        """The patches of these numbers of the whole image `X`, each with its number."""
+
+    @abstractmethod
+    def apply_batching(self, patches: list[Tensor]) -> Iterable[Tensor]:
+        """Batches of patches, in their order, concatenated along the first dimension."""
+
+    @abstractmethod
+    def reduce_patches(self, out_tensor: Tensor, local_pairs: Pairs) -> None:
+        """Put what the prior made of patches into its place in `out_tensor`, which is zero."""
+
+    @abstractmethod
+    def get_num_patches(self) -> int:
+        """How many patches there are, on all workers together."""
+
+
+class WindowStrategy(DistributedSignalStrategy):
+    """Patches that are windows of the image, answered for by their cores or blended.
+
+    Args:
+        signal_shape: of the image.
+        dims: the dimensions that are cut; None for all but the first two, batch and channels.
+        overlap: False: each index is taken from the window in whose core it lies. True: it is the
+            weighted sum of all windows that read it, Σ_k w_k y_k with Σ_k w_k = 1.
+        max_batch_size: at most so many patches go to the prior at once; None for no limit.
+    """
+
+    reduces_in_turn = True
+    windows: list[Window]
+
+    def __init__(
+        self,
+        signal_shape: Sequence[int],
+        dims: int | Sequence[int] | None = None,
+        overlap: bool = False,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(signal_shape)
+        self.dims = _checked_dims(len(self.signal_shape), dims)
+        self.overlap = overlap
+        self.max_batch_size = max_batch_size
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be 1 or more, or None, got {max_batch_size}")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the dimensions that are cut."""
+        return tuple(self.signal_shape[dim] for dim in self.dims)
+
+    def get_num_patches(self) -> int:
+        return len(self.windows)
+
+    def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
+        in_order = sorted(local_indices, key=lambda i: (self.windows[i].shape, i))
+        return [(i, X[self._region(_slices(self.windows[i].read))]) for i in in_order]
+
+    def apply_batching(self, patches: list[Tensor]) -> Iterator[Tensor]:
+        for _, alike in groupby(patches, key=lambda patch: patch.shape):
+            some = list(alike)
+            step = self.max_batch_size or len(some)
+            for start in range(0, len(some), step):
+                yield torch.cat(some[start : start + step])
+
+    def reduce_patches(self, out_tensor: Tensor, local_pairs: Pairs) -> None:
+        for i, patch in local_pairs:
+            window = self.windows[i]
+            if self.overlap:
+                out_tensor[self._region(_slices(window.read))] += self._weights(i, patch) * patch
+            else:
+                inside = patch[self._region(window.inside)]
+                out_tensor[self._region(_slices(window.core))] = inside
+
+    def _region(self, along: Region) -> Region:
+        """A region of the image from that along the dimensions that are cut."""
+        chosen = dict(zip(self.dims, along, strict=True))
+        whole = slice(None)
+        return tuple(chosen.get(dim, whole) for dim in range(len(self.signal_shape)))
+
+    def _weights(self, i: int, like: Tensor) -> Tensor:
+        """The weight of window i at all of its indices, the product of those along dimensions."""
+        weights = torch.ones((), dtype=like.real.dtype, device=like.device)
+        for place, dim in enumerate(self.dims):
+            ramp = weights.new_tensor(self._ramps[place][self.windows[i].read[place]])
+            shape = [1] * len(self.signal_shape)
+            shape[dim] = -1
+            weights = weights * ramp.reshape(shape)
+        return weights
+
+    @cached_property
+    def _ramps(self) -> list[dict[boxes.Interval, list[float]]]:
+        """Along each dimension that is cut, the weights of each interval that is read.
+
+        Windows that read the same interval are one here and share its weight.
+        """
+        found = []
+        for place, length in enumerate(self.lengths):
+            cores = dict.fromkeys((w.core[place], w.read[place]) for w in self.windows)
+            reads = [read for _, read in cores]
+            found.append(dict(zip(reads, ramps(reads, length), strict=True)))
+        return found
+
+    def __repr__(self) -> str:
+        name, shape = type(self).__name__, tuple(self.signal_shape)
+        return f"{name}({self.get_num_patches()} patches of {shape})"
+
+
+class SmartTilingStrategy(WindowStrategy):
+    """Windows of one size, each a patch and the receptive field around it.
+
+    At the border of the image windows are shifted inwards, so that the result is that of the prior
+    on the whole image once the receptive field is covered.
+
+    Args:
+        signal_shape: of the image.
+        patch_size: of the cores, a number or one for each dimension that is cut; None for one
+            patch: the whole image or, of an image in parts, each part.
+        receptive_field_size: what is read on each side of a core, a number or one for each.
+        stride: windows start at multiples of it, as a network needs that halves its input.
+        tiling_dims: the dimensions that are cut; None for all but the first two.
+        overlap: whether windows are blended, see `WindowStrategy`.
+        max_batch_size: at most so many patches at once.
+
+    >>> from tessel.imaging.distribution_strategies import SmartTilingStrategy
+    >>> SmartTilingStrategy((1, 3, 100, 40), patch_size=32, receptive_field_size=8)
+    SmartTilingStrategy(8 patches of (1, 3, 100, 40))
+    """
+
+    def __init__(
+        self,
+        signal_shape: Sequence[int],
+        patch_size: int | Sequence[int] | None = 256,
+        receptive_field_size: int | Sequence[int] = 32,
+        stride: int | Sequence[int] = 1,
+        tiling_dims: int | Sequence[int] | None = None,
+        overlap: bool = False,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(signal_shape, tiling_dims, overlap, max_batch_size)
+        count = len(self.dims)
+        patch = _checked("patch_size", self.lengths if patch_size is None else patch_size, count, 1)
+        self.patch_size = patch_size
+        self.margin = _checked("receptive_field_size", receptive_field_size, count, 0)
+        steps = _checked("stride", stride, count, 1)
+        self.windows = tiles(self.lengths, patch, self.margin, steps)
+
+
+class BasicStrategy(WindowStrategy):
+    """Balanced parts of some dimensions, each read with a margin.
+
+    Args:
+        signal_shape: of the image.
+        split_dims: the dimensions that are split; None for all but the first two.
+        num_splits: the number of parts, one number or one for each dimension; None for as many
+            as parts of at most `patch_size` need, and two of each where that is None too.
+        patch_size: the largest part, if `num_splits` is None.
+        receptive_field_size: what is read on each side of a part.
+        overlap: whether parts are blended, see `WindowStrategy`.
+        max_batch_size: at most so many patches at once.
+
+    >>> from tessel.imaging.distribution_strategies import BasicStrategy
+    >>> BasicStrategy((1, 3, 100, 40), split_dims=-2, num_splits=3)
+    BasicStrategy(3 patches of (1, 3, 100, 40))
+    """
+
+    def __init__(
+        self,
+        signal_shape: Sequence[int],
+        split_dims: int | Sequence[int] | None = None,
+        num_splits: int | Sequence[int] | None = None,
+        patch_size: int | Sequence[int] | None = None,
+        receptive_field_size: int | Sequence[int] = 0,
+        overlap: bool = False,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(signal_shape, split_dims, overlap, max_batch_size)
+        if num_splits is not None and patch_size is not None:
+            raise ValueError(
+                f"num_splits and patch_size both say how many parts there are: got {num_splits} "
+                f"and {patch_size}; pass one of them"
+            )
+        count = len(self.dims)
+        self.margin = _checked("receptive_field_size", receptive_field_size, count, 0)
+        if patch_size is None:
+            wanted = _checked("num_splits", 2 if num_splits is None else num_splits, count, 1)
+        else:
+            sizes = _checked("patch_size", patch_size, count, 1)
+            wanted = tuple(-(-n // size) for n, size in zip(self.lengths, sizes, strict=True))
+        counts = [min(pair) for pair in zip(wanted, self.lengths, strict=True)]
+        self.windows = parts(self.lengths, counts, self.margin)
+
+
+STRATEGIES: dict[str, Callable[..., DistributedSignalStrategy]] = {
+    "smart_tiling": SmartTilingStrategy,
+    "basic": BasicStrategy,
+}
+
+
+def create_strategy(
+    strategy: str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy],
+    signal_shape: Sequence[int],
+    **settings: Any,
+) -> DistributedSignalStrategy:
+    """A strategy from its name, its class, or itself.
+
+    Args:
+        strategy: "smart_tiling" or "basic", a function of the shape and settings, or a strategy.
+        signal_shape: of the image.
+        settings: of the strategy, by name.
+
+    >>> create_strategy("basic", (1, 1, 8, 8), num_splits=2).get_num_patches()
+    4
+    """
+    if isinstance(strategy, DistributedSignalStrategy):
+        if settings or tuple(strategy.signal_shape) != tuple(signal_shape):
+            raise ValueError(
+                f"the strategy {strategy!r} is made already, for {tuple(strategy.signal_shape)}: "
+                f"it takes no settings {settings} and no other shape than {tuple(signal_shape)}"
+            )
+        return strategy
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            raise ValueError(
+                f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
+                f"got {strategy!r}"
+            )
+        strategy = STRATEGIES[strategy]
+    if not callable(strategy):
+        raise ValueError(
+            f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
+            f"got {strategy!r}"
+        )
+    return strategy(signal_shape, **settings)
+
+
+def _slices(box: boxes.Box) -> Region:
+    return tuple(slice(*interval) for interval in box)
+
+
+def _checked_dims(ndim: int, dims: int | Sequence[int] | None) -> tuple[int, ...]:
+    if dims is None:
+        if ndim < 3:
+            raise ValueError(
+                f"a signal with {ndim} dimensions has none beside batch and channels; "
+                f"say which dimensions are cut"
+            )
+        return tuple(range(2, ndim))
+    given = (dims,) if isinstance(dims, int) else tuple(dims)
+    if any(not -ndim <= dim < ndim for dim in given):
+        raise ValueError(f"dimensions from {-ndim} to {ndim - 1} can be cut, got {given}")
+    found = tuple(dim % ndim for dim in given)
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"one dimension or more, each once, is needed, got {given}")
+    return found
+
+
+def _checked(what: str, value: int | Sequence[int], count: int, least: int) -> tuple[int, ...]:
+    """One number for each dimension that is cut."""
+    numbers = (value,) * count if isinstance(value, int) else tuple(map(as_int, value))
+    if len(numbers) != count:
+        raise ValueError(
+            f"{what}: one number or {count}, one for each dimension that is cut, are needed, "
+            f"got {numbers}"
+        )
+    if min(numbers) < least:
+        raise ValueError(f"{what} must be {least} or more, got {value}")
+    return numbers

@@ -1,0 +1,296 @@
+"""make_distrib_bundle: all parts of a distributed inverse problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.imaging.context import DistributedContext
+from tessel.imaging.distribution_strategies.strategies import (
+    STRATEGIES,
+    DistributedSignalStrategy,
+    create_strategy,
+)
+from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.measurements import DistributedMeasurements, check_counts
+from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory
+from tessel.imaging.prior import DistributedPrior, Strategy
+from tessel.imaging.signal import DistributedSignal, Grid
+
+
+@dataclass(frozen=True)
+class FactoryConfig:
+    """Which operators, measurements and data fidelities an inverse problem has.
+
+    Each is a list (of operators, tensors, data fidelities), as deepinv's `StackedPhysics` and
+    `TensorList` are, or a function of (i, device, shared) that makes number i where it is needed.
+
+    Args:
+        physics: the operators.
+        measurements: as many tensors.
+        data_fidelity: one for all operators, a list of them, or a function; None for ½‖A(x) − y‖².
+        num_operators: how many there are, needed for functions.
+        shared: what functions may use, by name; see `DistributedPhysics`.
+        linear: whether the operators are linear and have an adjoint; None: those of a list are if
+            they have one, and those of a function are.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> from tessel.imaging import FactoryConfig
+    >>> physics = SimpleNamespace(A=lambda x: x, A_adjoint=lambda y: y)
+    >>> FactoryConfig(physics=[physics] * 2, measurements=[torch.ones(1)] * 2).count
+    2
+    """
+
+    physics: Any
+    measurements: Any
+    data_fidelity: Any = None
+    num_operators: int | None = None
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    linear: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, given in self._given.items():
+            object.__setattr__(self, name, _as_list(given))
+        if not (_is_list(self.physics) or callable(self.physics)):
+            raise ValueError(
+                f"FactoryConfig: physics is a list of operators or a function of "
+                f"(i, device, shared), got {self.physics!r}"
+            )
+        if not (_is_list(self.measurements) or callable(self.measurements)):
+            raise ValueError(
+                f"FactoryConfig: measurements is a list of tensors or a function of "
+                f"(i, device, shared), got {type(self.measurements).__name__}"
+            )
+        if _is_list(self.physics) and _is_list(self.measurements):
+            check_counts(len(self.physics), len(self.measurements))
+        counts = {name: len(each) for name, each in self._given.items() if _is_list(each)}
+        if not counts and self.num_operators is None:
+            raise ValueError(
+                f"FactoryConfig: functions need to be told how many operators there are: "
+                f"physics={self.physics!r} and num_operators=None; pass num_operators"
+            )
+        for name, count in counts.items():
+            if count != self.count:
+                raise ValueError(
+                    f"FactoryConfig: there are {self.count} operators, and {name} has {count}"
+                )
+        if self.count < 1:
+            raise ValueError(f"FactoryConfig: one operator or more is needed, got {self.count}")
+
+    @property
+    def count(self) -> int:
+        """The number of operators."""
+        if self.num_operators is not None:
+            return self.num_operators
+        return next(len(each) for each in self._given.values() if _is_list(each))
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the operators are linear."""
+        if self.linear is not None:
+            return self.linear
+        listed = _items(self.physics) if _is_list(self.physics) else []
+        return all(hasattr(each, "A_adjoint") for each in listed)
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {
+            "physics": self.physics,
+            "measurements": self.measurements,
+            "data_fidelity": self.data_fidelity,
+        }
+
+
+@dataclass(frozen=True)
+class TilingConfig:
+    """How a prior sees a large image: in patches, with a receptive field around each.
+
+    Args:
+        patch_size: of each patch, a number or one for each spatial dimension; None for one patch:
+            the whole image or, of an image in parts, each part.
+        receptive_field_size: what is read on each side of a patch, which the prior depends on.
+        overlap: False: a patch answers for itself alone. True: patches with their surroundings are
+            blended, with weights that sum to one.
+        strategy: "smart_tiling", "basic", or a class or strategy of your own.
+        stride: patches start at multiples of it, as a network needs that halves its input;
+            of "smart_tiling" only.
+        max_batch_size: at most so many patches go to the prior at once; None for no limit.
+
+    >>> from tessel.imaging import TilingConfig
+    >>> TilingConfig(patch_size=128, receptive_field_size=32).make((1, 3, 256, 200))
+    SmartTilingStrategy(4 patches of (1, 3, 256, 200))
+    """
+
+    patch_size: int | Sequence[int] | None = 256
+    receptive_field_size: int | Sequence[int] = 64
+    overlap: bool = False
+    strategy: Strategy = "smart_tiling"
+    stride: int | Sequence[int] = 1
+    max_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_sizes("patch_size", self.patch_size, 1)
+        _check_sizes("receptive_field_size", self.receptive_field_size, 0)
+        _check_sizes("stride", self.stride, 1)
+        _check_sizes("max_batch_size", self.max_batch_size, 1)
+        if isinstance(self.strategy, str) and self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
+                f"got {self.strategy!r}"
+            )
+        if self.strategy == "basic" and self.stride != 1:
+            raise ValueError(f"stride is of 'smart_tiling': got stride={self.stride} and 'basic'")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the strategy is made with."""
+        if isinstance(self.strategy, DistributedSignalStrategy):
+            return {}
+        all_of_it: dict[str, Any] = {
+            "patch_size": self.patch_size,
+            "receptive_field_size": self.receptive_field_size,
+            "overlap": self.overlap,
+            "max_batch_size": self.max_batch_size,
+        }
+        return all_of_it if self.strategy == "basic" else {**all_of_it, "stride": self.stride}
+
+    def make(self, signal_shape: Sequence[int]) -> DistributedSignalStrategy:
+        """The strategy for an image of this shape."""
+        return create_strategy(self.strategy, signal_shape, **self.settings)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """All parts of a distributed inverse problem."""
+
+    physics: DistributedPhysics
+    measurements: DistributedMeasurements
+    data_fidelity: DistributedDataFidelity
+    signal: DistributedSignal
+    prior: DistributedPrior | None = None
+
+
+def make_distrib_bundle(
+    ctx: DistributedContext,
+    *,
+    factory_config: FactoryConfig,
+    signal_shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    reduction: str = "mean",
+    prior: Any = None,
+    tiling: TilingConfig | None = None,
+    partition: Grid | None = None,
+) -> Bundle:
+    """Make operators, measurements, data fidelity, signal and prior over the workers.
+
+    Args:
+        ctx: the workers.
+        factory_config: the operators, measurements and data fidelities.
+        signal_shape: of the image, as (batch, channels, height, width).
+        dtype: of the image.
+        reduction: "mean" over the operators, with which a step of gradient descent that suits each
+            operator suits them all, or "sum", the formula Σ_i f_i.
+        prior: a prior or denoiser, if there is one.
+        tiling: how the prior sees the image; None for the whole of it.
+        partition: how the image lies in parts, see `DistributedSignal`; None for all of it on every
+            worker.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> from tessel.imaging import DistributedContext, FactoryConfig, make_distrib_bundle
+    >>> physics = SimpleNamespace(A=lambda x: 2 * x, A_adjoint=lambda y: 2 * y)
+    >>> config = FactoryConfig(physics=[physics] * 2, measurements=[torch.ones(1, 1, 2, 2)] * 2)
+    >>> with DistributedContext() as ctx:
+    ...     bundle = make_distrib_bundle(ctx, factory_config=config, signal_shape=(1, 1, 2, 2))
+    ...     bundle.data_fidelity.grad(bundle.signal).sum()
+    tensor(-8.)
+    """
+    check_reduction(reduction)
+    if tiling is not None and prior is None:
+        raise ValueError(f"tiling={tiling} is for a prior, got prior=None")
+    config = factory_config
+    signal = DistributedSignal(ctx, signal_shape, dtype, partition)
+    physics = _physics(ctx, config, signal)
+    make = _maker(config.measurements)
+    measurements = DistributedMeasurements(ctx, config.count, make, config.shared, physics)
+    fidelity = _fidelity(ctx, config, physics, measurements, reduction)
+    if prior is None:
+        return Bundle(physics, measurements, fidelity, signal)
+    image = tuple(signal.shape[2:])  # one patch; None would be one for each part
+    chosen = TilingConfig(patch_size=image) if tiling is None else tiling
+    spread = DistributedPrior(
+        ctx, prior, chosen.strategy, signal.shape, chosen.settings, signal.layout
+    )
+    return Bundle(physics, measurements, fidelity, signal, spread)
+
+
+def _physics(
+    ctx: DistributedContext, config: FactoryConfig, signal: DistributedSignal
+) -> DistributedPhysics:
+    """The operators; linear ones if they have adjoints."""
+    kind = DistributedLinearPhysics if config.is_linear else DistributedPhysics
+    shared = dict(config.shared)
+    if _is_list(config.physics):
+        shared["physics"] = _items(config.physics)
+    return kind(ctx, config.count, _maker(config.physics), shared, signal.layout)
+
+
+def _fidelity(
+    ctx: DistributedContext,
+    config: FactoryConfig,
+    physics: DistributedPhysics,
+    measurements: DistributedMeasurements,
+    reduction: str,
+) -> DistributedDataFidelity:
+    given, shared = config.data_fidelity, dict(config.shared)
+    make: Factory | None = None
+    if _is_list(given):
+        make, shared["data_fidelity"] = _maker(given), _items(given)
+    elif isinstance(given, FunctionType | MethodType | partial):
+        make = given
+    elif given is not None:
+        make, shared["data_fidelity"] = lambda i, device, known: _on(given, device), given
+    return DistributedDataFidelity(ctx, physics, measurements, make, reduction, shared)
+
+
+def _maker(given: Any) -> Factory:
+    """A function that makes number i, from a list of all or from itself."""
+    if not _is_list(given):
+        make: Factory = given
+        return make
+    items = _items(given)
+    return lambda i, device, shared: _on(items[i], device)
+
+
+def _on(item: Any, device: torch.device) -> Any:
+    return item.to(device) if hasattr(item, "to") else item
+
+
+def _as_list(given: Any) -> Any:
+    """A list of one operator, tensor or fidelity for one that is not in a list."""
+    if hasattr(given, "data_fidelity_list"):
+        return list(given.data_fidelity_list)
+    is_one = isinstance(given, Tensor) or hasattr(given, "A")
+    return [given] if is_one and not _is_list(given) else given
+
+
+def _is_list(given: Any) -> bool:
+    is_long = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    return is_long and not isinstance(given, Tensor | str | Mapping)
+
+
+def _items(given: Any) -> list[Any]:
+    return [given[i] for i in range(len(given))]
+
+
+def _check_sizes(what: str, value: int | Sequence[int] | None, least: int) -> None:
+    numbers = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    if any(number < least for number in numbers):
+        raise ValueError(f"{what} must be {least} or more, got {value}")

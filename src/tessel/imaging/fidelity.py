@@ -1,0 +1,154 @@
+"""DistributedDataFidelity: how far an image is from all measurements, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.imaging.context import DistributedContext
+from tessel.imaging.measurements import DistributedMeasurements, check_counts
+from tessel.imaging.physics import DistributedPhysics, image_of, square, sum_of, vjp
+from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.imaging.uses import Use, totalled, using
+
+REDUCTIONS = ("sum", "mean")
+
+
+class L2:
+    """Half the squared distance ½‖A(x) − y‖², the data fidelity of Gaussian noise.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> identity = SimpleNamespace(A=lambda x: x)
+    >>> L2()(torch.ones(2), torch.zeros(2), identity)
+    tensor(1.)
+    """
+
+    def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        return 0.5 * square(physics.A(x) - y)
+
+    def grad(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        """The gradient J(x)ᵀ (A(x) − y)."""
+        return vjp(physics, x, physics.A(x) - y)
+
+
+class DistributedDataFidelity:
+    """The data fidelity of all operators: f(x) = Σ_i f_i(x), where f_i(x) = d(A_i(x), y_i).
+
+    Forward:  f(x) = c·Σ_i f_i(x), ∇f(x) = c·Σ_i ∇f_i(x), the same on all workers; c is 1 for the
+    reduction "sum", and 1/N for "mean", with which a step length that suits each of N operators
+    suits them all together.
+
+    A data fidelity is any object with `grad(x, y, physics)` that can be called with these, as those
+    of deepinv, or a function of them. The loss sums over the batch.
+
+    Args:
+        ctx: the workers.
+        physics: the operators.
+        measurements: as many as there are operators.
+        data_fidelity_factory: `data_fidelity_factory(i, device, shared)` makes f_i; None for ½‖·‖².
+        reduction: "sum" or "mean" over the operators.
+        shared: what all of them may use, by name; parameters in it get gradients on all workers.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> from tessel.imaging import (
+    ...     DistributedContext, DistributedDataFidelity, DistributedMeasurements, DistributedPhysics
+    ... )
+    >>> with DistributedContext() as ctx:
+    ...     physics = DistributedPhysics(ctx, 2, lambda *_: SimpleNamespace(A=lambda x: 2 * x))
+    ...     measurements = DistributedMeasurements(ctx, 2, lambda *_: torch.ones(1))
+    ...     fidelity = DistributedDataFidelity(ctx, physics, measurements)
+    ...     fidelity(torch.ones(1)), fidelity.grad(torch.ones(1))
+    (tensor(1.), tensor([4.]))
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        physics: DistributedPhysics,
+        measurements: DistributedMeasurements,
+        data_fidelity_factory: Callable[[int, torch.device, Mapping[str, Any]], Any] | None = None,
+        reduction: str = "sum",
+        shared: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_reduction(reduction)
+        check_counts(physics.num_ops, measurements.num_items)
+        self.ctx = ctx
+        self.physics = physics
+        self.measurements = measurements
+        self.reduction = reduction
+        self.shared = dict(shared or {})
+        make = data_fidelity_factory or (lambda *_: L2())
+        self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
+
+    def __call__(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
+        """The loss f(x), a shared value: every worker may derive it."""
+        if self.physics.parts is not None:
+            loss = self._in_parts(self.physics.parts.loss, x, args, settings)
+            return self.physics.everywhere(loss)
+        with self._using("__call__", x, args, settings) as use:
+            losses = [
+                f(use.x, y, operator, *use.args, **use.settings).sum()
+                for f, y, operator in self._terms
+            ]
+            zero = use.x.new_zeros((), dtype=use.x.real.dtype)
+            return self._reduced(sum_of(losses, zero).to(zero.dtype), use)
+
+    def grad(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
+        """The gradient ∇f(x)."""
+        if self.physics.parts is not None:
+            return self._in_parts(self.physics.parts.grad, x, args, settings)
+        with self._using("grad", x, args, settings) as use:
+            gradients = [
+                gradient(f, use.x, y, operator, *use.args, **use.settings)
+                for f, y, operator in self._terms
+            ]
+            return self._reduced(image_of(gradients, use.x, f"{self!r}.grad"), use)
+
+    def _in_parts(
+        self, method: Callable[..., Tensor], x: DistributedSignal | Tensor, args: Any, settings: Any
+    ) -> Tensor:
+        if args or settings:
+            raise NotImplementedError(
+                f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
+                f"{settings}"
+            )
+        found = method(local_data(x), self.measurements.local, self.local_fidelities)
+        return found if self.reduction == "sum" else found / self.physics.num_ops
+
+    @property
+    def _terms(self) -> list[tuple[Any, Tensor, Any]]:
+        """Of each of this worker's operators the fidelity, the measurement and the operator."""
+        operators = self.physics.local_operators
+        return list(zip(self.local_fidelities, self.measurements.local, operators, strict=True))
+
+    def _using(self, method: str, x: DistributedSignal | Tensor, args: Any, settings: Any) -> Any:
+        shared = [self.physics.shared, self.shared]
+        users = [self.physics.local_operators, self.local_fidelities]
+        call = f"{self!r}.{method}"
+        return using(self.ctx, call, local_data(x), shared, args, settings, users)
+
+    def _reduced(self, share: Tensor, use: Use) -> Tensor:
+        whole = totalled(use.hang(share), self.ctx)
+        return whole if self.reduction == "sum" else whole / self.physics.num_ops
+
+    def __repr__(self) -> str:
+        return f"DistributedDataFidelity({self.reduction!r} over {self.physics!r})"
+
+
+def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw: Any) -> Tensor:
+    """The gradient of one data fidelity at x, its own or by autograd."""
+    if hasattr(fidelity, "grad"):
+        return fidelity.grad(x, y, physics, *args, **kw)
+    slope = torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())
+    return slope(x)
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ValueError unless there is a reduction of this name."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")

@@ -1,0 +1,170 @@
+"""DistributedMeasurements: what was measured, each item on the worker that has its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import index as as_int
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.distributed.agreeing import agree_on_call
+from tessel.imaging.context import DistributedContext
+from tessel.imaging.uses import hang
+
+
+class LocalTensors(list[Tensor]):
+    """One tensor for each item of this worker, in the order of its local indices.
+
+    Sums, differences and multiples are taken item by item. A worker without items has none; what
+    they would hang on stays in `anchor`, so that it still takes part in a backward pass.
+
+    >>> import torch
+    >>> LocalTensors([torch.ones(2)]) - LocalTensors([torch.ones(2)]) * 3
+    [tensor([-2., -2.])]
+    """
+
+    def __init__(self, items: Iterable[Tensor] = (), anchor: Tensor | None = None) -> None:
+        super().__init__(items)
+        self.anchor = anchor_of(items) if anchor is None else anchor
+
+    @classmethod
+    def hung(cls, items: Sequence[Tensor], anchor: Tensor | None) -> LocalTensors:
+        """Items of which the first hangs on `anchor`, too."""
+        first = [hang(each, anchor) for each in items[:1]]
+        return cls([*first, *items[1:]], anchor)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LocalTensors:
+        """What a function makes of each item."""
+        return LocalTensors(map(function, self), self.anchor)
+
+    def __add__(self, other: Any) -> LocalTensors:  # type: ignore[override]
+        return self._with(other, torch.add)
+
+    def __sub__(self, other: Any) -> LocalTensors:
+        return self._with(other, torch.sub)
+
+    def __mul__(self, other: Any) -> LocalTensors:
+        return self._with(other, torch.mul)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> LocalTensors:
+        return self._with(other, torch.div)
+
+    def __neg__(self) -> LocalTensors:
+        return self.map(torch.neg)
+
+    def _with(self, other: Any, function: Callable[..., Tensor]) -> LocalTensors:
+        if isinstance(other, Sequence):
+            if len(other) != len(self):
+                raise ValueError(f"as many tensors are needed, {len(self)}, got {len(other)}")
+            pairs = zip(self, other, strict=True)
+            anchor = self.anchor if self.anchor is not None else anchor_of(other)
+            if self.anchor is not None and anchor_of(other) is not None:
+                anchor = hang(self.anchor, anchor_of(other))
+            return LocalTensors((function(a, b) for a, b in pairs), anchor)
+        return LocalTensors((function(each, other) for each in self), self.anchor)
+
+
+def anchor_of(items: Any) -> Tensor | None:
+    """What a worker without items still hangs on."""
+    return items.anchor if isinstance(items, LocalTensors) else None
+
+
+class DistributedMeasurements:
+    """Measurements y_0, …, y_{N−1}, each on the worker that has the operator of its number.
+
+    Args:
+        ctx: the workers.
+        num_items: the number N of measurements.
+        factory: `factory(i, device, shared)` gives measurement i; called on its worker only. What
+            it draws at random depends on the seed of the context and on i.
+        shared: what all of them may use, by name.
+        physics: the operators, if the image lies in parts: all workers that have a part of an
+            operator have that of its measurement.
+
+    >>> import torch
+    >>> from tessel.imaging import DistributedContext, DistributedMeasurements
+    >>> with DistributedContext() as ctx:
+    ...     DistributedMeasurements(ctx, 2, lambda i, device, shared: torch.full((1,), i)).local
+    [tensor([0]), tensor([1])]
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        num_items: int | None = None,
+        factory: Callable[[int, torch.device, Mapping[str, Any]], Tensor] | None = None,
+        shared: Mapping[str, Any] | None = None,
+        physics: Any = None,
+    ) -> None:
+        name = type(self).__name__
+        self.ctx = ctx
+        self.num_items = checked_count(name, "num_items", num_items, factory)
+        agree_on_call(ctx.partition, f"{name}(num_items={self.num_items})")
+        self.shared = dict(shared or {})
+        parts = getattr(physics, "parts", None)
+        if parts is None:
+            self.local_indices = ctx.local_indices(self.num_items)
+            self.local = LocalTensors(self._made(factory, i) for i in self.local_indices)
+        else:
+            check_counts(parts.num_ops, self.num_items)
+            self.local_indices = parts.local_indices
+            made = [self._made(factory, i) for i in self.local_indices]
+            self.local = LocalTensors(parts.part_of(k, y) for k, y in enumerate(made))
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """The measurements of this worker, each with its number."""
+        return iter(zip(self.local_indices, self.local, strict=True))
+
+    def __getitem__(self, item: int) -> Tensor:
+        """Measurement `item`, which must be of this worker."""
+        if item not in self.local_indices:
+            raise IndexError(
+                f"{self!r}: worker {self.ctx.rank} has the measurements {self.local_indices}, "
+                f"not {item}"
+            )
+        return self.local[self.local_indices.index(item)]
+
+    def _made(self, factory: Any, item: int) -> Tensor:
+        with self.ctx.drawing(item):
+            made = factory(item, self.ctx.device, self.shared)
+        if not isinstance(made, Tensor):
+            raise ValueError(
+                f"{type(self).__name__}: factory({item}, …) must give a tensor, got {made!r}"
+            )
+        return made.to(self.ctx.device)
+
+    def __repr__(self) -> str:
+        workers = self.ctx.world_size
+        return f"{type(self).__name__}({self.num_items} measurements over {workers} workers)"
+
+
+def checked_count(name: str, what: str, count: int | None, factory: Any) -> int:
+    """How many items a factory makes; ValueError for a factory without a count."""
+    if not callable(factory):
+        raise ValueError(
+            f"{name}: factory must be a function of (i, device, shared), got {factory!r}"
+        )
+    if count is None:
+        raise ValueError(
+            f"{name}: a factory needs to be told how many it makes: factory={factory!r} and "
+            f"{what}={count}; pass {what}"
+        )
+    if as_int(count) < 1:
+        raise ValueError(f"{name}: {what} must be 1 or more, got {count}")
+    return as_int(count)
+
+
+def check_counts(operators: int, measurements: int) -> None:
+    """Raise ValueError unless there are as many measurements as operators."""
+    if operators != measurements:
+        raise ValueError(
+            f"each operator needs its measurement: got {operators} physics operators and "
+            f"{measurements} measurements"
+        )

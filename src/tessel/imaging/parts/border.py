@@ -1,0 +1,146 @@
+"""Borders: what a window reads beyond the image, brought to the workers that hold its edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tessel.boxes import Box, Interval, extent
+from tessel.layout import Cut, Layout, Shape
+from tessel.linop import LinearOperator
+from tessel.move import Move
+from tessel.nn.padding import wrapped
+
+
+class Wrap(LinearOperator):
+    """Continue an image periodically along a dimension that is split.
+
+    Forward:  y[i] = x[(i − before) mod n] for i < before + n + after.
+
+    The worker with the first part also stores the last values of the image, the one with the last
+    part the first values; both ends travel in one exchange.
+
+    Args:
+        source: where the image lies.
+        dim: the dimension, in at least two parts.
+        before, after: how many values are put before and behind it, at most n each.
+    """
+
+    def __init__(self, source: Layout, dim: int, before: int, after: int) -> None:
+        self.domain, self.dim = source, dim
+        self.codomain = wrapped(source, dim, before, after).target
+        length, parts = source.shape[dim], len(source.cuts[dim].intervals)
+        ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
+        self._ends = Move(source, _with_parts(source, dim, ends))
+        self.takes_part  # noqa: B018  (all workers make the group)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        ends = self._ends._apply(x)
+        if ends.shape[self.dim] == 0:
+            return x.detach()
+        return torch.cat([ends, x] if self._is_first else [x, ends], self.dim)
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        own, width = self.domain.local_shape[self.dim], self._ends.codomain.local_shape[self.dim]
+        first = self._is_first
+        ends = y.narrow(self.dim, 0 if first else own, width)
+        back = self._ends.H._apply(ends)
+        return back.add_(y.narrow(self.dim, width if first else 0, own))
+
+    @property
+    def _is_first(self) -> bool:
+        coordinates = self.domain.partition.index
+        assert coordinates is not None
+        return self.domain.places(coordinates)[self.dim] == 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How one dimension of a worker's tensor is put in another order, which may repeat values.
+
+    Attributes:
+        dim: the dimension.
+        places: for each new place the old one.
+    """
+
+    dim: int
+    places: tuple[int, ...]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """y[i] = x[places[i]]."""
+        return x.index_select(self.dim, torch.tensor(self.places, device=x.device))
+
+    def apply_adjoint(self, y: Tensor, length: int) -> Tensor:
+        """x[p] = Σ y[i] over the i with places[i] = p."""
+        shape = (*y.shape[: self.dim], length, *y.shape[self.dim + 1 :])
+        return y.new_zeros(shape).index_add_(
+            self.dim, torch.tensor(self.places, device=y.device), y
+        )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How one dimension of a worker's tensor, which is whole, is continued periodically."""
+
+    dim: int
+    before: int
+    after: int
+
+    def apply(self, x: Tensor) -> Tensor:
+        length = x.shape[self.dim]
+        head = x.narrow(self.dim, 0, self.after)
+        return torch.cat([x.narrow(self.dim, length - self.before, self.before), x, head], self.dim)
+
+    def apply_adjoint(self, y: Tensor, length: int) -> Tensor:
+        x = y.narrow(self.dim, self.before, length).clone()
+        x.narrow(self.dim, length - self.before, self.before).add_(
+            y.narrow(self.dim, 0, self.before)
+        )
+        x.narrow(self.dim, 0, self.after).add_(y.narrow(self.dim, self.before + length, self.after))
+        return x
+
+
+class Arrange(LinearOperator):
+    """Repeat values of what a worker reads where its windows stick out of the image.
+
+    Nothing moves. The adjoint adds what the repeated values are asked for.
+
+    Args:
+        read: what the workers read.
+        steps: how this worker arranges it, one dimension after the other.
+        shapes: of the results of all workers, in the order of the partition.
+    """
+
+    def __init__(
+        self, read: Layout, steps: tuple[Turn | Ring, ...], shapes: Iterable[Shape]
+    ) -> None:
+        self.domain, self.steps = read, steps
+        partition = read.partition
+        self.codomain = Layout.blocks_along(partition, tuple(range(partition.dim)), tuple(shapes))
+        self.takes_part  # noqa: B018  (all workers make the group)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        for step in self.steps:
+            x = step.apply(x)
+        return x
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        y = y.detach()
+        for step in reversed(self.steps):
+            y = step.apply_adjoint(y, self.domain.local_shape[step.dim])
+        return y
+
+
+def shapes_of(boxes: Iterable[Box | None]) -> tuple[Shape, ...]:
+    """The shapes of tensors that store these boxes."""
+    return tuple((0,) if box is None else extent(box) for box in boxes)
+
+
+def _with_parts(layout: Layout, dim: int, parts: tuple[Interval, ...]) -> Layout:
+    cuts = list(layout.cuts)
+    cuts[dim] = Cut(cuts[dim].axes, parts)
+    return replace(layout, cuts=tuple(cuts))

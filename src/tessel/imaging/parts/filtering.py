@@ -1,0 +1,124 @@
+"""Filtering on one worker: a filter over what it read, and the adjoint."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+LARGEST_DIRECT = 64  # values of a filter; a larger one is quicker by way of the Fourier transform
+
+_FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_ADJOINT = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def convolve(x: Tensor, filter: Tensor, stride: int) -> Tensor:
+    """The convolution where the filter lies within x, at every `stride`-th place.
+
+    Forward:  y[i] = Σ_t f[t] x[s·i + k − 1 − t].
+
+    Args:
+        x: (batch, channels, *space).
+        filter: (1 or batch, 1 or channels, *sizes).
+        stride: how far apart outputs are.
+    """
+    if prod(filter.shape[2:]) > LARGEST_DIRECT:
+        return _by_fourier(x, filter, stride)
+    batch, groups, weight = _grouped(x, filter)
+    y = _FORWARD[filter.dim() - 2](
+        x.reshape(batch, groups, *x.shape[2:]), weight, stride=stride, groups=groups
+    )
+    return y.reshape(*x.shape[:2], *y.shape[2:])
+
+
+def convolve_adjoint(y: Tensor, filter: Tensor, stride: int) -> Tensor:
+    """The adjoint of `convolve` for an x that is just as long as the windows need."""
+    if prod(filter.shape[2:]) > LARGEST_DIRECT:
+        return _by_fourier_adjoint(y, filter, stride)
+    batch, groups, weight = _grouped(y, filter.conj())
+    x = _ADJOINT[filter.dim() - 2](
+        y.reshape(batch, groups, *y.shape[2:]), weight, stride=stride, groups=groups
+    )
+    return x.reshape(*y.shape[:2], *x.shape[2:])
+
+
+def _grouped(x: Tensor, filter: Tensor) -> tuple[int, int, Tensor]:
+    """Batch, groups and weight of a convolution that filters each channel on its own."""
+    batch, channels = x.shape[:2]
+    weight = filter.flip(tuple(range(2, filter.dim())))
+    if filter.shape[0] == 1:
+        weight = weight.expand(1, channels, *weight.shape[2:])
+        return batch, channels, weight.transpose(0, 1)
+    weight = weight.expand(batch, channels, *weight.shape[2:])
+    return 1, batch * channels, weight.reshape(batch * channels, 1, *weight.shape[2:])
+
+
+def _by_fourier(x: Tensor, filter: Tensor, stride: int) -> Tensor:
+    lengths, dims = _lengths(x.shape[2:], filter)
+    y = _transformed(x, lengths, dims, x) * _transformed(filter, lengths, dims, x)
+    y = _back(y, lengths, dims, x)
+    kept = tuple(
+        slice(size - 1, n, stride) for size, n in zip(filter.shape[2:], x.shape[2:], strict=True)
+    )
+    return _not_negative(y[(slice(None), slice(None), *kept)], x, filter)
+
+
+def _by_fourier_adjoint(y: Tensor, filter: Tensor, stride: int) -> Tensor:
+    sizes = filter.shape[2:]
+    inputs = [stride * (n - 1) + size for n, size in zip(y.shape[2:], sizes, strict=True)]
+    lengths, dims = _lengths(inputs, filter)
+    spaced = y.new_zeros((*y.shape[:2], *inputs))
+    kept = tuple(slice(size - 1, n, stride) for size, n in zip(sizes, inputs, strict=True))
+    spaced[(slice(None), slice(None), *kept)] = y
+    x = _transformed(spaced, lengths, dims, y) * _transformed(filter, lengths, dims, y).conj()
+    x = _back(x, lengths, dims, y)
+    return _not_negative(x[(slice(None), slice(None), *(slice(0, n) for n in inputs))], y, filter)
+
+
+def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
+    """Rounding must not take sums of numbers without a negative one below zero: logarithms follow.
+
+    The derivative is that of the sums.
+    """
+    if result.is_complex() or filter.is_complex():
+        return result
+    least = torch.where((x.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
+    least = least.to(result.dtype)
+    if not torch.is_grad_enabled():
+        return result.clamp_(min=least)
+    return result + (result.detach().clamp(min=least) - result.detach())
+
+
+def _lengths(inputs: torch.Size | list[int], filter: Tensor) -> tuple[list[int], tuple[int, ...]]:
+    """Lengths that transforms like; windows that lie within x see no wrap-around."""
+    return [_smooth(n) for n in inputs], tuple(range(-len(inputs), 0))
+
+
+def _transformed(x: Tensor, lengths: list[int], dims: tuple[int, ...], kind: Tensor) -> Tensor:
+    if kind.is_complex():
+        return torch.fft.fftn(x, lengths, dims)
+    return torch.fft.rfftn(x, lengths, dims)
+
+
+def _back(x: Tensor, lengths: list[int], dims: tuple[int, ...], kind: Tensor) -> Tensor:
+    if kind.is_complex():
+        return torch.fft.ifftn(x, lengths, dims)
+    return torch.fft.irfftn(x, lengths, dims)
+
+
+def _smooth(length: int) -> int:
+    """The next number without prime factors above 5.
+
+    >>> _smooth(97)
+    100
+    """
+    while True:
+        rest = length
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return length
+        length += 1

@@ -1,0 +1,398 @@
+"""Operators on an image in parts: filters, masks, differences, chains, and any operator whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.boxes import Box
+from tessel.imaging.parts.filtering import convolve, convolve_adjoint
+from tessel.imaging.parts.kernel import Kernel, check_parts, fetch
+from tessel.layout import Cut, Layout, Shape
+from tessel.linop import LinearOperator
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.shared import nothing, spread
+
+Value = Callable[[], Tensor]  # gives a tensor that may be another one at the next call
+
+
+class PartOperator(LinearOperator):
+    """A linear operator on an image in parts, with the methods that imaging calls physics.
+
+    A subclass gives `A` and `A_adjoint` on this worker's parts, as movements and torch functions:
+    gradients of the parts, and of what the operator is made of, follow.
+    """
+
+    is_local = True
+
+    def A(self, x: Tensor) -> Tensor:
+        """This worker's part of the measurement."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is applied")
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        """This worker's part of the adjoint's image."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how its adjoint is applied")
+
+    def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
+        """The product of `v` with the derivative at `x`, which is the adjoint everywhere."""
+        return self.A_adjoint(v)
+
+    def A_adjoint_A(self, x: Tensor) -> Tensor:
+        """Aᵀ A x."""
+        return self.A_adjoint(self.A(x))
+
+    def values(self) -> list[Tensor]:
+        """The tensors that it is made of, which may need gradients."""
+        return []
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self.A(x)
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        return self.A_adjoint(y)
+
+    @property
+    def identity(self) -> str:
+        """What it is in words, the same on every worker."""
+        return f"{type(self).__name__} on {self.domain.identity}"
+
+
+class Convolution(PartOperator):
+    """The convolution of an image in parts with a filter, at every `stride`-th place.
+
+    Forward:  y[i] = Σ_t f[t] x[s·i + c − t], where c is the middle of the filter: the index
+    ⌊(k − 1) / 2⌋ of the window; channels and images of a batch are filtered on their own.
+
+    Each worker reads the halo of its part, also around the corner of a periodic image, filters,
+    and stores the outputs whose middle is in its part. The filter is whole on all workers.
+
+    Args:
+        layout: of the image, (batch, channels, *space), in parts.
+        filter: (1 or batch, 1 or channels, *sizes), or a function that gives it at each call.
+        padding: "valid", "circular", "reflect", "replicate", "constant" or "zeros".
+        stride: how far apart outputs are.
+
+    >>> import tessel, torch
+    >>> from tessel.imaging.parts import Convolution
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
+    >>> A = Convolution(tessel.Layout.balanced(P, (1, 1, 1, 4)), torch.ones(1, 1, 1, 3), "circular")
+    >>> A.A(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]))
+    tensor([[[[7., 6., 9., 8.]]]])
+    """
+
+    def __init__(
+        self, layout: Layout, filter: Tensor | Value, padding: str = "valid", stride: int = 1
+    ) -> None:
+        check_parts(layout, type(self).__name__)
+        self._value: Value = (lambda: filter) if isinstance(filter, Tensor) else filter
+        self.filter_shape: Shape = tuple(self._value().shape)
+        _check_filter(self.filter_shape, layout.shape)
+        padding = "constant" if padding == "zeros" else padding
+        self.kernel = Kernel(self.filter_shape[2:], padding, stride)
+        self._fetch = fetch(layout, self.kernel)
+        self.domain, self.codomain = layout, self._fetch.target
+        self.takes_part  # noqa: B018  (all workers make the group)
+
+    def A(self, x: Tensor) -> Tensor:
+        read, filter = self._fetch.apply(x), self._filter()
+        if 0 in read.shape or 0 in self.codomain.local_shape:
+            return nothing(self.codomain.local_shape, read, filter)
+        return convolve(read, filter, self.kernel.stride)
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        y = self._back(y)  # under one name, so that each step frees what the one before it made
+        for step in reversed(self._fetch.steps):
+            y = step.H.apply(y)
+        return y
+
+    def _back(self, y: Tensor) -> Tensor:
+        """What is asked of all that this worker read."""
+        filter, shape = self._filter(), self._fetch.shape
+        if 0 in shape or 0 in y.shape:
+            return nothing(shape, y, filter)
+        read = convolve_adjoint(y, filter, self.kernel.stride)
+        for dim, length in enumerate(shape):  # the last window may end before the image
+            if read.shape[dim] < length:
+                read = _lengthened(read, dim, length)
+        return read
+
+    def values(self) -> list[Tensor]:
+        return [self._value()]
+
+    def _filter(self) -> Tensor:
+        """What this worker filters with: a copy of its own of the shared filter."""
+        filter = self._value()
+        if tuple(filter.shape) != self.filter_shape:
+            raise ValueError(
+                f"this operator was made for a filter of shape {self.filter_shape}, and got one "
+                f"of {tuple(filter.shape)}; make another operator"
+            )
+        return _broadcast_part(_own(filter, self.domain.partition), self.domain.box(), dims=2)
+
+    @property
+    def identity(self) -> str:
+        return f"{super().identity}, filter {self.filter_shape}, {self.kernel}"
+
+
+class Decimation(Convolution):
+    """Every `factor`-th value of an image in parts.
+
+    Forward:  y[i] = x[s·i].
+    """
+
+    def __init__(self, layout: Layout, factor: int) -> None:
+        super().__init__(layout, torch.ones((1,) * len(layout.shape)), "valid", factor)
+
+    def A(self, x: Tensor) -> Tensor:
+        return self._fetch.apply(x)[self._places]
+
+    def _back(self, y: Tensor) -> Tensor:
+        read = y.new_zeros(self._fetch.shape)
+        read[self._places] = y
+        return read
+
+    @property
+    def _places(self) -> tuple[slice, ...]:
+        steps = [slice(None, None, self.kernel.stride)] * len(self.kernel.sizes)
+        return (slice(None), slice(None), *steps)
+
+
+class Mask(PartOperator):
+    """The product of each value of an image in parts with a number: inpainting, a vignette.
+
+    Forward:  y[i] = m[i] x[i].    Nothing moves.
+
+    Args:
+        layout: of the image, in parts.
+        mask: of a shape that broadcasts to that of the image, whole on all workers; or a function
+            that gives it at each call.
+
+    >>> import tessel, torch
+    >>> from tessel.imaging.parts import Mask
+    >>> A = Mask(tessel.Layout.balanced(tessel.world(), (3,)), torch.tensor([1.0, 0.0, 2.0]))
+    >>> A.A(torch.ones(3))
+    tensor([1., 0., 2.])
+    """
+
+    def __init__(self, layout: Layout, mask: Tensor | Value) -> None:
+        check_parts(layout, type(self).__name__)
+        self._value: Value = (lambda: mask) if isinstance(mask, Tensor) else mask
+        self.mask_shape = tuple(self._value().shape)
+        last = layout.shape[len(layout.shape) - len(self.mask_shape) :]
+        fits = len(self.mask_shape) <= len(layout.shape) and all(
+            n in (1, length) for n, length in zip(self.mask_shape, last, strict=False)
+        )
+        if not fits:
+            raise ValueError(f"a mask of {self.mask_shape} does not fit an image of {layout.shape}")
+        self.domain = self.codomain = layout
+
+    def A(self, x: Tensor) -> Tensor:
+        return x * self._part()
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return y * self._part().conj()
+
+    def values(self) -> list[Tensor]:
+        return [self._value()]
+
+    def _part(self) -> Tensor:
+        mask = _own(self._value(), self.domain.partition)
+        missing = len(self.domain.shape) - mask.dim()
+        return _broadcast_part(mask[(None,) * missing], self.domain.box())
+
+    @property
+    def identity(self) -> str:
+        return f"{super().identity}, mask {self.mask_shape}"
+
+
+class Differences(PartOperator):
+    """The differences of neighbouring values of an image in parts, along each spatial dimension.
+
+    Forward:  y[i, d] = x[i + e_d] − x[i], and 0 at the far border.    Adjoint: −divergence.
+
+    This is the gradient in total variation. Each worker reads one row of its next neighbours.
+
+    Args:
+        layout: of the image, (batch, channels, *space), in parts.
+
+    >>> import tessel, torch
+    >>> from tessel.imaging.parts import Differences
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
+    >>> D = Differences(tessel.Layout.balanced(P, (1, 1, 1, 3)))
+    >>> D.A(torch.tensor([[[[1.0, 3.0, 4.0]]]]))[..., 1]
+    tensor([[[[2., 1., 0.]]]])
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        check_parts(layout, type(self).__name__)
+        num_dims = len(layout.shape) - 2
+        if num_dims < 1:
+            raise ValueError(f"an image (batch, channels, *space) is needed, got {layout.shape}")
+        self.domain = layout
+        self.codomain = replace(
+            layout,
+            shape=(*layout.shape, num_dims),
+            cuts=(*layout.cuts, Cut((), ((0, num_dims),))),
+        )
+        halo = [(0, 0)] * 2 + [(0, 1)] * num_dims
+        self._halo = Move(layout, layout.grow(halo))
+
+    def A(self, x: Tensor) -> Tensor:
+        wide = self._halo.apply(x)
+        dims = range(2, wide.dim())
+        return torch.stack([self._along(wide, dim) for dim in dims], -1)
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        wide = sum(self._along_adjoint(y[..., dim - 2], dim) for dim in range(2, y.dim() - 1))
+        assert isinstance(wide, Tensor)
+        return self._halo.H.apply(wide)
+
+    def _along(self, wide: Tensor, dim: int) -> Tensor:
+        """Differences along one dimension, of this worker's part of the image."""
+        for other in range(2, wide.dim()):
+            wide = wide.narrow(other, 0, self._reads(other, dim))
+        own = self.domain.local_shape[dim]
+        steps = wide.diff(dim=dim) if wide.shape[dim] else wide
+        return _lengthened(steps, dim, own)
+
+    def _along_adjoint(self, y: Tensor, dim: int) -> Tensor:
+        reads = self._reads(dim, dim)
+        steps = y.narrow(dim, 0, max(reads - 1, 0))
+        zero = _lengthened(y.narrow(dim, 0, 0), dim, 1)
+        x = torch.cat([zero, steps], dim) - torch.cat([steps, zero], dim)
+        x = x.narrow(dim, 0, reads)
+        for other in range(2, y.dim()):
+            x = _lengthened(x, other, self._halo.codomain.local_shape[other])
+        return x
+
+    def _reads(self, dim: int, along: int) -> int:
+        """How much of a dimension the differences along another one read."""
+        layout = self._halo.codomain if dim == along else self.domain
+        return layout.local_shape[dim]
+
+
+class Chain(PartOperator):
+    """Operators one after the other, the first one applied first."""
+
+    def __init__(self, *operators: PartOperator) -> None:
+        self.operators = operators
+        self.domain, self.codomain = operators[0].domain, operators[-1].codomain
+
+    def A(self, x: Tensor) -> Tensor:
+        for operator in self.operators:
+            x = operator.A(x)
+        return x
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        for operator in reversed(self.operators):
+            y = operator.A_adjoint(y)
+        return y
+
+    def values(self) -> list[Tensor]:
+        return [value for operator in self.operators for value in operator.values()]
+
+    @property
+    def identity(self) -> str:
+        return " then ".join(operator.identity for operator in self.operators)
+
+
+class Whole:
+    """Any operator, by way of the whole image on one worker.
+
+    The image is gathered where the operator is, and there the operator is applied; its
+    measurement stays there, and other workers hold an empty tensor. The adjoint scatters.
+
+    Args:
+        physics: an object with `A`, and `A_adjoint` if it is linear; used on its owner only.
+        layout: of the image, in parts.
+        owner: the worker that has the operator.
+    """
+
+    is_local = False
+
+    def __init__(self, physics: Any, layout: Layout, owner: int) -> None:
+        check_parts(layout, type(self).__name__)
+        self.domain, self.owner = layout, owner
+        alone = Partition((owner,), (1,))
+        self._move = Move(layout, Layout.whole(alone, layout.shape))
+        self.is_linear = hasattr(physics, "A_adjoint")
+        self.here = alone.active
+        self.physics = physics if self.here else None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The whole image on the owner, elsewhere an empty tensor."""
+        return self._move.apply(x)
+
+    def scatter(self, image: Tensor) -> Tensor:
+        """This worker's part of what the owner has; the adjoint of `gather`."""
+        return self._move.H.apply(image)
+
+    def A(self, x: Tensor) -> Tensor:
+        """The measurement on the owner, elsewhere an empty tensor."""
+        whole = self.gather(x)
+        return self.physics.A(whole) if self.physics is not None else nothing((0,), whole)
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        """This worker's part of the adjoint's image."""
+        image = self.physics.A_adjoint(y) if self.physics is not None else nothing((0,), y)
+        return self.scatter(image)
+
+    def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
+        """The product of `v` with the derivative at `x`."""
+        if self.is_linear:
+            return self.A_adjoint(v)
+        whole = self.gather(x)
+        if self.physics is None:
+            image = nothing((0,), whole, v)
+        elif hasattr(self.physics, "A_vjp"):
+            image = self.physics.A_vjp(whole, v)
+        else:
+            image = torch.func.vjp(self.physics.A, whole)[1](v)[0]
+        return self.scatter(image)
+
+    def A_adjoint_A(self, x: Tensor) -> Tensor:
+        """Aᵀ A x."""
+        return self.A_adjoint(self.A(x))
+
+    @property
+    def identity(self) -> str:
+        """What it is in words, the same on every worker."""
+        return f"Whole on worker {self.owner} of {self.domain.identity}"
+
+
+def _check_filter(filter: Shape, image: Shape) -> None:
+    fits = len(filter) == len(image) and len(image) in (3, 4, 5)
+    if not fits or any(n not in (1, whole) for n, whole in zip(filter[:2], image[:2], strict=True)):
+        raise ValueError(
+            f"a filter of shape (1 or batch, 1 or channels, *sizes) is needed for an image of "
+            f"{image}, got {filter}"
+        )
+
+
+def _own(value: Tensor, partition: Partition) -> Tensor:
+    """A shared value as this worker's own copy; its gradient sums what all workers ask for."""
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return value
+    layout = Layout.whole(partition, value.shape, shared=True)
+    return spread(value, layout, range(partition.dim))
+
+
+def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> Tensor:
+    """The part of a tensor of length 1 or n along each dimension that belongs to a box."""
+    if box is None:
+        return value
+    for dim, (start, stop) in enumerate(box[:dims]):
+        if value.shape[dim] > 1:
+            value = value.narrow(dim, start, stop - start)
+    return value
+
+
+def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
+    """Zeros behind a tensor, up to a length."""
+    shape = (*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :])
+    return torch.cat([x, x.new_zeros(shape)], dim)

@@ -1,0 +1,156 @@
+"""Recognition: which operators of users have a local kernel, by what they have and what they do.
+
+An operator says what it is by its attributes: `filter` and `padding`, `factor`, `mask`. That two
+classes have attributes of the same names does not make them the same operator, so that what is
+recognised is tried: its values must be those of the object's own `A`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel import transport
+from tessel.imaging.parts.operators import Chain, Convolution, Decimation, Mask, PartOperator
+from tessel.layout import Layout, Shape
+from tessel.partition import Partition
+
+Rule = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
+_MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)
+
+
+def rule_of(physics: Any, shape: Shape) -> Rule | None:
+    """How to make `physics` for images in parts, or None if no local rule gives the same.
+
+    Args:
+        physics: an object with `A`.
+        shape: of the whole image.
+
+    >>> import torch
+    >>> class Vignette:
+    ...     mask = torch.tensor([1.0, 0.5])
+    ...     def A(self, x):
+    ...         return self.mask * x
+    >>> rule_of(Vignette(), (1, 1, 3, 2)) is None
+    False
+    """
+    for rule, smallest in _candidates(physics, shape):
+        if _agrees(physics, rule, shape, smallest):
+            return rule
+    return None
+
+
+def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[Rule, Shape | None]]:
+    """Rules that an object's attributes suggest, each with a small image to try it on."""
+    links = getattr(physics, "physics_list", None)
+    if links is not None and len(links) > 0 and not isinstance(links, Tensor):
+        chain = _chain(list(links), shape)
+        if chain is not None:
+            yield chain, None
+    filter, padding = getattr(physics, "filter", None), getattr(physics, "padding", None)
+    factor = getattr(physics, "factor", 1)
+    if isinstance(filter, Tensor) and filter.dim() == len(shape) and isinstance(factor, int):
+        small = _small(shape, filter.shape, factor)
+        if isinstance(padding, str):
+            yield _convolution(lambda: physics.filter, padding.lower(), factor), small
+        else:
+            yield _convolution(lambda: physics.filter, "circular", factor), None
+    elif filter is None and hasattr(physics, "filter") and isinstance(factor, int):
+        yield (lambda layout: Decimation(layout, factor)), _small(shape, (1,) * len(shape), factor)
+    mask = getattr(physics, "mask", None)
+    if isinstance(mask, Tensor | Number):
+        yield _mask(physics), None
+
+
+def _convolution(value: Callable[[], Tensor], padding: str, factor: int) -> Rule:
+    return lambda layout: Convolution(layout, value, padding, factor)
+
+
+def _mask(physics: Any) -> Rule:
+    def value() -> Tensor:
+        mask = physics.mask
+        return mask if isinstance(mask, Tensor) else torch.tensor(mask)
+
+    return lambda layout: Mask(layout, value)
+
+
+def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:
+    """Operators one after the other, if each of them has a rule."""
+    rules = []
+    for link in links:
+        rule = rule_of(link, shape)
+        if rule is None:
+            return None
+        rules.append(rule)
+        shape = rule(_alone(shape)).codomain.shape
+
+    def chain(layout: Layout) -> PartOperator:
+        operators: list[PartOperator] = []
+        for rule in rules:
+            operators.append(rule(operators[-1].codomain if operators else layout))
+        return Chain(*operators)
+
+    return chain
+
+
+def _agrees(physics: Any, rule: Rule, shape: Shape, smallest: Shape | None) -> bool:
+    """Whether a rule gives what the object gives, on random values."""
+    for tried in (smallest, shape):
+        if tried is None:
+            continue
+        try:
+            expected = _values(physics, tried)
+            got = rule(_alone(tried)).A(_random(physics, tried))
+        except _MISFITS:
+            continue  # the object takes images of one size only, or the rule is not for it
+        if isinstance(expected, Tensor) and expected.shape == got.shape:
+            return _close(got.detach(), expected.detach())
+        return False
+    return False
+
+
+def _values(physics: Any, shape: Shape) -> Any:
+    with torch.no_grad():
+        return physics.A(_random(physics, shape))
+
+
+def _random(physics: Any, shape: Shape) -> Tensor:
+    """Random values of the dtype that the object computes in."""
+    found = (value for value in _tensors(physics) if value.is_floating_point())
+    like = next(found, torch.empty(0))
+    generator = torch.Generator().manual_seed(7)
+    x = 4 * torch.randn(shape, generator=generator, dtype=like.dtype)  # also what would saturate
+    return x.to(like.device)
+
+
+def _tensors(physics: Any) -> Iterator[Tensor]:
+    """The tensors that an object is made of, as far as they can be seen."""
+    for name in ("filter", "mask"):
+        value = getattr(physics, name, None)
+        if isinstance(value, Tensor):
+            yield value
+    for link in getattr(physics, "physics_list", ()):
+        yield from _tensors(link)
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    """Equal but for rounding, which transforms of a whole image do not do as sums do."""
+    accuracy = 1e3 * torch.finfo(got.dtype).eps
+    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    return bool(((got - expected).abs() <= accuracy * scale).all())
+
+
+def _small(shape: Shape, filter: Sequence[int], factor: int) -> Shape:
+    """An image just large enough for a filter to show what it does at all borders."""
+    sizes = (3 * size + 2 * factor + 1 for size in filter[2:])
+    lengths = (min(n, size) for n, size in zip(shape[2:], sizes, strict=True))
+    return (*shape[:2], *lengths)
+
+
+def _alone(shape: Shape) -> Layout:
+    """An image that lies whole on this worker."""
+    return Layout.whole(Partition((transport.this_worker(),), (1,)), shape)

@@ -1,0 +1,197 @@
+"""DistributedPrior: a prior of a large image, applied patch by patch by all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.imaging.context import DistributedContext
+from tessel.imaging.distribution_strategies.strategies import (
+    DistributedSignalStrategy,
+    Pairs,
+    create_strategy,
+)
+from tessel.imaging.parts.prior import PartitionedPrior
+from tessel.imaging.signal import DistributedSignal, is_whole, local_data
+from tessel.imaging.uses import Use, totalled, using
+from tessel.layout import Layout
+from tessel.linop import LinearOperator
+
+Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
+
+
+class DistributedPrior:
+    """A prior whose patches all workers share out among them.
+
+    Forward:  x ↦ Σ_k R_kᵀ prox(R_k x), where R_k cuts out patch k; each worker has some of them.
+
+    A prior is any object with `prox(x, …)` or `grad(x, …)`, as those of deepinv, or a denoiser: a
+    function whose result stands for the prox. All workers hold the same one. Its parameters get
+    the gradient of all patches, on every worker.
+
+    Args:
+        ctx: the workers.
+        prior: the prior or denoiser.
+        strategy: how the image is cut: "smart_tiling", "basic", a class or a strategy.
+        signal_shape: of the image.
+        strategy_kwargs: settings of the strategy, as patch_size and receptive_field_size.
+        layout: of an image in parts; None for the whole image on every worker.
+
+    >>> import torch
+    >>> from tessel.imaging import DistributedContext, DistributedPrior
+    >>> with DistributedContext() as ctx:
+    ...     prior = DistributedPrior(
+    ...         ctx, lambda x: 2 * x, "smart_tiling", (1, 1, 8, 8), {"patch_size": 4}
+    ...     )
+    ...     prior.num_patches, prior.prox(torch.ones(1, 1, 8, 8)).sum()
+    (4, tensor(128.))
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        prior: Any,
+        strategy: Strategy = "smart_tiling",
+        signal_shape: Sequence[int] | None = None,
+        strategy_kwargs: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        if signal_shape is None:
+            if not isinstance(strategy, DistributedSignalStrategy):
+                raise ValueError(
+                    f"DistributedPrior: signal_shape is needed for strategy={strategy!r}, got None"
+                )
+            signal_shape = strategy.signal_shape
+        if not (callable(prior) or hasattr(prior, "prox") or hasattr(prior, "grad")):
+            raise ValueError(
+                f"DistributedPrior: a prior with prox or grad, or a denoiser, is needed, "
+                f"got {prior!r}"
+            )
+        self.ctx = ctx
+        self.prior = prior
+        self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
+        self.parts: PartitionedPrior | None = None
+        if layout is None or is_whole(layout):
+            self.num_patches = self.strategy.get_num_patches()
+            self.local_indices = ctx.local_indices(self.num_patches)
+        else:
+            self.parts = PartitionedPrior(layout, self.strategy)
+            self.num_patches = self.parts.num_patches
+            self.local_indices = self.parts.local_indices
+
+    def prox(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
+        """The proximal operator or denoiser of each patch, which gets the further arguments."""
+        own = self.prior.prox if hasattr(self.prior, "prox") else self.prior
+        return self._apply("prox", own, x, args, settings)
+
+    def grad(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
+        """The gradient of each patch; the prior gets the further arguments."""
+        if not hasattr(self.prior, "grad"):
+            raise NotImplementedError(f"{self!r}: the prior {self.prior!r} has no method grad")
+        return self._apply("grad", self.prior.grad, x, args, settings)
+
+    def _apply(
+        self,
+        name: str,
+        function: Callable[..., Tensor],
+        x: DistributedSignal | Tensor,
+        args: tuple[Any, ...],
+        settings: Mapping[str, Any],
+    ) -> Tensor:
+        call, data = f"{self!r}.{name}", local_data(x)
+        if self.parts is not None:
+            checked = partial(_checked, self.prior, function)
+            return self.parts.apply(call, checked, data, self.prior, args, settings)
+        with using(self.ctx, call, data, self.prior, args, settings) as use:
+            self._check_shape(call, use.x)
+            out = self._put_together(function, use)
+        return totalled(use.hang(out), self.ctx)
+
+    def _put_together(self, function: Callable[..., Tensor], use: Use) -> Tensor:
+        """Zeros with what the prior makes of this worker's patches in their places."""
+        out = torch.zeros_like(use.x)
+        pairs = self.strategy.get_local_patches(use.x, self.local_indices)
+        processed: Pairs = []
+        left = iter(pairs)
+        for batch in self.strategy.apply_batching([patch for _, patch in pairs]):
+            result = function(batch, *use.args, **use.settings)
+            _check_result(self.prior, batch, result)
+            _check_parameters(self.prior, result)
+            processed += _taken_apart(result, left)
+            if self.strategy.reduces_in_turn:
+                self.strategy.reduce_patches(out, processed)
+                processed = []
+        if next(left, None) is not None:
+            raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
+        if processed or not self.strategy.reduces_in_turn:
+            self.strategy.reduce_patches(out, processed)
+        return out
+
+    def _check_shape(self, call: str, x: Tensor) -> None:
+        if x.shape != self.strategy.signal_shape:
+            raise ValueError(
+                f"{call}: a signal of shape {tuple(self.strategy.signal_shape)} is needed, got "
+                f"{tuple(x.shape)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"DistributedPrior({self.num_patches} patches over {self.ctx.world_size} workers)"
+
+
+def _taken_apart(batch: Tensor, pairs: Iterable[tuple[int, Tensor]]) -> Pairs:
+    """The patches of a batch, as long as they were along the first dimension."""
+    found: Pairs = []
+    start = 0
+    for i, patch in pairs:
+        found.append((i, batch[start : start + len(patch)]))
+        start += len(patch)
+        if start >= len(batch):
+            break
+    if start != len(batch):
+        raise ValueError(
+            f"a batch of apply_batching has whole patches, one after the other along the first "
+            f"dimension: got a batch of length {len(batch)} for patches of {start} in all"
+        )
+    return found
+
+
+def _check_result(prior: Any, batch: Tensor, result: Any) -> None:
+    if not isinstance(result, Tensor) or result.shape != batch.shape:
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(
+            f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}: "
+            f"{type(prior).__name__} gave {got}"
+        )
+
+
+def _checked(prior: Any, function: Callable[..., Tensor], *args: Any, **settings: Any) -> Tensor:
+    """What a prior makes of patches, if the gradients of all of its parameters are known."""
+    result = function(*args, **settings)
+    _check_parameters(prior, result)
+    return result
+
+
+def _check_parameters(prior: Any, result: Tensor) -> None:
+    """Raise ValueError if a gradient would go to a tensor that was not seen to be shared.
+
+    That would be the gradient of this worker's patches only, a silent wrong number.
+    """
+    seen: set[Any] = set()
+    nodes: list[Any] = [result.grad_fn] if result.grad_fn is not None else []
+    while nodes:
+        node = nodes.pop()
+        if node in seen or isinstance(getattr(node, "operator", None), LinearOperator):
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            raise ValueError(
+                f"{type(prior).__name__} uses a tensor of shape {tuple(node.variable.shape)} that "
+                f"needs a gradient and is no parameter of it that could be found: each worker "
+                f"would get a part of the gradient; make it a parameter or attribute of the prior, "
+                f"pass it as an argument, or let it need none"
+            )
+        nodes += [source for source, _ in node.next_functions if source is not None]

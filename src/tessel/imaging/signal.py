@@ -1,0 +1,219 @@
+"""DistributedSignal: the image that is reconstructed, whole on every worker or in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from operator import index as as_int
+
+import torch
+from torch import Tensor
+
+from tessel.agreement import Claim, Meeting, Terms
+from tessel.imaging.context import DistributedContext
+from tessel.layout import Layout, Shape
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.transport import NUM_WORDS, code_of
+
+Grid = Partition | Layout | Sequence[int]
+
+
+class DistributedSignal:
+    """A tensor that all workers reconstruct together.
+
+    Without a partition every worker holds all of it: one shared value. With one, each worker holds
+    its part. Either way `data` is this worker's tensor and `layout` says what it is of the whole.
+
+    Args:
+        ctx: the workers.
+        shape: the global shape, as (batch, channels, height, width).
+        dtype: of its numbers.
+        partition: None for the whole signal on every worker. A partition whose axes split the last
+            dimensions (one with two axes splits height and width), the shape of such a grid, or
+            any layout of this shape.
+        init: the first values, zeros if None. A tensor of the global shape, of which all workers
+            get that of worker 0; the others may pass None.
+
+    >>> import torch
+    >>> from tessel.imaging import DistributedContext, DistributedSignal
+    >>> with DistributedContext() as ctx:
+    ...     signal = DistributedSignal(ctx, (1, 1, 2, 2))
+    ...     signal.update_(torch.ones(1, 1, 2, 2))
+    ...     signal.norm(signal.data)
+    tensor(2.)
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        shape: Iterable[int],
+        dtype: torch.dtype = torch.float32,
+        partition: Grid | None = None,
+        init: Tensor | None = None,
+    ) -> None:
+        self.ctx = ctx
+        self._shape = _checked_shape(shape)
+        self.dtype = dtype
+        self.layout = layout_of(ctx, self._shape, partition)
+        self.data: Tensor = torch.zeros(self.layout.local_shape, dtype=dtype, device=ctx.device)
+        self._initialise(init)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return torch.Size(self._shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker's tensor is."""
+        return self.ctx.device
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every worker holds all of it."""
+        return is_whole(self.layout)
+
+    def update_(self, data: Tensor | None, source: int | None = None) -> None:
+        """Take new values; `data` becomes that very tensor, with its history for autograd.
+
+        Nothing is sent but a few words, by which all workers learn whether shapes fit: what the
+        operators of this package give is equal on all workers, and so is what all workers compute
+        from it in the same way. Values that differ are found with `DistributedContext(debug=True)`.
+        Where no gradients are wanted, iterate under `torch.no_grad()`: else all steps are kept.
+
+        Args:
+            data: of the global shape, or this worker's part of it.
+            source: the worker whose tensor of the global shape all get; others may pass None.
+        """
+        if source is not None:
+            self._receive(data, source)
+            return
+        if self.layout.partition.active:
+            self._meeting.reach(Claim.of(data))  # type: ignore[arg-type]
+            self.layout.partition.group.number_call()
+            assert isinstance(data, Tensor)
+            if tuple(data.shape) != self.layout.local_shape:
+                data = self.layout.local_part(data)
+            data = data.to(self.device)
+            if self.ctx.debug:
+                self.ctx.check_same(data, self.layout, "DistributedSignal.update_")
+            self.data = data
+
+    def whole(self) -> Tensor:
+        """All of it, on every worker."""
+        return self.data if self.is_whole else self._gather.apply(self.data)
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """The inner product ⟨a, b⟩ of two tensors in this layout; no gradient goes through it."""
+        return self.layout.inner(a, b)
+
+    def norm(self, a: Tensor) -> Tensor:
+        """The norm √⟨a, a⟩ of a tensor in this layout."""
+        return self.inner(a, a).real.sqrt()
+
+    def _initialise(self, init: Tensor | None) -> None:
+        """Take the values of worker 0, if it has some."""
+        call = f"DistributedSignal(shape={self._shape}, dtype={self.dtype}) in {self.layout}"
+        group = self.ctx.partition.group
+        everyones = group.share_words([code_of(call), int(init is not None)])
+        group.check_same_call(everyones, call)
+        given = memoryview(everyones).cast("q")[1::NUM_WORDS].tolist()
+        if any(given) and not given[0]:
+            raise ValueError(
+                f"{call}: init was given on workers {[w for w, each in enumerate(given) if each]} "
+                f"and not on worker 0, whose values all workers get"
+            )
+        if any(given):
+            self._receive(init, 0)
+
+    def _receive(self, data: Tensor | None, source: int) -> None:
+        """Give every worker its part of what one of them has."""
+        if not 0 <= source < self.ctx.world_size:
+            raise ValueError(f"source: a worker from 0 to {self.ctx.world_size - 1}, got {source}")
+        owner = Partition((source,), (1,))
+        move = Move(Layout.whole(owner, self._shape), self.layout)
+        if owner.active and isinstance(data, Tensor):
+            data = data.to(self.device)
+        elif not owner.active:
+            data = torch.empty(0, dtype=self.dtype, device=self.device)
+        received = move(data)  # type: ignore[arg-type]
+        if received.dtype != self.dtype:
+            raise ValueError(self._wrong_dtype(received.dtype))
+        if self.layout.partition.active:
+            self.data = received
+
+    @cached_property
+    def _meeting(self) -> Meeting[Terms]:
+        label = f"DistributedSignal.update_ in {self.layout}"
+        partition = self.layout.partition
+        identity = f"{label} {self.layout.identity}"
+        return Meeting(partition.group, label, partition.ranks, self._conclude, identity)
+
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Terms:
+        for worker, shape in shapes.items():
+            part = self.layout.shape_on(worker)
+            if shape not in (part, self._shape):
+                wanted = f"{self._shape}" if part == self._shape else f"{part}, its part, or "
+                whole = "" if part == self._shape else f"{self._shape}, the whole"
+                raise ValueError(
+                    f"DistributedSignal.update_: worker {worker} expected a tensor of shape "
+                    f"{wanted}{whole}, got {shape}"
+                )
+        if terms.dtype != self.dtype:
+            raise ValueError(self._wrong_dtype(terms.dtype))
+        return terms
+
+    def _wrong_dtype(self, got: torch.dtype) -> str:
+        return (
+            f"DistributedSignal: a tensor of {self.dtype} was expected, got {got}; "
+            f"convert it with .to({self.dtype})"
+        )
+
+    @cached_property
+    def _gather(self) -> Move:
+        return Move(self.layout, Layout.whole(self.ctx.partition, self._shape, shared=True))
+
+    def __repr__(self) -> str:
+        return f"DistributedSignal({self.dtype}, {self.layout})"
+
+
+def local_data(value: DistributedSignal | Tensor) -> Tensor:
+    """This worker's tensor of a signal, or the tensor itself."""
+    return value.data if isinstance(value, DistributedSignal) else value
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether every worker holds the whole tensor, as one shared value."""
+    return len(layout.shared) == layout.partition.dim
+
+
+def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> Layout:
+    """The layout of a signal: whole and shared, or split by a partition, grid or layout."""
+    if partition is None:
+        return Layout.whole(ctx.partition, shape, shared=True)
+    if isinstance(partition, Layout):
+        if partition.shape != shape:
+            raise ValueError(
+                f"partition: a layout of the signal's shape {shape} is needed, got {partition}"
+            )
+        return partition
+    if not isinstance(partition, Partition):
+        grid = tuple(as_int(size) for size in partition)
+        workers = ctx.partition.create_partition_inclusive(range(math.prod(grid)))
+        partition = workers.create_cartesian_topology_partition(grid)
+    if partition.dim > len(shape):
+        raise ValueError(
+            f"partition: at most one axis for each of the {len(shape)} dimensions of {shape}, "
+            f"got {partition}"
+        )
+    whole = len(shape) - partition.dim
+    return Layout.split(partition, shape, [*[None] * whole, *range(partition.dim)])
+
+
+def _checked_shape(shape: Iterable[int]) -> Shape:
+    lengths = tuple(as_int(length) for length in shape)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"a signal has one dimension or more, of length 1 or more, got {lengths}")
+    return lengths

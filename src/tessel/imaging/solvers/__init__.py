@@ -1,0 +1,35 @@
+"""Solvers: iterative methods on images that are whole on every worker or in parts.
+
+A method says what one iteration does; `solve` iterates it, with criteria, a history, a progress
+bar and checkpoints. Methods ask data fidelities and priors for `grad` and `prox`, and physics for
+`A` and `A_adjoint`, on local tensors; inner products are those of the layout.
+"""
+
+from tessel.imaging.solvers.checkpoint import Checkpoint as Checkpoint
+from tessel.imaging.solvers.conjugate import CG as CG
+from tessel.imaging.solvers.conjugate import CGLS as CGLS
+from tessel.imaging.solvers.descent import RED as RED
+from tessel.imaging.solvers.descent import GradientDescent as GradientDescent
+from tessel.imaging.solvers.history import History as History
+from tessel.imaging.solvers.method import Method as Method
+from tessel.imaging.solvers.metrics import PSNR as PSNR
+from tessel.imaging.solvers.power import lipschitz as lipschitz
+from tessel.imaging.solvers.power import power_iteration as power_iteration
+from tessel.imaging.solvers.primal_dual import ChambollePock as ChambollePock
+from tessel.imaging.solvers.primal_dual import CondatVu as CondatVu
+from tessel.imaging.solvers.primal_dual import WholeDifferences as WholeDifferences
+from tessel.imaging.solvers.primal_dual import differences as differences
+from tessel.imaging.solvers.primal_dual import total_variation as total_variation
+from tessel.imaging.solvers.proximal import FISTA as FISTA
+from tessel.imaging.solvers.proximal import ISTA as ISTA
+from tessel.imaging.solvers.proximal import PGD as PGD
+from tessel.imaging.solvers.solve import Solution as Solution
+from tessel.imaging.solvers.solve import solve as solve
+from tessel.imaging.solvers.space import Space as Space
+from tessel.imaging.solvers.splitting import ADMM as ADMM
+from tessel.imaging.solvers.splitting import HQS as HQS
+from tessel.imaging.solvers.splitting import fidelity_prox as fidelity_prox
+from tessel.imaging.solvers.stopping import Below as Below
+from tessel.imaging.solvers.stopping import Plateau as Plateau
+from tessel.imaging.solvers.stopping import RelativeChange as RelativeChange
+from tessel.imaging.solvers.stopping import TimeLimit as TimeLimit

@@ -1,0 +1,150 @@
+"""Conjugate gradients: for equations with a positive operator, and for least squares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.imaging.solvers.method import Method, Values
+from tessel.imaging.solvers.numbers import check_not_negative
+from tessel.imaging.solvers.space import Space
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CG(Method):
+    """Solve H x = b for a self-adjoint positive H by conjugate gradients.
+
+    The history has `residual`, ‖b - H x‖ / ‖b‖.
+
+    Args:
+        operator: x ↦ H x, such as `physics.A_adjoint_A`.
+        rhs: b, in the layout of x.
+
+    >>> import torch
+    >>> from tessel.imaging import solvers
+    >>> method = solvers.CG(lambda x: torch.tensor([2.0, 4.0]) * x, torch.tensor([2.0, 2.0]))
+    >>> found = solvers.solve(method, torch.zeros(2), stop=solvers.Below("residual", 1e-6))
+    >>> found.iterations
+    2
+    """
+
+    reports = ("residual",)
+    operator: Map
+    rhs: Tensor
+
+    def begin(self, x: Tensor, space: Space) -> Values:
+        rest = self.rhs - self.operator(x)
+        return _begun(x, {"rest": rest}, rest, self.rhs, space)
+
+    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+        x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
+        image = self.operator(along)
+        length = space.inner(along, image)
+        _check_positive(length, square, self.name)
+        by = _ratio(square, length)
+        rest = rest - by * image
+        new = space.inner(rest, rest)
+        return {
+            "x": x + by * along,
+            "rest": rest,
+            "along": rest + _ratio(new, square) * along,
+            "square": new,
+            "scale": values["scale"],
+            "residual": _ratio(new, values["scale"]).sqrt(),
+        }
+
+
+@dataclass(frozen=True)
+class CGLS(Method):
+    """Solve least squares, min ‖A x - y‖² + damping ‖x‖², by conjugate gradients.
+
+    The history has `residual`, ‖Aᴴ(y - A x) - damping x‖ / ‖Aᴴ y‖. The rest y - A x is kept in the
+    space of measurements, which is more exact than conjugate gradients with Aᴴ A.
+
+    Args:
+        physics: with `A` and `A_adjoint`; one of Tessel's, or one that every worker has whole.
+        measurements: y, as `physics.A` gives it: those of this worker, or `bundle.measurements`.
+        damping: 0 or more.
+
+    >>> import torch
+    >>> from tessel.imaging import solvers
+    >>> class Scale:
+    ...     def A(self, x):
+    ...         return 2 * x
+    ...     A_adjoint = A
+    >>> method = solvers.CGLS(Scale(), torch.tensor([2.0, 4.0]))
+    >>> solvers.solve(method, torch.zeros(2), max_iterations=1).x
+    tensor([1., 2.])
+    """
+
+    reports = ("residual",)
+    physics: Any
+    measurements: Any
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, damping=self.damping)
+
+    def begin(self, x: Tensor, space: Space) -> Values:
+        measured = getattr(self.measurements, "local", self.measurements)
+        rest = _plus(measured, -1.0, self.physics.A(x))
+        back = self.physics.A_adjoint(rest) - self.damping * x
+        return _begun(x, {"rest": rest}, back, self.physics.A_adjoint(measured), space)
+
+    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+        x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
+        image = self.physics.A(along)
+        length = self._square(image, along, space) + self.damping * space.inner(along, along)
+        by = _ratio(square, length)
+        x, rest = x + by * along, _plus(rest, -by, image)
+        back = self.physics.A_adjoint(rest) - self.damping * x
+        new = space.inner(back, back)
+        return {
+            "x": x,
+            "rest": rest,
+            "along": back + _ratio(new, square) * along,
+            "square": new,
+            "scale": values["scale"],
+            "residual": _ratio(new, values["scale"]).sqrt(),
+        }
+
+    def _square(self, measured: Any, x: Tensor, space: Space) -> Tensor:
+        """‖y‖² over all measurements, of which a distributed physics has each on one worker."""
+        parts = [measured] if isinstance(measured, Tensor) else list(measured)
+        share = x.real.new_zeros(())
+        for part in parts:
+            share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
+        return space.total(share) if hasattr(self.physics, "ctx") else share
+
+
+def _begun(x: Tensor, kept: Values, rest: Tensor, whole: Tensor, space: Space) -> Values:
+    square, scale = space.inners((rest, rest), (whole, whole)).unbind()
+    residual = _ratio(square, scale).sqrt()
+    return {"x": x, **kept, "along": rest, "square": square, "scale": scale, "residual": residual}
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is: nothing is left to do then."""
+    return torch.where(b != 0, a / torch.where(b != 0, b, 1), 0)
+
+
+def _plus(a: Any, factor: float | Tensor, b: Any) -> Any:
+    """a + factor b, for one tensor or for lists of them, which may know how to be added."""
+    if type(b) in (list, tuple):
+        return [each + factor * other for each, other in zip(a, b, strict=True)]
+    return b * factor + a
+
+
+def _check_positive(length: Tensor, square: Tensor, name: str) -> None:
+    found = float(length.detach())
+    if found < 0 or (found == 0 and float(square.detach()) > 0):
+        raise ValueError(
+            f"{name}: the operator must be positive, and ⟨p, H p⟩ is {found:g} for a "
+            f"direction p; for least squares take A_adjoint_A, or CGLS"
+        )

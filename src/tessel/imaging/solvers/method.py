@@ -1,0 +1,43 @@
+"""Method: what a solver does in one iteration."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from tessel.imaging.solvers.space import Space
+
+Values = dict[str, Any]  # tensors by name, or lists of them; "x" is the image
+
+
+class Method(ABC):
+    """An iterative method: how its values begin, and how they change.
+
+    All that it keeps between iterations is in its values, so that these can be written to a
+    checkpoint. A method of one's own gives `iterate`, and `begin` if it keeps more than the image.
+
+    >>> import torch
+    >>> from tessel.imaging import solvers
+    >>> class Half(solvers.Method):
+    ...     def iterate(self, values, iteration, space):
+    ...         return {"x": values["x"] / 2}
+    >>> solvers.solve(Half(), torch.ones(2), max_iterations=2).x
+    tensor([0.2500, 0.2500])
+    """
+
+    reports: ClassVar[tuple[str, ...]] = ()  # the names of values that go into the history
+
+    def begin(self, x: Tensor, space: Space) -> Values:
+        """The values before the first iteration."""
+        return {"x": x}
+
+    @abstractmethod
+    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+        """The values after an iteration; those before stay as they are."""
+
+    @property
+    def name(self) -> str:
+        """What a progress bar says."""
+        return type(self).__name__

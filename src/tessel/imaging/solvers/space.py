@@ -1,0 +1,130 @@
+"""Space: where the tensors of a solver lie, and their inner product over all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.imaging.signal import DistributedSignal
+from tessel.layout import Layout
+from tessel.partition import Partition, world
+from tessel.shared import spread, total
+
+Pair = tuple[Tensor, Tensor]
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The space of an image that is whole on every worker or in parts on them.
+
+    ⟨a, b⟩ = Σ over all indices of Re(conj(a) b), where copies of one value count once.
+
+    Args:
+        layout: where the image lies.
+        workers: those that solve together, and get all inner products.
+        differentiable: whether gradients go through inner products.
+
+    >>> import tessel, torch
+    >>> from tessel.imaging.solvers import Space
+    >>> space = Space.of(torch.ones(3))
+    >>> space.norm(torch.tensor([2.0, 1.0, 2.0])).item()
+    3.0
+    """
+
+    layout: Layout
+    workers: Partition
+    differentiable: bool = False
+
+    @classmethod
+    def of(cls, start: Any, layout: Layout | None = None, differentiable: bool = False) -> Space:
+        """The space of a signal, or of a tensor in this layout."""
+        if isinstance(start, DistributedSignal):
+            return cls(start.layout, start.ctx.partition, differentiable)._checked()
+        if not isinstance(start, Tensor):
+            raise TypeError(f"a tensor or a DistributedSignal is needed, got {start!r}")
+        if layout is None and world().size > 1:
+            raise ValueError(
+                f"a tensor does not say how it lies on {world().size} workers; pass "
+                f"layout=, or a DistributedSignal"
+            )
+        layout = layout or Layout.whole(world(), start.shape, shared=True)
+        return cls(layout, layout.partition, differentiable)._checked()
+
+    def _checked(self) -> Space:
+        if not self.layout.owns_once:
+            raise ValueError(
+                f"a solver needs an image of which every index is one value, got {self.layout}; "
+                f"copies that are equal are declared with shared=True"
+            )
+        if self.differentiable and self.workers.size != self.layout.partition.size:
+            raise NotImplementedError(
+                f"gradients through a solver need the image on all workers that solve: it lies "
+                f"on {self.layout.partition}, these are {self.workers}"
+            )
+        return self
+
+    def inners(self, *pairs: Pair) -> Tensor:
+        """Several inner products in one exchange, as one tensor."""
+        if self.differentiable:
+            shares = torch.stack([_real_inner(a, b) for a, b in pairs])
+            return self._own(total(shares, self.layout.partition, self.layout.shared))
+        return self.numbers(*pairs)
+
+    def numbers(self, *pairs: Pair) -> Tensor:
+        """Inner products as numbers that are the same, bit by bit, on all workers."""
+        counts = self._counts
+        shares = [
+            _real_inner(a.detach(), b.detach()) if counts else a.real.new_zeros(())
+            for a, b in pairs
+        ]
+        return self.sum(torch.stack([_wide(share) for share in shares]))
+
+    def sum(self, shares: Tensor) -> Tensor:
+        """The sum of all workers' shares, without a gradient."""
+        return self.workers.group.sum(shares.detach()) if self.workers.size > 1 else shares.detach()
+
+    def total(self, share: Tensor) -> Tensor:
+        """The sum of all workers' shares of a number, on every worker."""
+        if self.differentiable:
+            return self._own(total(share, self.layout.partition))
+        return self.sum(share)
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """The inner product of two images, on every worker."""
+        return self.inners((a, b))[0]
+
+    def norm(self, a: Tensor) -> Tensor:
+        """The Euclidean norm of an image, on every worker."""
+        return self.inner(a, a).sqrt()
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag whether any worker raised it: the same answer on all."""
+        if not flags or self.workers.size == 1:
+            return list(flags)
+        said = self.sum(torch.tensor([float(flag) for flag in flags]))
+        return [count > 0 for count in said.tolist()]
+
+    def _own(self, number: Tensor) -> Tensor:
+        """A shared number as this worker uses it for its part of the image."""
+        partition = self.layout.partition
+        separate = [axis for axis in range(partition.dim) if axis not in self.layout.shared]
+        return spread(number, Layout.whole(partition, number.shape, shared=True), separate)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this worker's copy is the one that counts."""
+        index = self.layout.partition.index
+        return index is not None and not any(index[axis] for axis in self.layout.shared)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in _SHORT else x
+
+
+def _real_inner(a: Tensor, b: Tensor) -> Tensor:
+    return torch.vdot(_wide(a).reshape(-1), _wide(b).reshape(-1)).real

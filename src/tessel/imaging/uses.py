@@ -1,0 +1,251 @@
+"""Uses of shared values by every worker's own code: an image, and parameters of modules.
+
+Each worker computes its own part of the work from values that all of them share. Their uses are
+separate, so that gradients are summed over the workers; the code of the user knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tessel.agreement import Terms, same
+from tessel.distributed.agreeing import agree
+from tessel.distributed.movements import copying, reducing
+from tessel.imaging.context import DistributedContext
+from tessel.layout import Layout
+from tessel.shared import even, nothing
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where an object keeps a tensor: under a key of a dictionary or list, or in a cell."""
+
+    place: Any
+    key: Any
+    tensor: Tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Keep another tensor here, where that can be done."""
+        if isinstance(self.place, types.CellType):
+            self.place.cell_contents = tensor
+        elif isinstance(self.place, MutableMapping | MutableSequence):
+            self.place[self.key] = tensor
+
+
+@dataclass(frozen=True)
+class Use:
+    """Shared values as this worker may use them.
+
+    Args:
+        x: the image.
+        args, settings: further arguments of the call.
+        anchor: a zero that hangs on all values that need a gradient; None if none does.
+    """
+
+    x: Tensor
+    args: tuple[Any, ...]
+    settings: dict[str, Any]
+    anchor: Tensor | None
+
+    def hang(self, result: Tensor) -> Tensor:
+        """The result, which hangs on all shared values, so that graphs of workers are alike."""
+        return hang(result, self.anchor)
+
+
+def hang(result: Tensor, anchor: Tensor | None) -> Tensor:
+    """The same numbers, which also depend on `anchor`, a zero."""
+    if anchor is None:
+        return result
+    zero = anchor if result.is_complex() or not anchor.is_complex() else anchor.real
+    return result + zero.to(device=result.device, dtype=result.dtype)
+
+
+@contextmanager
+def using(
+    ctx: DistributedContext,
+    call: str,
+    x: Tensor,
+    shared: Any = (),
+    args: tuple[Any, ...] = (),
+    settings: Mapping[str, Any] | None = None,
+    users: Any = (),
+) -> Iterator[Use]:
+    """Let all workers use an image, parameters and arguments that they share.
+
+    They agree on the shape and kind of the image and on what needs a gradient, and all raise or
+    none. Inside of the block the objects hold the parameters as this worker uses them.
+
+    Args:
+        ctx: the workers.
+        call: what is called, in the words of its user.
+        x: the image, whole.
+        shared: whose parameters are shared: modules, functions, other objects, lists of them.
+        args: of the call.
+        settings: of the call, by name.
+        users: objects of this worker alone, which may hold some of these parameters, too.
+    """
+    slots = slots_of(shared)
+    given = _tensors((args, settings))
+    terms = _agree(ctx, f"{call}{_needs(slots, given)}", x)
+    if ctx.debug:
+        ctx.check_same(x, Layout.whole(ctx.partition, x.shape, shared=True), f"the input of {call}")
+    x = even(x, terms)
+    used: dict[int, Tensor] = {}
+    for each in (x, *given, *(slot.tensor for slot in slots)):
+        if id(each) not in used:
+            used[id(each)] = copying(ctx.partition, tuple(each.shape)).apply(each)
+    swap = partial(tree_map, lambda each: used.get(id(each), each))
+    anchor = _anchor(used.values())
+    with replaced((*slots, *slots_of(users)), used):
+        yield Use(used[id(x)], swap(args), dict(swap(dict(settings or {}))), anchor)
+
+
+@contextmanager
+def using_parameters(
+    ctx: DistributedContext, shared: Any, users: Any = ()
+) -> Iterator[Tensor | None]:
+    """Let all workers use parameters that they share; an anchor that hangs on them.
+
+    Nothing is agreed on here: what `described` says belongs into the next agreement.
+    """
+    slots = slots_of(shared)
+    used = {
+        id(slot.tensor): copying(ctx.partition, tuple(slot.tensor.shape)).apply(slot.tensor)
+        for slot in slots
+    }
+    with replaced((*slots, *slots_of(users)), used):
+        yield _anchor(used.values())
+
+
+def described(objects: Any) -> str:
+    """Which parameters need a gradient now, in words that must be the same on all workers."""
+    return _needs(slots_of(objects), [])
+
+
+def totalled(share: Tensor, ctx: DistributedContext, terms: Terms | None = None) -> Tensor:
+    """The sum of all workers' shares, of one shape, as one shared value."""
+    return reducing(ctx.partition, tuple(share.shape)).apply(share, terms)
+
+
+@contextmanager
+def replaced(slots: Iterable[Slot], tensors: Mapping[int, Tensor]) -> Iterator[None]:
+    """Put other tensors into slots, by the identity of those there, until the block ends."""
+    changed = [slot for slot in slots if id(slot.tensor) in tensors]
+    try:
+        for slot in changed:
+            slot.put(tensors[id(slot.tensor)])
+        yield
+    finally:
+        for slot in changed:
+            slot.put(slot.tensor)
+
+
+def slots_of(objects: Any) -> list[Slot]:
+    """Where objects keep tensors that need a gradient now, in an order that all workers have."""
+    found: list[Slot] = []
+    if torch.is_grad_enabled():
+        _walk(objects, found, set())
+    return found
+
+
+def _walk(thing: Any, found: list[Slot], seen: set[int]) -> None:
+    """Look into modules, lists, dictionaries, functions and what they close over."""
+    if id(thing) in seen or isinstance(thing, _PLAIN):
+        return
+    seen.add(id(thing))
+    for place, key, value in _contents(thing):
+        if not isinstance(value, Tensor):
+            _walk(value, found, seen)
+        elif value.requires_grad:
+            found.append(Slot(place, key, value))
+
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, Tensor),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
+)
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+Content = tuple[Any, Any, Any]  # where it is, under which key, and what it is
+
+
+def _contents(thing: Any) -> list[Content]:
+    """What an object holds."""
+    if isinstance(thing, torch.nn.Module):
+        own = [each for each in _items(vars(thing)) if each[1] not in _OF_MODULES]
+        return [*_items(thing._parameters), *_items(thing._buffers), *_items(thing._modules), *own]
+    if isinstance(thing, dict):
+        return _items(thing)
+    if isinstance(thing, list | tuple):
+        return [(thing, number, each) for number, each in enumerate(thing)]
+    if isinstance(thing, types.CellType):
+        return [(thing, None, thing.cell_contents)] if _is_filled(thing) else []
+    if isinstance(thing, types.MethodType):
+        return [(None, None, thing.__self__), (None, None, thing.__func__)]
+    if isinstance(thing, partial):
+        return [(None, None, each) for each in (thing.func, thing.args, thing.keywords)]
+    if isinstance(thing, types.FunctionType):
+        return _contents_of_function(thing)
+    attributes = getattr(thing, "__dict__", None)
+    own = _items(attributes) if isinstance(attributes, dict) else []
+    of_class = vars(type(thing)).values()
+    return [*own, *((None, None, each) for each in of_class if isinstance(each, torch.nn.Module))]
+
+
+def _items(place: dict[Any, Any]) -> list[Content]:
+    return [(place, key, value) for key, value in place.items()]
+
+
+def _contents_of_function(function: types.FunctionType) -> list[Content]:
+    """What a function closes over, and the modules that it names."""
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    modules = [each for each in named if isinstance(each, torch.nn.Module)]
+    inside = (*(function.__closure__ or ()), *modules, function.__defaults__)
+    return [(None, None, each) for each in inside]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among nested arguments that need a gradient now."""
+    if not torch.is_grad_enabled():
+        return []
+    return [each for each in tree_leaves(values) if _needs_grad(each)]
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _needs(slots: Iterable[Slot], given: Iterable[Tensor]) -> str:
+    shapes = [tuple(each.shape) for each in (*given, *(slot.tensor for slot in slots))]
+    mode = "" if torch.is_grad_enabled() else ", under torch.no_grad()"
+    return f"{mode}, gradients of tensors of shapes {shapes}" if shapes else mode
+
+
+def _agree(ctx: DistributedContext, call: str, x: Tensor) -> Terms:
+    if ctx.world_size == 1 and isinstance(x, Tensor):
+        needs = x.requires_grad and torch.is_grad_enabled()
+        return Terms(x.dtype, x.device.type, needs, False)
+    ((shapes, terms),) = agree(ctx.partition, call, x)
+    same(shapes, "shape", call)
+    return terms
+
+
+def _anchor(used: Iterable[Tensor]) -> Tensor | None:
+    needed = [each for each in used if each.requires_grad]
+    return nothing((), *needed) if needed and torch.is_grad_enabled() else None

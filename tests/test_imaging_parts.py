@@ -1,0 +1,800 @@
+"""Imaging with the image in parts gives what the undistributed operators give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepinv_first  # noqa: F401
+import tessel
+from parity import close, values
+from tessel import Layout, Partition
+from tessel.imaging.parts import (
+    Convolution,
+    Decimation,
+    Differences,
+    Mask,
+    PartitionedPhysics,
+    PartitionedPrior,
+    Whole,
+    operator_grid,
+    partition_physics,
+)
+from tessel.testing import check_adjoint, check_gradient, count_memory, count_traffic
+
+Run = Callable[..., list[Any]]
+TOLERANCE = 1e-10
+PADDINGS = ("valid", "circular", "reflect", "replicate", "constant")
+GRIDS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(1, 4), (4, 1), (2, 2)]}
+
+
+def spatial_layout(shape: tuple[int, ...], grid: tuple[int, ...]) -> Layout:
+    """The last dimensions on a grid of the first workers."""
+    count = 1
+    for size in grid:
+        count *= size
+    row = tessel.world().create_partition_inclusive(range(count))
+    P = row.create_cartesian_topology_partition(grid)
+    axes = [None] * (len(shape) - len(grid)) + list(range(len(grid)))
+    return Layout.split(P, shape, axes)
+
+
+def check_physics(physics: Any, layout: Layout, is_local: bool = True, laws: bool = True) -> None:
+    """A, A_adjoint, gradients of both, and the laws."""
+    operator = partition_physics(physics, layout)
+    assert operator.is_local == is_local
+    x = values(layout.shape, 1)
+    whole = x.clone().requires_grad_()
+    part = layout.local_part(x).clone().requires_grad_()
+    expected = physics.A(whole)
+    got = operator.A(part)
+    owner = Partition(layout.partition.ranks[:1], (1,))
+    out = operator.codomain if is_local else Layout.whole(owner, expected.shape)
+    close("A", got, out.local_part(expected), TOLERANCE)
+    y = values(expected.shape, 2)
+    whole_y = y.clone().requires_grad_()
+    part_y = out.local_part(y).clone().requires_grad_()
+    image, mine = physics.A_adjoint(whole_y), operator.A_adjoint(part_y)
+    close("A_adjoint", mine, layout.local_part(image), TOLERANCE)
+    weights = values(expected.shape, 3)
+    (slope,) = torch.autograd.grad((expected.square() * weights).sum(), whole)
+    (own,) = torch.autograd.grad((got.square() * out.local_part(weights)).sum(), part)
+    close("the gradient through A", own, layout.local_part(slope), TOLERANCE)
+    weights = values(layout.shape, 4)
+    (slope,) = torch.autograd.grad((image.square() * weights).sum(), whole_y)
+    (own,) = torch.autograd.grad((mine.square() * layout.local_part(weights)).sum(), part_y)
+    close("the gradient through A_adjoint", own, out.local_part(slope), TOLERANCE)
+    if is_local and laws:
+        check_adjoint(operator)
+        check_gradient(operator)
+
+
+def filter_of(*sizes: int, seed: int = 5) -> Tensor:
+    f = values((1, 1, *sizes), seed).abs()
+    return f / f.sum()
+
+
+def check_blurs(grid: tuple[int, ...]) -> None:
+    from deepinv.physics import Blur
+
+    for padding in PADDINGS:
+        for sizes, shape in (
+            ((5, 3), (1, 3, 17, 22)),
+            ((4, 6), (2, 1, 16, 19)),
+            ((7, 9), (1, 2, 9, 11)),  # halos wider than a neighbour
+        ):
+            layout = spatial_layout(shape, grid)
+            blur = Blur(filter_of(*sizes), padding=padding)
+            check_physics(blur, layout, laws=sizes == (5, 3))
+    check_physics(Blur(filter_of(1, 1)), spatial_layout((1, 1, 5, 6), grid))
+    filters = values((2, 3, 3, 5), 9)
+    check_physics(Blur(filters, padding="circular"), spatial_layout((2, 3, 12, 13), grid))
+    check_physics(Blur(filters[:1], padding="reflect"), spatial_layout((2, 3, 12, 13), grid))
+    check_physics(
+        Blur(filter_of(5, 5), padding="circular", use_fft=True),
+        spatial_layout((1, 1, 20, 21), grid),
+    )
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_blurs_are_those_of_deepinv(run: Run, nprocs: int) -> None:
+    for grid in GRIDS[nprocs]:
+        run(check_blurs, grid, nprocs=nprocs)
+
+
+def check_others(grid: tuple[int, ...]) -> None:
+    from deepinv.physics import BlurFFT, Denoising, Downsampling, Inpainting
+
+    layout = spatial_layout((2, 3, 13, 18), grid)
+    blur = BlurFFT((3, 13, 18), filter=filter_of(5, 4)).double()
+    check_physics(blur, layout)
+    mask = (values((1, 3, 13, 18), 8) > 0).double()
+    check_physics(Inpainting((3, 13, 18), mask=mask), layout)
+    check_physics(Inpainting((3, 13, 18), mask=mask[:, :1]), layout)
+    check_physics(Denoising(), layout)
+    for factor, padding, size in ((2, "circular", 4), (3, "reflect", 5), (2, "valid", 3)):
+        down = Downsampling(
+            (3, 13, 18), filter=filter_of(size, size), factor=factor, padding=padding
+        )
+        check_physics(down, layout)
+    check_physics(Downsampling((3, 13, 18), filter=None, factor=2), layout)
+    blur.factor = 1  # an attribute that says nothing new
+    check_physics(blur, layout)
+    composed = (
+        Inpainting((3, 13, 18), mask=mask) * BlurFFT((3, 13, 18), filter=filter_of(3, 3)).double()
+    )
+    check_physics(composed, layout)
+
+
+def check_volumes(grid: tuple[int, ...]) -> None:
+    from deepinv.physics import Blur
+
+    for padding in ("circular", "valid"):
+        layout = spatial_layout((1, 2, 7, 9, 10), grid)
+        check_physics(Blur(filter_of(3, 4, 3), padding=padding), layout)
+
+
+def check_differences(grid: tuple[int, ...]) -> None:
+    from deepinv.models import TVDenoiser
+
+    for shape in ((1, 3, 9, 11), (2, 1, 4, 5), (1, 1, 5, 6, 7), (1, 1, 2, 2)):
+        layout = spatial_layout(shape, grid)
+        D = Differences(layout)
+        x = values(shape, 1)
+        expected = TVDenoiser.nabla(x)
+        close("differences", D.A(layout.local_part(x)), D.codomain.local_part(expected))
+        y = values(expected.shape, 2)
+        divergence = TVDenoiser.nabla_adjoint(y)
+        close("divergence", D.A_adjoint(D.codomain.local_part(y)), layout.local_part(divergence))
+        check_adjoint(D)
+        check_gradient(D)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_other_operators_are_those_of_deepinv(run: Run, nprocs: int) -> None:
+    for grid in GRIDS[nprocs]:
+        run(check_others, grid, nprocs=nprocs)
+        run(check_volumes, grid, nprocs=nprocs)
+        run(check_differences, grid, nprocs=nprocs)
+
+
+class Turned:
+    """It has what a blur has and does something else: a matrix along the last dimension."""
+
+    padding = "circular"
+
+    def __init__(self, length: int) -> None:
+        self.filter = filter_of(3, 3)
+        self.matrix = values((length + 2, length), 6)
+
+    def A(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return y @ self.matrix
+
+    def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
+        return self.A_adjoint(v)
+
+
+class Squared:
+    """Not linear, and without a derivative of its own."""
+
+    def A(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+def check_whole(grid: tuple[int, ...]) -> None:
+    from deepinv.physics import MRI
+
+    layout = spatial_layout((2, 3, 7, 9), grid)
+    check_physics(Turned(9), layout, is_local=False)
+    mri = MRI(img_size=(2, 7, 9), mask=(values((1, 2, 7, 9), 2) > 0).double())
+    check_physics(mri, spatial_layout((1, 2, 7, 9), grid), is_local=False)
+    operator = partition_physics(Squared(), layout, owner=layout.partition.ranks[-1])
+    assert isinstance(operator, Whole)
+    x, v = values(layout.shape, 1), values(layout.shape, 2)
+    mine = v if operator.here else v.new_empty(0)
+    close("A_vjp", operator.A_vjp(layout.local_part(x), mine), layout.local_part(2 * x * v))
+
+
+@pytest.mark.parametrize("nprocs", [1, 3, 4])
+def test_operators_without_a_local_kernel_see_the_whole_image(run: Run, nprocs: int) -> None:
+    run(check_whole, GRIDS[nprocs][-1], nprocs=nprocs)
+
+
+def some_physics() -> list[Any]:
+    """Local operators and one that is not."""
+    from deepinv.physics import Blur, Downsampling, Inpainting
+
+    mask = (values((1, 3, 13, 18), 8) > 0).double()
+    return [
+        Blur(filter_of(5, 5), padding="circular"),
+        Inpainting((3, 13, 18), mask=mask),
+        Turned(18),
+        Downsampling((3, 13, 18), filter=filter_of(4, 4), factor=2),
+        Blur(filter_of(3, 5), padding="reflect"),
+    ]
+
+
+class Norm:
+    """A fidelity that is no sum over values."""
+
+    def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        return torch.linalg.vector_norm(physics.A(x) - y)
+
+
+def fidelities(name: str, count: int) -> list[Any]:
+    from deepinv.optim import L1, L2, PoissonLikelihood
+
+    made = {"L2": L2, "L1": L1, "Poisson": PoissonLikelihood, "Norm": Norm}
+    return [made[name]() for _ in range(count)]
+
+
+def problem_layout(shape: tuple[int, ...], grid: tuple[int, ...], copies: int) -> Layout:
+    if copies == 1:
+        return spatial_layout(shape, grid)
+    P = tessel.world().create_cartesian_topology_partition((copies, *grid))
+    return operator_grid(P, shape)
+
+
+def check_problem(grid: tuple[int, ...], copies: int, name: str, num_ops: int, batch: int) -> None:
+    """Measurements, adjoint, loss, gradient, and the gradients of these."""
+    physics = some_physics()[:num_ops]
+    layout = problem_layout((batch, 3, 13, 18), grid, copies)
+    parts = PartitionedPhysics(layout, num_ops, lambda i: physics[i])
+    x = 0.1 + values(layout.shape, 1).abs()
+    whole = x.clone().requires_grad_()
+    part = layout.local_part(x).clone().requires_grad_()
+    ys = [0.1 + values(p.A(x).shape, 20 + i).abs() for i, p in enumerate(physics)]
+    fs = fidelities(name, num_ops)
+    mine = [parts.part_of(k, ys[i]) for k, i in enumerate(parts.local_indices)]
+    own = [fs[i] for i in parts.local_indices]
+
+    loss = sum(f(whole, y, p).sum() for f, y, p in zip(fs, ys, physics, strict=True))
+    got = parts.loss(part, mine, own)
+    close("loss", got, loss, TOLERANCE)
+    (slope,) = torch.autograd.grad(loss, whole)
+    (through,) = torch.autograd.grad(got, part)
+    close("autograd of the loss", through, layout.local_part(slope), TOLERANCE)
+    with torch.no_grad():
+        if name != "Norm":  # that of deepinv, which for Poisson is not the derivative of its loss
+            slope = sum(f.grad(whole, y, p) for f, y, p in zip(fs, ys, physics, strict=True))
+        close("grad", parts.grad(part, mine, own), layout.local_part(slope), TOLERANCE)
+    if name == "L2":
+        expected = sum(p.A_adjoint(p.A(whole)) for p in physics)
+        found = parts.A_adjoint(*parts.A(part))
+        close("A_adjoint A", found, layout.local_part(expected), TOLERANCE)
+        close("A_adjoint_A", parts.A_adjoint_A(part), layout.local_part(expected), TOLERANCE)
+        weights = values(layout.shape, 9)
+        (slope,) = torch.autograd.grad((expected.square() * weights).sum(), whole)
+        share = (found.square() * layout.local_part(weights)).sum()
+        (through,) = torch.autograd.grad(share, part)
+        close("autograd of A_adjoint A", through, layout.local_part(slope), TOLERANCE)
+        second = parts.grad(part, mine, own)
+        (curve,) = torch.autograd.grad((second * layout.local_part(weights)).sum(), part)
+        reference = sum(f.grad(whole, y, p) for f, y, p in zip(fs, ys, physics, strict=True))
+        (expected,) = torch.autograd.grad((reference * weights).sum(), whole)
+        close("second order", curve, layout.local_part(expected), TOLERANCE)
+
+
+PROBLEMS = {
+    1: [((1, 1), 1, "L2", 5, 1)],
+    2: [((2, 1), 1, "L2", 5, 2), ((1,), 2, "L2", 3, 1), ((1, 2), 1, "Norm", 4, 1)],
+    3: [((3, 1), 1, "L1", 5, 1), ((1,), 3, "L2", 2, 1)],
+    4: [
+        ((2, 2), 1, "L2", 5, 1),
+        ((4,), 1, "Poisson", 1, 2),
+        ((2,), 2, "L2", 5, 2),
+        ((1, 2), 2, "Norm", 3, 1),
+        ((1,), 4, "L2", 3, 1),  # an idle worker
+    ],
+}
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_problems_are_those_of_one_process(run: Run, nprocs: int) -> None:
+    for case in PROBLEMS[nprocs]:
+        run(check_problem, *case, nprocs=nprocs)
+
+
+def check_bytes(grid: tuple[int, ...]) -> None:
+    """What a worker receives for A and for its adjoint is its halo, and no more."""
+    from deepinv.optim import L2
+    from deepinv.physics import Blur, Downsampling, Inpainting
+
+    layout = spatial_layout((1, 3, 32, 40), grid)
+    rows, columns = (n // parts for n, parts in zip((32, 40), grid, strict=True))
+    halo = [4 if parts > 1 else 0 for parts in grid]
+    values_read = 3 * ((rows + halo[0]) * (columns + halo[1]) - rows * columns)
+    x = layout.local_part(values(layout.shape, 1)).clone()
+    for physics, expected in (
+        (Blur(filter_of(5, 5), padding="circular"), values_read),
+        (Inpainting((3, 32, 40), mask=torch.ones(1, 3, 32, 40, dtype=torch.float64)), 0),
+        (Downsampling((3, 32, 40), filter=None, factor=2), 0),
+    ):
+        operator = partition_physics(physics, layout)
+        y = operator.A(x)
+        with count_traffic() as forward:
+            y = operator.A(x)
+        with count_traffic() as backward:
+            operator.A_adjoint(y)
+        assert forward.bytes_received == 8 * expected, (physics, forward)
+        assert backward.bytes_received == 8 * expected, (physics, backward)
+    blurs = [Blur(filter_of(5, 5, seed=seed), padding="circular") for seed in range(3)]
+    parts = PartitionedPhysics(layout, 3, lambda i: blurs[i])
+    ys, _ = parts.A(x)
+    fs = [L2() for _ in blurs]
+    parts.grad(x, ys, fs)
+    with count_traffic() as traffic:
+        parts.grad(x, ys, fs)
+    assert traffic.bytes_received == 3 * 2 * 8 * values_read
+    assert traffic.agreements == 1
+
+
+@pytest.mark.parametrize("grid", [(4, 1), (1, 4), (2, 2)])
+def test_bytes_are_those_of_the_halos(run: Run, grid: tuple[int, ...]) -> None:
+    run(check_bytes, grid)
+
+
+def check_bordering(grid: tuple[int, ...]) -> None:
+    """Paddings that repeat what a worker has move no more than those of zeros."""
+    for padding in ("reflect", "replicate", "constant", "valid"):
+        layout = spatial_layout((1, 1, 32, 40), grid)
+        operator = Convolution(layout, filter_of(5, 5), padding)
+        x = layout.local_part(values(layout.shape, 1)).clone()
+        operator.A(x)
+        with count_traffic() as traffic:
+            operator.A(x)
+        box, lengths = layout.box(), layout.shape
+        assert box is not None
+        grown = 1
+        for (start, stop), n in zip(box[2:], lengths[2:], strict=True):
+            grown *= min(stop + 2, n) - max(start - 2, 0)
+        own = x.numel()
+        if padding == "valid":  # windows with their middle in the part
+            assert traffic.bytes_received <= 8 * (grown - own)
+        else:
+            assert traffic.bytes_received == 8 * (grown - own), padding
+
+
+def test_bytes_at_borders(run: Run) -> None:
+    run(check_bordering, (2, 2))
+
+
+def check_blind() -> None:
+    """The filter of all workers gets the gradient of the whole image."""
+    from deepinv.physics import Blur
+
+    filter = filter_of(5, 3)
+    for padding in PADDINGS:
+        layout = spatial_layout((2, 3, 13, 18), (2, 2))
+        alone, mine = filter.clone().requires_grad_(), filter.clone().requires_grad_()
+        one, many = Blur(None, padding=padding), Blur(None, padding=padding)
+        one.filter, many.filter = alone, mine
+        x = values(layout.shape, 1)
+        operator = partition_physics(many, layout)
+        parts = PartitionedPhysics(layout, 1, lambda i, blur=many: blur)
+        expected = one.A_adjoint(one.A(x))
+        got = parts.A_adjoint_A(layout.local_part(x).clone())
+        weights = values(layout.shape, 9)
+        (slope,) = torch.autograd.grad((expected.square() * weights).sum(), alone)
+        share = (got.square() * layout.local_part(weights)).sum()
+        (found,) = torch.autograd.grad(share, mine)
+        close(f"the gradient of the filter, {padding}", found, slope, TOLERANCE)
+        many.filter = 2 * filter
+        close(
+            "another filter",
+            operator.A(layout.local_part(x)),
+            Convolution(layout, 2 * filter, padding).A(layout.local_part(x)),
+        )
+
+
+def test_filters_get_gradients(run: Run) -> None:
+    run(check_blind)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def errors() -> list[str]:
+    from deepinv.optim import L2
+    from deepinv.physics import Blur
+
+    layout = spatial_layout((1, 1, 12, 10), (4, 1))
+    blur = Blur(filter_of(3, 3), padding="circular")
+    parts = PartitionedPhysics(layout, 1, lambda i: blur)
+    worker = layout.partition.rank
+    x = layout.local_part(values(layout.shape, 1))
+    wrong = x[..., :2, :] if worker == 2 else x
+    other = Blur(filter_of(3, 5 if worker == 1 else 3), padding="circular")
+    P = tessel.world()
+    overlapping = layout.grow([(0, 0), (0, 0), (1, 1), (0, 0)])
+
+    class Odd:
+        def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+            return x.square().sum()
+
+    return [
+        raised(lambda: parts.A(wrong)),
+        raised(lambda: parts.A_adjoint([wrong])),
+        raised(lambda: parts.A_adjoint([x, x] if worker == 0 else [x])),
+        raised(lambda: parts.grad(x, [x], [L2(), L2()])),
+        raised(lambda: parts.grad(x, [x], [Odd()])),
+        raised(lambda: parts.part_of(0, values((1, 1, 5, 5), 1))),
+        raised(lambda: partition_physics(other, layout)),
+        raised(lambda: partition_physics(blur, overlapping)),
+        raised(lambda: Convolution(layout, filter_of(25, 3), "reflect")),
+        raised(lambda: Convolution(layout, filter_of(13, 3))),
+        raised(lambda: Convolution(layout, filter_of(3, 3), "odd")),
+        raised(lambda: Convolution(layout, values((1, 2, 3, 3), 0))),
+        raised(lambda: Mask(layout, torch.ones(3, 10))),
+        raised(lambda: operator_grid(P.create_cartesian_topology_partition((2, 1, 2, 1)), (5, 5))),
+        raised(lambda: Decimation(layout, 0)),
+    ]
+
+
+EXPECTED = [
+    "worker 2 expected a part of shape (1, 1, 3, 10), got (1, 1, 2, 10)",
+    "measurement 0 must be of shape (1, 1, 3, 10), got (1, 1, 2, 10)",
+    "operators [0] need as many measurements, got 2",
+    "1 measurements need as many fidelities, got 2",
+    "Odd is not of the form d(A(x), y)",
+    "measurement 0 must have the shape (1, 1, 12, 10) of the whole, or (1, 1, 3, 10)",
+    "all workers must make the same calls",
+    "needs an image in parts that lie one after the other",
+    "does not fit an image of (12, 10): 25 values are too many along 12",
+    "does not fit an image of (12, 10): 13 values are too many along 12",
+    "padding must be one of valid, circular, reflect, replicate, constant, got 'odd'",
+    "a filter of shape (1 or batch, 1 or channels, *sizes) is needed",
+    "a mask of (3, 10) does not fit an image of (1, 1, 12, 10)",
+    "at most 2 dimensions is needed for an image of (5, 5)",
+    "sizes and a stride of at least 1, got (1, 1) and 0",
+]
+
+
+def test_errors_are_raised_on_all_workers(run: Run) -> None:
+    for found in run(errors):
+        for text, expected in zip(found, EXPECTED, strict=True):
+            assert expected in text, text
+
+
+def network(depth: int = 4) -> torch.nn.Module:
+    """A small convolutional denoiser; what an output depends on reaches `depth` to each side."""
+    from deepinv.models import DnCNN
+
+    torch.manual_seed(1)
+    return DnCNN(3, 3, depth=depth, nf=6, pretrained=None).double()
+
+
+def check_prior(grid: tuple[int, ...], copies: int, settings: dict[str, Any], exact: bool) -> None:
+    """Windows on parts are those on the whole image, for values and all gradients."""
+    from tessel.imaging.distribution_strategies.strategies import create_strategy
+
+    shape = (2, 3, 33, 42)
+    layout = problem_layout(shape, grid, copies)
+    kind = settings.get("kind", "smart_tiling")
+    given = {key: value for key, value in settings.items() if key != "kind"}
+    strategy = create_strategy(kind, shape, **given)
+    prior = PartitionedPrior(layout, strategy)
+    alone, mine = network(), network()
+    x = values(shape, 1)
+    whole = x.clone().requires_grad_()
+    part = layout.local_part(x).clone().requires_grad_()
+    expected = alone(whole, 0.1) if exact else tiled(strategy, alone, whole)
+    got = prior.apply("prox", mine, part, mine, (0.1,))
+    close("the prior", got, layout.local_part(expected), TOLERANCE)
+    weights = values(shape, 3)
+    one, many = list(alone.parameters()), list(mine.parameters())
+    slopes = torch.autograd.grad((expected.square() * weights).sum(), [whole, *one])
+    loss = prior_loss(prior, mine, part, layout, weights)
+    found = torch.autograd.grad(loss, [part, *many])
+    close("the gradient of the image", found[0], layout.local_part(slopes[0]), TOLERANCE)
+    for each, slope in zip(found[1:], slopes[1:], strict=True):
+        close("the gradient of a parameter", each, slope, TOLERANCE)
+    close("the loss", loss, (expected.square() * weights).sum(), TOLERANCE)
+
+
+def prior_loss(
+    prior: PartitionedPrior, network: Any, part: Tensor, layout: Layout, weights: Tensor
+) -> Tensor:
+    got = prior.apply("prox", network, part, network, (0.1,))
+    share = (got.square() * layout.local_part(weights)).sum()
+    return tessel.shared.total(share, layout.partition, layout.shared)
+
+
+def tiled(strategy: Any, network: Any, x: Tensor) -> Tensor:
+    """All windows of the whole image in one process."""
+    out = torch.zeros_like(x)
+    for i, patch in strategy.get_local_patches(x, list(range(strategy.get_num_patches()))):
+        strategy.reduce_patches(out, [(i, network(patch, 0.1))])
+    return out
+
+
+TILINGS = [
+    ({"patch_size": 9, "receptive_field_size": 4}, True),
+    ({"patch_size": (8, 20), "receptive_field_size": 4, "max_batch_size": 2}, True),
+    ({"patch_size": 9, "receptive_field_size": 3}, False),
+    ({"patch_size": 50, "receptive_field_size": 4}, True),
+    ({"patch_size": 12, "receptive_field_size": 4, "overlap": True}, False),
+    ({"patch_size": None, "receptive_field_size": 4}, True),
+    ({"kind": "basic", "num_splits": 3, "receptive_field_size": 4}, True),
+    ({"kind": "basic", "num_splits": 3, "receptive_field_size": 2, "split_dims": -1}, False),
+]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_priors_see_the_windows_of_the_whole_image(run: Run, nprocs: int) -> None:
+    grids = {1: [((1, 1), 1)], 2: [((2, 1), 1)], 4: [((2, 2), 1), ((1, 4), 1), ((2,), 2)]}
+    for number, (settings, exact) in enumerate(TILINGS):
+        grid, copies = grids[nprocs][number % len(grids[nprocs])]
+        run(check_prior, grid, copies, settings, exact, nprocs=nprocs)
+
+
+def transfer(filter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The Fourier transform of a filter on a periodic image, its middle at the origin."""
+    wide = torch.zeros(shape[-2:], dtype=filter.dtype)
+    wide[: filter.shape[-2], : filter.shape[-1]] = filter[0, 0]
+    middle = [-((size - 1) // 2) for size in filter.shape[-2:]]
+    return torch.fft.fft2(wide.roll(middle, (0, 1)))
+
+
+def check_bundle(partition: Any, iterations: int = 3) -> None:
+    """Everything by its public names: the same as in one process."""
+    from deepinv.optim import L2, PnP
+    from deepinv.physics import Blur
+
+    from tessel.imaging import (
+        DistributedContext,
+        FactoryConfig,
+        TilingConfig,
+        make_distrib_bundle,
+    )
+
+    shape = (1, 3, 30, 26)
+    filters = [filter_of(3, 5, seed=seed) for seed in range(3)]
+    for filter in filters:
+        filter[0, 0, 1, 2] += 1  # well conditioned
+    blurs = [Blur(filter, padding="circular") for filter in filters]
+    truth = values(shape, 1)
+    ys = [blur.A(truth) + 0.1 * values(shape, 30 + i) for i, blur in enumerate(blurs)]
+    denoiser = network()
+    with DistributedContext(seed=3) as ctx:
+        given = partition(ctx, shape) if callable(partition) else partition
+        bundle = make_distrib_bundle(
+            ctx,
+            factory_config=FactoryConfig(physics=blurs, measurements=ys, data_fidelity=L2()),
+            signal_shape=shape,
+            dtype=torch.float64,
+            prior=PnP(denoiser=denoiser),
+            tiling=TilingConfig(patch_size=8, receptive_field_size=4),
+            partition=given,
+        )
+        layout = bundle.signal.layout
+        assert bundle.physics.parts is not None
+        x = torch.zeros(shape, dtype=torch.float64)
+        with torch.no_grad():
+            for _ in range(iterations):
+                x = x - sum(L2().grad(x, y, b) for y, b in zip(ys, blurs, strict=True)) / 9
+                bundle.signal.update_(
+                    bundle.signal.data - bundle.data_fidelity.grad(bundle.signal) / 3
+                )
+                x = denoiser(x, 0.1)
+                bundle.signal.update_(bundle.prior.prox(bundle.signal, sigma_denoiser=0.1))
+        close("the image after some steps", bundle.signal.data, layout.local_part(x), TOLERANCE)
+        close("the whole image", bundle.signal.whole(), x, TOLERANCE)
+        expected = sum(L2()(x, y, b).sum() for y, b in zip(ys, blurs, strict=True)) / 3
+        close("loss", bundle.data_fidelity(bundle.signal), expected, TOLERANCE)
+        spectra = [transfer(filter, shape) for filter in filters]
+        power = sum(each.abs().square() for each in spectra)
+        norm = bundle.physics.norm(bundle.signal, max_iter=100)
+        close("norm", norm, power.max().sqrt(), 1e-2)  # power iteration, ended soon
+        pairs = zip(spectra, ys, strict=True)
+        numerator = sum(each.conj() * torch.fft.fft2(y) for each, y in pairs)
+        dagger = torch.fft.ifft2(numerator / power).real
+        found = bundle.physics.A_dagger(bundle.measurements.local)
+        close("A_dagger", found, layout.local_part(dagger), 1e-9)  # of 1e-12 in the residual
+
+
+def four_copies(ctx: Any, shape: tuple[int, ...]) -> Layout:
+    return operator_grid(ctx.partition.create_cartesian_topology_partition((2, 2, 1)), shape)
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_the_bundle_is_the_problem_of_one_process(run: Run, nprocs: int) -> None:
+    if nprocs == 2:
+        run(check_bundle, (2, 1), nprocs=2)
+    else:
+        run(check_bundle, (2, 2))
+        run(check_bundle, (4,))
+        run(check_bundle, four_copies)
+
+
+def check_odd_layouts() -> None:
+    """Empty parts, parts of any lengths, split batches and channels."""
+    from deepinv.physics import Blur, Downsampling
+
+    P = tessel.world().create_cartesian_topology_partition((1, 1, 4, 1))
+    lengths = [[2], [3], [7, 0, 1, 6], [9]]
+    few = spatial_layout((1, 3, 3, 9), (4, 1))
+    uneven = Layout.from_lengths(P, lengths)
+    channels = Layout.split(tessel.world(), (2, 3, 8, 9), (None, 0, None, None))
+    batch = Layout.split(
+        tessel.world().create_cartesian_topology_partition((2, 2)), (2, 3, 8, 9), (0, None, 1, None)
+    )
+    for padding in PADDINGS:
+        for layout in (few, uneven, channels, batch):
+            check_physics(Blur(filter_of(3, 4), padding=padding), layout)
+    filters = values((2, 3, 3, 3), 4)
+    check_physics(Blur(filters, padding="circular"), channels)
+    check_physics(Blur(filters, padding="circular"), batch)
+    down = Downsampling((3, 14, 9), filter=filter_of(3, 3), factor=3)
+    check_physics(down, uneven)
+    check_physics(Blur(filter_of(3, 3), padding="circular"), few)
+
+
+def test_parts_of_any_lengths(run: Run) -> None:
+    run(check_odd_layouts)
+
+
+def check_large_filter() -> None:
+    """A filter that is applied by way of the Fourier transform."""
+    from deepinv.physics import Blur, Downsampling
+
+    layout = spatial_layout((2, 2, 50, 44), (2, 2))
+    for padding in PADDINGS:
+        check_physics(Blur(filter_of(21, 23), padding=padding), layout)
+    filters = values((2, 2, 21, 23), 3)
+    check_physics(Blur(filters, padding="circular"), layout)
+    down = Downsampling((2, 50, 44), filter=filter_of(21, 23), factor=2, padding="reflect")
+    check_physics(down, layout)
+
+
+def check_positive() -> None:
+    """Rounding makes no negative numbers of others, and takes nothing from the derivative."""
+    layout = spatial_layout((1, 1, 60, 64), (2, 2))
+    x = torch.zeros(layout.shape, dtype=torch.float64)
+    x[..., 20:23, 30:33] = 7.0
+    operator = Convolution(layout, filter_of(15, 15), "circular")
+    part = layout.local_part(x).clone()
+    for y in (operator.A(part), operator.A_adjoint(part)):
+        assert (y >= 0).all()
+    with torch.no_grad():
+        assert (operator.A(part) >= 0).all()
+    part.requires_grad_()
+    weights = layout.local_part(values(layout.shape, 2))
+    (slope,) = torch.autograd.grad((operator.A(part) * weights).sum(), part)
+    close("the derivative", slope, operator.A_adjoint(weights.clone()))
+
+
+def test_large_filters_keep_signs(run: Run) -> None:
+    run(check_positive)
+
+
+def test_large_filters(run: Run) -> None:
+    run(check_large_filter)
+
+
+def check_some_workers() -> None:
+    """Workers that hold no part of the image get through all calls."""
+    from deepinv.optim import L2
+    from deepinv.physics import Blur
+
+    layout = spatial_layout((1, 1, 12, 10), (2, 1))
+    blur = Blur(filter_of(3, 3), padding="circular")
+    parts = PartitionedPhysics(layout, 1, lambda i: blur)
+    x = values(layout.shape, 1)
+    part = layout.local_part(x).clone()
+    ys, anchor = parts.A(part)
+    found = parts.A_adjoint(ys, anchor)
+    slope = parts.grad(part, ys, [L2() for _ in ys])
+    if layout.partition.active:
+        close("A_adjoint A", found, layout.local_part(blur.A_adjoint(blur.A(x))), TOLERANCE)
+        close("grad", slope, torch.zeros_like(slope), TOLERANCE)
+    else:
+        assert ys == [] and found.numel() == 0
+
+
+def test_images_on_some_workers(run: Run) -> None:
+    run(check_some_workers)
+
+
+class Halves:
+    """A strategy of a user, without windows: the upper and the lower half."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.signal_shape = torch.Size(shape)
+
+    def get_num_patches(self) -> int:
+        return 2
+
+    def get_local_patches(self, X: Tensor, local_indices: list[int]) -> list[tuple[int, Tensor]]:
+        middle = X.shape[2] // 2
+        halves = X[:, :, :middle], X[:, :, middle:]
+        return [(i, halves[i]) for i in local_indices]
+
+    def apply_batching(self, patches: list[Tensor]) -> list[Tensor]:
+        return patches
+
+    def reduce_patches(self, out_tensor: Tensor, local_pairs: list[tuple[int, Tensor]]) -> None:
+        assert not out_tensor.any()  # all of a worker's patches at once
+        middle = out_tensor.shape[2] // 2
+        for i, patch in local_pairs:
+            out_tensor[:, :, slice(middle, None) if i else slice(middle)] = patch
+
+
+def check_strategies(grid: tuple[int, ...]) -> None:
+    shape = (1, 1, 9, 10)
+    layout = spatial_layout(shape, grid)
+    x = values(shape, 1)
+    prior = PartitionedPrior(layout, Halves(shape))
+    found = prior.apply("prox", lambda patch: patch - patch.mean(), layout.local_part(x).clone())
+    expected = torch.cat([x[:, :, :4] - x[:, :, :4].mean(), x[:, :, 4:] - x[:, :, 4:].mean()], 2)
+    close("halves", found, layout.local_part(expected), TOLERANCE)
+
+
+def test_strategies_of_users(run: Run) -> None:
+    run(check_strategies, (2, 2))
+    run(check_strategies, (1, 1))
+
+
+def check_bytes_of_priors() -> None:
+    from tessel.imaging.distribution_strategies.strategies import create_strategy
+
+    layout = spatial_layout((1, 3, 32, 20), (4, 1))
+    x = layout.local_part(values(layout.shape, 1)).clone()
+    place = layout.partition.rank
+    sides = 1 if place in (0, 3) else 2
+    for settings in (
+        {"kind": "basic", "num_splits": (4, 1), "receptive_field_size": 3},
+        {"patch_size": None, "receptive_field_size": 3},
+    ):
+        kind = settings.pop("kind", "smart_tiling")
+        prior = PartitionedPrior(layout, create_strategy(kind, layout.shape, **settings))
+        prior.apply("prox", lambda patch: patch, x)
+        with count_traffic() as traffic:
+            found = prior.apply("prox", lambda patch: patch, x)
+        close("the identity", found, x, 0.0)
+        assert traffic.bytes_received == 8 * sides * 3 * 3 * 20, settings
+        assert prior.num_patches == 4 and len(prior.local_indices) == 1
+
+
+def test_bytes_of_priors_are_those_of_the_receptive_field(run: Run) -> None:
+    run(check_bytes_of_priors)
+
+
+def peak_of_gradient(grid: tuple[int, ...]) -> tuple[int, int]:
+    """The most bytes at once in the gradient of three blurs: on parts, and as deepinv has it."""
+    from deepinv.optim import L2
+    from deepinv.physics import Blur
+
+    layout = spatial_layout((1, 3, 256, 256), grid)
+    x = values(layout.shape, 1)
+    blurs = [Blur(filter_of(5, 5, seed=seed), padding="circular") for seed in range(3)]
+    fs = [L2() for _ in blurs]
+    parts = PartitionedPhysics(layout, 3, lambda i: blurs[i])
+    part = layout.local_part(x).clone()
+    ys, _ = parts.A(part)
+    with torch.no_grad():
+        parts.grad(part, ys, fs)
+        with count_memory() as own:
+            parts.grad(part, ys, fs)
+        wholes = [blur.A(x) for blur in blurs]
+        with count_memory() as whole:
+            sum(f.grad(x, y, blur) for f, y, blur in zip(fs, wholes, blurs, strict=True))
+    return own.peak, whole.peak
+
+
+def test_memory_falls_with_the_number_of_workers(run: Run) -> None:
+    peaks = run(peak_of_gradient, (4, 1))
+    for own, whole in peaks:
+        assert own <= 0.35 * whole, (own / whole, peaks)

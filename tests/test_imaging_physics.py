@@ -1,0 +1,478 @@
+"""Operators over workers give what deepinv gives in one process, and so do their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinv_first import deepinv
+from parity import close, values
+from tessel.imaging import (
+    DistributedContext,
+    DistributedDataFidelity,
+    DistributedLinearPhysics,
+    DistributedMeasurements,
+    DistributedPhysics,
+    DistributedSignal,
+    FactoryConfig,
+    make_distrib_bundle,
+)
+from tessel.imaging.uses import totalled
+from tessel.testing import count_traffic
+
+Blur, stack = deepinv.physics.Blur, deepinv.physics.stack
+LinearPhysics, GaussianNoise = deepinv.physics.LinearPhysics, deepinv.physics.GaussianNoise
+Downsampling = deepinv.physics.Downsampling
+L1, L2, PoissonLikelihood = deepinv.optim.L1, deepinv.optim.L2, deepinv.optim.PoissonLikelihood
+gaussian_blur = deepinv.physics.blur.gaussian_blur
+
+Run = Callable[..., list[Any]]
+NUMBERS = (1, 2, 4)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gaussian_blur
+SHAPE = (2, 3, 12, 10)
+TOLERANCE = 1e-10  # in float64: FFTs and sums in another order
+
+
+def blurs(count: int = 3) -> list[Any]:
+    """Operators of deepinv with measurements of different shapes, well conditioned together."""
+    sigmas = (0.6, 1.0, (0.8, 1.5))
+    found: list[Any] = [
+        Blur(filter=gaussian_blur(sigma=sigmas[k % 3]).double(), padding="circular")
+        for k in range(count)
+    ]
+    found[-1] = Downsampling(img_size=SHAPE[1:], factor=2, filter="gaussian").double()
+    return found
+
+
+def truth(batch: int = 2) -> Tensor:
+    return values((batch, *SHAPE[1:]), 0).abs()
+
+
+def spread(ctx: DistributedContext, operators: list[Any]) -> DistributedLinearPhysics:
+    return DistributedLinearPhysics(ctx, len(operators), lambda i, device, shared: operators[i])
+
+
+def measured(ctx: DistributedContext, ys: Any) -> DistributedMeasurements:
+    return DistributedMeasurements(ctx, len(ys), lambda i, device, shared: ys[i])
+
+
+def compare(count: int, batch: int, sharding: str) -> list[Tensor]:
+    """All operations of linear physics against those of the stacked operators of deepinv."""
+    with DistributedContext(sharding=sharding, debug=True) as ctx:
+        operators = blurs(count)
+        alone = stack(*operators)
+        x, noise = truth(batch), values((batch, *SHAPE[1:]), 1)
+        physics = spread(ctx, operators)
+        expected = alone.A(x)
+        ys = physics.A(x)
+        assert len(ys) == len(physics.local_indices)
+        for i, y in zip(physics.local_indices, ys, strict=True):
+            close(f"A {i}", y, expected[i], TOLERANCE)
+        back = physics.A_adjoint(ys)
+        close("A_adjoint", back, alone.A_adjoint(expected), TOLERANCE)
+        close("A_adjoint_A", physics.A_adjoint_A(x), alone.A_adjoint(alone.A(x)), TOLERANCE)
+        close("A_vjp", physics.A_vjp(x, ys), alone.A_vjp(x, expected), TOLERANCE)
+        both = physics.A_A_adjoint(ys)
+        for i, y in zip(physics.local_indices, both, strict=True):
+            close(f"A_A_adjoint {i}", y, alone.A(alone.A_adjoint(expected))[i], TOLERANCE)
+        shares = ((a * b).sum() for a, b in zip(physics.A(noise), ys, strict=True))
+        left = totalled(sum(shares, x.new_zeros(())), ctx)
+        close("dot-test", left, (noise * back).sum(), 1e-12)
+        return [back, left]
+
+
+def compare_all() -> list[Tensor]:
+    cases = product((1, 3), (1, 2), ("round_robin", "block"))
+    return [each for case in cases for each in compare(*case)]
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_linear_physics_is_that_of_one_process(run: Run, nprocs: int) -> None:
+    """Of one operator and of three, so that workers are idle."""
+    results = run(compare_all, nprocs=nprocs, timeout=100)
+    for other in results[1:]:  # bit by bit
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+FIDELITIES = {"L2": L2, "scaled L2": lambda: L2(sigma=0.3), "poisson": PoissonLikelihood, "L1": L1}
+
+
+def compare_fidelity(name: str, batch: int, reduction: str) -> list[Tensor]:
+    """Loss and gradient against deepinv's, and the gradient against autograd of the loss."""
+    with DistributedContext() as ctx:
+        operators, x = blurs(), truth(batch)
+        targets = [each.A(truth(batch)) + 0.1 for each in operators]
+        alone = FIDELITIES[name]()
+        fidelity = DistributedDataFidelity(
+            ctx,
+            spread(ctx, operators),
+            measured(ctx, targets),
+            data_fidelity_factory=lambda i, device, shared: FIDELITIES[name](),
+            reduction=reduction,
+        )
+        scale = 1 if reduction == "sum" else 1 / 3
+        pairs = list(zip(operators, targets, strict=True))
+        loss = scale * sum(alone(x, y, each).sum() for each, y in pairs)
+        slope = scale * sum(alone.grad(x, y, each) for each, y in pairs)
+        close("loss", fidelity(x), loss, TOLERANCE)
+        signal = DistributedSignal(ctx, x.shape, torch.float64, init=x)
+        grad = fidelity.grad(signal)
+        close("grad", grad, slope, TOLERANCE)
+        leaf, twin = (x.clone().requires_grad_() for _ in range(2))
+        (derived,) = torch.autograd.grad(fidelity(leaf), leaf)
+        theirs = scale * sum(alone(twin, y, each).sum() for each, y in pairs)
+        close("autograd of the loss", derived, torch.autograd.grad(theirs, twin)[0], TOLERANCE)
+        if name != "poisson":  # of which deepinv's gradient is not that of its value
+            close("autograd of the loss and grad", derived, grad, TOLERANCE)
+        return [grad, derived, fidelity(x)]
+
+
+def compare_fidelities() -> list[Tensor]:
+    cases = product(FIDELITIES, (1, 2), ("sum", "mean"))
+    return [each for case in cases for each in compare_fidelity(*case)]
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_data_fidelity_is_that_of_one_process(run: Run, nprocs: int) -> None:
+    results = run(compare_fidelities, nprocs=nprocs, timeout=100)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def matrices(count: int, rows: int, columns: int, rank: int) -> list[Tensor]:
+    """Matrices whose stack has this rank."""
+    basis = values((rank, columns), 9)
+    return [values((rows, rank), 10 + k) @ basis for k in range(count)]
+
+
+def physics_of(parts: list[Tensor]) -> list[Any]:
+    return [
+        LinearPhysics(A=lambda x, m=each, **_: x @ m.T, A_adjoint=lambda y, m=each, **_: y @ m)
+        for each in parts
+    ]
+
+
+def invert(rank: int) -> Tensor:
+    """The pseudo-inverse and the norm of the stack, against those of a dense matrix."""
+    with DistributedContext() as ctx:
+        parts = matrices(3, 5, 6, rank)
+        dense = torch.cat(parts)
+        physics = spread(ctx, physics_of(parts))
+        ys = [values((2, 5), 20 + k) for k in range(3)]
+        inverse = physics.A_dagger([ys[i] for i in physics.local_indices])
+        close("A_dagger", inverse, torch.cat(ys, 1) @ torch.linalg.pinv(dense).T, TOLERANCE)
+        alone = stack(*physics_of(parts))
+        stacked = deepinv.utils.TensorList(ys)
+        theirs = alone.A_dagger(stacked, solver="CG", max_iter=50, tol=1e-13)
+        close("A_dagger of deepinv", inverse, theirs, 1e-6)  # it adds 1e-8 to what it divides by
+        largest = torch.linalg.matrix_norm(dense, 2)
+        like = torch.zeros(1, 6, dtype=torch.float64)
+        norm = physics.norm(like, max_iter=3000, tol=1e-15)
+        close("norm", norm, largest, TOLERANCE)
+        found = alone.compute_norm(like, max_iter=3000, tol=1e-12, verbose=False, squared=False)
+        close("norm of deepinv", norm, found.to(norm), 1e-6)  # which starts from random numbers
+        close("its square", physics.compute_norm(like, 3000, 1e-15), largest**2, TOLERANCE)
+        return torch.cat([inverse.reshape(-1), norm.reshape(1)])
+
+
+@pytest.mark.parametrize("rank", [6, 4])
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_pseudo_inverse_and_norm(run: Run, nprocs: int, rank: int) -> None:
+    """Also of a stack that has a kernel, of which the pseudo-inverse takes nothing."""
+    results = run(invert, rank, nprocs=nprocs)
+    assert all(torch.equal(results[0], each) for each in results)
+
+
+class Matrix(torch.nn.Module):
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(matrix)
+
+    def A(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return y @ self.matrix
+
+
+def derive_inverse() -> None:
+    """Gradients of the measurements, and of the operators themselves."""
+    with DistributedContext() as ctx:
+        parts = [Matrix(each) for each in matrices(3, 5, 6, 6)]
+        physics = spread(ctx, parts)
+        ys = [values((2, 5), 20 + k).requires_grad_() for k in range(3)]
+        weights = values((2, 6), 3)
+        dense = torch.cat([each.matrix for each in parts])
+        whole = torch.cat(ys, 1) @ torch.linalg.pinv(dense).T
+        leaves = [*ys, *(each.matrix for each in parts)]
+        expected = torch.autograd.grad((weights * whole.sin()).sum(), leaves)
+        found = physics.A_dagger([ys[i] for i in physics.local_indices])
+        (weights * found.sin()).sum().backward()
+        for k, (leaf, slope) in enumerate(zip(leaves, expected, strict=True)):
+            assert (leaf.grad is not None) == (k % 3 in physics.local_indices)
+            if leaf.grad is not None:
+                close(f"gradient of {k}", leaf.grad, slope, TOLERANCE)
+
+
+def test_the_pseudo_inverse_can_be_derived(run: Run) -> None:
+    run(derive_inverse)
+
+
+class Learned(torch.nn.Module):
+    """Nonlinear physics with a parameter of its own and one that all share."""
+
+    def __init__(self, own: Tensor, common: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.own = torch.nn.Parameter(own)
+        self.common = common
+
+    def A(self, x: Tensor) -> Tensor:
+        return torch.sin(self.own * x) + self.common * x
+
+
+def learned(common: torch.nn.Parameter) -> list[Learned]:
+    return [Learned(values((4,), 30 + k), common) for k in range(3)]
+
+
+def derive(mode: str) -> None:
+    """Gradients of first and second order, of the image and of all parameters."""
+    with DistributedContext() as ctx:
+        common, twin = (torch.nn.Parameter(values((4,), 5)) for _ in range(2))
+        alone, operators = learned(common), learned(twin)
+        x = values((2, 4), 6)
+        ys = [values((2, 4), 40 + k) for k in range(3)]
+        if mode == "list":
+            config = FactoryConfig(physics=operators, measurements=ys)
+            bundle = make_distrib_bundle(
+                ctx, factory_config=config, signal_shape=(2, 4), dtype=x.dtype, reduction="sum"
+            )
+            physics, fidelity = bundle.physics, bundle.data_fidelity
+        else:
+            physics = DistributedPhysics(
+                ctx, 3, lambda i, device, shared: operators[i], shared={"common": twin}
+            )
+            fidelity = DistributedDataFidelity(ctx, physics, measured(ctx, ys))
+        here = range(3) if mode == "list" else physics.local_indices
+        theirs, ours = (x.clone().requires_grad_() for _ in range(2))
+        losses = [
+            0.5 * (each.A(theirs) - y).square().sum() for each, y in zip(alone, ys, strict=True)
+        ]
+        wanted = [theirs, common, *(alone[i].own for i in here)]
+        held = [ours, twin, *(operators[i].own for i in here)]
+        names = ["image", "common parameter", *(f"parameter of {i}" for i in here)]
+        first = torch.autograd.grad(sum(losses), wanted, create_graph=True)
+        loss = fidelity(ours)
+        got = torch.autograd.grad(loss, held, create_graph=True)
+        check(names, got, first)
+        slope = fidelity.grad(ours)
+        close("grad", slope, first[0], TOLERANCE)
+        weights = values((2, 4), 7)
+        second = torch.autograd.grad((weights * first[0]).sum(), wanted, retain_graph=True)
+        check(names, torch.autograd.grad((weights * slope).sum(), held), second)
+        check(names, torch.autograd.grad((weights * got[0]).sum(), held), second)
+        pairs = zip(alone, ys, strict=True)
+        vjps = [torch.autograd.grad((each.A(theirs) * y).sum(), theirs)[0] for each, y in pairs]
+        own = physics.A_vjp(ours, [ys[i] for i in physics.local_indices])
+        close("A_vjp", own, sum(vjps), TOLERANCE)
+
+
+def check(names: list[str], got: Any, expected: Any) -> None:
+    for name, a, b in zip(names, got, expected, strict=True):
+        close(f"gradient of the {name}", a, b, TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", ["list", "factory"])
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_gradients_are_those_of_one_process(run: Run, nprocs: int, mode: str) -> None:
+    run(derive, mode, nprocs=nprocs)
+
+
+def derive_a_chain() -> None:
+    """A loss of A_adjoint(A(x)), also on the worker that has no operator."""
+    with DistributedContext() as ctx:
+        operators, x = blurs(), truth()
+        alone, weights = stack(*operators), values(SHAPE, 8)
+        theirs, ours = (x.clone().requires_grad_() for _ in range(2))
+        expected = (weights * alone.A_adjoint(alone.A(theirs)).square()).sum()
+        physics = spread(ctx, operators)
+        got = (weights * physics.A_adjoint(2 * physics.A(ours) - physics.A(ours)).square()).sum()
+        (a,), (b,) = (torch.autograd.grad(f, v) for f, v in ((got, ours), (expected, theirs)))
+        close("gradient", a, b, TOLERANCE)
+        (c,) = torch.autograd.grad((weights * physics.A_adjoint_A(ours).square()).sum(), ours)
+        close("gradient of A_adjoint_A", c, b, TOLERANCE)
+
+
+def test_chains_can_be_derived_where_a_worker_is_idle(run: Run) -> None:
+    run(derive_a_chain)
+
+
+def one_needs() -> float:
+    """Only worker 1 asks for the gradient of the image."""
+    with DistributedContext() as ctx:
+        physics = spread(ctx, blurs())
+        x = truth().requires_grad_(ctx.rank == 1)
+        physics.A_adjoint_A(x).square().sum().backward()
+        return 0.0 if x.grad is None else x.grad.norm().item()
+
+
+def test_one_worker_needs_a_gradient(run: Run) -> None:
+    norms = run(one_needs)
+    assert norms[1] > 0 and norms[0] == norms[2] == norms[3] == 0
+
+
+def count(method: str) -> tuple[int, int]:
+    with DistributedContext() as ctx:
+        physics, x = spread(ctx, blurs()), truth()
+        ys = physics.A(x)
+        with count_traffic() as traffic:
+            physics.A(x) if method == "A" else physics.A_adjoint(ys)
+        return traffic.bytes_received, x.nbytes
+
+
+def test_what_is_sent(run: Run) -> None:
+    """A shared image is used where it is, and what comes back is summed once."""
+    assert [received for received, _ in run(count, "A")] == [0] * 4
+    for received, whole in run(count, "A_adjoint"):
+        assert received <= 2 * 3 / 4 * whole + 4 * 64
+
+
+def noisy(count: int) -> list[tuple[int, Tensor]]:
+    with DistributedContext(seed=3) as ctx:
+        operators = [
+            Blur(filter=gaussian_blur(sigma=1.0), padding="circular") for _ in range(count)
+        ]
+        for each in operators:
+            each.noise_model = GaussianNoise(sigma=0.1)
+        physics, x = spread(ctx, operators), torch.zeros(1, 1, 8, 8)
+        first, second = physics(x), physics(x)
+        made = DistributedMeasurements(ctx, count, lambda i, device, shared: torch.randn(2))
+        pairs = zip(physics.local_indices, first, second, made.local, strict=True)
+        return [(i, torch.cat([a.reshape(-1), b.reshape(-1), c])) for i, a, b, c in pairs]
+
+
+def test_noise_depends_on_the_seed_and_the_item(run: Run) -> None:
+    found = [dict(chain(*run(noisy, 3, nprocs=nprocs))) for nprocs in NUMBERS]
+    for other in found[1:]:
+        assert all(torch.equal(found[0][i], other[i]) for i in range(3))
+    assert not torch.equal(found[0][0], found[0][1])
+    assert not torch.equal(found[0][0][:64], found[0][0][64:128])
+
+
+def own_operator() -> None:
+    """An operator that is no object of deepinv and has A alone."""
+
+    class Square:
+        def A(self, x: Tensor) -> Tensor:
+            return x.square()
+
+    with DistributedContext() as ctx:
+        physics = DistributedPhysics(ctx, 3, lambda i, device, shared: Square())
+        x = values((2, 3), 1)
+        fidelity = DistributedDataFidelity(
+            ctx, physics, measured(ctx, [torch.zeros(2, 3).double()] * 3)
+        )
+        close("grad", fidelity.grad(x), 3 * 2 * x**3, 1e-12)
+        plain = DistributedDataFidelity(
+            ctx,
+            physics,
+            measured(ctx, [torch.zeros(2, 3).double()] * 3),
+            data_fidelity_factory=lambda *_: lambda x, y, physics: (physics.A(x) - y).sum(),
+        )
+        close("grad of a function", plain.grad(x), 3 * 2 * x, 1e-12)
+
+
+def test_operators_need_the_methods_they_have(run: Run) -> None:
+    run(own_operator)
+
+
+def wrong(what: str) -> str:
+    with DistributedContext() as ctx:
+        physics, x = spread(ctx, blurs()), truth()
+        one = ctx.rank == 1
+        calls: dict[str, Callable[[], Any]] = {
+            "shape": lambda: physics.A(x[:1] if one else x),
+            "dtype": lambda: physics.A(x.float() if one else x),
+            "method": lambda: physics.A(x) if one else physics.A_adjoint_A(x),
+            "no tensor": lambda: physics.A(None if one else x),  # type: ignore[arg-type]
+            "number": lambda: DistributedPhysics(ctx, 2 + one, lambda *_: blurs()[0]),
+            "count": lambda: physics.A_adjoint([*physics.A(x), *[x] * one]),
+        }
+        try:
+            calls[what]()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+WRONG = {
+    "shape": "the shape differs between workers: (2, 3, 12, 10) on worker 0, (1, 3, 12, 10)",
+    "dtype": "the dtype differs between workers",
+    "method": "must make the same calls",
+    "no tensor": "worker 1 passed no tensor",
+    "number": "num_ops=3",
+    "count": "worker 1 has the operators [1] and needs as many tensors, 1, got 2",
+}
+
+
+@pytest.mark.parametrize("what", list(WRONG))
+def test_all_workers_raise_together(run: Run, what: str) -> None:
+    texts = run(wrong, what)
+    assert len(set(texts)) == 1 and WRONG[what] in texts[0], texts
+
+
+def test_bad_numbers() -> None:
+    with DistributedContext() as ctx:
+        physics = spread(ctx, blurs())
+        with pytest.raises(ValueError, match="3 physics operators and 2 measurements"):
+            DistributedDataFidelity(ctx, physics, measured(ctx, [truth()] * 2))
+        with pytest.raises(ValueError, match="3 physics operators and 2 measurements"):
+            FactoryConfig(physics=blurs(), measurements=[truth()] * 2)
+        with pytest.raises(ValueError, match="one of sum, mean, got 'median'"):
+            DistributedDataFidelity(ctx, physics, measured(ctx, [truth()] * 3), reduction="median")
+        with pytest.raises(ValueError, match="num_ops=None"):
+            DistributedPhysics(ctx, factory=lambda *_: None)
+        with pytest.raises(ValueError, match="num_items=None"):
+            DistributedMeasurements(ctx, factory=lambda *_: truth())
+        with pytest.raises(ValueError, match="num_operators=None"):
+            FactoryConfig(physics=lambda *_: None, measurements=lambda *_: None)
+        with pytest.raises(ValueError, match="num_ops must be 1 or more, got 0"):
+            DistributedPhysics(ctx, 0, lambda *_: None)
+        with pytest.raises(ValueError, match="must give an object with a method A, got None"):
+            DistributedPhysics(ctx, 1, lambda *_: None)
+        with pytest.raises(ValueError, match="passed no tensor"):
+            physics.A(None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="needs as many tensors, 3, got 2"):
+            physics.A_adjoint([truth()] * 2)
+        with pytest.raises(ValueError, match="there are 4 operators, and physics has 3"):
+            FactoryConfig(physics=blurs(), measurements=[truth()] * 3, num_operators=4)
+
+
+def test_operators_that_give_back_another_image() -> None:
+    class Single:
+        def A(self, x: Tensor) -> Tensor:
+            return x.float()
+
+        def A_adjoint(self, y: Tensor) -> Tensor:
+            return y[:1]
+
+    with DistributedContext() as ctx:
+        physics = DistributedLinearPhysics(ctx, 1, lambda *_: Single())
+        fidelity = DistributedDataFidelity(ctx, physics, measured(ctx, [truth().float()]))
+        for call in (physics.A_adjoint_A, fidelity.grad):
+            with pytest.raises(
+                ValueError, match=r"gave back one of shape \(1, 3, 12, 10\) and torch"
+            ):
+                call(truth())
+        assert fidelity(truth()).dtype == torch.float64
+
+
+def test_a_solution_that_is_not_reached_is_said() -> None:
+    with DistributedContext() as ctx:
+        physics = spread(ctx, blurs())
+        with pytest.warns(UserWarning, match="in 2 steps, not to tol"):
+            physics.A_dagger(physics.A(truth()), max_iter=2)

@@ -1,0 +1,251 @@
+"""A prior in patches over workers: values, gradients of the image and of all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepinv_first import deepinv
+from parity import close, values
+from tessel.imaging import (
+    DistributedContext,
+    DistributedPrior,
+    DistributedSignal,
+    FactoryConfig,
+    TilingConfig,
+    make_distrib_bundle,
+)
+
+Run = Callable[..., list[Any]]
+NUMBERS = (1, 2, 4)
+SHAPE = (2, 2, 20, 14)
+TILES = {"patch_size": 8, "receptive_field_size": 3}
+TOLERANCE = 1e-10  # in float64; convolutions of other sizes sum in another order
+
+
+class Denoiser(nn.Module):
+    """A small convolutional network of reach 3, which takes the level of noise."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        first, second, last = (nn.Conv2d(*n, 3, padding=1) for n in ((2, 4), (4, 4), (4, 2)))
+        self.layers = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last).double()
+
+    def forward(self, x: Tensor, sigma: Any) -> Tensor:
+        return x - sigma * self.layers(x)
+
+
+def compare(batch: int, overlap: bool) -> list[Tensor]:
+    """prox and grad of deepinv's priors with a denoiser, in patches and whole."""
+    with DistributedContext(debug=True) as ctx:
+        x = values((batch, *SHAPE[1:]), 0)
+        pnp = deepinv.optim.PnP(denoiser=Denoiser())
+        red = deepinv.optim.RED(denoiser=Denoiser())
+        settings = {**TILES, "overlap": overlap, "receptive_field_size": 30 if overlap else 3}
+        signal = DistributedSignal(ctx, x.shape, torch.float64, init=x)
+        prior = DistributedPrior(
+            ctx=ctx,
+            prior=pnp,
+            strategy="smart_tiling",
+            signal_shape=x.shape,
+            strategy_kwargs=settings,
+        )
+        assert prior.num_patches == 3 * 2
+        with torch.no_grad():
+            got = prior.prox(signal, sigma_denoiser=0.1)
+            close("prox", got, pnp.prox(x, sigma_denoiser=0.1), TOLERANCE)
+            slopes = DistributedPrior(ctx, red, "smart_tiling", x.shape, settings)
+            slope = slopes.grad(x, 0.1)
+            close("grad", slope, red.grad(x, 0.1), TOLERANCE)
+            whole = DistributedPrior(ctx, pnp, "smart_tiling", x.shape, {"patch_size": None})
+            assert whole.num_patches == 1
+            close("one patch", whole.prox(x, 0.1), pnp.prox(x, 0.1), TOLERANCE)
+        return [got, slope]
+
+
+def compare_all() -> list[Tensor]:
+    cases = [(1, False), (2, False), (1, True), (2, True)]
+    return [each for case in cases for each in compare(*case)]
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_a_prior_is_that_of_one_process(run: Run, nprocs: int) -> None:
+    results = run(compare_all, nprocs=nprocs, timeout=100)
+    for other in results[1:]:  # bit by bit
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def classical() -> None:
+    """Denoisers of deepinv without weights; those whose reach is no limit only come close."""
+    with DistributedContext() as ctx:
+        x = values((1, 3, 32, 32), 0).float()
+        median = deepinv.models.MedianFilter(kernel_size=5)
+        spread = DistributedPrior(ctx, median, "smart_tiling", x.shape, TILES)
+        # at the border it reflects, which windows that end there do alike
+        assert torch.equal(spread.prox(x), median(x))
+        settings = {"patch_size": 16, "receptive_field_size": 16, "stride": 8}
+        torch.manual_seed(0)
+        drunet = deepinv.models.DRUNet(nc=(4, 8, 8, 8), nb=1, pretrained=None)
+        with torch.no_grad():
+            expected = drunet(x, 0.1)
+            got = DistributedPrior(ctx, drunet, "smart_tiling", x.shape, settings).prox(x, 0.1)
+        assert (got - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_denoisers_of_deepinv(run: Run, nprocs: int) -> None:
+    run(classical, nprocs=nprocs)
+
+
+def denoised(net: nn.Module, how: str) -> Any:
+    """A network inside of all kinds of objects."""
+    if how == "module":
+        return deepinv.optim.PnP(denoiser=net)
+    if how == "closure":
+        return lambda x, sigma: net(x, sigma)
+    if how == "partial":
+        return partial(net.forward)
+    return type("Plain", (), {"net": net, "prox": lambda self, x, sigma: self.net(x, sigma)})()
+
+
+def derive(how: str, overlap: bool, size: int) -> None:
+    """Gradients of image, parameters and level of noise, of two orders, where workers are idle."""
+    with DistributedContext() as ctx:
+        x = values(SHAPE, 0)
+        weights = values(SHAPE, 1)
+        theirs, ours = Denoiser(), Denoiser()
+        settings = {"patch_size": size, "receptive_field_size": 30, "overlap": overlap}
+        prior = DistributedPrior(ctx, denoised(ours, how), "smart_tiling", SHAPE, settings)
+        level, twin = (torch.tensor(0.3, dtype=torch.float64).requires_grad_() for _ in range(2))
+        a, b = (x.clone().requires_grad_() for _ in range(2))
+        expected, got = theirs(a, level), prior.prox(b, twin)
+        close("prox", got, expected, TOLERANCE)
+        wanted, held = [a, level, *theirs.parameters()], [b, twin, *ours.parameters()]
+        for order in (1, 2):
+            losses = [(weights * (y + y.square())).sum() for y in (expected, got)]
+            first = torch.autograd.grad(losses[0], wanted, create_graph=order == 1)
+            second = torch.autograd.grad(losses[1], held, create_graph=order == 1)
+            for k, (p, q) in enumerate(zip(second, first, strict=True)):
+                close(f"gradient of order {order} of {k}", p, q, TOLERANCE)
+            expected, got = first[0], second[0]
+
+
+def derive_all() -> None:
+    for how in ("module", "closure", "partial", "plain"):
+        derive(how, False, 8)
+    derive("module", True, 8)
+    derive("module", False, 16)  # two patches
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_gradients_are_those_of_one_process(run: Run, nprocs: int) -> None:
+    run(derive_all, nprocs=nprocs, timeout=100)
+
+
+def train(workers: bool) -> list[Tensor]:
+    """Three steps of an unrolled plug-and-play method with a learned step length."""
+    kernels = [deepinv.physics.blur.gaussian_blur(sigma=s).double() for s in (0.6, 1.0, 1.4)]
+    operators = [deepinv.physics.Blur(filter=each, padding="circular") for each in kernels]
+    clean = values(SHAPE, 0)
+    ys = [each.A(clean) + 0.01 * values(SHAPE, 1 + k) for k, each in enumerate(operators)]
+    net, step = Denoiser(3), nn.Parameter(torch.tensor(0.8, dtype=torch.float64))
+    pnp, fidelity = deepinv.optim.PnP(denoiser=net), deepinv.optim.L2()
+    optimizer = torch.optim.Adam([*net.parameters(), step], lr=0.01)
+
+    def fit(grad: Callable[[Tensor], Tensor], prox: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        losses = []
+        for _ in range(3):
+            x = torch.zeros_like(clean)
+            for _ in range(2):
+                x = prox(x - step * grad(x))
+            loss = (x - clean).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return [*losses, step.detach(), *(each.detach() for each in net.parameters())]
+
+    if not workers:
+        pairs = list(zip(operators, ys, strict=True))
+        return fit(
+            lambda x: sum(fidelity.grad(x, y, each) for each, y in pairs) / 3,
+            lambda x: pnp.prox(x, sigma_denoiser=0.2),
+        )
+    with DistributedContext() as ctx:
+        bundle = make_distrib_bundle(
+            ctx,
+            factory_config=FactoryConfig(operators, ys, fidelity),
+            signal_shape=SHAPE,
+            dtype=torch.float64,
+            prior=pnp,
+            tiling=TilingConfig(patch_size=8, receptive_field_size=3),
+        )
+        assert bundle.prior is not None
+        prox = bundle.prior.prox
+        return fit(bundle.data_fidelity.grad, lambda x: prox(x, sigma_denoiser=0.2))
+
+
+def compare_training() -> list[Tensor]:
+    got, expected = train(True), train(False)
+    for k, (a, b) in enumerate(zip(got, expected, strict=True)):
+        close(f"value {k} after training", a, b, 1e-8)  # Adam divides small gradients by their size
+    return got
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_an_unrolled_method_is_trained(run: Run, nprocs: int) -> None:
+    results = run(compare_training, nprocs=nprocs, timeout=100)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+SECRET: list[Tensor] = []
+
+
+def test_a_hidden_parameter_is_noticed() -> None:
+    """Of which each worker would get a part of the gradient."""
+    SECRET[:] = [torch.ones((), requires_grad=True)]
+    with DistributedContext() as ctx:
+        prior = DistributedPrior(
+            ctx, lambda x: x * __import__(__name__).SECRET[0], "basic", (1, 1, 4, 4)
+        )
+        with pytest.raises(ValueError, match="no parameter of it that could be found"):
+            prior.prox(torch.zeros(1, 1, 4, 4))
+        with torch.no_grad():
+            prior.prox(torch.zeros(1, 1, 4, 4))
+
+
+def frozen() -> bool:
+    """Worker 1 does not train, which the others must hear of."""
+    with DistributedContext() as ctx:
+        net = Denoiser().requires_grad_(ctx.rank != 1)
+        prior = DistributedPrior(ctx, net, "smart_tiling", SHAPE, TILES)
+        with pytest.raises(ValueError, match="must make the same calls"):
+            prior.prox(values(SHAPE, 0), 0.1)
+        return True
+
+
+def test_workers_agree_on_what_is_trained(run: Run) -> None:
+    assert run(frozen, nprocs=2) == [True, True]
+
+
+def test_parameters_are_put_back() -> None:
+    with DistributedContext() as ctx:
+        net = Denoiser()
+        before = list(net.parameters())
+
+        def broken(x: Tensor) -> Tensor:
+            net(x, 0.1)
+            raise KeyError("broken")
+
+        prior = DistributedPrior(ctx, broken, "basic", SHAPE)
+        with pytest.raises(KeyError, match="broken"):
+            prior.prox(values(SHAPE, 0))
+        assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
