@@ -4,9 +4,9 @@ Local workers share a tensor and move it in every way that Tessel knows. For eac
 table says how exact it is, what it sends and how long it takes; the picture shows how the tensor
 lies on the workers before and after. Then a picture that is too large for one worker's budget goes
 through a U-Net that was written for one process. A tensor in pencils is Fourier transformed, by a
-plan that is printed, and a Fourier neural operator is trained for a step. Last, a classifier makes
-a step with its classes split over the workers. The exit code is 1 when an error is larger than it
-should be.
+plan that is printed, and a Fourier neural operator is trained for a step. A classifier makes a step
+with its classes split over the workers. Last, a blurred and noisy picture is reconstructed. The
+exit code is 1 when an error is larger than it should be.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -24,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from tessel import viz
-from tessel.cli.acts import ACTS, classes, fourier, picture
+from tessel.cli.acts import ACTS, classes, deblur, fourier, picture
 from tessel.cli.acts.act import Act, Row, Share, Sketch
 from tessel.cli.acts.picture import Report
 from tessel.launch import launch
@@ -32,7 +33,7 @@ from tessel.partition import world
 
 SUMMARY = "show that several workers compute what one process computes"
 
-Later = fourier.Report | classes.Report  # of the acts after the picture's
+Later = fourier.Report | classes.Report | deblur.Report  # of the acts after the picture's
 
 _TIME_LIMIT = 300.0
 _POLL_SECONDS = 0.05
@@ -75,7 +76,7 @@ def execute(args: argparse.Namespace) -> int:
         (act, [Row.of(name, column) for name, column in zip(act.rows, columns, strict=True)])
         for act, columns in zip(ACTS, shares, strict=True)
     ]
-    drawn = _try_to_draw(sketches, report, args.output)
+    drawn = _try_to_draw(sketches, report, later, args.output)
     console.print(_table(results, args.workers, args.size))
     console.print(_LEGEND, style="dim")
     console.print()
@@ -90,7 +91,14 @@ def execute(args: argparse.Namespace) -> int:
 
 def _perform(
     console: Console, workers: int, size: int
-) -> tuple[list[list[tuple[Share, ...]]], list[Sketch], Report, fourier.Report, classes.Report]:
+) -> tuple[
+    list[list[tuple[Share, ...]]],
+    list[Sketch],
+    Report,
+    fourier.Report,
+    classes.Report,
+    deblur.Report,
+]:
     """Run the acts; for each act and row the shares of all workers, what to draw, and reports."""
     with tempfile.TemporaryDirectory() as folder:
         done = Path(folder) / "done"
@@ -101,9 +109,10 @@ def _perform(
     by_act = [
         list(zip(*(shares[a] for shares in by_worker), strict=True)) for a in range(len(ACTS))
     ]
-    _, sketches, report, transform, classified = results[0]
-    assert report is not None and transform is not None and classified is not None
-    return by_act, sketches, report, transform, classified
+    _, sketches, report, transform, classified, reconstructed = results[0]
+    assert report is not None and transform is not None
+    assert classified is not None and reconstructed is not None
+    return by_act, sketches, report, transform, classified, reconstructed
 
 
 def _work(
@@ -114,6 +123,7 @@ def _work(
     Report | None,
     fourier.Report | None,
     classes.Report | None,
+    deblur.Report | None,
 ]:
     """What a worker does: every act; the first worker notes each row that is done."""
     first = world().rank == 0
@@ -131,7 +141,11 @@ def _work(
     transform = fourier.perform(size)
     if first:
         _note(done, fourier.TITLE)
-    return shares, sketches, report, transform, classes.perform(size)
+    classified = classes.perform(size)
+    if first:
+        _note(done, classes.TITLE)
+    tell = partial(_note, done) if first else None
+    return shares, sketches, report, transform, classified, deblur.perform(size, tell)
 
 
 def _note(done: str, name: str) -> None:
@@ -143,7 +157,8 @@ def _note(done: str, name: str) -> None:
 def _progress(console: Console, workers: int, done: Path) -> Iterator[None]:
     """Show a bar that follows the file in which the first worker notes what is done."""
     rows = (name for act in ACTS for name in act.rows)
-    names = [*rows, picture.TITLE, fourier.TITLE, classes.TITLE]
+    iterations = [deblur.TITLE] * deblur.ITERATIONS
+    names = [*rows, picture.TITLE, fourier.TITLE, classes.TITLE, *iterations]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(f"starting {workers} workers", total=len(names))
@@ -153,9 +168,11 @@ def _progress(console: Console, workers: int, done: Path) -> Iterator[None]:
 
     def follow() -> None:
         while not ended.wait(_POLL_SECONDS):
-            count = len(done.read_text().splitlines())
-            if 0 < count < len(names):
-                bar.update(task, completed=count, description=names[count])
+            lines = done.read_text().splitlines()
+            if 0 < len(lines) < len(names):
+                is_told = lines[-1].startswith(deblur.TITLE)
+                text = lines[-1] if is_told else names[len(lines)]
+                bar.update(task, completed=len(lines), description=text)
 
     thread = threading.Thread(target=follow, daemon=True)
     with bar:
@@ -194,6 +211,8 @@ def _table(results: Sequence[tuple[Act, Sequence[Row]]], workers: int, size: int
 def _print_later(console: Console, report: Later) -> None:
     if isinstance(report, fourier.Report):
         shown = zip(fourier.tables(report), fourier.legends(report), strict=True)
+    elif isinstance(report, deblur.Report):
+        shown = zip(deblur.tables(report), deblur.legends(report), strict=True)
     else:
         shown = zip(classes.tables(report), classes.legends(report), strict=True)
     for table, legend in shown:
@@ -230,11 +249,16 @@ def _print_verdict(
     return False
 
 
-def _try_to_draw(sketches: Sequence[Sketch], report: Report, folder: Path) -> str:
+def _try_to_draw(
+    sketches: Sequence[Sketch], report: Report, later: Sequence[Later], folder: Path
+) -> str:
     """Save the pictures and say where they are and what to look at, or why there are none."""
     try:
         draw(sketches, folder / "demo.png")
         picture.draw(report, folder / "unet.png")
+        for each in later:
+            if isinstance(each, deblur.Report):
+                deblur.draw(each, folder / "deblur.png")
     except ImportError as error:
         return f"no picture: {error}"
     return (
@@ -242,7 +266,9 @@ def _try_to_draw(sketches: Sequence[Sketch], report: Report, folder: Path) -> st
         "  Every worker has a colour. On the right, look at the colours inside of each frame:\n"
         "  they tell from whom the worker got its values; the arrows are what was sent.\n"
         f"          {folder / 'unet.png'}\n"
-        "  The picture, who has which part of it, and what the U-Net makes of it: no seams."
+        "  The picture, who has which part of it, and what the U-Net makes of it: no seams.\n"
+        f"          {folder / 'deblur.png'}\n"
+        "  What was measured, what the workers make of it, and the truth."
     )
 
 
