@@ -912,11 +912,13 @@ def on_signal(name: str, partition: tuple[int, int] | None) -> Tensor:
             prior = deepinv.optim.prior.L1Prior()
             method = deepinv_method(name, bundle.data_fidelity, prior)
         found = solvers.solve(method, bundle.signal, max_iterations=60 if name == "CGLS" else 6)
-        assert bundle.signal.data is found.x
+        if bundle.signal.layout.partition.active:
+            assert bundle.signal.data is found.x
         return bundle.signal.whole()
 
 
-SIGNALS = [(1, None), (2, None), (4, None), (4, (2, 2)), (2, (2, 1))]
+# on three workers, one has no part of the image
+SIGNALS = [(1, None), (2, None), (4, None), (4, (2, 2)), (2, (2, 1)), (3, (2, 1))]
 
 
 @pytest.mark.parametrize(("nprocs", "partition"), SIGNALS)
