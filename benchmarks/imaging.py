@@ -35,9 +35,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+import resident
 import torch
 import torch.distributed as dist
 from allocator import GIVE_BACK, KEEP, start_again_with
@@ -337,19 +337,12 @@ def peak_of(case: Case, name: str) -> int:
     torch.set_num_threads(1)
     tiny = replace(TINY, patch=min(TINY.patch, case.patch))
     MAKERS[name](tiny).iterate()
-    before = status("VmRSS")
+    before = resident.resident()
     peer = MAKERS[name](case)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    resident.forget_peak()
     for _ in range(2):
         peer.iterate()
-    return status("VmHWM") - before
-
-
-def status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
+    return resident.peak() - before
 
 
 def peak(case: Case, name: str, workers: int) -> int:

@@ -33,8 +33,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
+import resident
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -261,19 +261,12 @@ MAKERS = {"tessel": by_tessel, "dtensor": by_dtensor, "alone": by_torch}
 def peak_of(case: Case, name: str) -> int:
     """The peak of this process's resident memory in two steps, beyond that before the layers."""
     MAKERS[name](TINY[case.name]).step()
-    before = status("VmRSS")
+    before = resident.resident()
     made = MAKERS[name](case)  # the whole weights, from which shards are taken, are gone then
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    resident.forget_peak()
     for _ in range(2):
         made.step()
-    return status("VmHWM") - before
-
-
-def status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
+    return resident.peak() - before
 
 
 def peak(case: Case, name: str, workers: int) -> int:

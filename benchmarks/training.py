@@ -31,6 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import resident
 import torch
 from allocator import GIVE_BACK, KEEP
 from rich.console import Console
@@ -64,8 +65,8 @@ def train(
     """
     if tiny is not None:
         train(name, args, tiny, 1)
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = resident()
+        resident.forget_peak()
+    before = resident.resident()
     P = tessel.world().create_cartesian_topology_partition(grid(tessel.world().size, shape))
     torch.manual_seed(0)
     model = getattr(models, name)(*args)
@@ -84,23 +85,8 @@ def train(
     return {
         "seconds": statistics.median(seconds[1:]),
         "bytes": traffic.bytes_sent,
-        "memory": peak() - before,
+        "memory": resident.peak() - before,
     }
-
-
-def resident() -> int:
-    return _status("VmRSS")
-
-
-def peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
 
 
 def speed(name: str, args: tuple[int, ...], shape: Shape, rounds: int) -> tuple[float, ...]:
