@@ -24,6 +24,7 @@ from tessel.imaging.parts import (
     operator_grid,
     partition_physics,
 )
+from tessel.imaging.parts.fidelity import PartFidelity
 from tessel.testing import check_adjoint, check_gradient, count_memory, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -396,6 +397,66 @@ def check_blind() -> None:
 
 def test_filters_get_gradients(run: Run) -> None:
     run(check_blind)
+
+
+class Vignette:
+    """A mask that operators may have in common."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def A(self, x: Tensor) -> Tensor:
+        return self.mask * x
+
+    A_adjoint = A
+
+
+def common_mask(copies: int) -> str:
+    """Two operators with one mask that is learned, on as many copies of the image."""
+    shape = (1, 1, 2, 4)
+    with tessel.imaging.DistributedContext() as ctx:
+        grid = (copies, 1, ctx.world_size // copies)
+        P = ctx.partition.create_cartesian_topology_partition(grid)
+        mask = torch.linspace(1, 2, 4).requires_grad_()
+        bundle = tessel.imaging.make_distrib_bundle(
+            ctx,
+            factory_config=tessel.imaging.FactoryConfig(
+                physics=[Vignette(mask)] * 2, measurements=[torch.zeros(shape)] * 2
+            ),
+            signal_shape=shape,
+            partition=operator_grid(P, shape),
+        )
+        part = bundle.signal.layout.local_part(torch.ones(shape))
+        with torch.no_grad():
+            bundle.physics.A(part)
+        text = raised(lambda: bundle.data_fidelity.grad(part))
+        if copies == 1:
+            (slope,) = torch.autograd.grad(bundle.data_fidelity(part), mask)
+            close("the gradient of the mask", slope, 2 * mask)  # two rows, the mean of two
+        return text
+
+
+def test_operators_with_a_parameter_in_common(run: Run) -> None:
+    assert run(common_mask, 1, nprocs=2) == ["nothing was raised"] * 2
+    for text in run(common_mask, 2, nprocs=2):
+        assert "used by copy 0 of the image and copy 1 of the image" in text
+        assert "use a signal without partition" in text
+
+
+class RowNorms:
+    """A distance that adds up over rows, and not within one."""
+
+    def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        return torch.linalg.vector_norm(physics.A(x) - y, dim=-1).sum()
+
+
+def test_which_fidelities_add_up() -> None:
+    from deepinv.optim import L1, L2
+
+    assert PartFidelity(L1()).is_separable and PartFidelity(L2()).is_separable
+    assert not PartFidelity(Norm()).is_separable
+    rows = PartFidelity(RowNorms())
+    assert not rows.is_separable and not rows.problem
 
 
 def raised(call: Callable[[], Any]) -> str:

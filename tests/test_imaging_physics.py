@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import tessel
 from deepinv_first import deepinv
 from parity import close, values
 from tessel.imaging import (
@@ -290,6 +292,69 @@ def check(names: list[str], got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("nprocs", NUMBERS)
 def test_gradients_are_those_of_one_process(run: Run, nprocs: int, mode: str) -> None:
     run(derive, mode, nprocs=nprocs)
+
+
+def closed_over() -> tuple[list[str], list[float]]:
+    """What calls say of a parameter that only the factory has; gradients where all know of it."""
+    scale, factor = (torch.tensor(each, requires_grad=True) for each in (2.0, 3.0))
+
+    def make(i: int, *_: Any) -> Any:
+        times = lambda x: (i + 1) * scale * x  # noqa: E731
+        return SimpleNamespace(A=times, A_adjoint=times)
+
+    with DistributedContext() as ctx:
+        x, ys = torch.ones(3), measured(ctx, [torch.ones(3)] * 3)
+        physics = DistributedLinearPhysics(ctx, 3, make)
+        known = DistributedLinearPhysics(ctx, 3, make, shared={"scale": scale})
+        calls: list[Callable[[], Any]] = [
+            lambda: physics.A(x),
+            lambda: physics(x),
+            lambda: physics.A_adjoint(ys.local),
+            lambda: physics.A_adjoint_A(x),
+            lambda: DistributedDataFidelity(ctx, physics, ys)(x),
+            lambda: DistributedDataFidelity(ctx, physics, ys).grad(x),
+            lambda: known.A(x) * factor,
+            lambda: known.A(x) - factor.exp(),
+        ]
+        texts = []
+        for call in calls:
+            with pytest.raises(ValueError) as error:
+                call()
+            texts.append(str(error.value))
+        with torch.no_grad():
+            physics.A(x), known.A(x) * factor
+        loss = DistributedDataFidelity(ctx, known, ys)(x)
+        back = known.A_adjoint(known.A(x) * tessel.distributed.copy(factor)).sum()
+        slopes = torch.autograd.grad(loss, scale), torch.autograd.grad(back, factor)
+        return texts, [slope.item() for (slope,) in slopes]
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_parts_of_a_gradient_are_refused(run: Run, nprocs: int) -> None:
+    for texts, slopes in run(closed_over, nprocs=nprocs):
+        assert all("used by worker 0 and worker 1" in text for text in texts[:6])
+        assert all("pass it in shared=" in text for text in texts[:6])
+        assert all("tessel.distributed.copy(tensor)" in text for text in texts[6:])
+        assert slopes == [66.0, 168.0]  # Σ_i 3 (2 (i + 1) - 1) (i + 1), and Σ_i 3 (2 (i + 1))²
+
+
+def kept_apart() -> bool:
+    """Operators that a factory keeps are their worker's own, whatever they look like."""
+    with DistributedContext() as ctx:
+        made: list[Learned] = []
+        common = torch.nn.Parameter(values((4,), 5), requires_grad=False)
+
+        def make(i: int, *_: Any) -> Learned:
+            made.append(Learned(values((4,), 30 + i), common))
+            return made[-1]
+
+        physics = DistributedPhysics(ctx, 3, make)
+        sum(y.sum() for y in physics.A(values((2, 4), 6))).backward()
+        return all(each.own.grad is not None for each in made)
+
+
+def test_parameters_that_a_factory_makes_are_its_own(run: Run) -> None:
+    assert run(kept_apart, nprocs=2) == [True, True]
 
 
 def derive_a_chain() -> None:

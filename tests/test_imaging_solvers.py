@@ -23,6 +23,7 @@ from torch import Tensor
 import tessel
 from tessel import Layout
 from tessel.imaging import DistributedContext, FactoryConfig, make_distrib_bundle, solvers
+from tessel.imaging.parts import operator_grid
 from tessel.imaging.parts.operators import Differences
 from tessel.testing import count_traffic
 
@@ -708,6 +709,58 @@ def once(name: str, r: Reference, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["PGD", "CG", "CGLS"])
 def test_gradients(run: Run, name: str, nprocs: int, grid: tuple[int, int] | None) -> None:
     assert max(run(unrolled, name, grid, nprocs=nprocs)) < 1e-10
+
+
+class Dense(torch.nn.Module):
+    """A matrix on the pixels of an image."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        self.matrix = torch.nn.Parameter(numbers)
+
+    def A(self, x: Tensor) -> Tensor:
+        return x.reshape(1, 4) @ self.matrix.T
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return (y @ self.matrix).reshape(1, 1, 2, 2)
+
+
+def learned_least_squares(grid: str) -> list[float]:
+    """The gradients of three operators and of the measurements, through CGLS over them."""
+    with DistributedContext() as ctx:
+        operators = [Dense(seed) for seed in range(3)]
+        numbers = [torch.linspace(k, 2, 5, dtype=torch.float64)[None] for k in range(3)]
+        ys = [each.clone().requires_grad_() for each in numbers]
+        shape = (1, 1, 2, 2)
+        partition: Any = None
+        if grid == "parts":
+            partition = (ctx.world_size, 1)
+        elif grid == "operators":
+            P = ctx.partition.create_cartesian_topology_partition((2, ctx.world_size // 2))
+            partition = operator_grid(P, shape)
+        config = FactoryConfig(physics=operators, measurements=ys)
+        b = make_distrib_bundle(
+            ctx, factory_config=config, signal_shape=shape, dtype=torch.float64, partition=partition
+        )
+        method = solvers.CGLS(b.physics, b.measurements, damping=0.1)
+        found = solvers.solve(method, b.signal, max_iterations=2, differentiable=True)
+        found.x.pow(3).sum().backward()
+        return [0.0 if p.grad is None else float(p.grad.sum())
+                for p in (*(each.matrix for each in operators), *ys)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "grid"),
+    [(2, "whole"), (4, "whole"), (2, "parts"), (2, "operators"), (4, "operators")],
+)
+def test_gradients_through_measurements_of_workers(run: Run, nprocs: int, grid: str) -> None:
+    (expected,) = run(learned_least_squares, "whole", nprocs=1)
+    results = run(learned_least_squares, grid, nprocs=nprocs)
+    for k, wanted in enumerate(expected):
+        mine = [found[k] for found in results if found[k]]
+        assert mine and max(abs(each - wanted) for each in mine) < 1e-10
 
 
 def test_there_is_no_graph_by_default() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
-from tessel.imaging.physics import DistributedPhysics, image_of, square, sum_of, vjp
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, image_of, square, sum_of, vjp
 from tessel.imaging.signal import DistributedSignal, local_data
-from tessel.imaging.uses import Use, totalled, using
+from tessel.imaging.uses import Use, check_common, in_common, tensors_of, totalled, using
 
 REDUCTIONS = ("sum", "mean")
 
@@ -83,7 +83,9 @@ class DistributedDataFidelity:
         self.reduction = reduction
         self.shared = dict(shared or {})
         make = data_fidelity_factory or (lambda *_: L2())
+        held = tensors_of(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
+        self._common = in_common(ctx, held, {f"worker {ctx.rank}": self.local_fidelities})
 
     def __call__(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
         """The loss f(x), a shared value: every worker may derive it."""
@@ -112,6 +114,7 @@ class DistributedDataFidelity:
     def _in_parts(
         self, method: Callable[..., Tensor], x: DistributedSignal | Tensor, args: Any, settings: Any
     ) -> Tensor:
+        self.physics.check_parameters(())
         if args or settings:
             raise NotImplementedError(
                 f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
@@ -128,6 +131,8 @@ class DistributedDataFidelity:
 
     def _using(self, method: str, x: DistributedSignal | Tensor, args: Any, settings: Any) -> Any:
         shared = [self.physics.shared, self.shared]
+        self.physics.check_parameters(shared)
+        check_common(f"{self!r}", self._common, shared, WAY_OUT)
         users = [self.physics.local_operators, self.local_fidelities]
         call = f"{self!r}.{method}"
         return using(self.ctx, call, local_data(x), shared, args, settings, users)

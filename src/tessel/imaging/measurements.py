@@ -11,14 +11,18 @@ from torch import Tensor
 
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.uses import hang
+from tessel.imaging.uses import hang, unshared_leaf
+from tessel.partition import world
+from tessel.shared import nothing
 
 
 class LocalTensors(list[Tensor]):
     """One tensor for each item of this worker, in the order of its local indices.
 
     Sums, differences and multiples are taken item by item. A worker without items has none; what
-    they would hang on stays in `anchor`, so that it still takes part in a backward pass.
+    they would hang on stays in `anchor`, so that it still takes part in a backward pass. A tensor
+    for all items that needs a gradient is refused where there are several workers, each of which
+    would get a part of it; that of `tessel.distributed.copy(tensor)` is summed over them.
 
     >>> import torch
     >>> LocalTensors([torch.ones(2)]) - LocalTensors([torch.ones(2)]) * 3
@@ -61,11 +65,30 @@ class LocalTensors(list[Tensor]):
             if len(other) != len(self):
                 raise ValueError(f"as many tensors are needed, {len(self)}, got {len(other)}")
             pairs = zip(self, other, strict=True)
-            anchor = self.anchor if self.anchor is not None else anchor_of(other)
-            if self.anchor is not None and anchor_of(other) is not None:
-                anchor = hang(self.anchor, anchor_of(other))
+            anchor = _both(self.anchor, anchor_of(other))
             return LocalTensors((function(a, b) for a, b in pairs), anchor)
-        return LocalTensors((function(each, other) for each in self), self.anchor)
+        anchor = self.anchor
+        if isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled():
+            _check_own(other)
+            anchor = _both(anchor, nothing((), other))
+        return LocalTensors((function(each, other) for each in self), anchor)
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """An anchor that hangs on two."""
+    return second if first is None else hang(first, second)
+
+
+def _check_own(other: Tensor) -> None:
+    """Raise ValueError if a gradient would go to a tensor that other workers use, too."""
+    leaf = unshared_leaf(other) if world().size > 1 else None
+    if leaf is not None:
+        raise ValueError(
+            f"measurements of one worker and a tensor that needs a gradient, which goes to a "
+            f"tensor of shape {tuple(leaf.shape)}: each worker would get a part of it; write "
+            f"tessel.distributed.copy(tensor), which sums it over all workers, or a list with one "
+            f"tensor for each measurement"
+        )
 
 
 def anchor_of(items: Any) -> Tensor | None:

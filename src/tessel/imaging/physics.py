@@ -21,12 +21,25 @@ from tessel.imaging.least_squares import NormalInverse, least_squares
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
 from tessel.imaging.parts.physics import PartitionedPhysics
 from tessel.imaging.signal import DistributedSignal, is_whole, local_data
-from tessel.imaging.uses import described, hang, totalled, using, using_parameters
+from tessel.imaging.uses import (
+    check_common,
+    described,
+    hang,
+    in_common,
+    tensors_of,
+    totalled,
+    using,
+    using_parameters,
+)
 from tessel.layout import Layout, Shape
 from tessel.move import Move
 from tessel.testing.checks import random_in
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
+WAY_OUT = (
+    "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
+    "for each"
+)
 
 
 class DistributedPhysics:
@@ -42,7 +55,9 @@ class DistributedPhysics:
         num_ops: the number N of operators.
         factory: `factory(i, device, shared)` makes operator i; called on its worker only.
         shared: what all operators may use, by name. Tensors and modules among it are shared by all
-            workers: those that need gradients get that of all operators, on every worker.
+            workers: those that need gradients get that of all operators, on every worker. Others
+            get that of the operators of this worker; if those of several workers use one, calls
+            that would derive it raise ValueError.
         layout: of an image in parts, whose operators all workers of their row have; None for the
             whole image on every worker.
 
@@ -70,6 +85,7 @@ class DistributedPhysics:
         agree_on_call(ctx.partition, f"{name}(num_ops={self.num_ops})")
         self.parts: PartitionedPhysics | None = None
         self.local_operators: list[Any] = []
+        held = tensors_of((factory, self.shared))  # before operators are made, which may be kept
         if layout is None or is_whole(layout):
             self.local_indices = ctx.local_indices(self.num_ops)
             self.local_operators = [self._made(factory, i) for i in self.local_indices]
@@ -77,11 +93,13 @@ class DistributedPhysics:
             make = partial(self._kept, factory)
             self.parts = PartitionedPhysics(layout, self.num_ops, make, ctx.sharding, ctx.device)
             self.local_indices = self.parts.local_indices
+        self._common = in_common(ctx, held, self._users())
         self._num_calls = 0
 
     def A(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
         if self.parts is not None:
+            self.check_parameters(())
             self._check_plain("A", settings)
             return LocalTensors(*self.parts.A(local_data(x)))
         with using(self.ctx, f"{self!r}.A", local_data(x), *self._shared(settings)) as use:
@@ -114,6 +132,7 @@ class DistributedPhysics:
         """
         v = self._checked(v, "A_vjp")
         if self.parts is not None:
+            self.check_parameters(())
             return self.parts.A_vjp(local_data(x), v, anchor_of(v))
         with using(self.ctx, f"{self!r}.A_vjp", local_data(x), *self._shared({})) as use:
             shares = [
@@ -127,7 +146,29 @@ class DistributedPhysics:
         return self.local_operators[-1]
 
     def _shared(self, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+        self.check_parameters(self.shared)
         return self.shared, (), settings, self.local_operators
+
+    def check_parameters(self, shared: Any) -> None:
+        """Raise ValueError on all workers if a parameter would get parts of its gradient.
+
+        Args:
+            shared: objects whose tensors get the gradient of all operators.
+        """
+        if self.parts is None:
+            check_common(f"{self!r}", self._common, shared, WAY_OUT)
+        else:
+            way_out = "use a signal without partition, or let it need no gradient"
+            check_common(f"{self!r} of an image in parts", self._common, (), way_out)
+
+    def _users(self) -> dict[str, list[Any]]:
+        """This worker's operators, by where the gradients of their parameters come together."""
+        if self.parts is None:
+            return {f"worker {self.ctx.rank}": self.local_operators}
+        found: dict[str, list[Any]] = {}
+        for operator, place in zip(self.local_operators, self.parts.places, strict=True):
+            found.setdefault(place, []).append(operator)
+        return found
 
     def _made(self, factory: Factory | None, item: int) -> Any:
         assert factory is not None
@@ -217,6 +258,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             ys: one tensor for each of this worker's operators.
         """
         ys = self._checked(ys, "A_adjoint")
+        self.check_parameters(self.shared)
         if self.parts is not None:
             return self.parts.A_adjoint(ys, anchor_of(ys))
         with using_parameters(self.ctx, self.shared, self.local_operators) as anchor:
@@ -237,6 +279,7 @@ class DistributedLinearPhysics(DistributedPhysics):
     def A_adjoint_A(self, x: DistributedSignal | Tensor, **settings: Any) -> Tensor:
         """The image Σ_i A_iᵀ A_i x."""
         if self.parts is not None:
+            self.check_parameters(())
             self._check_plain("A_adjoint_A", settings)
             return self.parts.A_adjoint_A(local_data(x))
         label = f"{self!r}.A_adjoint_A"

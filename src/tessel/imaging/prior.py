@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,10 @@ from tessel.imaging.distribution_strategies.strategies import (
     Pairs,
     create_strategy,
 )
-from tessel.imaging.parts.prior import PartitionedPrior
+from tessel.imaging.parts.prior import PartitionedPrior, taken_apart
 from tessel.imaging.signal import DistributedSignal, is_whole, local_data
-from tessel.imaging.uses import Use, totalled, using
+from tessel.imaging.uses import Use, totalled, unshared_leaf, using
 from tessel.layout import Layout
-from tessel.linop import LinearOperator
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
 
@@ -121,7 +120,7 @@ class DistributedPrior:
             result = function(batch, *use.args, **use.settings)
             _check_result(self.prior, batch, result)
             _check_parameters(self.prior, result)
-            processed += _taken_apart(result, left)
+            processed += taken_apart(result, left)
             if self.strategy.reduces_in_turn:
                 self.strategy.reduce_patches(out, processed)
                 processed = []
@@ -140,23 +139,6 @@ class DistributedPrior:
 
     def __repr__(self) -> str:
         return f"DistributedPrior({self.num_patches} patches over {self.ctx.world_size} workers)"
-
-
-def _taken_apart(batch: Tensor, pairs: Iterable[tuple[int, Tensor]]) -> Pairs:
-    """The patches of a batch, as long as they were along the first dimension."""
-    found: Pairs = []
-    start = 0
-    for i, patch in pairs:
-        found.append((i, batch[start : start + len(patch)]))
-        start += len(patch)
-        if start >= len(batch):
-            break
-    if start != len(batch):
-        raise ValueError(
-            f"a batch of apply_batching has whole patches, one after the other along the first "
-            f"dimension: got a batch of length {len(batch)} for patches of {start} in all"
-        )
-    return found
 
 
 def _check_result(prior: Any, batch: Tensor, result: Any) -> None:
@@ -180,18 +162,11 @@ def _check_parameters(prior: Any, result: Tensor) -> None:
 
     That would be the gradient of this worker's patches only, a silent wrong number.
     """
-    seen: set[Any] = set()
-    nodes: list[Any] = [result.grad_fn] if result.grad_fn is not None else []
-    while nodes:
-        node = nodes.pop()
-        if node in seen or isinstance(getattr(node, "operator", None), LinearOperator):
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            raise ValueError(
-                f"{type(prior).__name__} uses a tensor of shape {tuple(node.variable.shape)} that "
-                f"needs a gradient and is no parameter of it that could be found: each worker "
-                f"would get a part of the gradient; make it a parameter or attribute of the prior, "
-                f"pass it as an argument, or let it need none"
-            )
-        nodes += [source for source, _ in node.next_functions if source is not None]
+    leaf = unshared_leaf(result)
+    if leaf is not None:
+        raise ValueError(
+            f"{type(prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that needs a "
+            f"gradient and is no parameter of it that could be found: each worker would get a "
+            f"part of the gradient; make it a parameter or attribute of the prior, pass it as an "
+            f"argument, or let it need none"
+        )

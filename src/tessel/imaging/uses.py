@@ -22,6 +22,7 @@ from tessel.distributed.agreeing import agree
 from tessel.distributed.movements import copying, reducing
 from tessel.imaging.context import DistributedContext
 from tessel.layout import Layout
+from tessel.linop import LinearOperator
 from tessel.shared import even, nothing
 
 
@@ -94,7 +95,7 @@ def using(
         users: objects of this worker alone, which may hold some of these parameters, too.
     """
     slots = slots_of(shared)
-    given = _tensors((args, settings))
+    given = tensors_in((args, settings))
     terms = _agree(ctx, f"{call}{_needs(slots, given)}", x)
     if ctx.debug:
         ctx.check_same(x, Layout.whole(ctx.partition, x.shape, shared=True), f"the input of {call}")
@@ -151,9 +152,102 @@ def replaced(slots: Iterable[Slot], tensors: Mapping[int, Tensor]) -> Iterator[N
 
 def slots_of(objects: Any) -> list[Slot]:
     """Where objects keep tensors that need a gradient now, in an order that all workers have."""
+    if not torch.is_grad_enabled():
+        return []
+    return [slot for slot in _all_slots(objects) if slot.tensor.requires_grad]
+
+
+def tensors_of(objects: Any) -> list[Tensor]:
+    """The tensors that objects keep, each once, whether they need a gradient or not."""
+    return list({id(slot.tensor): slot.tensor for slot in _all_slots(objects)}.values())
+
+
+@dataclass(frozen=True)
+class Common:
+    """A tensor that was there before objects were made, and that those of several workers use.
+
+    Args:
+        tensor: which a factory closes over.
+        places: where it is used, in words.
+    """
+
+    tensor: Tensor
+    places: tuple[str, ...]
+
+
+def in_common(
+    ctx: DistributedContext, held: list[Tensor], users: Mapping[str, Any]
+) -> list[Common]:
+    """Which tensors objects in several places use; all workers of the context call this.
+
+    Args:
+        ctx: the workers.
+        held: tensors in an order that all workers have, as those that a factory closes over.
+        users: for each place, in words, the objects of this worker that are used there.
+    """
+    if ctx.world_size == 1:
+        return []
+    used = {place: {id(each) for each in tensors_of(objects)} for place, objects in users.items()}
+    mine = [
+        (number, tuple(each.shape), place)
+        for place, inside in used.items()
+        for number, each in enumerate(held)
+        if id(each) in inside
+    ]
+    places: dict[Any, set[str]] = {}
+    for theirs in ctx.partition.group.share_objects(mine):
+        for number, shape, place in theirs:
+            places.setdefault((number, shape), set()).add(place)
+    return [
+        Common(each, tuple(sorted(where)))
+        for number, each in enumerate(held)
+        if len(where := places.get((number, tuple(each.shape)), set())) > 1
+    ]
+
+
+def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str) -> None:
+    """Raise ValueError if a tensor that is used in several places would get parts of a gradient.
+
+    Args:
+        what: the caller, in words.
+        common: such tensors.
+        shared: objects whose tensors are known to be shared, of which nothing is said.
+        way_out: what the user can do.
+    """
+    asked = [each for each in common if _needs_grad(each.tensor)]
+    known = {id(slot.tensor) for slot in slots_of(shared)} if asked else set()
+    for each in asked:
+        if id(each.tensor) not in known:
+            raise ValueError(
+                f"{what}: a tensor of shape {tuple(each.tensor.shape)} that needs a gradient is "
+                f"used by {' and '.join(each.places)}, each of which would give it a part of the "
+                f"gradient; {way_out}"
+            )
+
+
+def unshared_leaf(result: Tensor) -> Tensor | None:
+    """A tensor that gets the gradient of a result without a movement between workers, or None."""
+    if not _needs_grad(result):
+        return None
+    if result.grad_fn is None:
+        return result
+    seen: set[Any] = set()
+    nodes: list[Any] = [result.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node in seen or isinstance(getattr(node, "operator", None), LinearOperator):
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaf: Tensor = node.variable
+            return leaf
+        nodes += [source for source, _ in node.next_functions if source is not None]
+    return None
+
+
+def _all_slots(objects: Any) -> list[Slot]:
     found: list[Slot] = []
-    if torch.is_grad_enabled():
-        _walk(objects, found, set())
+    _walk(objects, found, set())
     return found
 
 
@@ -163,10 +257,10 @@ def _walk(thing: Any, found: list[Slot], seen: set[int]) -> None:
         return
     seen.add(id(thing))
     for place, key, value in _contents(thing):
-        if not isinstance(value, Tensor):
-            _walk(value, found, seen)
-        elif value.requires_grad:
+        if isinstance(value, Tensor):
             found.append(Slot(place, key, value))
+        else:
+            _walk(value, found, seen)
 
 
 _PLAIN = (
@@ -220,15 +314,13 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     """The tensors among nested arguments that need a gradient now."""
-    if not torch.is_grad_enabled():
-        return []
     return [each for each in tree_leaves(values) if _needs_grad(each)]
 
 
 def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 def _needs(slots: Iterable[Slot], given: Iterable[Tensor]) -> str:

@@ -112,7 +112,7 @@ class PartFidelity:
 
     @cached_property
     def is_separable(self) -> bool:
-        """Whether d is a sum over values: tried on two halves of small measurements.
+        """Whether d is a sum over values: tried on halves of small measurements, each way.
 
         >>> class Square:
         ...     def __call__(self, x, y, physics):
@@ -123,15 +123,19 @@ class PartFidelity:
         True
         """
         u, y = _tried(self.device)
-        halves = [(u[..., :2, :], y[..., :2, :]), (u[..., 2:, :], y[..., 2:, :])]
-        f, physics = self.fidelity, _Scaled()
         try:
-            slopes = torch.cat([self._gradient(*half, physics) for half in halves], 2)
-            fits = torch.allclose(self._gradient(u, y, physics), slopes, rtol=1e-4, atol=1e-6)
-            shares = torch.stack([f(*half, physics).sum() for half in halves])
-            return fits and torch.allclose(f(u, y, physics).sum(), shares.sum(), rtol=1e-4)
+            return all(self._adds_up(u, y, dim) for dim in range(u.dim()))
         except _MISFITS:
             return False
+
+    def _adds_up(self, u: Tensor, y: Tensor, dim: int) -> bool:
+        """Whether d of two halves along a dimension gives that of the whole."""
+        f, physics = self.fidelity, _Scaled()
+        halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
+        slopes = torch.cat([self._gradient(*half, physics) for half in halves], dim)
+        fits = torch.allclose(self._gradient(u, y, physics), slopes, rtol=1e-4, atol=1e-6)
+        shares = torch.stack([f(*half, physics).sum() for half in halves])
+        return fits and torch.allclose(f(u, y, physics).sum(), shares.sum(), rtol=1e-4)
 
 
 def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -106,6 +106,14 @@ class PartitionedPhysics:
         ranks = row.partition.ranks
         return partition_physics(physics, row, ranks[position % len(ranks)])
 
+    @property
+    def places(self) -> list[str]:
+        """Where the gradients of each operator's parameters come together, in words."""
+        row = f"copy {self.rows.place} of the image" if self.active else ""
+        return [
+            f"worker {each.owner}" if isinstance(each, Whole) else row for each in self.operators
+        ]
+
     def A(self, x: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """The parts of the measurements y_i = A_i(x), and a zero that hangs on the image."""
         if not self.active:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from tessel import boxes
 from tessel.boxes import Box, Interval, Region
@@ -22,7 +21,7 @@ from tessel.distributed.agreeing import agree
 from tessel.distributed.movements import copying
 from tessel.imaging.sharding import local_indices
 from tessel.imaging.tiling import Window, crossed
-from tessel.imaging.uses import hang, replaced, slots_of
+from tessel.imaging.uses import hang, replaced, slots_of, tensors_in
 from tessel.layout import Cut, Layout
 from tessel.move import Move
 from tessel.shared import even, nothing
@@ -91,7 +90,7 @@ class PartitionedPrior:
         if not self.layout.partition.active:
             return x
         slots = slots_of(shared)
-        given = [each for each in tree_leaves((args, dict(settings or {}))) if _needs_grad(each)]
+        given = tensors_in((args, dict(settings or {})))
         values = {id(each): each for each in (*given, *(slot.tensor for slot in slots))}
         shapes = [tuple(each.shape) for each in values.values()]
         text = f"{call}, gradients of tensors of shapes {shapes}" if shapes else call
@@ -131,10 +130,12 @@ class PartitionedPrior:
                     f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}, "
                     f"got {tuple(result.shape)}"
                 )
-            kept += _taken_apart(result, numbers)
+            kept += taken_apart(result, numbers)
             if self.pieces.in_turn:
                 self.pieces.put(out, kept)
                 kept = []
+        if next(numbers, None) is not None:
+            raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
         if not self.pieces.in_turn:
             self.pieces.put(out, kept)
         return out
@@ -323,16 +324,18 @@ def _has(part: Interval, index: int) -> bool:
     return part[0] <= index < part[1]
 
 
-def _taken_apart(
-    batch: Tensor, pairs: Iterator[tuple[int, Tensor]]
-) -> Iterator[tuple[int, Tensor]]:
+def taken_apart(batch: Tensor, pairs: Iterable[Pair]) -> Pairs:
     """The patches of a batch, as long as they were along the first dimension."""
+    found: Pairs = []
     start = 0
-    while start < len(batch):
-        i, patch = next(pairs)
-        yield i, batch[start : start + len(patch)]
+    for i, patch in pairs:
+        found.append((i, batch[start : start + len(patch)]))
         start += len(patch)
-
-
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+        if start >= len(batch):
+            break
+    if start != len(batch):
+        raise ValueError(
+            f"a batch of apply_batching has whole patches, one after the other along the first "
+            f"dimension: got a batch of length {len(batch)} for patches of {start} in all"
+        )
+    return found

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.imaging.measurements import anchor_of
 from tessel.imaging.solvers.method import Method, Values
 from tessel.imaging.solvers.numbers import check_not_negative
 from tessel.imaging.solvers.space import Space
+from tessel.imaging.uses import hang
 
 Map = Callable[[Tensor], Tensor]
 
@@ -102,7 +104,8 @@ class CGLS(Method):
         image = self.physics.A(along)
         length = self._square(image, along, space) + self.damping * space.inner(along, along)
         by = _ratio(square, length)
-        x, rest = x + by * along, _plus(rest, -by, image)
+        apart = space.apart(by) if self._is_spread else by
+        x, rest = x + by * along, _plus(rest, -apart, image)
         back = self.physics.A_adjoint(rest) - self.damping * x
         new = space.inner(back, back)
         return {
@@ -117,10 +120,15 @@ class CGLS(Method):
     def _square(self, measured: Any, x: Tensor, space: Space) -> Tensor:
         """‖y‖² over all measurements, of which a distributed physics has each on one worker."""
         parts = [measured] if isinstance(measured, Tensor) else list(measured)
-        share = x.real.new_zeros(())
+        share = hang(x.real.new_zeros(()), anchor_of(measured))
         for part in parts:
             share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
-        return space.total(share) if hasattr(self.physics, "ctx") else share
+        return space.total(share) if self._is_spread else share
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether each worker has measurements of its own."""
+        return hasattr(self.physics, "ctx")
 
 
 def _begun(x: Tensor, kept: Values, rest: Tensor, whole: Tensor, space: Space) -> Values:

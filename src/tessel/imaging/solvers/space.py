@@ -94,6 +94,18 @@ class Space:
             return self._own(total(share, self.layout.partition))
         return self.sum(share)
 
+    def apart(self, number: Tensor) -> Tensor:
+        """A number of these as this worker uses it for what it alone has, as measurements."""
+        if not self.differentiable:
+            return number
+        partition, shared = self.layout.partition, self.layout.shared
+        separate = [axis for axis in range(partition.dim) if axis not in shared]
+        each = tuple(partition.shape[axis] for axis in separate)  # one number for each part
+        numbers = spread(
+            number.reshape([1] * len(each)), Layout.split(partition, each, separate, shared), shared
+        )
+        return numbers.reshape(())
+
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """The inner product of two images, on every worker."""
         return self.inners((a, b))[0]
