@@ -24,6 +24,7 @@ from tessel.operators.identity import ParIdentity
 from tessel.operators.multilinear import ParMultilinear
 from tessel.operators.rates import Machine, Rates
 from tessel.operators.repartition import ParRepartition
+from tessel.operators.restriction import ParRestriction
 from tessel.partition import world
 from tessel.testing import count_traffic
 
@@ -31,9 +32,11 @@ _SMALL, _LARGE = 2**8, 2**20  # elements of float32: 1 KiB and 4 MiB
 _TIME_LIMIT = 60.0
 _MOST_WORKERS = 16  # that a machine model is measured with
 _TURNS = 7
+_TURN = 0.03  # seconds: several times as long as a worker may keep a core
 _IN_SECONDS = ("call", "step", "latency")  # of the rates; others are numbers a second
 _CUBE = (64, 128, 128)  # of complex64: 8 MiB
 _ROWS = 2**19  # of complex64 on each worker: 4 MiB
+_SHORT = (128, 128)  # of complex64: some 0.2 ms of work
 
 
 @dataclass(frozen=True)
@@ -153,30 +156,26 @@ def _combined(rates: Sequence[Rates], choose: Callable[..., float]) -> Rates:
 def _worker_rates() -> Rates:
     """The rates of this worker while all others measure the same."""
     P = world().size
-    small, large = (_exchange(rows) for rows in (P, _ROWS))
     x = torch.randn(_CUBE, dtype=torch.complex64)
     spectrum = torch.fft.rfftn(x.real.contiguous())
     flops = 5.0 * x.numel() * math.log2(x.numel())
     with torch.no_grad():
-        fft = _seconds(lambda: torch.fft.fftn(x), small, 3)
-        fft += _seconds(lambda: torch.fft.irfftn(spectrum, s=_CUBE), small, 3)
-        across = _seconds(lambda: torch.fft.fft(x, dim=0), small, 3)
-        across += _seconds(lambda: torch.fft.fft(x, dim=1), small, 3)
+        fft = _seconds(lambda: torch.fft.fftn(x))
+        fft += _seconds(lambda: torch.fft.irfftn(spectrum, s=_CUBE))
+        across = _seconds(lambda: torch.fft.fft(x, dim=0))
+        across += _seconds(lambda: torch.fft.fft(x, dim=1))
         y = torch.fft.fft(x, dim=0)
-        copies = _seconds(x.clone, small, 10)
-        copies += 2 * _seconds(lambda: y[:, :64].contiguous(), small, 10)
+        copies = _seconds(x.clone) + 2 * _seconds(lambda: y[:, :64].contiguous())
         matrix = torch.randn(64, 64, dtype=torch.complex64)
-        product = _seconds(lambda: x.reshape(-1, 64) @ matrix, small, 3)
+        product = _seconds(lambda: x.reshape(-1, 64) @ matrix)
         spectral, weights, modes = _spectral()
-        weighing = _seconds(lambda: spectral.act(modes, 0, weights), small, 5)
-        steps = _small_steps()
-        step = _seconds(lambda: steps.run(small[1], {}), small, 30) / len(steps.plan.steps)
+        weighing = _seconds(lambda: spectral.act(modes, 0, weights))
         memory = 4 * x.nbytes / copies
-        call, latency, bandwidth = _message_rates(small, large, memory)
+        call, latency, bandwidth = _message_rates(memory)
     return Rates(
         P,
         call=call,
-        step=step,
+        step=_step(),
         latency=latency,
         bandwidth=bandwidth,
         memory=memory,
@@ -195,14 +194,17 @@ def _exchange(rows: int) -> tuple[Distributed, Tensor]:
     return operator, torch.zeros(operator.layout_in.local_shape, dtype=torch.complex64)
 
 
-def _small_steps() -> Distributed:
-    """Some steps of hardly any work, on the tensor of a small exchange."""
+def _step() -> float:
+    """The seconds of a step with hardly any work: transforms and restrictions in turn."""
     P = world().size
-    F = ParDFT(torch.complex64, P)
-    along = kron(ParIdentity(torch.complex64, P), F.inv @ F @ F.inv @ F)
+    F = ParDFT(torch.complex64, 4)
+    R = ParRestriction(torch.complex64, 4, [range(0, 1), range(3, 4)])
+    along = kron(ParIdentity(torch.complex64, P), F.H @ R.H @ R @ F)
     operator = distribute(along, [P, 1])
     assert isinstance(operator, Distributed)
-    return operator
+    x = torch.zeros(operator.layout_in.local_shape, dtype=torch.complex64)
+    with torch.no_grad():
+        return _seconds(lambda: operator.run(x, {})) / len(operator.plan.steps)
 
 
 def _spectral() -> tuple[ParMultilinear, Tensor, Tensor]:
@@ -212,38 +214,51 @@ def _spectral() -> tuple[ParMultilinear, Tensor, Tensor]:
     return operator, weights, torch.randn(operator.domain.shape, dtype=torch.complex64)
 
 
-def _message_rates(
-    small: tuple[Distributed, Tensor], large: tuple[Distributed, Tensor], memory: float
-) -> tuple[float, float, float]:
-    """The seconds of an agreement and of a message, and the bytes sent in one."""
+def _message_rates(memory: float) -> tuple[float, float, float]:
+    """The seconds of an agreement and of a message, and the bytes sent in one.
+
+    Workers compute between messages, as in a plan. They wait for each other then, and where they
+    are more than the cores, a message waits until its receiver has a core.
+    """
     messages = max(1, world().size - 1)
-    bare = _seconds(lambda: small[0].run(small[1], {}), small, 30)
-    call = _seconds(lambda: small[0].apply(small[1]), small, 30) - bare
-    latency = bare / messages
-    operator, x = large
+    (small, x), (large, many) = _exchange(world().size), _exchange(_ROWS)
+    numbers = torch.randn(_SHORT, dtype=torch.complex64)
+
+    def work() -> Tensor:
+        return torch.fft.fft(torch.fft.fft(numbers), dim=0)
+
+    def after_work(action: Callable[[], object]) -> Callable[[], object]:
+        return lambda: (work(), action())
+
+    alone = _seconds(work)
+    bare = max(_seconds(after_work(lambda: small.run(x, {}))) - alone, 1e-6)
+    call = _seconds(after_work(lambda: small.apply(x))) - alone - bare
     with count_traffic() as traffic:
-        operator.run(x, {})
-    total = _seconds(lambda: operator.run(x, {}), small, 4)
-    packing = 2 * (traffic.bytes_sent + x.nbytes) / memory
+        large.run(many, {})
+    total = _seconds(lambda: large.run(many, {}))
+    packing = 2 * (traffic.bytes_sent + many.nbytes) / memory
     sending = max(total - bare - packing, 0.2 * total)
     agreeing = max(call, bare / 2)  # which is a small exchange itself
-    return agreeing, latency, max(traffic.bytes_sent, 1) / sending
+    return agreeing, bare / messages, max(traffic.bytes_sent, 1) / sending
 
 
-def _seconds(
-    action: Callable[[], object], meeting: tuple[Distributed, Tensor], times: int
-) -> float:
-    """The seconds of an action, which all workers begin together and repeat so many times.
+def _seconds(action: Callable[[], object]) -> float:
+    """The seconds of an action, which all workers begin together and repeat as many times.
 
     A turn is long enough for workers to share the cores in it. The best turn counts: what else
     runs on the machine makes them longer only.
     """
-    operator, x = meeting
+    first = max(world().group.share_objects(_timed(action, 3)))
+    times = max(2, math.ceil(_TURN / first))
     turns = []
     for _ in range(_TURNS):
-        operator.run(x, {})
-        start = time.perf_counter()
-        for _ in range(times):
-            action()
-        turns.append((time.perf_counter() - start) / times)
+        world().group.share_objects(None)
+        turns.append(_timed(action, times))
     return min(turns)
+
+
+def _timed(action: Callable[[], object], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        action()
+    return (time.perf_counter() - start) / times

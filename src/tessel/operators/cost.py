@@ -173,7 +173,8 @@ class Counter:
         if isinstance(actor, ParDFT):
             last = len(line.before.parts) - 1
             has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
-            return flops / (rates.fft if has_rows else rates.fft_across)
+            weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
+            return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
         if isinstance(actor, ParMultilinear):
             return passing + flops / rates.matrix + weights / rates.weights
         if isinstance(actor, ParMatrix):

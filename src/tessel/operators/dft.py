@@ -42,6 +42,11 @@ class ParDFT(Leaf):
         return not self.source.is_complex
 
     @property
+    def is_weighted(self) -> bool:
+        """Whether it weights the numbers that stand for two of the whole transform."""
+        return self.is_real and self.is_adjoint
+
+    @property
     def _norm(self) -> str:
         """Torch's word for the factor: none on the way there and for its adjoint, else 1/n."""
         there = not self.is_swapped
@@ -77,8 +82,8 @@ class ParDFT(Leaf):
         n = transform.source.numel
         if there:
             y = torch.fft.rfftn(x, dim=[*dims, dim], norm=norm)
-            return _weighted(y, dim, n, 2.0) if one.is_inverse else y
-        if not one.is_inverse:
+            return _weighted(y, dim, n, 2.0) if transform.is_weighted else y
+        if transform.is_weighted:
             x = _weighted(x, dim, n, 0.5)
         lengths = [x.shape[each] for each in dims]
         return torch.fft.irfftn(x, s=[*lengths, n], dim=[*dims, dim], norm=norm)

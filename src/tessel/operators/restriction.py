@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessel.boxes import Interval, overlap
 from tessel.operators.leaf import Leaf
-from tessel.operators.memory import inverse_of, order_of
+from tessel.operators.memory import Order, inverse_of, order_of
 from tessel.operators.space import Space, checked_dtype, checked_length
 
 
@@ -84,9 +84,15 @@ class ParRestriction(Leaf):
 
     def act_on_part(self, x: Tensor, first: int, part: Interval) -> Tensor:
         """The same where a worker has, or gets, only the part `part` of the `n` indices."""
-        order = order_of(x)
+        order = self.order_after(order_of(x), [first])
         y = self._put_together(x.permute(order), order.index(first), part)
         return y.permute(inverse_of(order))
+
+    def order_after(self, order: Order, dims: list[int]) -> Order:
+        """What is put back among zeros is mostly transformed next: that dimension lies last."""
+        if not self.is_swapped:
+            return order
+        return (*(dim for dim in order if dim not in dims), *dims)
 
     def _put_together(self, x: Tensor, first: int, part: Interval) -> Tensor:
         start, stop = part
