@@ -45,7 +45,7 @@ from registry import (
     uneven,
     whole,
 )
-from tessel.plan import plan, route
+from tessel.plan import LARGE, plan, route
 from tessel.testing import count_traffic
 
 WIDTH = 8  # bytes of a float64
@@ -123,6 +123,11 @@ def reductions(n: int) -> Iterator[Freight]:
     _add_all_reduce(few, tuple(Q.ranks), n - 1)
     case = all_sum_reduce_case("fewer than workers", Q, (0,), same_shape(Q, (n - 1,)))
     yield Freight(case, few, 2 * (n - 1) * (n - 1))
+    pair, much = row(range(min(n, 2))), LARGE + 1
+    large: list[Wire] = [{}, {}]
+    _add_all_reduce(large, tuple(pair.ranks), much)
+    case = all_sum_reduce_case("large", pair, (0,), same_shape(pair, (much,)))
+    yield Freight(case, large, 2 * (len(pair.ranks) - 1) * much)
 
     lengths = {rank: 1 + rank % 3 for rank in Q.ranks}
     wire = {(a, b): 2 * lengths[a] for a in Q.ranks for b in Q.ranks}
@@ -136,8 +141,8 @@ def reductions(n: int) -> Iterator[Freight]:
 
 
 def _add_all_reduce(rounds: list[Wire], members: tuple[int, ...], numel: int) -> None:
-    """Two workers swap; more sum up a part each and then give it to the others."""
-    if len(members) <= 2:
+    """Two workers swap what is small; else all sum up a part each and give it to the others."""
+    if len(members) < 2 or (len(members) == 2 and numel < LARGE):
         rounds[0] |= {(a, b): numel for a in members for b in members}
         return
     own = dict(zip(members, parts(numel, len(members)), strict=True))

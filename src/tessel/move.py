@@ -86,10 +86,10 @@ class Move(LinearOperator):
     def depart(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need first; the result waits for what comes and gives the output."""
         first, *rest = self.route
-        arrive = _begin(first, self.group, x, self.spaced)
+        arrivals = [_begin(first, self.group, x, self.spaced)]
 
         def land() -> Tensor:
-            y = arrive()
+            y = arrivals.pop()()  # what was sent is not kept until the last stage has landed
             for plan in rest:
                 y = _begin(plan, self.group, y, self.spaced)()
             return _shaped(y, self.codomain.local_shape)

@@ -15,6 +15,8 @@ from tessel import boxes
 from tessel.boxes import Box, Region
 from tessel.layout import Coordinates, Cut, Layout, Shape
 
+LARGE = 2**18  # elements that two workers rather sum by halves
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -77,7 +79,8 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     """The exchanges that take a tensor from `source` to `target`, as `worker` sees them.
 
     One exchange, but for a sum of copies whose result all of them need: there each first sums one
-    part of it and then gives it to the others, which sends the least.
+    part of it and then gives it to the others, which sends the least. Two workers swap their copies
+    unless these are large: it sends as much, in one message less, but both add up everything.
     """
     return tuple(plan(a, b, worker) for a, b in _legs(source, target))
 
@@ -89,7 +92,8 @@ def _legs(source: Layout, target: Layout) -> list[tuple[Layout, Layout]]:
         and source.cuts == target.cuts
         and all(boxes.disjoint(cut.intervals) for cut in source.cuts)
     )
-    if not sums_in_place or copies <= 2:  # two workers just swap their copies
+    numel = prod(source.shape) * copies // max(1, source.partition.size)  # on a worker, on average
+    if not sums_in_place or copies < 2 or (copies == 2 and numel < LARGE):
         return [(source, target)]
     flat = _flattened(source)
     scattered = _scattered(flat, copies)

@@ -49,10 +49,12 @@ class ColumnProduct:
         assert isinstance(total, Move)
         share = grad.matmul(weight.conj()) if needs_x else None
         records = torch.is_grad_enabled()
-        land = None if share is None or records else total.depart(share)
+        land = None
+        if share is not None and not records:
+            land, share = total.depart(share), None  # freed as soon as it is sent
         of_weight = _rows(grad).t().mm(_rows(x).conj()) if needs_weight else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
-        if share is not None and records:
+        if share is not None:
             return record(total, share, False, anchor), of_weight, of_bias
         return None if land is None else land(), of_weight, of_bias
 
