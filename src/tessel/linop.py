@@ -321,6 +321,37 @@ def record_product(product: Factor, x: Tensor, *factors: Tensor | None) -> Tenso
     return _ApplyProduct.apply(x, None, product, *factors)[0]
 
 
+class Several(Protocol):
+    """What maps several tensors to several, linearly; None is a zero that nobody computed."""
+
+    @property
+    def H(self) -> Several:
+        """The adjoint."""
+        ...
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor | None, ...]: ...
+
+    def empty(self) -> Tensor:
+        """An empty tensor of the kind that is mapped."""
+        ...
+
+
+def record_several(
+    operator: Several, xs: Sequence[Tensor | None], anchor: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Apply `operator` so that autograd knows its derivatives.
+
+    The adjoint is applied once, when the gradients of all results are there. Not for forward mode,
+    transforms or compilers.
+    """
+    needs_grad = any(x is not None and x.requires_grad for x in xs) and torch.is_grad_enabled()
+    if anchor is None and not needs_grad:
+        with torch.no_grad():
+            return operator._apply(*xs)
+    found: tuple[Tensor | None, ...] = _ApplySeveral.apply(operator, anchor, *xs)
+    return found[:-1]
+
+
 class _Apply(torch.autograd.Function):
     """The gradient of A is A.H, itself recorded, so that derivatives of every order exist.
 
@@ -392,3 +423,29 @@ class _ApplyProduct(_ApplyAnyMode):
         with transport.tagged(ctx.call):
             x, *factors = ctx.product.slopes(grad, anchor, ctx.needs_input_grad, *kept)
         return x, None, None, *factors
+
+
+class _ApplySeveral(_ApplyAnyMode):
+    """The same for a map of several tensors, some of which may be missing."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        operator: Several, anchor: Tensor | None, *xs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return *operator._apply(*xs), operator.empty()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.operator = inputs[0]
+        ctx.call = transport.current_call()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        anchor = token if torch.is_grad_enabled() else None
+        with transport.tagged(ctx.call):
+            found = record_several(ctx.operator.H, grads[:-1], anchor)
+        needs = ctx.needs_input_grad[2:]  # what was missing may be there on other workers
+        return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))

@@ -81,10 +81,17 @@ class Move(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return node(x, self.number)
-        return self.depart(x)()
+        if len(self.route) == 1:
+            return self.depart(x)()
+        first, second = self.route
+        y = _sum_by_parts(first, second, self.group, x)
+        return _shaped(y, self.codomain.local_shape)
 
     def depart(self, x: Tensor) -> Callable[[], Tensor]:
-        """Send what others need first; the result waits for what comes and gives the output."""
+        """Send what others need first; the result waits for what comes and gives the output.
+
+        Room for the output is made when what was sent may be gone.
+        """
         first, *rest = self.route
         arrivals = [_begin(first, self.group, x, self.spaced)]
 
@@ -97,15 +104,32 @@ class Move(LinearOperator):
         return land
 
 
+def _sum_by_parts(first: Plan, second: Plan, group: transport.Group, x: Tensor) -> Tensor:
+    """A sum in two exchanges; the part that this worker sums up lies in the output at once."""
+    y = x.new_empty(second.target_shape)
+    worker = transport.this_worker()
+    own = next((_part(y, piece) for piece in second.takes if piece.peer == worker), y[:0])
+    _begin(first, group, x, None, own)()
+    if not second.silent:
+        sends = [Parcel(piece.peer, _part(own, piece)) for piece in second.gives]
+        arrivals = [Arrival(piece.peer, _part(y, piece)) for piece in second.arrives]
+        group.exchange(sends, arrivals, x.device, second.dense)()
+    return y
+
+
 def _begin(
-    plan: Plan, group: transport.Group, x: Tensor, spaced: int | None
+    plan: Plan,
+    group: transport.Group,
+    x: Tensor,
+    spaced: int | None,
+    room: Tensor | None = None,
 ) -> Callable[[], Tensor]:
     """One exchange: send what others need; the result puts what arrives into its place."""
     if plan.stays:
         y = x.clone(memory_format=torch.contiguous_format)
         return lambda: y
     x = _shaped(x, plan.source_shape)
-    y = _room(x, plan.target_shape, spaced)
+    y = _room(x, plan.target_shape, spaced) if room is None else room
     if not plan.fills:
         y.zero_()
     sends = [Parcel(piece.peer, _part(x, piece)) for piece in plan.leaves]

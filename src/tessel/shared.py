@@ -2,24 +2,41 @@
 
 Parameters are shared by all workers of a layer. A worker that uses one for its own part of the
 work uses a separate copy: nothing moves, and the adjoint sums what the copies are asked for. A
-loss goes the other way: separate shares are summed to one shared value, and its adjoint moves
-nothing.
+bundle does so for several values at once, and sums in one exchange. A loss goes the other way:
+separate shares are summed to one shared value, and its adjoint moves nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from tessel import boxes
 from tessel.agreement import Terms
-from tessel.layout import Layout, Shape
-from tessel.linop import LinearOperator
+from tessel.layout import Cut, Layout, Shape
+from tessel.linop import LinearOperator, record_several
 from tessel.move import Move
 from tessel.partition import Partition
+from tessel.plan import LARGE
 from tessel.transport import kept_in_job
+
+
+class Bundling(Protocol):
+    """What knows which values are used together."""
+
+    def alias(self, value: Tensor, use: Spread) -> Tensor | None:
+        """A value of a bundle for this use of it; None if it is in none."""
+        ...
+
+
+bundling: ContextVar[Bundling | None] = ContextVar("bundling", default=None)  # what runs now
 
 
 class Spread(LinearOperator):
@@ -37,12 +54,37 @@ class Spread(LinearOperator):
         self._move = Move(domain, codomain)
         self.takes_part  # noqa: B018  (all workers make the groups)
 
+    def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
+        found = self.bundled(x) if terms is None else None
+        return super().apply(x, terms) if found is None else found
+
+    def bundled(self, x: Tensor) -> Tensor | None:
+        """The value for this use if it is one of a bundle, whose gradients travel together."""
+        current = bundling.get()
+        return None if current is None else current.alias(x, self)
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The axes along which the uses are separate."""
+        ours, theirs = self.domain, self.codomain
+        sizes = ours.partition.shape
+        return tuple(a for a in ours.shared if a not in theirs.shared and sizes[a] > 1)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every worker has all of the value."""
+        shared = len(self.domain.shared) == self.domain.partition.dim
+        return shared and all(len(cut.intervals) == 1 for cut in self.domain.cuts)
+
     def _apply(self, x: Tensor) -> Tensor:
         return x.detach()
 
     @property
     def H(self) -> LinearOperator:
         return self._move.H
+
+    def _is_derived(self, name: str) -> bool:
+        return name in ("axes", "is_whole") or super()._is_derived(name)
 
 
 @kept_in_job
@@ -56,6 +98,203 @@ def spread(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
     sizes = layout.partition.shape
     axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
     return _spread(layout, axes).apply(value) if axes else value
+
+
+def bundled(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor | None:
+    """The same if the value is one of a bundle, and None if it is not."""
+    sizes = layout.partition.shape
+    axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
+    return _spread(layout, axes).bundled(value) if axes else None
+
+
+class Sum:
+    """The sum of flat tensors over workers, in two steps: other messages may travel in between.
+
+    Copies travel, and each worker adds those of its part, in the order of the workers. (What comes
+    for a move that adds has to wait until its turn comes, and lets nothing pass.)
+
+    Args:
+        partition: the workers.
+        axes: along which tensors are separate; along others workers have the same.
+        length: of the tensors.
+    """
+
+    def __init__(self, partition: Partition, axes: tuple[int, ...], length: int) -> None:
+        copies = prod(partition.shape[axis] for axis in axes)
+        others = tuple(axis for axis in range(partition.dim) if axis not in axes)
+        row, rows = Cut(axes, tuple((k, k + 1) for k in range(copies))), Cut((), ((0, copies),))
+        whole, part = Cut((), ((0, length),)), Cut(axes, boxes.balanced(length, copies))
+
+        def layout(*cuts: Cut) -> Layout:
+            shape = (copies, length)[-len(cuts) :]
+            return Layout(partition, shape, cuts, others)
+
+        swaps = copies == 2 and length < LARGE  # whole tensors, as moves do
+        self._scatter = Move(layout(row, whole), layout(rows, whole if swaps else part))
+        self._collect = None if swaps else Move(layout(part), layout(whole))
+
+    def depart(self, x: Tensor) -> Callable[[], Tensor]:
+        """Send; the result waits, and gives the sum."""
+        arrive = self._scatter.depart(x.unsqueeze(0))
+
+        def land() -> Tensor:
+            found = _added(arrive())
+            return found if self._collect is None else self._collect.depart(found)()
+
+        return land
+
+
+def _added(rows: Tensor) -> Tensor:
+    """The sum of at least two rows, one after the other."""
+    first, second, *more = rows
+    found = first + second
+    for each in more:
+        found += each
+    return found
+
+
+@kept_in_job
+def _sum(partition: Partition, axes: tuple[int, ...], length: int) -> Sum:
+    return Sum(partition, axes, length)
+
+
+Parts = tuple[Tensor | None, ...]
+
+
+class Bundle:
+    """Let every worker use several shared values as copies of its own.
+
+    Forward:  y_ik = x_i for all i and k, where nothing moves.    Adjoint:  x_i = Σ_k y_ik, for all
+    i in one exchange, which begins when there is a gradient of every y_i that a loss depends on.
+    What was computed between `prepare` and `use` is derived while it travels.
+
+    The workers tell each other which gradients they have: a value that no loss depends on gets
+    none, rather than zeros.
+
+    Args:
+        partition: the workers, all of whom have all values.
+        axes: along which uses are separate.
+        shapes: of the values.
+        like: a tensor of their dtype and device.
+    """
+
+    def __init__(
+        self, partition: Partition, axes: tuple[int, ...], shapes: Sequence[Shape], like: Tensor
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.like = like.detach()
+        self._lengths = [prod(shape) for shape in self.shapes]
+        marks = len(self.shapes) if len(self.shapes) > 1 else 0
+        self._sum = _sum(partition, axes, sum(self._lengths) + marks)
+
+    def prepare(self, values: Sequence[Tensor]) -> Tensor:
+        """What `use` takes. In a backward pass the sums are waited for here."""
+        (token,) = record_several(_Deposit(self), values)
+        assert token is not None
+        return token
+
+    def use(self, token: Tensor) -> tuple[Tensor, ...]:
+        """The values, for use on each worker. In a backward pass the sums begin here."""
+        found = record_several(_Receipt(self), (token,))
+        return tuple(each for each in found if each is not None)
+
+    def empty(self) -> Tensor:
+        return self.like.new_empty(0)
+
+    def depart(self, grads: Parts) -> Callable[[], Parts]:
+        """Send gradients, with marks of those that are there; the result waits for the sums."""
+        land = self._sum.depart(self._packed(grads))
+        is_all = all(grad is not None for grad in grads)
+
+        def arrive() -> Parts:
+            return self._unpacked(land(), is_all)
+
+        return arrive
+
+    def _packed(self, grads: Parts) -> Tensor:
+        if len(grads) == 1:
+            (grad,) = grads
+            return self.like.new_zeros(self._lengths[0]) if grad is None else grad.reshape(-1)
+        marks = self.like.new_tensor([grad is not None for grad in grads])
+        flat = [
+            self.like.new_zeros(length) if grad is None else grad.reshape(-1)
+            for grad, length in zip(grads, self._lengths, strict=True)
+        ]
+        return torch.cat([*flat, marks])
+
+    def _unpacked(self, flat: Tensor, is_all: bool) -> Parts:
+        *parts, marks = flat.split([*self._lengths, flat.numel() - sum(self._lengths)])
+        found = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        if is_all or not marks.numel():  # no need to read them
+            return tuple(found)
+        there = marks.ne(0).tolist()
+        return tuple(part if mark else None for part, mark in zip(found, there, strict=True))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of a bundle. What it carries goes with the token that stands for it in the graph."""
+
+    bundle: Bundle
+
+    def empty(self) -> Tensor:
+        return self.bundle.empty()
+
+    def _token(self, carried: Any) -> tuple[Tensor]:
+        token = self.empty()
+        token.carried = carried  # type: ignore[attr-defined]
+        return (token,)
+
+
+class _Deposit(_Step):
+    """Values to a token; nothing moves."""
+
+    def _apply(self, *xs: Tensor | None) -> Parts:
+        return self._token(tuple(None if x is None else x.detach() for x in xs))
+
+    @property
+    def H(self) -> _Landing:
+        return _Landing(self.bundle)
+
+
+class _Receipt(_Step):
+    """A token to the values; nothing moves."""
+
+    def _apply(self, *xs: Tensor | None) -> Parts:
+        (token,) = xs
+        if token is None:
+            return (None,) * len(self.bundle.shapes)
+        return tuple(None if x is None else x.detach() for x in token.carried)  # type: ignore[attr-defined]
+
+    @property
+    def H(self) -> _Departure:
+        return _Departure(self.bundle)
+
+
+class _Departure(_Step):
+    """Gradients to a token, while they travel."""
+
+    def _apply(self, *xs: Tensor | None) -> Parts:
+        return self._token(self.bundle.depart(xs))
+
+    @property
+    def H(self) -> _Receipt:
+        return _Receipt(self.bundle)
+
+
+class _Landing(_Step):
+    """A token to the sums, when they have come."""
+
+    def _apply(self, *xs: Tensor | None) -> Parts:
+        (token,) = xs
+        if token is None:
+            return (None,) * len(self.bundle.shapes)
+        found: Parts = token.carried()  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def H(self) -> _Deposit:
+        return _Deposit(self.bundle)
 
 
 def total(share: Tensor, partition: Partition, shared: Iterable[int] = ()) -> Tensor:

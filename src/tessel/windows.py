@@ -134,15 +134,17 @@ class Groups:
 
 @dataclass(frozen=True)
 class Mirrored:
-    """A window over a tensor that goes on beyond its border: mirrored there, or constant.
+    """A window over a tensor that goes on beyond its border: mirrored there, constant, or around.
 
     >>> Mirrored(Window(3, before=1), 8, "reflect").places((0, 2))
     [1, 0, 1, 2]
+    >>> Mirrored(Window(3, before=1), 8, "circular").places((0, 2))
+    [7, 0, 1, 2]
     """
 
     window: Window
     length: int
-    mode: str  # "reflect" or "replicate"
+    mode: str  # "reflect", "replicate" or "circular"
 
     def places(self, outputs: Interval) -> list[int]:
         """The input index for each place that the windows of non-empty `outputs` cover."""
@@ -154,6 +156,8 @@ class Mirrored:
 
     def _inside(self, index: int) -> int:
         last = self.length - 1
+        if self.mode == "circular":
+            return index % self.length
         if self.mode == "reflect":
             index = last - abs(last - abs(index))
         return min(max(index, 0), last)

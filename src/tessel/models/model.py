@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tessel.agreement import Meeting
+from tessel.graph import eagerly
+from tessel.nn import fusion
 from tessel.nn.layer import Entry, Layer, needs_of
+from tessel.partition import Partition
 
 
 class Model(Layer):
@@ -20,12 +24,25 @@ class Model(Layer):
         """A model says all of its arguments itself."""
         super(Layer, cls).__init_subclass__(**settings)
 
+    def place_on(self, P_x: Partition) -> None:
+        super().place_on(P_x)
+        self.habit = fusion.Habit()
+
+    @eagerly
+    def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
+        """As a layer does; gradients of shared parameters travel in few messages."""
+        if self.P_x.size == 1:
+            return super().forward(input, *args, **settings)
+        assert isinstance(self, torch.nn.Module)
+        with fusion.guided(self.habit, self.parameters()):
+            return super().forward(input, *args, **settings)
+
     @property
     def _meeting(self) -> Meeting[Entry]:
         """One for each state of the model, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
         needs, is_off = needs_of(self.parameters())
-        kinds = (is_off, *needs, *(each.dtype for each in self.parameters()))
+        kinds = (is_off, fusion.foreseen(), *needs, *(each.dtype for each in self.parameters()))
         meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
         if kinds not in meetings:
             label = f"{self.label} under torch.no_grad()" if is_off else self.label

@@ -15,6 +15,7 @@ from tessel.nn.convert import distribute_module as distribute_module
 from tessel.nn.convolution import DistributedConv1d as DistributedConv1d
 from tessel.nn.convolution import DistributedConv2d as DistributedConv2d
 from tessel.nn.convolution import DistributedConv3d as DistributedConv3d
+from tessel.nn.fusion import fuse_gradients as fuse_gradients
 from tessel.nn.linear import DistributedLinear as DistributedLinear
 from tessel.nn.loss import DistributedBCELoss as DistributedBCELoss
 from tessel.nn.loss import DistributedBCEWithLogitsLoss as DistributedBCEWithLogitsLoss
@@ -61,6 +62,7 @@ from tessel.nn.pooling import DistributedMaxPool1d as DistributedMaxPool1d
 from tessel.nn.pooling import DistributedMaxPool2d as DistributedMaxPool2d
 from tessel.nn.pooling import DistributedMaxPool3d as DistributedMaxPool3d
 from tessel.nn.pooling import DistributedPoolingBase as DistributedPoolingBase
+from tessel.nn.region import HaloRegion as HaloRegion
 from tessel.nn.upsample import DistributedUpsample as DistributedUpsample
 from tessel.nn.upsample import DistributedUpsamplingBilinear2d as DistributedUpsamplingBilinear2d
 from tessel.nn.upsample import DistributedUpsamplingNearest2d as DistributedUpsamplingNearest2d

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape, zero_volume_tensor
-from tessel.nn import ledger
+from tessel.nn import fusion, ledger
 from tessel.nn.adaptive import (
     DistributedAdaptiveAvgPool1d,
     DistributedAdaptiveAvgPool2d,
@@ -129,6 +129,9 @@ def distribute_module(model: nn.Module, P_x: Partition) -> nn.Module:
     whole and computes the same with it. A loss of it is the loss of the whole, and every worker
     calls `backward()`. If the batch is split, each worker has the rows of its part, and its loss is
     a share: the sum over its rows, divided by what one process would divide by.
+
+    From the second call on, gradients of the parameters are summed in few messages, while others
+    are computed: see `fuse_gradients`.
 
     Args:
         model: a torch model; a single layer is returned in its distributed form.
@@ -261,6 +264,7 @@ class Entrance:
 
     def __init__(self, module: nn.Module, P_x: Partition, stream: Stream) -> None:
         self.module, self.P_x, self.stream = module, P_x, stream
+        self.habit = fusion.Habit()
         self._meetings: dict[Any, Meeting[Entry]] = {}
 
     @eagerly
@@ -271,8 +275,12 @@ class Entrance:
                 return forward(self.module, *args, **kwargs)
         if not self.P_x.active:
             return zero_volume_tensor(*_kind(args, kwargs))
-        random = self.P_x.size > 1
-        with self.stream.flowing() if random else nullcontext(), Ledger(self.P_x, follow):
+        many = self.P_x.size > 1
+        with (
+            fusion.guided(self.habit, self.module.parameters()) if many else nullcontext(),
+            self.stream.flowing() if many else nullcontext(),
+            Ledger(self.P_x, follow),
+        ):
             args, kwargs = self._entered(args, kwargs)
             result = forward(self.module, *args, **kwargs)
             with ledger.paused():
@@ -313,14 +321,15 @@ class Entrance:
     def _meeting(self, number: int, dims: tuple[int, ...]) -> Meeting[Entry]:
         """One for each state of the model and kind of arguments, alike on all workers."""
         flags, is_off = needs_of(self.module.parameters())
-        state = (number, dims, self.module.training, is_off, *flags)
+        plan = fusion.foreseen()
+        state = (number, dims, self.module.training, is_off, plan, *flags)
         if state not in self._meetings:
             mode = "training" if self.module.training else "evaluation"
             mode += ", under torch.no_grad()" if is_off else ""
             label = (
                 f"input {number} of {type(self.module).__name__} over {self.P_x} in {mode}, with "
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
-                f"dimensions"
+                f"dimensions, and {fusion.described(plan)}"
             )
             self._meetings[state] = Meeting(
                 self.P_x.group, label, self.P_x.ranks, self._conclude, f"{label} {state}"

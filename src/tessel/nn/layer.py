@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from inspect import Signature, signature
 from typing import Any, Self
@@ -17,7 +17,7 @@ from tessel.layout import Layout, Shape
 from tessel.nn import ledger
 from tessel.numbered import Numbered
 from tessel.partition import Partition
-from tessel.shared import equalize, even, spread
+from tessel.shared import bundled, equalize, even, spread
 from tessel.transport import kept_in_job
 
 Entry = tuple[Layout, Terms]
@@ -170,10 +170,29 @@ def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ())
     """
     if parameter is None:
         return None
-    partition = layout.partition
+    whole = _shared(layout.partition, tuple(parameter.shape))
+    return spread(parameter, whole, _separate(layout, shared))
+
+
+def used_together(
+    parameters: Sequence[Tensor], layout: Layout, shared: tuple[int, ...] = ()
+) -> list[Tensor]:
+    """The same for several parameters of one shape, whose gradients travel in one message."""
+    whole = _shared(layout.partition, tuple(parameters[0].shape))
+    separate = _separate(layout, shared)
+    found = [bundled(each, whole, separate) for each in parameters]
+    if all(each is None for each in found):
+        stack = torch.stack(list(parameters))
+        several = _shared(layout.partition, tuple(stack.shape))
+        return list(spread(stack, several, separate).unbind())
+    pairs = zip(parameters, found, strict=True)
+    return [spread(p, whole, separate) if each is None else each for p, each in pairs]
+
+
+def _separate(layout: Layout, shared: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes along which workers use a parameter for different parts."""
     same = {*layout.shared, *shared}
-    separate = tuple(axis for axis in range(partition.dim) if axis not in same)
-    return spread(parameter, _shared(partition, tuple(parameter.shape)), separate)
+    return tuple(axis for axis in range(layout.partition.dim) if axis not in same)
 
 
 @kept_in_job

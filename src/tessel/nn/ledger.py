@@ -188,6 +188,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_checkpoint() -> bool:
+    """Whether a checkpoint runs, which will compute again what is computed now."""
+    return _saving() is not None
+
+
 def _saving() -> Any:
     """The checkpoint that runs now, by how it saves tensors, or None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

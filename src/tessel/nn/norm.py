@@ -18,7 +18,7 @@ from tessel import boxes
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result, used
+from tessel.nn.layer import Layer, Result, used_together
 from tessel.nn.windowed import outline
 from tessel.shared import nothing, spread
 from tessel.transport import kept_in_job
@@ -346,11 +346,11 @@ class _Norm(Layer):
         present = [each for each in given if each is not None]
         if not present:
             return None, None
-        both = used(torch.stack(present), layout, shared)  # one exchange for the two
+        both = used_together(present, layout, shared)  # one exchange for the two
         box = layout.box()
-        assert box is not None and both is not None
-        dims = self.feature_dims(len(box))
-        parts = iter(both[(slice(None), *(slice(*box[dim]) for dim in dims))].unbind())
+        assert box is not None
+        region = tuple(slice(*box[dim]) for dim in self.feature_dims(len(box)))
+        parts = iter(each[region] for each in both)
         weight, bias = (None if each is None else next(parts) for each in given)
         return weight, bias
 

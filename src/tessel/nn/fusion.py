@@ -1,0 +1,267 @@
+"""Fusion: the gradients of shared parameters travel in few messages, while others are computed.
+
+A layer uses parameters that all workers share, and the gradients of these uses have to be summed:
+a message for each parameter. Parameters that are used together in a bundle take one. Which these
+are must be known when the first of them is used, so a call is guided by the one before: the first
+call of a model learns how parameters are used, the next ones bundle them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tessel import transport
+from tessel.agreement import in_forward_mode
+from tessel.graph import eagerly
+from tessel.nn import ledger
+from tessel.nn.layer import Layer
+from tessel.partition import Partition
+from tessel.shared import Bundle, Spread, bundling
+from tessel.transport import code_of
+
+LIMIT = 2**22  # bytes
+
+
+class Use(NamedTuple):
+    """How a parameter is used: on these workers, separately along these axes."""
+
+    partition: Partition
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose gradients travel together.
+
+    Attributes:
+        use: of all of them.
+        numbers: their places among the parameters of the model, in the order of use.
+    """
+
+    use: Use
+    numbers: tuple[int, ...]
+
+
+Plan = tuple[Group, ...]
+
+
+class Habit:
+    """How a model uses its parameters, from call to call.
+
+    Args:
+        limit: how many bytes of gradients travel in one message, unless one parameter has more.
+
+    Attributes:
+        uses: of the last call, by the number of the parameter, in order.
+        unsteady: parameters that were foreseen once and not used; they are not foreseen again.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit = limit
+        self.uses: dict[int, Use] = {}
+        self.unsteady: set[int] = set()
+
+    def plan(self, parameters: Sequence[Tensor]) -> Plan:
+        """Which parameters will be used together, if this call is like the last."""
+        if not torch.is_grad_enabled():
+            return ()
+        found: list[tuple[Use, list[int]]] = []
+        room: dict[Any, tuple[list[int], int]] = {}  # a group that is open, and its bytes
+        for number, use in self.uses.items():
+            if number >= len(parameters) or not parameters[number].requires_grad:
+                continue
+            parameter = parameters[number]
+            kind = use, parameter.dtype, parameter.device
+            numbers, size = room.get(kind, ([], self.limit + 1))
+            size += parameter.nbytes
+            if size > self.limit:
+                numbers, size = [], parameter.nbytes
+                found.append((use, numbers))
+            numbers.append(number)
+            if size <= self.limit:  # what is larger travels alone, and the others go on
+                room[kind] = numbers, size
+        return tuple(Group(use, tuple(numbers)) for use, numbers in found)
+
+    def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
+        """Remember a call that was guided by a plan."""
+        if uses:
+            self.unsteady.update(n for group in plan for n in group.numbers if n not in uses)
+            self.uses = {n: use for n, use in uses.items() if n not in self.unsteady}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(Habit(self.limit))  # a copy has learned nothing
+
+
+class Call:
+    """One call of a model: bundles of its parameters, made when the first of each is used.
+
+    A bundle is prepared one before it is needed, so that in the backward pass the sums of a bundle
+    are waited for when those of the next have begun.
+    """
+
+    def __init__(self, habit: Habit, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.plan = habit.plan(self.parameters)
+        self.uses: dict[int, Use] = {}
+        self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
+        self._groups = {n: k for k, group in enumerate(self.plan) for n in group.numbers}
+        self._prepared: dict[int, tuple[Bundle, Tensor]] = {}
+        self._aliases: dict[int, Tensor] = {}
+
+    def alias(self, value: Tensor, use: Spread) -> Tensor | None:
+        """The parameter for this use of it; None if it is not one that was foreseen."""
+        number = self._numbers.get(id(value))
+        if number is None or not (value.requires_grad and use.is_whole and use.axes and _plain()):
+            return None
+        how = Use(use.domain.partition, use.axes)
+        self.uses.setdefault(number, how)
+        place = self._groups.get(number)
+        if place is None or self.plan[place].use != how:
+            return None
+        if number not in self._aliases:
+            self._open(place)
+        return self._aliases[number]
+
+    def _open(self, place: int) -> None:
+        for each in (place, place + 1):
+            self._prepare(each)
+        bundle, token = self._prepared[place]
+        values = bundle.use(token)
+        self._aliases.update(zip(self.plan[place].numbers, values, strict=True))
+
+    def _prepare(self, place: int) -> None:
+        if place in self._prepared or place >= len(self.plan):
+            return
+        group = self.plan[place]
+        values = [self.parameters[number] for number in group.numbers]
+        bundle = Bundle(*group.use, [tuple(each.shape) for each in values], values[0])
+        self._prepared[place] = bundle, bundle.prepare(values)
+
+
+def _plain() -> bool:
+    """Whether bundles can be used: in plain reverse mode, for what is computed once.
+
+    A checkpoint computes again, perhaps after other calls, what was computed before: what it
+    keeps must be the same both times.
+    """
+    transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
+    again = ledger.in_backward() or ledger.in_checkpoint()
+    return torch.is_grad_enabled() and not transformed and not again
+
+
+@contextmanager
+def guided(habit: Habit, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A call of a model, with what was learned from the one before; inside of another, nothing."""
+    if bundling.get() is not None or not _plain():
+        yield
+        return
+    call = Call(habit, parameters)
+    mark = bundling.set(call)
+    try:
+        yield
+    finally:
+        bundling.reset(mark)
+    habit.learn(call.plan, call.uses)
+
+
+def foreseen() -> Plan:
+    """Which parameters are used together in the call that runs now."""
+    call = bundling.get()
+    return call.plan if isinstance(call, Call) else ()
+
+
+class Guide:
+    """The `forward` of a module whose gradients are fused.
+
+    Args:
+        module: whose own forward it calls.
+        limit: how many bytes travel in one message.
+    """
+
+    def __init__(self, module: torch.nn.Module, limit: int) -> None:
+        self.module = module
+        self.habit = Habit(limit)
+        self._group  # noqa: B018  (all workers make the group)
+
+    @property
+    def _group(self) -> transport.Group:
+        layers = [each for each in self.module.modules() if isinstance(each, Layer)]
+        partitions = [each for layer in layers for each in layer.partitions()]
+        return transport.group_of({rank for each in partitions for rank in each.ranks})
+
+    @eagerly
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward
+        with guided(self.habit, self.module.parameters()):
+            self._agree(foreseen())
+            return forward(self.module, *args, **kwargs)
+
+    def _agree(self, plan: Plan) -> None:
+        """Raise on all workers if they would send different messages."""
+        group = self._group
+        if transport.this_worker() not in group.workers:
+            return
+        call = f"{type(self.module).__name__} with {described(plan)}"
+        code = code_of(f"{call} {plan}")
+        group.check_same_call(group.share_words([code]), call)
+
+
+def described(plan: Plan) -> str:
+    """A plan in a few words."""
+    num = sum(len(group.numbers) for group in plan)
+    return f"gradients of {num} parameters in {len(plan)} messages" if plan else "gradients alone"
+
+
+def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Module:
+    """Let the gradients of shared parameters travel in few messages, while others are computed.
+
+    For modules that are written with the layers of this package. What `distribute_module` returns
+    does so already, as the models of `tessel.models` do; there this sets the limit.
+
+    The first call learns which parameters are used, and in which order. In the next ones those
+    that follow each other are summed together: values are the same, of every order. The module is
+    changed in place and returned.
+
+    Args:
+        module: a torch module that holds layers over partitions; all workers call this.
+        limit: how many bytes of gradients travel in one message, unless one parameter has more.
+
+    >>> import tessel, torch
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
+    >>> layers = [tessel.nn.DistributedConv1d(P, 2, 2, 3, padding=1) for _ in range(3)]
+    >>> model = tessel.nn.fuse_gradients(torch.nn.Sequential(*layers))
+    >>> model(torch.ones(1, 2, 8)).sum().backward()
+    """
+    if limit < 0:
+        raise ValueError(f"fuse_gradients: a limit of bytes, zero or more, is needed, got {limit}")
+    habits = [habit for each in module.modules() if (habit := _habit_of(each)) is not None]
+    for habit in habits:
+        habit.limit = limit
+    if _habit_of(module) is None:
+        _check(module)
+        module.forward = Guide(module, limit)
+    return module
+
+
+def _habit_of(module: torch.nn.Module) -> Habit | None:
+    """What a module has learned, if its gradients are fused."""
+    found = module.__dict__.get("habit", getattr(module.__dict__.get("forward"), "habit", None))
+    return found if isinstance(found, Habit) else None
+
+
+def _check(module: torch.nn.Module) -> None:
+    if "forward" in module.__dict__:
+        raise NotImplementedError(
+            f"{type(module).__name__} has a forward of its own; write it into a class"
+        )
+    if not any(isinstance(each, Layer) for each in module.modules()):
+        raise ValueError(
+            f"fuse_gradients: {type(module).__name__} holds no layer over a partition; convert it "
+            f"by distribute_module, or build it of the layers of tessel.nn"
+        )

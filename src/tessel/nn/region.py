@@ -1,0 +1,584 @@
+"""A region: a chain of layers whose halo is fetched at once.
+
+Layer by layer, each windowed layer of a chain asks its neighbours for what its windows read. Going
+backwards from the outputs of the last layer, through the windows of all of them, one finds what the
+chain reads of its input. Workers fetch that in one exchange and then compute, layer by layer,
+boxes that shrink: near borders between workers some values are computed twice, and not sent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.graph import eagerly
+from tessel.layout import Layout, Shape
+from tessel.nn import conv_transpose, convolution, ledger, upsample
+from tessel.nn.blocks import Weighted
+from tessel.nn.conv_transpose import (
+    DistributedConvTranspose1d,
+    DistributedConvTranspose2d,
+    DistributedConvTranspose3d,
+)
+from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
+from tessel.nn.layer import Entry, Layer, Result, needs_of, used
+from tessel.nn.norm import (
+    DistributedBatchNorm,
+    DistributedBatchNorm1d,
+    DistributedBatchNorm2d,
+    DistributedBatchNorm3d,
+    DistributedInstanceNorm,
+    DistributedInstanceNorm1d,
+    DistributedInstanceNorm2d,
+    DistributedInstanceNorm3d,
+)
+from tessel.nn.padding import Wrapped, wrapped
+from tessel.nn.pooling import DistributedPoolingBase
+from tessel.nn.upsample import DistributedUpsample
+from tessel.nn.windowed import Reaches, Windowed, leading, outline
+from tessel.partition import Partition
+from tessel.shared import even, nothing
+from tessel.transport import kept_in_job
+from tessel.windows import Mirrored, Reach, Window
+
+Parameters = tuple[Tensor | None, ...]
+
+POINTWISE: tuple[type[nn.Module], ...] = (
+    *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU),
+    *(nn.Mish, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish),
+    *(nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink, nn.Threshold),
+)
+RANDOM: tuple[type[nn.Module], ...] = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
+    *(nn.FeatureAlphaDropout, nn.RReLU),
+)
+_PADDINGS: dict[type[nn.Module], str] = {
+    **dict.fromkeys((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), "constant"),
+    **dict.fromkeys((nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d), "constant"),
+    **dict.fromkeys((nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d), "reflect"),
+    **dict.fromkeys((nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d), "replicate"),
+    **dict.fromkeys((nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d), "circular"),
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class HaloRegion(nn.Sequential):
+    """A chain of layers over a partitioned tensor that fetches the halo of all of them at once.
+
+    Forward:  y = f_k(… f_1(x)), of which each worker computes its part of y from what the chain
+    reads of x: one exchange, and none between the layers. The gradient of x takes one exchange
+    back.
+
+    Outputs, gradients and `state_dict` are those of `torch.nn.Sequential` of the same layers. It
+    pays where messages are small and layers cheap beside them; near the borders of its part each
+    worker computes what its neighbours compute, too.
+
+    A region of torch's own layers is a `Sequential`; `distribute_module` makes it a region.
+
+    Args:
+        layers: convolutions, also transposed ones, pools, interpolations and norms in evaluation
+            that `tessel.nn` has, all on one partition; paddings and activations of torch. Or one
+            `Sequential` of those.
+
+    >>> import tessel, torch
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
+    >>> conv = [tessel.nn.DistributedConv1d(P, 2, 2, 3, padding=1) for _ in range(2)]
+    >>> region = tessel.nn.HaloRegion(conv[0], torch.nn.ReLU(), conv[1])
+    >>> region(torch.ones(1, 2, 6)).shape
+    torch.Size([1, 2, 6])
+    """
+
+    def __init__(self, *layers: nn.Module | OrderedDict[str, nn.Module]) -> None:
+        if len(layers) == 1 and type(layers[0]) in (nn.Sequential, HaloRegion):
+            layers = (OrderedDict(layers[0].named_children()),)  # type: ignore[union-attr]
+        super().__init__(*layers)  # type: ignore[arg-type]
+        if self.P_x is not None:
+            self._steps()  # what cannot be in a region raises now
+
+    @property
+    def P_x(self) -> Partition | None:
+        """Where the tensor lies; None for a region of torch's own layers."""
+        return next((each.P_x for each in _chain(self) if isinstance(each, Layer)), None)
+
+    @eagerly
+    def forward(self, input: Tensor) -> Tensor:
+        if self.P_x is None:
+            result: Tensor = super().forward(input)
+            return result
+        with ledger.paused():
+            x, known = input, ledger.layout_of(input)
+            if known is None:
+                if not self.P_x.active:
+                    return x.clone()
+                x, known = self._agree(x, self.P_x)
+            y, layout = self.compute(x, known)
+            noted: Tensor = ledger.note(y, layout)
+            return noted
+
+    def compute(self, x: Tensor, layout: Layout) -> Result:
+        """This worker's part of the result, and its layout."""
+        steps = self._steps()
+        shape, shapes, reaches = layout.shape, [], []
+        for step in steps:
+            shape, reach = step.trace(shape, x, layout)
+            shapes.append(shape)
+            reaches.append(reach)
+        plan = planned(layout, tuple(shapes), tuple(reaches))
+        parameters = [step.parameters(layout) for step in steps]
+        y = plan.fetch(x)
+        for step, stage, given in zip(steps, plan.stages, parameters, strict=True):
+            y = step.compute(y, stage, *given)
+        return y, plan.stages[-1].target
+
+    def _steps(self) -> list[Step]:
+        P_x = self.P_x
+        assert P_x is not None
+        return [_step(layer, P_x) for layer in _chain(self)]
+
+    def _agree(self, x: Tensor, P_x: Partition) -> tuple[Tensor, Layout]:
+        """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
+        if P_x.size == 1:
+            return x, _alone(P_x, tuple(x.shape))
+        layout, terms = self._meeting(P_x).reach(Claim.of(x))
+        P_x.group.number_call()
+        return even(admit(x, terms, True), terms), layout
+
+    def _meeting(self, P_x: Partition) -> Meeting[Entry]:
+        """One for each state of the layers, in which all workers must be alike."""
+        needs, is_off = needs_of(self.parameters())
+        training = tuple(each.training for each in self.modules())
+        state = (P_x, training, is_off, *needs)
+        meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
+        if state not in meetings:
+            names = ", ".join(type(each).__name__ for each in _chain(self))
+            modes = ["training" if each.training else "evaluation" for each in _chain(self)]
+            mode = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
+            label = (
+                f"HaloRegion({names}) over {P_x} in {mode}, with {needs.count(True)} of "
+                f"{len(needs)} parameters to train{', under torch.no_grad()' if is_off else ''}"
+            )
+            identity = f"{label} {state[1:]} {[each.extra_repr() for each in _chain(self)]}"
+
+            def conclude(shapes: dict[int, Shape], terms: Terms) -> Entry:
+                return Layout.from_local_shapes(P_x, shapes), terms
+
+            meetings[state] = Meeting(P_x.group, label, P_x.ranks, conclude, identity)
+        return meetings[state]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_meetings"}
+
+
+@kept_in_job
+def _alone(partition: Partition, shape: Shape) -> Layout:
+    return Layout.from_local_shapes(partition, {partition.ranks[0]: shape})
+
+
+def _chain(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a region, those of chains inside of it, too, in their order."""
+    for child in module.children():
+        if type(child) in (nn.Sequential, HaloRegion):
+            yield from _chain(child)
+        else:
+            yield child
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the layers of a region compute.
+
+    Attributes:
+        wraps: first, dimensions that wrap around in all layers are continued.
+        stages: then every worker fetches what the first stage reads; each stage goes from what
+            the stage before it has computed to what the next one reads.
+    """
+
+    wraps: tuple[Wrapped, ...]
+    stages: tuple[Windowed, ...]
+
+    def fetch(self, x: Tensor) -> Tensor:
+        """All that this worker reads."""
+        for wrap in self.wraps:
+            x = wrap.apply(x)
+        return self.stages[0].fetch(x)
+
+
+@kept_in_job
+def planned(source: Layout, shapes: tuple[Shape, ...], reaches: tuple[Reaches, ...]) -> Plan:
+    """From a tensor in the layout `source` to balanced parts of the last of these shapes.
+
+    Args:
+        source: where the input lies.
+        shapes: of what each layer gives, as a whole.
+        reaches: of each layer, one for each dimension.
+    """
+    target = source.resized(shapes[-1])
+    inputs = [source.shape, *shapes[:-1]]
+    wraps = []
+    for dim in range(len(source.shape)):
+        if source.is_split(dim):
+            bends = _continued([each[dim] for each in (*inputs, shapes[-1])], reaches, dim)
+            if bends is not None:
+                inputs, reaches, (before, after) = _bent(inputs, reaches, dim, bends)
+                wraps.append(wrapped(source, dim, before, after))
+                source = wraps[-1].target
+    stages: list[Windowed] = []
+    for shape, reach in zip(reversed(inputs), reversed(reaches), strict=True):
+        held = source if len(stages) + 1 == len(reaches) else _read(source, shape, target, reach)
+        stages.insert(0, Windowed(held, target, reach))
+        target = stages[0].read
+    return Plan(tuple(wraps), tuple(stages))
+
+
+def _read(source: Layout, shape: Shape, target: Layout, reach: Reaches) -> Layout:
+    """What the workers read of a tensor of this shape."""
+    return Windowed(source.resized(shape), target, reach).read
+
+
+Bends = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
+
+
+def _continued(lengths: Sequence[int], reaches: tuple[Reaches, ...], dim: int) -> Bends | None:
+    """By how much each layer's input must go on beyond its ends, so that none wraps around.
+
+    If a layer wraps around and all before it do, or read what they give, and if the period is that
+    of the input, the input can be continued once for all. None where it cannot.
+
+    Args:
+        lengths: of the dimension, in the input and after each layer.
+        reaches: of the layers.
+        dim: the dimension.
+    """
+    each = [reach[dim] for reach in reaches]
+    around = [k for k, reach in enumerate(each) if _is_circular(reach)]
+    if not around:
+        return None
+    before = after = 0
+    bends: Bends = []
+    for k in range(around[-1], -1, -1):
+        reach, length, outputs = each[k], lengths[k], lengths[k + 1]
+        if _is_circular(reach):
+            window = reach.window  # type: ignore[union-attr]
+        elif reach is None or reach == Window(1):
+            window = Window(1)
+        else:
+            return None
+        if k < around[-1] and length != window.stride * outputs:
+            return None
+        last = window.last(outputs + after - 1)
+        before, after = max(0, -window.first(-before)), max(0, last + 1 - length)
+        if before > length or after > length:
+            return None
+        bends.insert(0, (before, after))
+    return bends
+
+
+def _bent(
+    inputs: Sequence[Shape], reaches: tuple[Reaches, ...], dim: int, bends: Bends
+) -> tuple[list[Shape], tuple[Reaches, ...], tuple[int, int]]:
+    """The same layers on tensors that go on, where their windows stay inside."""
+    shapes, changed = list(inputs), list(reaches)
+    for k, (before, after) in enumerate(bends):
+        shapes[k] = _with(shapes[k], dim, shapes[k][dim] + before + after)
+        reach = reaches[k][dim]
+        if isinstance(reach, Mirrored):
+            ahead = bends[k + 1][0] if k + 1 < len(bends) else 0
+            window = replace(reach.window, before=-before - reach.window.first(-ahead))
+            changed[k] = _with(reaches[k], dim, window)
+    return shapes, tuple(changed), bends[0]
+
+
+def _with(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _is_circular(reach: Reach | None) -> bool:
+    return isinstance(reach, Mirrored) and reach.mode == "circular"
+
+
+class Step(ABC):
+    """What a region must know of a layer.
+
+    Args:
+        layer: the layer, whose parameters it uses.
+    """
+
+    kinds: ClassVar[tuple[type, ...]]
+    layer: Any
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    @abstractmethod
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        """From the shape of the whole input to that of the output, and what outputs read.
+
+        It raises, on all workers, what torch's own layer raises, or why it cannot be in a region.
+
+        Args:
+            shape: of the whole input of the layer.
+            x: a part of the input of the region, of which only the kind counts.
+            layout: of the input of the region.
+        """
+
+    def parameters(self, layout: Layout) -> Parameters:
+        """The layer's parameters for use on this worker's part."""
+        return ()
+
+    @abstractmethod
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        """This worker's outputs from exactly what they read."""
+
+
+class _Convolving(Step):
+    kinds = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        self.layer.check_dtype(x)
+        settings = self.layer.settings()
+        outputs = convolution.convolved(shape, settings)
+        windows = settings.windows(tuple(before for before, _ in settings.widths))
+        around = _bordered(windows, shape, settings.widths, settings.mode)
+        return outputs, leading(len(shape), (settings.channels, *around))
+
+    def parameters(self, layout: Layout) -> Parameters:
+        return tuple(self.layer.use_parameters(layout))
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        x, padding = _surrounded(x, plan, self.layer.num_dims)
+        return self.layer._convolve(
+            x, *parameters, convolution.Plan((), plan, (), padding), plan.target
+        )
+
+
+def _bordered(
+    windows: Sequence[Window], shape: Shape, widths: Sequence[tuple[int, int]], mode: str
+) -> list[Reach]:
+    """What windows read of a tensor that goes on beyond its border in this way."""
+    if mode in ("zeros", "constant"):
+        return list(windows)
+    lengths = shape[len(shape) - len(windows) :]
+    return [
+        Mirrored(window, length, mode) if width != (0, 0) else window
+        for window, length, width in zip(windows, lengths, widths, strict=True)
+    ]
+
+
+def _surrounded(x: Tensor, plan: Windowed, num_dims: int) -> tuple[Tensor, tuple[int, ...]]:
+    """What the windows of a convolution cover, and how much zero padding it shall add itself."""
+    none = (0,) * num_dims
+    if 0 in x.shape or 0 in plan.target.local_shape:
+        return x, none
+    x = _in_order(x, plan)
+    sides = plan.overhang[-num_dims:]
+    if all(before == after for before, after in sides):
+        return x, tuple(before for before, _ in sides)
+    return F.pad(x, _widths(plan, num_dims)), none
+
+
+def _widths(plan: Windowed, num_dims: int) -> list[int]:
+    """How far this worker's windows stick out, in the order of `torch.nn.functional.pad`."""
+    return [width for side in reversed(plan.overhang[-num_dims:]) for width in side]
+
+
+def _in_order(x: Tensor, plan: Windowed) -> Tensor:
+    """The values that windows cover, with those that stand beyond the border of the tensor."""
+    outputs, inputs = plan.target.box(), plan.read.box()
+    assert outputs is not None and inputs is not None
+    for dim, (reach, part, (start, stop)) in enumerate(
+        zip(plan.reach, outputs, inputs, strict=True)
+    ):
+        if isinstance(reach, Mirrored):
+            places = [index - start for index in reach.places(part)]
+            if places != list(range(stop - start)):
+                x = x.index_select(dim, torch.tensor(places, device=x.device))
+    return x
+
+
+class _Transposed(Step):
+    kinds = (DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d)
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        self.layer.check_dtype(x)
+        settings = self.layer.settings()
+        outputs = conv_transpose.convolved(shape, settings)
+        return outputs, leading(len(shape), (settings.channels, *settings.windows()))
+
+    def parameters(self, layout: Layout) -> Parameters:
+        return tuple(self.layer.use_parameters(layout))
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        settings = self.layer.settings()
+        return self.layer._convolve(x, *parameters, plan, plan.target, settings)
+
+
+class _Pooling(Step):
+    kinds = (DistributedPoolingBase,)
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        if getattr(self.layer, "return_indices", False):
+            raise NotImplementedError(
+                f"a HaloRegion gives one tensor: {type(self.layer).__name__} with "
+                f"return_indices=True cannot be in it"
+            )
+        outputs = self.layer.global_shape(shape, (x.dtype, x.device.type))
+        return outputs, leading(len(shape), self.layer.windows())
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        pooled: Tensor = self.layer._pool(x, plan, self.layer.windows())
+        return pooled
+
+
+class _Interpolating(Step):
+    kinds = (DistributedUpsample,)
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        if self.layer.mode == "area":
+            raise NotImplementedError(
+                "interpolation by area averages over all workers and cannot be in a HaloRegion; "
+                "put it between two regions"
+            )
+        settings = self.layer._settings()
+        outputs = upsample._global_shape(shape, x.dtype, settings)
+        reaches = upsample.interpolations(shape, outputs, x.dtype, settings, x.is_cpu)
+        upsample._check_exact(layout, reaches, x, self.layer.mode)
+        return outputs, leading(len(shape), reaches)
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        interpolated: Tensor = self.layer._interpolate(x, plan, plan.reach[2:])
+        return interpolated
+
+
+class _Normalizing(Step):
+    kinds = (
+        *(DistributedBatchNorm, DistributedBatchNorm1d, DistributedBatchNorm2d),
+        *(DistributedBatchNorm3d, DistributedInstanceNorm, DistributedInstanceNorm1d),
+        *(DistributedInstanceNorm2d, DistributedInstanceNorm3d),
+    )
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        if self.layer.training or self.layer.running_mean is None:
+            raise NotImplementedError(
+                f"{type(self.layer).__name__} in a HaloRegion takes the running statistics, in "
+                f"evaluation; those of the tensor itself would need an exchange between the "
+                f"layers: put it between two regions, or call its eval()"
+            )
+        self.layer._check(x, layout.resized(shape))
+        return shape, (None,) * len(shape)
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        normalized: Tensor = self.layer.normalize_by_running(x, plan.target)
+        return normalized
+
+
+class _Padding(Step):
+    kinds = tuple(_PADDINGS)
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        outputs = tuple(type(self.layer).forward(self.layer, outline(shape)).shape)
+        windows = [Window(1, before=before) for before, _ in self._pairs]
+        around = _bordered(windows, shape, self._pairs, _PADDINGS[type(self.layer)])
+        return outputs, leading(len(shape), around)
+
+    @property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """What is put before and behind each of the last dimensions."""
+        widths = self.layer.padding
+        return list(zip(widths[::2], widths[1::2], strict=True))[::-1]
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        value = getattr(self.layer, "value", 0.0)
+        shape = plan.target.local_shape
+        if 0 in x.shape or 0 in shape:
+            return (nothing(shape, x) + value).to(x.dtype)
+        return F.pad(_in_order(x, plan), _widths(plan, len(self._pairs)), value=value)
+
+
+class _Pointwise(Step):
+    kinds = POINTWISE
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        return shape, (None,) * len(shape)
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        result: Tensor = type(self.layer).forward(self.layer, x)
+        return result
+
+
+class _Random(_Pointwise):
+    kinds = RANDOM
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        if self.layer.training:
+            raise NotImplementedError(
+                f"{type(self.layer).__name__} in training draws random numbers, and what two "
+                f"workers compute in a HaloRegion must be the same on both; put it between two "
+                f"regions, or call its eval()"
+            )
+        return super().trace(shape, x, layout)
+
+
+class _Prelu(_Pointwise):
+    kinds = (nn.PReLU,)
+
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+        F.prelu(outline(shape, x.dtype), outline(tuple(self.layer.weight.shape), x.dtype))
+        return super().trace(shape, x, layout)
+
+    def parameters(self, layout: Layout) -> Parameters:
+        return (used(self.layer.weight, layout),)
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        (weight,) = parameters
+        box = plan.target.box()
+        assert box is not None
+        if weight.numel() > 1:
+            weight = weight[slice(*box[1])]
+        return F.prelu(x, weight) if x.numel() else nothing(tuple(x.shape), x, weight)
+
+
+_STEPS: tuple[type[Step], ...] = (
+    *(_Convolving, _Transposed, _Pooling, _Interpolating, _Normalizing),
+    *(_Padding, _Pointwise, _Random, _Prelu),
+)
+
+
+def _step(layer: nn.Module, P_x: Partition) -> Step:
+    """What a region of `P_x` must know of a layer; it raises if the layer cannot be in one."""
+    placed = isinstance(layer, Layer)
+    for kind in _STEPS:
+        if isinstance(layer, kind.kinds) if placed else type(layer) in kind.kinds:
+            _check_place(layer, P_x)
+            return kind(layer)
+    raise NotImplementedError(
+        f"{type(layer).__name__} cannot be in a HaloRegion, which takes convolutions, pools, "
+        f"interpolations and batch norms of tessel.nn, and paddings and activations of torch; put "
+        f"it between two regions"
+    )
+
+
+def _check_place(layer: nn.Module, P_x: Partition) -> None:
+    name = type(layer).__name__
+    if isinstance(layer, Layer) and layer.P_x != P_x:
+        raise ValueError(
+            f"all layers of a HaloRegion lie on one partition: expected {P_x}, {name} has "
+            f"{layer.P_x}"
+        )
+    if isinstance(layer, Weighted) and (layer.P_w is not None or layer.P_y not in (None, P_x)):
+        raise NotImplementedError(
+            f"{name} in a HaloRegion computes on its P_x: leave out P_w and P_y, got {layer.P_w} "
+            f"and {layer.P_y}"
+        )
+    if any(getattr(layer, each) for each in _HOOKS):
+        raise NotImplementedError(
+            f"hooks of {name} would see more than its part in a HaloRegion, and are not called; "
+            f"remove them, or hook the region"
+        )
