@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test venv lint format types docs clean
+.PHONY: demo test venv bench lint format types docs clean
 
 demo: $(READY)
 	$(BIN)/tessel demo
@@ -13,6 +13,10 @@ test: $(READY)
 	$(BIN)/pytest
 
 venv: $(READY)
+
+bench: $(READY)
+	PYTHON=$(PYTHON) benchmarks/setup_peers.sh
+	$(BIN)/tessel bench $(CLAIMS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,170 +1,311 @@
-"""What a movement costs beyond the bare messages that it is made of.
+"""Each movement against raw mpi4py, and against the same messages by hand over Gloo, on one host.
 
-For each movement and size, in one run, interleaved: the same messages written by hand with
-`torch.distributed` into buffers made beforehand; the operator whose layouts are known
-(`Move.apply`), which also packs, unpacks and makes its result; and the module, which agrees on the
-shapes first. Medians over the rounds, averaged over the workers, in microseconds. "overhead" is the
-time on the processor that `apply` takes in the calling thread beyond that of the bare messages:
-unlike the wall clock it does not count who waits for whom.
+The size is that of the largest tensor of a worker: what is broadcast, what each adds to a sum, the
+result of an all-gather, the input of a reduce-scatter, the slab of a repartition from rows to
+columns, and the slab of a halo exchange, a quarter of which goes to each neighbour.
 
-    python benchmarks/movements.py [--workers 2 4] [--kib 1 64 1024 16384] [--rounds 100]
+Tessel is `Move.apply` without gradients: the layouts are known, it packs, moves, unpacks and makes
+a new result each time. mpi4py writes into numpy buffers that were made before, as does Gloo, whose
+messages are written by hand with torch.distributed. The modules of `tessel.nn` agree on the shapes
+first; they are shown for small tensors, where that counts.
+
+A sample of a small movement is the mean of several that follow each other at once, so that who
+gives only, as the root of a broadcast, may run ahead: all contenders may.
+
+    benchmarks/setup_peers.sh   # once
+    python benchmarks/movements.py [--rounds 4] [--quick] [--only TEXT] [--without-peers]
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from harness.claim import Case, Claim, Settings
+from harness.command import main
+from harness.contenders import OnWorkers, UnderMpi
 from torch import Tensor
 
 import tessel
-from tessel.plan import plan
 
-Case = tuple[str, Callable[[], object], Callable[[], object], Callable[[], object]]
+Step = Callable[[], object]
+KIB = (1, 64, 1024, 16 * 1024, 64 * 1024)
+SMALL = 64  # KiB
+ROWS = 4  # of a worker's slab
+MOVEMENTS = (
+    "broadcast",
+    "sum-reduce",
+    "all-sum-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "repartition",
+    "halo exchange",
+)
 
 
-def all_reduce_by_hand(x: Tensor) -> Callable[[], object]:
+# --- the tensors, as movements_mpi.py has them
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a worker has and gets in each movement."""
+
+    movement: str
+    kib: int
+
+    @property
+    def length(self) -> int:
+        return self.kib * 256
+
+    @property
+    def width(self) -> int:
+        return self.length // ROWS
+
+    def flat(self, rank: int) -> Tensor:
+        """Numbers that all workers know, of one worker."""
+        period = torch.arange(256, dtype=torch.float32).add(rank)
+        return period.repeat(self.length // 256)
+
+    def block(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """A part of the whole matrix, whose numbers follow from their places."""
+        along = torch.arange(*columns, dtype=torch.int32).remainder_(8191).float()
+        return 16.0 * torch.arange(*rows)[:, None] + along
+
+    def given(self) -> Tensor:
+        P = tessel.world()
+        if self.movement == "broadcast":
+            return self.flat(0) if P.rank == 0 else tessel.zero_volume_tensor()
+        if self.movement == "all-gather":
+            return self.flat(0).chunk(P.size)[P.rank].clone()
+        if self.movement in ("repartition", "halo exchange"):
+            return self.block((ROWS * P.rank, ROWS * (P.rank + 1)), (0, self.width))
+        return self.flat(P.rank)
+
+    def expected(self) -> Tensor:
+        P = tessel.world()
+        if self.movement in ("broadcast", "all-gather"):
+            return self.flat(0)
+        if self.movement == "repartition":
+            part = self.width // P.size
+            return self.block((0, ROWS * P.size), (part * P.rank, part * (P.rank + 1)))
+        if self.movement == "halo exchange":
+            rows = max(0, ROWS * P.rank - 1), min(ROWS * P.size, ROWS * (P.rank + 1) + 1)
+            return self.block(rows, (0, self.width))
+        total = self.flat(0).mul_(P.size).add_(P.size * (P.size - 1) // 2)
+        if self.movement == "sum-reduce":
+            return total if P.rank == 0 else torch.empty(0)
+        return total.chunk(P.size)[P.rank] if self.movement == "reduce-scatter" else total
+
+
+def checked(step: Callable[[], Tensor], expected: Tensor) -> Step:
+    found = step()
+    assert torch.equal(found.reshape(expected.shape), expected), "a movement gave wrong values"
+    return step
+
+
+# --- Tessel
+
+
+def layouts(tensors: Tensors) -> tuple[tessel.Layout, tessel.Layout]:
+    P = tessel.world()
+    whole = tessel.Layout.whole(P, (tensors.length,))
+    owned = tessel.Layout.whole(P.create_partition_inclusive([0]), (tensors.length,))
+    parts = tessel.Layout.balanced(P, (tensors.length,))
+    rows, columns = (
+        tessel.Layout.balanced(
+            P.create_cartesian_topology_partition(grid), (ROWS * P.size, tensors.width)
+        )
+        for grid in ([P.size, 1], [1, P.size])
+    )
+    return {
+        "broadcast": (owned, whole),
+        "sum-reduce": (whole, owned),
+        "all-sum-reduce": (whole, whole),
+        "all-gather": (parts, whole),
+        "reduce-scatter": (whole, parts),
+        "repartition": (rows, columns),
+        "halo exchange": (rows, rows.grow([(1, 1), (0, 0)])),
+    }[tensors.movement]
+
+
+def by_apply(settings: Settings) -> Step:
+    tensors = Tensors(**settings)
+    move, x = tessel.Move(*layouts(tensors)), tensors.given()
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        return move.apply(x)
+
+    return checked(step, tensors.expected())
+
+
+def by_module(settings: Settings) -> Step:
+    tensors = Tensors(**settings)
+    P = tessel.world()
+    first = P.create_partition_inclusive([0])
+    rows, columns = (
+        P.create_cartesian_topology_partition(grid) for grid in ([P.size, 1], [1, P.size])
+    )
+    makers: dict[str, Callable[[], torch.nn.Module]] = {
+        "broadcast": lambda: tessel.nn.Broadcast(first, P),
+        "sum-reduce": lambda: tessel.nn.SumReduce(P, first),
+        "all-sum-reduce": lambda: tessel.nn.AllSumReduce(P, [0]),
+        "all-gather": lambda: tessel.nn.AllGather(P, 0, 0),
+        "reduce-scatter": lambda: tessel.nn.ReduceScatter(P, 0, 0),
+        "repartition": lambda: tessel.nn.Repartition(rows, columns),
+        "halo exchange": lambda: tessel.nn.HaloExchange(rows, [(1, 1), (0, 0)]),
+    }
+    module, x = makers[tensors.movement](), tensors.given()
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        found: Tensor = module(x)
+        return found
+
+    return checked(step, tensors.expected())
+
+
+# --- the same messages, written by hand
+
+
+def by_hand(settings: Settings) -> Step:
+    tensors = Tensors(**settings)
+    x = tensors.given()
+    step = {
+        "broadcast": broadcast_by_hand,
+        "sum-reduce": reduce_by_hand,
+        "all-sum-reduce": all_reduce_by_hand,
+        "all-gather": all_gather_by_hand,
+        "reduce-scatter": reduce_scatter_by_hand,
+        "repartition": repartition_by_hand,
+        "halo exchange": halo_by_hand,
+    }[tensors.movement](x, tensors.length)
+    return checked(step, tensors.expected())
+
+
+def broadcast_by_hand(x: Tensor, length: int) -> Callable[[], Tensor]:
+    y = x if dist.get_rank() == 0 else torch.empty(length)
+
+    def step() -> Tensor:
+        dist.broadcast(y, 0)
+        return y
+
+    return step
+
+
+def reduce_by_hand(x: Tensor, length: int) -> Callable[[], Tensor]:
+    y, none = torch.empty_like(x), torch.empty(0)
+
+    def step() -> Tensor:  # it works in place, on other workers than the root too
+        y.copy_(x)
+        dist.reduce(y, 0)
+        return y if dist.get_rank() == 0 else none
+
+    return step
+
+
+def all_reduce_by_hand(x: Tensor, length: int) -> Callable[[], Tensor]:
     y = torch.empty_like(x)
 
-    def run() -> Tensor:
+    def step() -> Tensor:
         y.copy_(x)
         dist.all_reduce(y)
         return y
 
-    return run
+    return step
 
 
-def messages_by_hand(sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]):
-    def run() -> None:
-        pending = [dist.irecv(buffer, peer) for peer, buffer in receives]
-        pending += [dist.isend(buffer, peer) for peer, buffer in sends]
-        for work in pending:
-            work.wait()
+def all_gather_by_hand(x: Tensor, length: int) -> Callable[[], Tensor]:
+    y = torch.empty(length)
+    parts = list(y.chunk(dist.get_world_size()))
 
-    return run
+    def step() -> Tensor:
+        dist.all_gather(parts, x)
+        return y
 
-
-def all_to_all_by_hand(gives: list[int], takes: list[int]) -> Callable[[], object]:
-    send, receive = torch.ones(sum(gives)), torch.empty(sum(takes))
-    return lambda: dist.all_to_all_single(receive, send, takes, gives)
+    return step
 
 
-def cases(kib: int) -> list[Case]:
-    """Every movement on a tensor of about this size on each worker."""
-    P = tessel.world()
-    workers, me = P.size, P.rank
-    rows = P.create_cartesian_topology_partition([workers, 1])
-    columns = P.create_cartesian_topology_partition([1, workers])
-    first = P.create_partition_inclusive([0])
-    n = 16 * workers
-    width = max(workers, kib * 1024 // 4 // 16)
-    flat = torch.ones(kib * 256)
+def reduce_scatter_by_hand(x: Tensor, length: int) -> Callable[[], Tensor]:
+    y = torch.empty(length // dist.get_world_size())
+    parts = list(x.chunk(dist.get_world_size()))
 
-    slab = tessel.Layout.balanced(rows, (n, width))
-    transposed = tessel.Layout.balanced(columns, (n, width))
-    whole = tessel.Layout.whole(P, flat.shape)
-    owned = tessel.Layout.whole(first, flat.shape)
-    x = torch.ones(slab.local_shape)
-    copy = flat.clone()
-    mine = flat if me == 0 else tessel.zero_volume_tensor()
-    neighbours = [peer for peer in (me - 1, me + 1) if 0 <= peer < workers]
+    def step() -> Tensor:
+        dist.reduce_scatter(y, parts)
+        return y
 
-    halo = messages_by_hand(
-        [(peer, torch.ones(width)) for peer in neighbours],
-        [(peer, torch.empty(width)) for peer in neighbours],
+    return step
+
+
+def repartition_by_hand(x: Tensor, length: int) -> Callable[[], Tensor]:
+    P = dist.get_world_size()
+    rows, width = x.shape
+    packed, y = torch.empty(P, rows, width // P), torch.empty(P * rows, width // P)
+    parts = x.view(rows, P, width // P).transpose(0, 1)
+
+    def step() -> Tensor:
+        packed.copy_(parts)
+        dist.all_to_all_single(y.view(-1), packed.view(-1))
+        return y
+
+    return step
+
+
+def halo_by_hand(x: Tensor, length: int) -> Callable[[], Tensor]:
+    me, P = dist.get_rank(), dist.get_world_size()
+    before, after = int(me > 0), int(me < P - 1)
+    y = torch.empty(before + len(x) + after, x.shape[1])
+    inner = y[before : before + len(x)]
+
+    def step() -> Tensor:
+        pending = [dist.irecv(y[:1], me - 1)] if before else []
+        pending += [dist.irecv(y[-1:], me + 1)] if after else []
+        pending += [dist.isend(x[:1], me - 1)] if before else []
+        pending += [dist.isend(x[-1:], me + 1)] if after else []
+        inner.copy_(x)
+        for each in pending:
+            each.wait()
+        return y
+
+    return step
+
+
+# --- the claim
+
+
+def case(movement: str, kib: int, workers: int) -> Case:
+    size = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+    return Case(
+        f"{movement}, {size}, {workers} workers",
+        workers,
+        {"movement": movement, "kib": kib},
+        {"mpi4py": 3.0 if kib < SMALL else 1.0},
+        calls=10 if kib <= SMALL else 3 if kib <= 1024 else 1,
+        seconds=0.04,
+        most=40,
     )
-    pieces = plan(slab, transposed, me)
-    gives = {piece.peer: piece.numel for piece in pieces.gives}
-    takes = {piece.peer: piece.numel for piece in pieces.arrives}
-    swap = all_to_all_by_hand(
-        [gives.get(k, 0) for k in range(workers)], [takes.get(k, 0) for k in range(workers)]
-    )
-
-    def row(name: str, bare: Callable[[], object], move: tessel.Move, layer, given: Tensor) -> Case:
-        return name, bare, lambda: move.apply(given), lambda: layer(given)
-
-    halo_layer = tessel.nn.HaloExchange(rows, [(1, 1), (0, 0)])
-    return [
-        row(
-            "all-sum-reduce",
-            all_reduce_by_hand(flat),
-            tessel.Move(whole, whole),
-            tessel.nn.AllSumReduce(P, [0]),
-            flat,
-        ),
-        row(
-            "broadcast",
-            lambda: dist.broadcast(copy, 0),
-            tessel.Move(owned, whole),
-            tessel.nn.Broadcast(first, P),
-            mine,
-        ),
-        row(
-            "repartition",
-            swap,
-            tessel.Move(slab, transposed),
-            tessel.nn.Repartition(rows, columns),
-            x,
-        ),
-        row("halo exchange", halo, tessel.Move(slab, slab.grow([(1, 1), (0, 0)])), halo_layer, x),
-    ]
 
 
-def measure(kib: int, rounds: int) -> list[tuple[str, list[float]]]:
-    """Median microseconds of the ways, on the wall and on the processor, over all workers."""
-    results = []
-    group = tessel.world().group
-    for name, *ways in cases(kib):
-        walls: list[list[float]] = [[] for _ in ways]
-        processors: list[list[float]] = [[] for _ in ways]
-        for _ in range(rounds):
-            for way, wall, processor in zip(ways, walls, processors, strict=True):
-                dist.barrier()
-                start, busy = time.perf_counter(), time.thread_time()
-                way()
-                wall.append(1e6 * (time.perf_counter() - start))
-                processor.append(1e6 * (time.thread_time() - busy))
-        mine = torch.tensor([statistics.median(times) for times in walls + processors])
-        results.append((name, (group.sum(mine) / group.size).tolist()))
-    return results
+def is_small(case: Case) -> bool:
+    return int(case.settings["kib"]) <= SMALL
 
 
-def report(workers: int, kib: int, rows: list[tuple[str, list[float]]]) -> Table:
-    table = Table(title=f"{workers} workers, {kib} KiB a worker, µs")
-    table.add_column("movement", no_wrap=True)
-    for heading in ("by hand", "apply", "ratio", "overhead", "module", "agreement"):
-        table.add_column(heading, justify="right")
-    for name, (bare, apply, module, bare_busy, apply_busy, _) in rows:
-        table.add_row(
-            name,
-            f"{bare:.0f}",
-            f"{apply:.0f}",
-            f"{apply / bare:.2f}",
-            f"{apply_busy - bare_busy:.0f}",
-            f"{module:.0f}",
-            f"{module - apply:.0f}",
-        )
-    return table
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--kib", type=int, nargs="+", default=[1, 64, 1024, 16384])
-    parser.add_argument("--rounds", type=int, default=100)
-    options = parser.parse_args()
-    for workers in options.workers:
-        for kib in options.kib:
-            rounds = options.rounds if kib <= 1024 else max(5, options.rounds // 5)
-            rows = tessel.launch(measure, workers, kib, rounds)[0]
-            Console().print(report(workers, kib, rows))
-
+CLAIM = Claim(
+    "movements",
+    "each movement against mpi4py on the same host",
+    [case(movement, kib, P) for P in (2, 4) for movement in MOVEMENTS for kib in KIB],
+    [
+        OnWorkers("Tessel", by_apply, split=True),
+        UnderMpi("mpi4py", "movements_mpi.py"),
+        OnWorkers("Gloo by hand", by_hand),
+        OnWorkers("tessel.nn", by_module, covers=is_small),
+    ],
+    rounds=4,
+    note="""Tessel is Move.apply without gradients, which makes a new result each time; mpi4py and
+    Gloo write into buffers that were made before.""",
+)
 
 if __name__ == "__main__":
-    main()
+    main(CLAIM, __doc__)

@@ -1,193 +1,222 @@
-"""A converted model on several workers against the same model in one process.
+"""Training steps of converted models on two workers against one process, one thread each.
 
-Training steps (forward, backward, SGD) of a ResNet-18 and a 3-D U-Net. Every process has one
-thread. Single process and workers take turns in one run; times are medians over the rounds, the
-speed-up is the median of the rounds' ratios. Its ceiling is what the machine gives: two processes
-that train torch's own model on a half each, at the same time, and exchange nothing.
+A step is forward, backward and SGD, of a ResNet-18 and of a 3-D U-Net. "nothing exchanged" are two
+processes that train torch's own model on a half each, at the same time, and exchange nothing: what
+the machine gives at best. Before it is timed a converted model is compared with torch's own on a
+small input: its output and all gradients.
 
 Memory is the peak of a process's resident memory (parameters, gradients, momentum, activations,
-messages) beyond what it had before the model was made, measured in fresh processes that have
-trained a tiny model before, so that what torch loads is not counted; of several workers, that of
-the largest. Parameters, gradients and momentum are whole on each worker: memory is measured where
-activations are much larger. Beside it stands the ratio of the bytes of tensors alone.
+messages) beyond what it had before the model was made, in fresh processes that have trained on a
+tiny input before, so that what torch loads is not counted; of several workers, that of the largest.
+The allocator gives back all that is larger than 4 MiB; by default glibc keeps what is smaller than
+the largest block that was ever freed, up to 32 MiB, which the smaller tensors of several workers
+are and those of one process are not. "tensors" are the bytes of tensors alone that are alive at
+once. Parameters, gradients and momentum are whole on each worker.
 
-The allocator is set alike for all. While time is measured it keeps what is freed, else the kernel
-clears every large tensor anew. While memory is measured it gives back all that is larger than
-4 MiB; by default glibc keeps what is smaller than the largest block that was ever freed, up to
-32 MiB, which the smaller tensors of several workers are and those of one process are not.
+    python benchmarks/training.py [--rounds 3] [--large] [--quick] [--only TEXT]
 
-    python benchmarks/training.py [--rounds 3] [--image 640] [--memory-image 1024] [--volume 128]
+With --large inputs are larger (times on 8 images of 640² and a volume of 128³), memory is measured
+of the ResNet as well (on 8 images of 1024²), and tensors and the bytes that a worker sends in a
+step are counted; it takes half an hour.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
-import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import resident
 import torch
-from allocator import GIVE_BACK, KEEP
-from rich.console import Console
-from rich.table import Table
+from harness.claim import Case, Claim, Settings
+from harness.command import parser, run
+from harness.contenders import Counted, InOneProcess, OnWorkers
+from torch import Tensor, nn
+from values import check_close
 
 import tessel
-from tessel.testing import WorkerPool, count_memory, count_traffic
+from tessel.testing import count_memory, count_traffic
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import models  # (the same models as in the tests)
 
-Shape = tuple[int, ...]
+ALONE, APART = "torch, 1 process", "nothing exchanged"
+MODELS = {"ResNet18": (64, 1000), "UNet": (3, 16)}  # and their arguments
 
 
-def grid(workers: int, shape: Shape) -> list[int]:
-    """Workers in slabs along the first dimension of space."""
-    return [1, 1, workers, *[1] * (len(shape) - 3)]
+def partition(shape: list[int]) -> tessel.Partition:
+    """All workers in slabs along the first dimension of space."""
+    world = tessel.world()
+    return world.create_cartesian_topology_partition([1, 1, world.size, *[1] * (len(shape) - 3)])
 
 
-def train(
-    name: str,
-    args: tuple[int, ...],
-    shape: Shape,
-    steps: int,
-    tiny: Shape | None = None,
-    apart: bool = False,
-) -> dict[str, float]:
-    """Seconds of a step, the peak of memory and the bytes sent, on this worker.
-
-    If `apart`, each worker trains a model of its own on its part.
-    """
-    if tiny is not None:
-        train(name, args, tiny, 1)
-        resident.forget_peak()
-    before = resident.resident()
-    P = tessel.world().create_cartesian_topology_partition(grid(tessel.world().size, shape))
+def plain(settings: Settings) -> nn.Module:
     torch.manual_seed(0)
-    model = getattr(models, name)(*args)
-    if P.size > 1 and not apart:  # else it stays plain torch
-        model = tessel.nn.distribute_module(model, P)
+    made: nn.Module = getattr(models, settings["model"])(*MODELS[settings["model"]])
+    return made
+
+
+def converted(settings: Settings) -> nn.Module:
+    """Over all workers; in a world of one it stays torch's own."""
+    if tessel.world().size == 1:
+        return plain(settings)
+    return tessel.nn.distribute_module(plain(settings), partition(settings["shape"]))
+
+
+def tiny(settings: Settings) -> Settings:
+    shape = settings["shape"]
+    return {**settings, "shape": [2, shape[1], *[32] * (len(shape) - 2)]}
+
+
+def check(settings: Settings) -> None:
+    """Output and gradients are those of torch's own model, in double precision."""
+    shape = tiny(settings)["shape"]
+    layout = tessel.Layout.balanced(partition(shape), shape)
+    alone, spread = plain(settings).double(), converted(settings).double()
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected, found = alone(x), spread(layout.local_part(x))
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    (expected * weights).sum().backward()
+    if expected.dim() == len(shape):  # the output lies in parts
+        where = layout.resized(expected.shape)
+        expected, weights = where.local_part(expected), where.local_part(weights)
+    (found * weights).sum().backward()
+    check_close("the output", found, expected, 1e-10)
+    check_close("the gradient", gradient(spread), gradient(alone), 1e-10)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """Those of all parameters, as one vector."""
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+def training(model: nn.Module, settings: Settings) -> Callable[[], object]:
+    """A step on this worker's part of a batch."""
+    shape = settings["shape"]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    x = torch.randn(tessel.Layout.balanced(P, shape).local_shape)
-    seconds = []
-    for _ in range(steps + 1):
-        begin = time.perf_counter()
-        with count_traffic() as traffic:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        seconds.append(time.perf_counter() - begin)
-    return {
-        "seconds": statistics.median(seconds[1:]),
-        "bytes": traffic.bytes_sent,
-        "memory": resident.peak() - before,
-    }
+    x = torch.randn(tessel.Layout.balanced(partition(shape), shape).local_shape)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
 
 
-def speed(name: str, args: tuple[int, ...], shape: Shape, rounds: int) -> tuple[float, ...]:
-    """Median seconds of one process and of two workers, and the medians of the ratios: of one
-    process to two workers, and of one process to two on their own."""
-    alone, spread, apart = [], [], []
-    with WorkerPool(threads=1, timeout=900) as pool:
-        for _ in range(rounds):
-            alone.append(pool.run(train, name, args, shape, 2, nprocs=1)[0]["seconds"])
-            for times, on_their_own in ((spread, False), (apart, True)):
-                results = pool.run(train, name, args, shape, 2, None, on_their_own, nprocs=2)
-                times.append(max(result["seconds"] for result in results))
-    ratios = [
-        statistics.median(a / b for a, b in zip(alone, times, strict=True))
-        for times in (spread, apart)
-    ]
-    return statistics.median(alone), statistics.median(spread), *ratios
+def by_tessel(settings: Settings) -> Callable[[], object]:
+    check(settings)
+    return training(converted(settings), settings)
 
 
-def memory(name: str, args: tuple[int, ...], shape: Shape, workers: int) -> tuple[float, float]:
-    """The peak of a process and the bytes that it sends in a step, in fresh processes."""
-    with WorkerPool(threads=1, timeout=900) as pool:
-        tiny = (2, shape[1], *[32] * (len(shape) - 2))
-        results = pool.run(train, name, args, shape, 1, tiny, nprocs=workers)
-    return max(r["memory"] for r in results), max(r["bytes"] for r in results)
+def by_torch(settings: Settings) -> Callable[[], object]:
+    """Each worker trains a model of its own on its part; one process on all."""
+    return training(plain(settings), settings)
 
 
-def bytes_of_tensors(name: str, args: tuple[int, ...], shape: Shape) -> int:
+def peak_of(settings: Settings) -> int:
+    """The peak of this process's resident memory in two steps, beyond that before the model."""
+    training(converted(settings), tiny(settings))()
+    resident.forget_peak()
+    before = resident.resident()
+    two_steps(settings)
+    return resident.peak() - before
+
+
+def tensors_of(settings: Settings) -> int:
     """The most bytes of tensors that are alive at once in two steps, the model's own included."""
     with count_memory() as memory:
-        train(name, args, shape, 1)
+        two_steps(settings)
     return memory.peak
 
 
-def tensors(name: str, args: tuple[int, ...], shape: Shape, workers: int) -> int:
-    """The same, of the largest worker."""
-    with WorkerPool(threads=1, timeout=900) as pool:
-        return max(pool.run(bytes_of_tensors, name, args, shape, nprocs=workers))
+def two_steps(settings: Settings) -> None:
+    step = training(converted(settings), settings)
+    step()
+    step()
 
 
-def memories(name: str, args: tuple[int, ...], shape: Shape, rounds: int) -> tuple[float, ...]:
-    """The memory of one process and of four workers, medians, and the bytes that one sends."""
-    alone = statistics.median(memory(name, args, shape, 1)[0] for _ in range(rounds))
-    spread = [memory(name, args, shape, 4) for _ in range(rounds)]
-    return alone, statistics.median(peak for peak, _ in spread), spread[0][1]
+def sent_of(settings: Settings) -> int:
+    """The bytes that this worker sends in a step."""
+    step = training(converted(settings), settings)
+    with count_traffic() as traffic:
+        step()
+    return traffic.bytes_sent
 
 
-MEASURES = {"speed": (speed, KEEP), "memories": (memories, GIVE_BACK)}
+def is_timed(case: Case) -> bool:
+    return case.unit == "s"
 
 
-def measured(what: str, *case: Any) -> tuple[float, ...]:
-    """A measure in a process of its own, since an allocator reads its settings at the start."""
-    _, settings = MEASURES[what]
-    result = subprocess.run(
-        [sys.executable, __file__, "--measure", json.dumps([what, *case])],
-        env={**os.environ, **settings},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
+def counts(function: str) -> Callable[[Case], bool]:
+    return lambda case: case.settings.get("counted") == function
+
+
+def named(model: str, shape: list[int]) -> str:
+    return f"{model} {'×'.join(map(str, shape))}"
+
+
+def timed_case(model: str, shape: list[int]) -> Case:
+    settings = {"model": model, "shape": shape}
+    name = f"{named(model, shape)}, 2 workers"
+    return Case(name, 2, settings, aims={ALONE: 1 / 1.8})
+
+
+def counted_case(what: str, function: str, model: str, shape: list[int], workers: int) -> Case:
+    return Case(
+        f"{what}: {named(model, shape)}, {workers} workers",
+        workers,
+        {"model": model, "shape": shape, "counted": function},
+        most=1,
+        unit="bytes",
+        rounds=1,
     )
-    return tuple(json.loads(result.stdout.splitlines()[-1]))
+
+
+def cases(large: bool) -> list[Case]:
+    timed = {"ResNet18": [4, 3, 512, 512], "UNet": [1, 1, 96, 96, 96]}
+    held = {"UNet": timed["UNet"]}
+    if large:
+        timed = {"ResNet18": [8, 3, 640, 640], "UNet": [1, 1, 128, 128, 128]}
+        held = {"ResNet18": [8, 3, 1024, 1024], "UNet": [1, 1, 128, 128, 128]}
+    counted = [("memory", "peak_of", 4)]
+    if large:
+        counted += [("tensors", "tensors_of", 4), ("sent in a step", "sent_of", 2)]
+    return [
+        *(timed_case(*each) for each in timed.items()),
+        *(counted_case(w, f, *each, n) for w, f, n in counted for each in held.items()),
+    ]
+
+
+def claim(large: bool) -> Claim:
+    return Claim(
+        "training",
+        "training steps of converted models on 2 workers against 1 process, one thread each",
+        cases(large),
+        [
+            OnWorkers("Tessel", by_tessel, split=True, covers=is_timed),
+            InOneProcess(ALONE, by_torch, threads=1, covers=is_timed),
+            OnWorkers(APART, by_torch, covers=is_timed),
+            Counted("Tessel", "training", "peak_of", covers=counts("peak_of")),
+            Counted(ALONE, "training", "peak_of", covers=counts("peak_of"), workers=1),
+            Counted("Tessel", "training", "tensors_of", covers=counts("tensors_of")),
+            Counted(ALONE, "training", "tensors_of", covers=counts("tensors_of"), workers=1),
+            Counted("Tessel", "training", "sent_of", covers=counts("sent_of")),
+        ],
+        rounds=3,
+        note="""float32, SGD with momentum. The speed-up is one over the ratio; that over "nothing
+        exchanged" is what exchanges cost. Memory is that of the largest worker; parameters,
+        gradients and momentum are whole on each.""",
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--image", type=int, default=640)
-    parser.add_argument("--volume", type=int, default=128)
-    parser.add_argument("--memory-image", type=int, default=1024, help="where memory is measured")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        what, name, args, shape, rounds = json.loads(options.measure)
-        measure, _ = MEASURES[what]
-        print(json.dumps(measure(name, tuple(args), tuple(shape), rounds)))
-        return
-    n, large, m = options.image, options.memory_image, options.volume
-    images, volume = (options.batch, 3), (1, 1, m, m, m)
-    cases = [
-        ("ResNet18", (64, 1000), (*images, n, n), (*images, large, large)),
-        ("UNet", (3, 16), volume, volume),
-    ]
-    table = Table("model, input", title="one thread a process")
-    for column in (
-        *("1 process s", "2 workers s", "speed-up", "ceiling"),
-        *("1 process MiB", "4 workers MiB", "memory", "tensors", "MiB sent a step"),
-    ):
-        table.add_column(column, justify="right")
-    for name, args, shape, larger in cases:
-        one, two, ratio, ceiling = measured("speed", name, args, shape, options.rounds)
-        alone, spread, sent = measured("memories", name, args, larger, options.rounds)
-        held = tensors(name, args, larger, 4) / tensors(name, args, larger, 1)
-        table.add_row(
-            f"{name} {shape}" + (f", memory {larger}" if larger != shape else ""),
-            *(f"{one:.2f}", f"{two:.2f}", f"{ratio:.2f}", f"{ceiling:.2f}"),
-            *(f"{alone / 2**20:.0f}", f"{spread / 2**20:.0f}", f"{spread / alone:.2f}"),
-            f"{held:.2f}",
-            f"{sent / 2**20:.1f}",
-        )
-    Console(width=120).print(table)
+    options = parser(__doc__)
+    options.add_argument("--large", action="store_true", help="larger inputs, more is counted")
+    chosen = options.parse_args()
+    raise SystemExit(run(claim(chosen.large), chosen))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from tessel.imaging.parts import (
     partition_physics,
 )
 from tessel.imaging.parts.fidelity import PartFidelity
+from tessel.imaging.random import wave_in
 from tessel.testing import check_adjoint, check_gradient, count_memory, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -189,11 +190,32 @@ class Squared:
         return x.square()
 
 
+def changed_blurs() -> list[Any]:
+    """Blurs of which one method does something else than that of a blur."""
+    from deepinv.physics import Blur
+
+    class Adjoint(Blur):  # type: ignore[misc]
+        def A_adjoint(self, y: Tensor, **_: Any) -> Tensor:
+            return 3 * super().A_adjoint(y)
+
+    class Derivative(Blur):  # type: ignore[misc]
+        def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
+            return 3 * super().A_vjp(x, v)
+
+    class Normal(Blur):  # type: ignore[misc]
+        def A_adjoint_A(self, x: Tensor, **_: Any) -> Tensor:
+            return 3 * super().A_adjoint_A(x)
+
+    return [kind(filter_of(3, 3), padding="circular") for kind in (Adjoint, Derivative, Normal)]
+
+
 def check_whole(grid: tuple[int, ...]) -> None:
     from deepinv.physics import MRI
 
     layout = spatial_layout((2, 3, 7, 9), grid)
     check_physics(Turned(9), layout, is_local=False)
+    for blur in changed_blurs():
+        check_changed(blur, layout)
     mri = MRI(img_size=(2, 7, 9), mask=(values((1, 2, 7, 9), 2) > 0).double())
     check_physics(mri, spatial_layout((1, 2, 7, 9), grid), is_local=False)
     operator = partition_physics(Squared(), layout, owner=layout.partition.ranks[-1])
@@ -201,6 +223,20 @@ def check_whole(grid: tuple[int, ...]) -> None:
     x, v = values(layout.shape, 1), values(layout.shape, 2)
     mine = v if operator.here else v.new_empty(0)
     close("A_vjp", operator.A_vjp(layout.local_part(x), mine), layout.local_part(2 * x * v))
+
+
+def check_changed(blur: Any, layout: Layout) -> None:
+    """All methods are those of the object itself."""
+    operator = partition_physics(blur, layout)
+    assert isinstance(operator, Whole), type(blur).__name__
+    x, y = values(layout.shape, 1), values(layout.shape, 2)
+    part, mine = layout.local_part(x), y if operator.here else y.new_empty(0)
+    for got, expected in (
+        (operator.A_adjoint(mine), blur.A_adjoint(y)),
+        (operator.A_vjp(part, mine), blur.A_vjp(x, y)),
+        (operator.A_adjoint_A(part), blur.A_adjoint_A(x)),
+    ):
+        close(type(blur).__name__, got, layout.local_part(expected), TOLERANCE)
 
 
 @pytest.mark.parametrize("nprocs", [1, 3, 4])
@@ -443,6 +479,203 @@ def test_operators_with_a_parameter_in_common(run: Run) -> None:
         assert "use a signal without partition" in text
 
 
+class Amplified(torch.nn.Module):
+    """An operator without a local kernel that is learned."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(values((length, length), 6))
+
+    def A(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+    def A_adjoint(self, y: Tensor) -> Tensor:
+        return y @ self.matrix
+
+
+class Weighted(torch.nn.Module):
+    """A distance with a learned weight and power, which adds up over values or does not."""
+
+    def __init__(self, weight: float, adds_up: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(weight, dtype=torch.float64))
+        self.adds_up = adds_up
+
+    def forward(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        square = (self.weight * (physics.A(x) - y)).square()
+        return square.sum() if self.adds_up else square.sum().sqrt()
+
+
+def learned_problem(shared: bool, adds_up: bool) -> tuple[list[Any], list[Any]]:
+    """Operators and data fidelities with parameters; one for all operators, or one for each."""
+    from deepinv.physics import Blur
+
+    blur = Blur(filter_of(3, 3), padding="circular")
+    blur.filter = torch.nn.Parameter(blur.filter.clone())
+    physics = [blur, Amplified(10), Vignette(torch.linspace(1, 2, 10).double().requires_grad_())]
+    one = Weighted(0.5, adds_up)
+    return physics, [one if shared else Weighted(0.5 + k, adds_up) for k in range(3)]
+
+
+def parameters_of(physics: list[Any], fidelities: list[Any]) -> list[Tensor]:
+    found = [physics[0].filter, physics[1].matrix, physics[2].mask]
+    return [*found, *(each.weight for each in fidelities)]
+
+
+def check_learned(grid: tuple[int, ...], copies: int, shared: bool, adds_up: bool) -> None:
+    """Gradients of all parameters are those of one process, on every worker that has them."""
+    shape = (1, 1, 12, 10)
+    layout = problem_layout(shape, grid, copies)
+    x, ys = values(shape, 1), [values(shape, 40 + i) for i in range(3)]
+    physics, fs = learned_problem(shared, adds_up)
+    whole = x.clone().requires_grad_()
+    loss = sum(f(whole, y, p) for f, y, p in zip(fs, ys, physics, strict=True)) / 3
+    expected = torch.autograd.grad(loss, [whole, *parameters_of(physics, fs)], create_graph=True)
+    weights = values(shape, 5)
+    second = torch.autograd.grad((expected[0] * weights).sum(), parameters_of(physics, fs))
+
+    physics, fs = learned_problem(shared, adds_up)
+    with tessel.imaging.DistributedContext() as ctx:
+        bundle = tessel.imaging.make_distrib_bundle(
+            ctx,
+            factory_config=tessel.imaging.FactoryConfig(
+                physics=lambda i, *_: physics[i],
+                measurements=ys,
+                data_fidelity=fs[0] if shared else lambda i, *_: fs[i],
+            ),
+            signal_shape=shape,
+            dtype=torch.float64,
+            partition=layout,
+        )
+        part = layout.local_part(x).clone().requires_grad_()
+        mine = parameters_of(physics, fs)
+        got = bundle.data_fidelity(part)
+        close("the loss", got, loss, TOLERANCE)
+        slopes = torch.autograd.grad(got, [part, *mine], allow_unused=True)
+        close("the gradient of the image", slopes[0], layout.local_part(expected[0]), TOLERANCE)
+        here = bundle.physics.local_indices
+        held = [*here, *(3 + k for k in (range(3) if shared else here))]
+        for k, (slope, wanted) in enumerate(zip(slopes[1:], expected[1:], strict=True)):
+            assert (slope is not None) == (k in held), k
+            if slope is not None:
+                close(f"the gradient of parameter {k}", slope, wanted, TOLERANCE)
+        gradient = bundle.data_fidelity.grad(part)
+        close("grad", gradient, layout.local_part(expected[0]), TOLERANCE)
+        share = (gradient * layout.local_part(weights)).sum()
+        loss = tessel.shared.total(share, layout.partition, layout.shared)
+        for k, slope in enumerate(torch.autograd.grad(loss, mine, allow_unused=True)):
+            assert (slope is not None) == (k in held), k
+            if slope is not None:
+                close(f"second order of parameter {k}", slope, second[k], TOLERANCE)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_operators_and_fidelities_are_learned(run: Run, shared: bool, adds_up: bool) -> None:
+    run(check_learned, (2, 1), 1, shared, adds_up, nprocs=2)
+    run(check_learned, (2, 2), 1, shared, adds_up)
+    run(check_learned, (2,), 2, shared, adds_up)
+    run(check_learned, (1,), 4, shared, adds_up)  # an idle worker
+
+
+SECRETS: dict[str, Tensor] = {}
+
+
+class Secret(Turned):
+    """An operator without a local kernel that uses a tensor which it does not keep."""
+
+    def A(self, x: Tensor) -> Tensor:
+        return super().A(x) * SECRETS["scale"]
+
+
+class SecretDistance:
+    def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        return SECRETS["scale"] * (physics.A(x) - y).square().sum()
+
+
+def hidden_in_parts() -> tuple[str, str]:
+    """Parameters that nobody knows of, of which a worker would get a part of the gradient."""
+    SECRETS["scale"] = torch.ones((), dtype=torch.float64, requires_grad=True)
+    shape = (1, 1, 4, 6)
+    layout = spatial_layout(shape, (2, 1))
+    x = layout.local_part(values(shape, 1)).clone()
+    whole = PartitionedPhysics(layout, 1, lambda i: Secret(6))
+    mask = PartitionedPhysics(layout, 1, lambda i: Vignette(torch.ones(6, dtype=torch.float64)))
+    return raised(lambda: whole.A(x)), raised(lambda: mask.loss(x, [x], [SecretDistance()]))
+
+
+def test_hidden_parameters_of_an_image_in_parts(run: Run) -> None:
+    (first, one), (second, other) = run(hidden_in_parts, nprocs=2)
+    assert second == "nothing was raised"  # the first worker has the operator
+    assert all("is not found in it" in text for text in (first, one, other))
+
+
+def noisy_physics() -> list[Any]:
+    """Noise of all kinds: one that depends on the values, and one of an operator without kernel."""
+    from deepinv.physics import (
+        Blur,
+        Downsampling,
+        GaussianNoise,
+        LinearPhysics,
+        PoissonNoise,
+        UniformNoise,
+    )
+
+    turned = Turned(10)
+    found = [
+        Blur(filter_of(3, 5), padding="circular", noise_model=GaussianNoise(sigma=0.1)),
+        Blur(filter_of(3, 3), padding="valid", noise_model=PoissonNoise(gain=0.1)),
+        LinearPhysics(A=turned.A, A_adjoint=turned.A_adjoint, noise_model=GaussianNoise(0.2)),
+        Downsampling((1, 12, 10), filter=filter_of(3, 3), factor=2, noise_model=UniformNoise(0.1)),
+        Vignette(torch.linspace(1, 2, 10).double()),  # without noise
+    ]
+    found[0].filter = torch.nn.Parameter(found[0].filter.clone())
+    return found
+
+
+def check_noise(grid: tuple[int, ...], copies: int) -> None:
+    """What one process draws, to the last bit, call by call; and gradients through it."""
+    shape = (2, 1, 12, 10)
+    layout = problem_layout(shape, grid, copies)
+    x = values(shape, 1).abs()
+    with tessel.imaging.DistributedContext(seed=5) as ctx:
+        physics, alone = noisy_physics(), noisy_physics()
+        spread = tessel.imaging.DistributedLinearPhysics(
+            ctx, 5, lambda i, *_: physics[i], layout=layout
+        )
+        part = layout.local_part(x).clone().requires_grad_()
+        whole = x.clone().requires_grad_()
+        assert spread.parts is not None
+        for call in range(2):
+            ys = spread(part)
+            for k, i in enumerate(spread.local_indices):
+                with ctx.drawing(i, call):
+                    expected = alone[i](whole) if callable(alone[i]) else alone[i].A(whole)
+                wanted = spread.parts.part_of(k, expected)
+                assert torch.equal(ys[k], wanted) or i == 4, (i, call)
+                close(f"noise of {i}", ys[k], wanted, TOLERANCE)
+                weights = values(expected.shape, 9)
+                mine = spread.parts.part_of(k, weights)
+                row = spread.parts.rows.own.partition
+                loss = tessel.shared.total((ys[k].square() * mine).sum(), row)
+                slopes = torch.autograd.grad(
+                    (expected.square() * weights).sum(), [whole, alone[0].filter], allow_unused=True
+                )
+                close(f"loss of {i}", loss, (expected.square() * weights).sum(), TOLERANCE)
+                if i == 0:
+                    (slope,) = torch.autograd.grad(loss, physics[0].filter, retain_graph=True)
+                    close("the gradient of the filter", slope, slopes[1], TOLERANCE)
+                if copies == 1:
+                    (slope,) = torch.autograd.grad(loss, part, retain_graph=True)
+                    close(f"gradient of {i}", slope, layout.local_part(slopes[0]), TOLERANCE)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_noise_is_that_of_one_process(run: Run, nprocs: int) -> None:
+    for grid, copies in {1: [((1, 1), 1)], 2: [((2, 1), 1)], 4: [((2, 2), 1), ((2,), 2)]}[nprocs]:
+        run(check_noise, grid, copies, nprocs=nprocs)
+
+
 class RowNorms:
     """A distance that adds up over rows, and not within one."""
 
@@ -609,6 +842,18 @@ def transfer(filter: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.fft.fft2(wide.roll(middle, (0, 1)))
 
 
+def norm_after(steps: int, operators: list[Any], shape: tuple[int, ...]) -> Tensor:
+    """Power iteration in one process."""
+    alone = Partition((tessel.world().rank or 0,), (1,))
+    x, value = wave_in(Layout.whole(alone, shape), torch.float64), torch.zeros(())
+    x = x / x.norm()
+    for _ in range(steps):
+        y = sum(each.A_adjoint(each.A(x)) for each in operators)
+        assert isinstance(y, Tensor)
+        x, value = y / y.norm(), (x * y).sum()
+    return value.sqrt()
+
+
 def check_bundle(partition: Any, iterations: int = 3) -> None:
     """Everything by its public names: the same as in one process."""
     from deepinv.optim import L2, PnP
@@ -657,8 +902,10 @@ def check_bundle(partition: Any, iterations: int = 3) -> None:
         close("loss", bundle.data_fidelity(bundle.signal), expected, TOLERANCE)
         spectra = [transfer(filter, shape) for filter in filters]
         power = sum(each.abs().square() for each in spectra)
-        norm = bundle.physics.norm(bundle.signal, max_iter=100)
-        close("norm", norm, power.max().sqrt(), 1e-2)  # power iteration, ended soon
+        for steps in (1, 7, 40):
+            norm = bundle.physics.norm(bundle.signal, max_iter=steps, tol=0.0)
+            close("norm", norm, norm_after(steps, blurs, shape), TOLERANCE)
+        close("the true norm", norm, power.max().sqrt(), 0.05)  # of 40 steps of slow convergence
         pairs = zip(spectra, ys, strict=True)
         numerator = sum(each.conj() * torch.fft.fft2(y) for each, y in pairs)
         dagger = torch.fft.ifft2(numerator / power).real

@@ -338,6 +338,81 @@ def test_parts_of_a_gradient_are_refused(run: Run, nprocs: int) -> None:
         assert slopes == [66.0, 168.0]  # Σ_i 3 (2 (i + 1) - 1) (i + 1), and Σ_i 3 (2 (i + 1))²
 
 
+EVERYWHERE = torch.full((), 2.0, requires_grad=True)  # as a script has it
+
+
+class Hidden:
+    """An operator that uses a global tensor, or one that it keeps."""
+
+    def __init__(self, i: int, scale: Tensor | None = None) -> None:
+        self.times, self.scale = i + 1, scale
+
+    def A(self, x: Tensor) -> Tensor:
+        return self.times * (EVERYWHERE if self.scale is None else self.scale) * x
+
+    A_adjoint = A
+
+
+class HiddenDistance:
+    """A data fidelity that uses a global tensor."""
+
+    def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
+        return EVERYWHERE * (physics.A(x) - y).square().sum()
+
+
+def hidden() -> tuple[list[str], float]:
+    """What calls say that would give parts of a gradient to tensors that nobody knows of."""
+    plain = SimpleNamespace(A=lambda x: x, A_adjoint=lambda y: y)
+    with DistributedContext() as ctx:
+        x, ys = torch.ones(3), measured(ctx, [torch.ones(3)] * 3)
+        physics = DistributedLinearPhysics(ctx, 3, lambda i, *_: Hidden(i))
+        nonlinear = DistributedPhysics(ctx, 3, lambda i, *_: Hidden(i))
+        known = DistributedLinearPhysics(
+            ctx, 3, lambda i, _, shared: Hidden(i, shared["scale"]), {"scale": EVERYWHERE}
+        )
+        computed = DistributedLinearPhysics(
+            ctx, 3, lambda i, _, shared: Hidden(i, 2 * shared["scale"]), {"scale": EVERYWHERE}
+        )
+        simple = DistributedLinearPhysics(ctx, 3, lambda *_: plain)
+        distance = DistributedDataFidelity(ctx, simple, ys, lambda *_: HiddenDistance())
+        calls: list[Callable[[], Any]] = [
+            lambda: physics.A(x),
+            lambda: physics(x),
+            lambda: physics.A_adjoint(ys.local),
+            lambda: physics.A_adjoint_A(x),
+            lambda: nonlinear.A_vjp(x, ys.local),
+            lambda: computed.A(x),
+            lambda: DistributedDataFidelity(ctx, physics, ys)(x),
+            lambda: DistributedDataFidelity(ctx, physics, ys).grad(x),
+            lambda: distance(x),
+            lambda: distance.grad(x),
+        ]
+        texts = []
+        for call in calls:
+            with pytest.raises(ValueError) as error:
+                call()
+            texts.append(str(error.value))
+        with torch.no_grad():
+            physics.A(x), distance.grad(x)
+        return texts, torch.autograd.grad(known.A_adjoint_A(x).sum(), EVERYWHERE)[0].item()
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_tensors_that_nobody_knows_of_are_found(run: Run, nprocs: int) -> None:
+    """On every worker, also on one that has no operator and sees nothing."""
+    for texts, slope in run(hidden, nprocs=nprocs):
+        assert all("needs a gradient and is not found in it" in text for text in texts), texts
+        assert all("pass it in shared=" in text for text in texts)
+        assert slope == 168.0  # Σ_i 3 (i + 1)² 2 · 2
+
+
+def test_one_worker_gets_all_of_a_gradient() -> None:
+    with DistributedContext() as ctx:
+        physics = DistributedLinearPhysics(ctx, 3, lambda i, *_: Hidden(i))
+        (slope,) = torch.autograd.grad(physics.A_adjoint_A(torch.ones(3)).sum(), EVERYWHERE)
+        assert slope == 168.0
+
+
 def kept_apart() -> bool:
     """Operators that a factory keeps are their worker's own, whatever they look like."""
     with DistributedContext() as ctx:
@@ -515,6 +590,19 @@ def test_bad_numbers() -> None:
             physics.A_adjoint([truth()] * 2)
         with pytest.raises(ValueError, match="there are 4 operators, and physics has 3"):
             FactoryConfig(physics=blurs(), measurements=[truth()] * 3, num_operators=4)
+
+
+def test_measurements_are_not_broadcast() -> None:
+    """A measurement of one row would fit an image of many, and give a wrong number."""
+    same = SimpleNamespace(A=lambda x: x, A_adjoint=lambda y: y)
+    config = FactoryConfig(physics=[same], measurements=[torch.ones(1, 1, 1, 4)])
+    with DistributedContext() as ctx:
+        bundle = make_distrib_bundle(ctx, factory_config=config, signal_shape=(1, 1, 3, 4))
+        for call in (bundle.data_fidelity, bundle.data_fidelity.grad):
+            with pytest.raises(
+                ValueError, match=r"\(1, 1, 1, 4\), and the operator gives \(1, 1, 3"
+            ):
+                call(bundle.signal)
 
 
 def test_operators_that_give_back_another_image() -> None:

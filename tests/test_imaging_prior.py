@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepinv_first import deepinv
 from parity import close, values
+from tessel import boxes
 from tessel.imaging import (
     DistributedContext,
     DistributedPrior,
@@ -20,6 +21,7 @@ from tessel.imaging import (
     TilingConfig,
     make_distrib_bundle,
 )
+from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
 NUMBERS = (1, 2, 4)
@@ -79,6 +81,40 @@ def test_a_prior_is_that_of_one_process(run: Run, nprocs: int) -> None:
     results = run(compare_all, nprocs=nprocs, timeout=100)
     for other in results[1:]:  # bit by bit
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def sent(kind: str, settings: dict[str, Any], sharding: str) -> tuple[int, int, int]:
+    """What a worker receives, what it has itself of the result, and the size of the image."""
+    with DistributedContext(sharding=sharding) as ctx:
+        x = values((2, 3, 33, 20), 0)
+        prior = DistributedPrior(ctx, lambda x: 2 * x, kind, x.shape, settings)
+        close("twice", prior.prox(x), 2 * x, 1e-15)
+        with count_traffic() as traffic:
+            prior.prox(x)
+        windows = prior.strategy.windows  # type: ignore[attr-defined]
+        own = sum(boxes.volume(windows[i].core) for i in prior.local_indices)
+        return traffic.bytes_received, own * 6 * x.element_size(), x.nbytes
+
+
+@pytest.mark.parametrize("sharding", ["round_robin", "block"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("smart_tiling", {"patch_size": 8, "receptive_field_size": 2}),
+        ("smart_tiling", {"patch_size": (8, 20), "receptive_field_size": 2, "max_batch_size": 1}),
+        ("smart_tiling", {"patch_size": (33, 20)}),  # one window: three workers have none
+        ("basic", {"num_splits": 3, "receptive_field_size": 1}),
+    ],
+)
+def test_cores_are_sent_once(run: Run, kind: str, settings: dict[str, Any], sharding: str) -> None:
+    for received, own, whole in run(sent, kind, settings, sharding):
+        assert received == whole - own
+
+
+def test_blended_windows_are_summed(run: Run) -> None:
+    settings = {"patch_size": 8, "receptive_field_size": 2, "overlap": True}
+    for received, _, whole in run(sent, "smart_tiling", settings, "block"):
+        assert received == 2 * 3 / 4 * whole
 
 
 def classical() -> None:

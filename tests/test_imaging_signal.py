@@ -181,6 +181,9 @@ def test_bad_shapes() -> None:
             DistributedSignal(ctx, (2, 0))
         with pytest.raises(ValueError, match="one axis for each of the 2 dimensions"):
             DistributedSignal(ctx, (2, 2), partition=(1, 1, 1))
+        for grid in ((2, 1), (0,), ()):
+            with pytest.raises(ValueError, match="a grid of 1 to 1 workers is needed, got"):
+                DistributedSignal(ctx, (2, 2), partition=grid)
         other = tessel.Layout.balanced(tessel.world(), (3,))
         with pytest.raises(ValueError, match=r"the signal's shape \(2, 2\)"):
             DistributedSignal(ctx, (2, 2), partition=other)

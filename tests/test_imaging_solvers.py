@@ -628,19 +628,133 @@ def other_problem(folder: str, change: str) -> tuple[str, str]:
     options: dict[str, Any] = {"max_iterations": 2, "checkpoint": keep}
     solvers.solve(method_of("PGD", Problem(layout)), values(3), layout=layout, **options)
     tessel.world().group.share_objects(None)
-    if change == "method":
-        method: Any = method_of("CG", Problem(layout))
-        return text_of(lambda: solvers.solve(method, values(3), layout=layout, **options))
-    parts = layout_of((2, 1))
-    method, mine = method_of("PGD", Problem(parts)), parts.local_part(values(3))
-    return text_of(lambda: solvers.solve(method, mine, layout=parts, **options))
+    parts = layout_of((2, 1)) if change == "method, parts" else layout
+    x = parts.local_part(values(3))
+    if change == "dtype":
+        x = x.float()
+    if change == "shape":
+        x, parts = values(3)[..., 1:], Layout.whole(tessel.world(), x[..., 1:].shape, shared=True)
+    name = "CG" if change.startswith("method") else "PGD"
+    method: Any = method_of(name, Problem(layout if change == "shape" else parts))
+    return text_of(lambda: solvers.solve(method, x, layout=parts, **options))
 
 
-@pytest.mark.parametrize("change", ["method", "layout"])
-def test_a_checkpoint_of_another_problem_is_refused(run: Run, tmp_path: Path, change: str) -> None:
-    results = run(other_problem, str(tmp_path), change, nprocs=2)
+@pytest.mark.parametrize("change", ["method", "method, parts", "dtype", "shape"])
+@pytest.mark.parametrize("nprocs", [2])
+def test_a_checkpoint_of_another_problem_is_refused(
+    run: Run, tmp_path: Path, nprocs: int, change: str
+) -> None:
+    results = run(other_problem, str(tmp_path), change, nprocs=nprocs)
+    change = change.partition(",")[0]
     assert results[0] == results[1]
     assert results[0][0] == "ValueError" and f"on worker 0, the {change} was" in results[0][1]
+
+
+KEEPING = ("PGD", "FISTA", "ADMM", "CG", "CGLS, damped", "Condat-Vu")  # each keeps other values
+
+
+def part_way(folder: str, grid: tuple[int, int] | None, steps: int) -> dict[str, Any]:
+    """Methods up to some iteration, each from where a run in whatever parts was ended."""
+    layout = layout_of(grid)
+    problem, found = Problem(layout), {}
+    start = layout.local_part(values(3))
+    for name in KEEPING:
+        keep = solvers.Checkpoint(f"{folder}/{name}", every=2)
+        seen: list[int] = []
+        solution = solvers.solve(
+            method_of(name, problem), start, max_iterations=steps, layout=layout, checkpoint=keep,
+            each=lambda k, x, seen=seen: seen.append(k),
+        )  # fmt: skip
+        wanted = layout.local_part(expected(name, 3))
+        error = float((solution.x - wanted).abs().max()) if steps == STEPS else 0.0
+        found[name] = seen, solution.history.iterations, error
+    return found
+
+
+MOVES = [
+    ((2, None), (1, None)),
+    ((1, None), (4, (2, 2))),
+    ((4, (2, 2)), (2, (1, 2))),
+    ((4, (2, 2)), (4, (4, 1))),
+    ((4, (1, 4)), (2, None)),
+    ((2, None), (2, (2, 1))),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_run_goes_on_in_other_parts(run: Run, tmp_path: Path, before: Any, after: Any) -> None:
+    """On more or fewer workers, or with another partition: to the same image, but for rounding."""
+    run(part_way, str(tmp_path), before[1], 5, nprocs=before[0])
+    for found in run(part_way, str(tmp_path), after[1], STEPS, nprocs=after[0]):
+        for name, (seen, iterations, error) in found.items():
+            assert seen == [6, 7, 8] and iterations == 8, name
+            assert error < 1e-10, (name, error)
+    for name in KEEPING:
+        files = {path.name for path in (tmp_path / name).rglob("*.pt")}
+        assert files == {f"worker-{k}-of-{after[0]}.pt" for k in range(after[0])}
+
+
+class Collector(solvers.Method):
+    """A method of a user, which keeps what lies otherwise than the image."""
+
+    def begin(self, x: Tensor, space: Any) -> dict[str, Any]:
+        return {"x": x, "rows": x.sum(-1), "count": 0}
+
+    def iterate(self, values: dict[str, Any], iteration: int, space: Any) -> dict[str, Any]:
+        x = values["x"] / 2
+        return {"x": x, "rows": values["rows"] + x.sum(-1), "count": values["count"] + 1}
+
+
+class Summing(Collector):
+    """It says how to make what is missing."""
+
+    def complete(self, values: dict[str, Any], space: Any) -> dict[str, Any]:
+        return {**values, "rows": values["x"].sum(-1)}
+
+
+def collected(folder: str, grid: Any, steps: int, kind: type[Collector]) -> tuple[str, Any]:
+    layout = layout_of(grid)
+    keep = solvers.Checkpoint(folder, every=1)
+    x, found = layout.local_part(values(3)), []
+
+    def go() -> None:
+        solution = solvers.solve(kind(), x, layout=layout, max_iterations=steps, checkpoint=keep)
+        found.append(solution.values["count"])
+
+    return text_of(go)[1], found
+
+
+def test_methods_say_what_lies_otherwise(run: Run, tmp_path: Path) -> None:
+    for kind, folder in ((Collector, tmp_path / "a"), (Summing, tmp_path / "b")):
+        run(collected, str(folder), None, 3, kind, nprocs=2)
+        for text, found in run(collected, str(folder), (1, 4), 4, kind):
+            if kind is Summing:
+                assert (text, found) == ("", [4])
+            else:
+                assert "['rows'] of Collector cannot be brought" in text and not found
+
+
+def lone(folder: str) -> tuple[str, str]:
+    """A worker that does not see the files of the others."""
+    layout = layout_of((2, 1))
+    own = f"{folder}/{tessel.world().rank}"
+    keep = solvers.Checkpoint(own, every=1)
+    options: dict[str, Any] = {"max_iterations": 2, "checkpoint": keep}
+    x = layout.local_part(values(3))
+    solvers.solve(method_of("PGD", Problem(layout)), x, layout=layout, **options)
+    again = solvers.solve(method_of("PGD", Problem(layout)), x, layout=layout, **options)
+    assert again.iterations == 2  # which need not be shared for that
+    other = layout_of((1, 2))
+    x = other.local_part(values(3))
+    method = method_of("PGD", Problem(other))
+    return text_of(lambda: solvers.solve(method, x, layout=other, **options))
+
+
+def test_files_that_a_worker_does_not_see(run: Run, tmp_path: Path) -> None:
+    results = run(lone, str(tmp_path), nprocs=2)
+    for folder, (kind, text) in enumerate(results):
+        assert kind == "ValueError" and "worker 0 does not see ['worker-1-of-2.pt']" in text
+        assert f"the checkpoint in {tmp_path}/{folder} is of other parts" in text
 
 
 def few(folder: str) -> tuple[str, str]:
@@ -654,10 +768,11 @@ def few(folder: str) -> tuple[str, str]:
     )  # fmt: skip
 
 
-def test_a_checkpoint_of_more_workers_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> None:
     assert run(few, str(tmp_path), nprocs=2) == [("", "")] * 2
+    (tmp_path / "iteration-00000002" / "worker-1-of-2.pt").unlink()
     ((kind, text),) = run(few, str(tmp_path), nprocs=1)
-    assert kind == "ValueError" and "those of [2] workers, and this run has 1" in text
+    assert kind == "ValueError" and "those of [2] workers" in text and "this run has 1" in text
 
 
 # --- gradients through all iterations

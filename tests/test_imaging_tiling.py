@@ -78,24 +78,32 @@ def test_tiles_cover_the_image_once(size: tuple[int, ...], patch: int, reach: in
 
 @pytest.mark.parametrize(("size", "patch", "reach"), SIZES)
 def test_tiled_is_untiled(size: tuple[int, ...], patch: int, reach: int) -> None:
-    """To the last bit, borders included; and no longer if one pixel less is read."""
+    """To the last bit, borders included, and no longer if one pixel less is read.
+
+    Windows that are shifted inwards at a border of the image read more than was asked for. Where
+    each window is at one, as where there are two along a dimension, one pixel less is enough.
+    """
     x = whole_numbers((2, 1, *size))
     prior = Box(reach)
     settings = {"patch_size": patch, "receptive_field_size": reach}
     assert torch.equal(tiled(prior, x, **settings), prior(x))
-    if reach and any(_has_inner_tile(n, patch, reach) for n in size):
+    if reach:
         settings["receptive_field_size"] = reach - 1
-        assert not torch.equal(tiled(prior, x, **settings), prior(x))
+        is_enough = all(_reads_enough(n, patch, reach) for n in size)
+        assert torch.equal(tiled(prior, x, **settings), prior(x)) == is_enough
 
 
-def _has_inner_tile(length: int, patch: int, reach: int) -> bool:
-    """Whether a tile ends at no border, where it would have more than it needs."""
-    reads = [read for _, read in tiles_along(length, patch, reach - 1, 1)]
-    return any(i > 0 and j < length for i, j in reads)
+def _reads_enough(length: int, patch: int, reach: int) -> bool:
+    """Whether windows that were asked for one pixel less than `reach` read as far all the same."""
+    return all(
+        i <= max(0, a - reach) and min(length, b + reach) <= j
+        for (a, b), (i, j) in tiles_along(length, patch, reach - 1, 1)
+    )
 
 
-def test_there_are_inner_tiles() -> None:
-    assert sum(any(_has_inner_tile(n, p, r) for n in size) for size, p, r in SIZES if r) >= 2
+def test_there_are_windows_of_both_kinds() -> None:
+    enough = [all(_reads_enough(n, p, r) for n in size) for size, p, r in SIZES if r]
+    assert enough.count(False) >= 3 and enough.count(True) >= 2
 
 
 def test_volumes() -> None:
@@ -327,6 +335,13 @@ def test_bad_settings(settings: dict[str, Any], text: str) -> None:
     if "strategy" not in settings:
         with pytest.raises(ValueError, match=r"must be [01] or more"):
             create_strategy("smart_tiling", (1, 1, 8, 8), **settings)
+
+
+def test_numbers_that_are_not_whole() -> None:
+    with pytest.raises(ValueError, match=r"patch_size must be whole numbers, got 3\.5"):
+        TilingConfig(patch_size=3.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"patch_size must be whole numbers, got 3\.5"):
+        create_strategy("smart_tiling", (1, 1, 8, 8), patch_size=3.5)
 
 
 def test_bad_strategies() -> None:

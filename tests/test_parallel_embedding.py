@@ -20,6 +20,7 @@ import tessel
 from parity import close, values
 from tessel import Layout, Partition
 from tessel.distributed import get_parallel_dim, register_parallel_dim
+from tessel.distributed.marks import Shard
 from tessel.nn.parallel.embedding import ParallelEmbedding, parallel_embedding
 from tessel.testing import count_traffic
 from windowed_cases import raised
@@ -545,8 +546,27 @@ def test_converting_again_changes_nothing_or_raises() -> None:
     new = convert(layer, 0)
     assert type(layer) is torch.nn.Embedding and torch.equal(new.weight, layer.weight)
     assert convert(new, 0) is new
-    with pytest.raises(NotImplementedError, match="ParallelEmbedding"):
+    with pytest.raises(NotImplementedError, match=r"ParallelEmbedding.* is split already"):
         convert(new, 1)
+
+
+def convert_unsplit() -> None:
+    """A layer that is not split yet, also one that several modules have."""
+    convert = ParallelEmbedding.convert_parallel_embedding
+    torch.manual_seed(0)
+    whole = ParallelEmbedding(7, 3, padding_idx=2, dim=None)
+    model = torch.nn.ModuleList([whole, torch.nn.ReLU(), whole])
+    ids = ids_of((3, 4), 7)
+    expected = whole(ids)
+    assert convert(model, 0) is model and model[0] is model[2]
+    assert get_parallel_dim(model[0].weight) == 0 and model[0].padding_idx == 2
+    close("output", model[0](ids), expected, 1e-6)
+    assert convert(whole, None) is whole
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_a_layer_that_is_not_split_is_converted(run: Run, nprocs: int) -> None:
+    run(convert_unsplit, nprocs=nprocs)
 
 
 def check_pretrained(dim: int | None) -> None:
@@ -608,7 +628,7 @@ def copies(dim: int) -> None:
     for other in others:
         assert repr(other) == repr(layer) and other.partition == P
         assert get_parallel_dim(other.weight) == abs(dim)
-        assert type(other.weight) is torch.nn.Parameter
+        assert isinstance(other.weight, torch.nn.Parameter) and isinstance(other.weight, Shard)
         assert torch.equal(other(ids), expected)
     frozen = copy.deepcopy(layer).requires_grad_(False)
     assert not frozen(ids).requires_grad

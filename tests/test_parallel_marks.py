@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.checkpoint import checkpoint
 
 import tessel.distributed
@@ -295,6 +297,10 @@ def take_torchs_loss() -> list[Any]:
         raised(lambda: F.cross_entropy(logits, target)),
         raised(lambda: torch.nn.CrossEntropyLoss()(logits[0], target[0])),
         raised(lambda: F.cross_entropy(input=logits, target=target)),
+        raised(lambda: F.nll_loss(logits, target)),
+        raised(lambda: F.nll_loss(logits.log_softmax(1), target)),
+        raised(lambda: torch.nn.NLLLoss()(F.log_softmax(logits, dim=-1), target)),
+        raised(lambda: F.cross_entropy(logits.flip(1), target)),
     ]
 
 
@@ -309,12 +315,13 @@ def test_torchs_loss_of_split_classes_is_refused(run: Run) -> None:
 def writes(kind: str) -> Any:
     x = scatter(torch.ones(2, 4), 1)
     plain = torch.zeros(2, x.shape[1])
+    views = torch.zeros(3, 2, x.shape[1])
     if kind == "add_":
-        return raised(lambda: plain.add_(x))
+        return raised(lambda: views[0].add_(x)), raised(lambda: plain.data.add_(x))
     if kind == "__setitem__":
-        return raised(lambda: plain.__setitem__(0, x[0]))
+        return raised(lambda: plain.__setitem__(0, x[0])), raised(lambda: views.__setitem__(0, x))
     if kind == "add":
-        return raised(lambda: torch.add(x, 1, out=plain))
+        return raised(lambda: torch.add(x, 1, out=views[0])), raised(lambda: views[1].copy_(x))
     target = register_parallel_dim(plain, 1)
     assert get_parallel_dim(torch.mul(x, 2, out=target)) == 1
     assert torch.equal(unmarked(target), torch.full_like(plain, 2))
@@ -323,11 +330,34 @@ def writes(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["add_", "__setitem__", "add", "marked"])
-def test_a_shard_is_not_written_into_a_plain_tensor(run: Run, kind: str) -> None:
+def test_a_shard_is_not_written_into_a_view(run: Run, kind: str) -> None:
+    """Nothing would tell of the tensor whose view it is that a part of it is a shard now."""
     first, second = run(writes, kind, nprocs=2)
     assert first == second
     if kind != "marked":
-        assert first[0] is ValueError and f"`{kind}`" in first[1]
+        for error in first:
+            assert error[0] is ValueError and "writes a shard into a tensor" in error[1]
+
+
+def write_into_own_memory() -> None:
+    """Averages of parameters, and sums of what they give, as training loops keep them."""
+    layer = ParallelLinear(5, 7, dim=-1)
+    average = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert all(type(value) is Tensor for value in average.values())
+    for name, value in layer.named_parameters():
+        average[name].mul_(0.9).add_(value.detach(), alpha=0.1)
+        assert get_parallel_dim(average[name]) == 0
+        close(name, unmarked(average[name]), unmarked(value.detach()), 1e-6)
+    penalty = torch.zeros(())
+    penalty += layer.weight.square().sum()
+    assert raised(lambda: get_parallel_dim(penalty))[0] is ValueError
+    penalty.backward()
+    close("gradient", unmarked(layer.weight.grad), 2 * unmarked(layer.weight.detach()), 1e-6)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_tensor_with_memory_of_its_own_becomes_a_shard(run: Run, nprocs: int) -> None:
+    run(write_into_own_memory, nprocs=nprocs)
 
 
 def survive() -> None:
@@ -372,12 +402,53 @@ def check_parameters() -> None:
         pickle.loads(pickle.dumps(model)),
         copy.deepcopy(model).double(),
         copy.deepcopy(model).to(torch.bfloat16),
+        copy.deepcopy(model).to("meta").to_empty(device="cpu"),
     ):
         marks = [mark_of(parameter) for parameter in each.parameters()]
         P = tessel.world()
         assert marks == [Mark(0, P, 7), Mark(0, P, 7), Mark(1, P, 7), None], marks
-        assert all(type(parameter) is torch.nn.Parameter for parameter in each.parameters())
+        assert all(isinstance(each, torch.nn.Parameter) for each in each.parameters())
         assert get_parallel_dim(each[0](torch.ones(2, 5, dtype=each[0].weight.dtype))) == 1
+    for layer, dim in ((column, 0), (row, 1)):
+        for name, function in OF_PARAMETERS.items():
+            result = function(layer.weight)
+            assert state_of(result) == Mark(dim, tessel.world(), 7), (name, state_of(result))
+            assert torch.equal(unmarked(result.detach()).float(), unmarked(layer.weight.detach()))
+            assert isinstance(result, torch.nn.Parameter) == (name in ARE_PARAMETERS), name
+        assert copy.deepcopy(layer.weight).requires_grad
+        assert not pickle.loads(pickle.dumps(layer.weight.requires_grad_(False))).requires_grad
+        layer.weight.requires_grad_()
+
+
+def _through_a_file(x: Tensor) -> Any:
+    """As torch loads it by default, without code from the file."""
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+OF_PARAMETERS: dict[str, Function] = {
+    "clone": lambda w: w.clone(),
+    "arithmetic": lambda w: w * 4 / 4,
+    "detach": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "deepcopy": copy.deepcopy,
+    "deepcopy twice": lambda w: copy.deepcopy([w, w])[1],
+    "copy": copy.copy,
+    "dtype": lambda w: w.to(torch.float64),
+    "half and back": lambda w: w.double().float(),
+    "device": lambda w: w.to("cpu", copy=True),
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+    "file": _through_a_file,
+    "views": lambda w: w.T[None].transpose(-1, -2)[0],
+    "parameter": lambda w: torch.nn.Parameter(w),
+    "parameter of data": lambda w: torch.nn.Parameter(w.data),
+    "like": lambda w: torch.zeros_like(w).copy_(w.detach()),
+}
+ARE_PARAMETERS = (
+    *("deepcopy", "deepcopy twice", "copy", "pickle", "file", "parameter", "parameter of data"),
+)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
@@ -468,12 +539,12 @@ class Own(torch.autograd.Function):
         return 2 * grad
 
 
-def of_parameters() -> list[Any]:
-    """What torch computes from the parameters of layers, and says nothing of."""
+def of_transforms() -> list[Any]:
+    """What the transforms of torch.func compute from shards, and say nothing of."""
     head = ParallelLinear(6, 6, dim=-1).double()
     row, drop = ParallelLinear(6, 4, dim=0).double(), ParallelDropout()
     x, target = values((3, 6), 0), torch.tensor([0, 1, 0])
-    logits = F.linear(x, head.weight)
+    logits = torch.func.vmap(torch.clone)(F.linear(x, head.weight))
     assert state_of(logits) is None
     uses: list[Callable[[Tensor], Any]] = [
         row,
@@ -484,7 +555,10 @@ def of_parameters() -> list[Any]:
         lambda y: parallel_linear(x[:, : y.shape[1]], y),
         lambda y: parallel_embedding(target, y),
     ]
-    lost = (logits.tanh() * 2, torch.func.vmap(torch.tanh)(head(x)), head.weight * 2)
+    lost = (
+        *(logits.tanh() * 2, torch.func.vmap(torch.tanh)(head(x))),
+        torch.func.vmap(torch.tanh)(head.weight),
+    )
     errors = [raised(lambda use=use, y=y: use(y)) for y in lost for use in uses]
     errors.append(raised(lambda: parallel_linear(x, head.weight)))
     for way_out in (register_parallel_dim(logits, None).tanh(), Own.apply(logits) + 1):
@@ -497,12 +571,252 @@ def of_parameters() -> list[Any]:
     return errors
 
 
-def test_what_comes_of_a_parameter_is_not_taken_for_whole(run: Run) -> None:
-    first, second = run(of_parameters, nprocs=2)
+def test_what_comes_of_a_transform_is_not_taken_for_whole(run: Run) -> None:
+    first, second = run(of_transforms, nprocs=2)
     assert first == second
     for kind, text in first:
         assert kind is ValueError
         assert "lost in `torch` functions of a parameter" in text or "write dim=-1" in text
+
+
+def use_parameters() -> Any:
+    """Layers of the user's own, of the parameters of ours: torch's functions know the marks."""
+    torch.manual_seed(0)
+    head, row = ParallelLinear(6, 7, dim=-1).double(), ParallelLinear(7, 4, dim=0).double()
+    torch.manual_seed(0)
+    plain, back = torch.nn.Linear(6, 7).double(), torch.nn.Linear(7, 4).double()
+    x, again = (values((3, 6), 0).requires_grad_() for _ in range(2))
+    error = raised(lambda: F.linear(x, head.weight, head.bias))
+    hidden = F.linear(tessel.distributed.copy(x), head.weight * 2, head.bias)
+    assert mark_of(hidden) == Mark(1, tessel.world(), 7)
+    y, expected = row(hidden), back(F.linear(again, plain.weight * 2, plain.bias))
+    close("output", y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    close("gradient of x", x.grad, again.grad)
+    for own, whole in zip(head.parameters(), plain.parameters(), strict=True):
+        assert type(own.grad) is Tensor and own.grad is own.grad
+        close("gradient", gather(own.grad, 0), whole.grad)
+    assert torch.equal(gather(head.weight.detach()), plain.weight)
+    return error
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_torchs_functions_know_what_parameters_are(run: Run, nprocs: int) -> None:
+    first, *others = run(use_parameters, nprocs=nprocs)
+    assert all(other == first for other in others)
+    if nprocs > 1:
+        assert first[0] is ValueError and "tessel.distributed.copy(tensor)" in first[1]
+
+
+def replace_values() -> None:
+    """A tensor that takes the values of another is what that is."""
+    x = scatter(values((4, 6), 0), 1)
+    plain = torch.ones(4, x.shape[1]).double()
+    for replace in (lambda y, z: setattr(y, "data", z), lambda y, z: y.set_(z)):
+        y = x.clone()
+        replace(y, x.T)
+        assert mark_of(y) == Mark(0, tessel.world(), 6)
+        replace(y, plain)
+        assert "another tensor" in raised(lambda y=y: get_parallel_dim(y))[1]
+        replace(y, x)
+        assert mark_of(y) == mark_of(x)
+        weight = torch.nn.Parameter(x.clone())
+        replace(weight.detach(), plain)
+        with torch.no_grad():
+            replace(weight, plain.clone())  # values of the same shape are those of the parameter
+        assert mark_of(weight) == mark_of(x) and isinstance(weight, torch.nn.Parameter)
+        with torch.no_grad():
+            replace(weight, torch.ones(1, 1).double())
+        assert raised(lambda weight=weight: get_parallel_dim(weight))[0] is ValueError
+    y = x.clone()
+    y.set_()
+    assert raised(lambda: get_parallel_dim(y))[0] is ValueError
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_values_are_replaced_with_their_marks(run: Run, nprocs: int) -> None:
+    run(replace_values, nprocs=nprocs)
+
+
+def reshape_short() -> None:
+    """Shards of which some, or all, are 1 long; an open length holds the split dimension."""
+    for size in (_workers(), _workers() + 1, 2 * _workers() - 1):
+        x = values((4, size, 10), 1)
+        shard = scatter(x, 1)
+        for function in (
+            lambda x: x.reshape(4, -1),
+            lambda x: x.view(2, 2, -1),
+            lambda x: x.reshape(4, -1, 2, 5),
+            lambda x: x.reshape(4, -1).view(4, -1, 10),
+            lambda x: x[:1].reshape(1, -1),
+            lambda x: x[None].reshape(1, 4, -1, 5),
+            lambda x: x.view(-1, x.shape[1], 5, 2),
+        ):
+            close("view", gather(function(shard)), function(x))
+        assert raised(lambda shard=shard: gather(shard.reshape(-1, 10)))[0] is ValueError
+        if size > _workers():
+            assert raised(lambda shard=shard: gather(shard.reshape(4, 1, -1)))[0] is ValueError
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_short_shards_are_viewed_as_long_ones(run: Run, nprocs: int) -> None:
+    run(reshape_short, nprocs=nprocs)
+
+
+def derive_by_parameters() -> None:
+    """`torch.autograd.grad` of parameters, also where a part of the model is computed again."""
+    torch.manual_seed(0)
+    column, row = ParallelLinear(6, 7, dim=-1).double(), ParallelLinear(7, 4, dim=0).double()
+    unused = ParallelLinear(6, 7, dim=-1).double()
+
+    def block(x: Tensor) -> Tensor:
+        return row(torch.tanh(column(x)) * column.bias)
+
+    x = values((3, 6), 0).requires_grad_()
+    parameters = [*column.parameters(), *row.parameters()]
+    block(x).square().sum().backward()
+    for output in (block(x), checkpoint(block, x, use_reentrant=False)):
+        loss = output.square().sum()
+        found = torch.autograd.grad(
+            loss, [*parameters, *unused.parameters(), x], allow_unused=True, retain_graph=True
+        )
+        for grad, value in zip(found, [*parameters, None, None, x], strict=True):
+            assert (grad is None) == (value is None)
+            if value is not None and grad is not None:
+                close("gradient", unmarked(grad), unmarked(value.grad))
+        filled = torch.autograd.grad(loss, [*unused.parameters()], materialize_grads=True)
+        assert [tuple(each.shape) for each in filled] == [
+            tuple(u.shape) for u in unused.parameters()
+        ]
+    assert raised(lambda: torch.autograd.grad(row(column(x)).sum(), column.weight.detach()))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_gradients_by_parameters(run: Run, nprocs: int) -> None:
+    run(derive_by_parameters, nprocs=nprocs)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p, **s: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, **s),
+    "adam": lambda p, **s: torch.optim.Adam(p, 0.1, amsgrad=True, **s),
+    "adamw": lambda p, **s: torch.optim.AdamW(p, 0.1, **s),
+    "adagrad": lambda p, **s: torch.optim.Adagrad(p, 0.1, **s),
+}
+WAYS: list[dict[str, bool]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]
+
+
+def step(name: str, way: dict[str, bool]) -> None:
+    """Five steps are those of torch in one process, and leave marks and files as they are."""
+    torch.manual_seed(0)
+    norm, again = torch.nn.LayerNorm(6).double(), torch.nn.LayerNorm(6).double()
+    model = torch.nn.Sequential(norm, ParallelLinear(6, 7, dim=-1), ParallelLinear(7, 6, dim=0))
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(again, torch.nn.Linear(6, 7), torch.nn.Linear(7, 6))
+    x = values((3, 6), 0)
+    both = [(each.double(), OPTIMIZERS[name](each.parameters(), **way)) for each in (model, plain)]
+    for _ in range(5):
+        for module, optimizer in both:
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+    for (key, own), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        value = own.detach() if get_parallel_dim(own) is None else gather(own.detach())
+        close(key, value, whole)
+    assert [get_parallel_dim(each) for each in model.parameters()] == [None, None, 0, 0, 1, None]
+    kept = [each for some in both[0][1].state.values() for each in some.values()]
+    assert kept and all(type(each) is Tensor for each in kept)
+    saved = _through_a_file(both[0][1].state_dict())
+    both[0][1].load_state_dict(saved)
+    copy.deepcopy(both[0][1]).step()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_shards(run: Run, name: str, way: dict[str, bool]) -> None:
+    run(step, name, way, nprocs=2)
+
+
+def test_lists_of_shards_are_taken_by_default() -> None:
+    """On devices where torch's optimizers take lists of tensors, they do so of shards."""
+    layer = ParallelLinear(3, 2, dim=-1)
+    assert of_optimizers.count(type(layer.weight)) == of_utilities.count(type(layer.weight)) == 1
+    weights = [layer.weight.detach(), torch.ones(2, 3)]
+    first, second = torch._foreach_mul(weights, 2.0)
+    assert get_parallel_dim(first) == 0 and type(second) is Tensor
+    first, second = torch._foreach_norm(weights)
+    assert raised(lambda: get_parallel_dim(first))[0] is ValueError and type(second) is Tensor
+    torch._foreach_copy_(weights[1:], weights[:1])
+    assert get_parallel_dim(weights[1]) == 0
+    turned = [weights[0].clone(), weights[0][:, :2].clone()]
+    torch._foreach_add_(turned[1:], [turned[1].T.clone()])
+    assert raised(lambda: get_parallel_dim(turned[1]))[0] is ValueError
+
+
+def bound_norm(exponent: int) -> Any:
+    """Weights of norm one, by the norm of one worker's shard, and by that of all."""
+    layer = ParallelLinear(6, 7, dim=-1).double()
+    whole = gather(layer.weight.detach())
+    with torch.no_grad():
+        error = raised(lambda: layer.weight.mul_(1 / layer.weight.norm()))
+        if error is None:
+            return None
+        assert torch.equal(gather(layer.weight), whole)
+        square = tessel.register_parallel_dim(layer.weight.square().sum(), None)
+        layer.weight.mul_(tessel.distributed.reduce(square) ** exponent)
+    close("weight", gather(layer.weight.detach()), whole * whole.square().sum() ** exponent)
+    return error
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_weight_is_not_scaled_by_a_number_of_one_worker(run: Run, nprocs: int) -> None:
+    first, *others = run(bound_norm, -1, nprocs=nprocs)
+    assert all(other == first for other in others)
+    if nprocs == 1:
+        assert first is None
+    else:
+        assert (
+            first[0] is ValueError and "by a number of a mark that was lost in `norm`" in first[1]
+        )
+
+
+def parametrize() -> Any:
+    """Torch's parametrizations of a weight in shards: right, or an error."""
+    torch.manual_seed(0)
+    layer, row = ParallelLinear(6, 7, dim=-1).double(), ParallelLinear(7, 4, dim=0).double()
+    torch.manual_seed(0)
+    plain, back = torch.nn.Linear(6, 7).double(), torch.nn.Linear(7, 4).double()
+    x = values((3, 6), 0)
+    for each in (layer, plain):
+        torch.nn.utils.parametrizations.weight_norm(each, dim=0)
+    assert mark_of(layer.weight) == Mark(0, tessel.world(), 7)
+    close("weight norm", gather(layer(x)), plain(x))
+    named = dict(row.named_parameters())
+    doubled = {name: value * 2 for name, value in named.items()}
+    expected = torch.func.functional_call(
+        back, {name: value * 2 for name, value in back.named_parameters()}, (values((3, 7), 0),)
+    )
+    close("call", torch.func.functional_call(row, doubled, (values((3, 7), 0),)), expected)
+    torch.nn.utils.parametrizations.weight_norm(row, dim=0)
+    error = raised(lambda: row(values((3, 7), 0)))
+    other = ParallelLinear(6, 7, dim=-1).double()
+    torch.nn.utils.parametrizations.spectral_norm(other)
+    square = ParallelLinear(_workers(), _workers(), bias=False, dim=-1).double()
+    turned = {"weight": register_parallel_dim(values((1, _workers()), 0), 1)}
+    if _workers() > 1:
+        turn = raised(lambda: torch.func.functional_call(square, turned, (values((3, 2), 0),)))
+        assert "the weight is a shard along dim 1" in turn[1]
+    return error, raised(lambda: other(x))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_parametrizations_are_right_or_raise(run: Run, nprocs: int) -> None:
+    first, *others = run(parametrize, nprocs=nprocs)
+    assert all(other == first for other in others)
+    for error in first:
+        assert (error is None) == (nprocs == 1)
+        if error:
+            assert error[0] is ValueError and "of the weight its mark was lost" in error[1]
 
 
 def test_marks_are_registered_by_hand() -> None:
@@ -621,6 +935,10 @@ def compiled(fullgraph: bool) -> Any:
     half = torch.compile(lambda x: torch.tanh(column(x)) * 2, backend="aot_eager")
     y = half(x)
     assert get_parallel_dim(y) == 1, type(y)
+    own = torch.compile(lambda w: torch.tanh(w) * 2, backend="aot_eager")
+    z = own(column.weight)
+    assert get_parallel_dim(z) == 0, type(z)
+    close("parameter", unmarked(z), unmarked(torch.tanh(column.weight) * 2), 1e-6)
     close("shard", unmarked(y), unmarked(torch.tanh(column(x)) * 2), 1e-6)
     return None
 

@@ -1,4 +1,4 @@
-"""The `tessel` command: `demo`, `run`, `plan`, `doctor`.
+"""The `tessel` command: `demo`, `run`, `plan`, `doctor`, `bench`.
 
 A command is a module of this package with `SUMMARY` (one line), `add_arguments(parser)` and
 `execute(args) -> int` (the exit code); `COMMANDS` lists them.
@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = ("demo", "run", "plan", "doctor")
+COMMANDS = ("demo", "run", "plan", "doctor", "bench")
 
 _DESCRIPTION = """\
 Tensors spread over processes: distribution as linear algebra, with exact adjoints.
@@ -22,6 +22,7 @@ start here:
   tessel run -n 4 train.py --epochs 3  run a script on 4 workers of this machine
   tessel plan --shape 64,64 --workers 8  how a Fourier transform is best spread
   tessel doctor                        what this machine has, how fast it is, what to mend
+  tessel bench --list                  what is claimed of its speed, against which peers
 
 `tessel COMMAND --help` explains each command.
 """

@@ -29,10 +29,16 @@ QUESTIONS = frozenset(
         *("element_size", "itemsize", "nbytes", "data_ptr", "storage_offset", "untyped_storage"),
         *("is_floating_point", "is_complex", "item", "tolist", "numpy", "__len__", "__bool__"),
         *("__repr__", "__format__", "__hash__", "__reduce_ex__", "register_hook", "retain_grad"),
+        *("is_inference", "is_pinned", "is_shared", "get_device", "retains_grad", "is_set_to"),
+        *("equal", "allclose", "is_same_size", "sparse_dim", "dense_dim", "_backward_hooks"),
+        *("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
         *("output_nr", "_version", "names", "is_sparse", "is_meta", "is_nested", "is_quantized"),
     )
 )
 
+# functions of lists of tensors: those that treat each place by itself, and steps of optimizers
+EACH = "_foreach_"
+OF_LISTS = (EACH, "_fused_", "_amp_")
 
 # what takes nothing but the shape or the dtype of its second argument
 _LIKE_ANOTHER = frozenset(("to", "type_as", "view_as", "reshape_as", "expand_as"))
@@ -92,6 +98,41 @@ class Call:
 Rule = Callable[[Call, Mark, Shape, Tensor], State]
 
 
+def common_mark(name: str, args: tuple[Any, ...], kwargs: Any) -> Mark | None:
+    """The mark of the result of the most frequent calls; None for all others, which `Call` tells.
+
+    These are pointwise functions of shards with one mark and one shape, and of values beside them
+    that need no gradient.
+    """
+    if not _is_always_pointwise(name) or type(state_of(args[0] if args else None)) is not Mark:
+        return None
+    mark, shape, derives = state_of(args[0]), args[0].shape, torch.is_grad_enabled()
+    for each in args[1:]:
+        if isinstance(each, Tensor):
+            state = state_of(each)
+            if each.shape != shape and (each.ndim or state is not None):
+                return None
+            if state is None:
+                if derives and each.requires_grad:
+                    return None
+            elif state is not mark and state != mark:
+                return None
+        elif isinstance(each, tuple | list):
+            return None
+    if kwargs and any(isinstance(each, Tensor | tuple | list) for each in kwargs.values()):
+        return None
+    assert isinstance(mark, Mark)
+    return mark
+
+
+@lru_cache(maxsize=1024)
+def _is_always_pointwise(name: str) -> bool:
+    """Whether a function of this name is pointwise, whatever arguments it has."""
+    base = plain_name(name)
+    several = base in _REDUCTIONS or base in _OF_SEVERAL or base in ("where", "data", "set")
+    return is_pointwise(base) and not several
+
+
 def state_after(call: Call, result: Tensor) -> State:
     """The state of a result of a call."""
     known = [state for state in call.states if state is not None]
@@ -138,14 +179,92 @@ def state_after_writing(call: Call) -> Mark | Unknown:
     return state if part == written else call.lost("of a value with another mark")
 
 
+def state_after_replacing(call: Call, is_parameter: bool) -> State:
+    """The state of a tensor that took the values of another, `x.set_(y)` or `x.data = y`.
+
+    A parameter takes values of its own shape for what it was, unless these say otherwise.
+    """
+    target = call.args[0]
+    old, given = state_of(target), state_of(call.argument(1, "source"))
+    if is_parameter and tuple(target.shape) == call.shapes[0]:
+        merges = isinstance(old, Mark) and isinstance(given, Mark) and old.merged(given) is not None
+        return old if merges or not isinstance(given, Mark) else given
+    if old is None or isinstance(given, Mark):
+        return given
+    return given or call.lost("of another tensor")
+
+
+def marks_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
+    """The marks of the results of a pointwise function of lists, in their order.
+
+    Nothing where tensors at one place have different marks or shapes, which `Call` tells.
+    """
+    if torch.is_grad_enabled() or any(map(tensors_in, kwargs.values())):
+        return []
+    inner, first = name.removeprefix(EACH), args[0]
+    states = [state_of(each) for each in first]
+    if not _is_always_pointwise(inner) or any(isinstance(state, Unknown) for state in states):
+        return []
+    for given in args[1:]:
+        if isinstance(given, Tensor) and (given.ndim or state_of(given) is not None):
+            return []
+        if not isinstance(given, tuple | list):
+            continue
+        for own, state, each in zip(first, states, given, strict=True):
+            if isinstance(each, Tensor) and not _lies_on(each, own, state):
+                return []
+    return states
+
+
+def _lies_on(x: Tensor, other: Tensor, mark: State) -> bool:
+    """Whether a tensor has the shape of another, and its mark or none."""
+    state = state_of(x)
+    return x.shape == other.shape and (state is mark or state is None or state == mark)
+
+
+def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Call]:
+    """What a function of lists does at each place where there is a mark."""
+    length = len(args[0])
+
+    def at(value: Any, k: int) -> Any:
+        return value[k] if isinstance(value, tuple | list) and len(value) == length else value
+
+    calls = {
+        k: Call.of(
+            name.removeprefix(EACH),
+            tuple(at(value, k) for value in args),
+            {key: at(value, k) for key, value in kwargs.items()},
+        )
+        for k in range(length)
+    }
+    return {k: call for k, call in calls.items() if any(s is not None for s in call.states)}
+
+
 def check_target(call: Call) -> None:
-    """Raise if a function would write shards into a tensor that does not say what it is then."""
+    """Raise if a function would write shards into a tensor that does not say what it is then.
+
+    A tensor that has its memory for itself becomes a shard; a view, or one that has views, cannot.
+    """
+    if not any(map(_is_of_several, call.states)):
+        return
     for each in targets(call):
-        if state_of(each) is None and any(state is not None for state in call.states):
+        if state_of(each) is None and (call.name == "__setitem__" or not is_own(each)):
             raise ValueError(
                 f"`{call.name}` writes a shard into a tensor that is not marked as one; mark that "
                 f"first: x = tessel.register_parallel_dim(x, dim)"
             )
+
+
+def _is_of_several(state: State) -> bool:
+    """Whether a tensor with this state is, or may be, a shard of more than one worker."""
+    return state is not None and (state.partition is None or state.partition.size > 1)
+
+
+def is_own(x: Tensor) -> bool:
+    """Whether a tensor is a plain one, of whose memory no other tensor has a part."""
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return False
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # its own, and this
 
 
 def is_property(func: Any) -> bool:
@@ -153,6 +272,7 @@ def is_property(func: Any) -> bool:
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
 
 
+@lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
     """The name of a torch function, or of the attribute that it reads."""
     if is_property(func):
@@ -232,6 +352,7 @@ _ALSO_POINTWISE = frozenset(
         *("bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat", "cdouble"),
         *("real", "imag", "conj", "resolve_conj", "resolve_neg", "fill", "zero", "copy"),
         *("greater", "greater_equal", "less", "less_equal", "not_equal", "_threshold"),
+        *("_make_dual", "_unpack_dual", "_fw_primal"),
         *("normal", "uniform", "exponential", "isclose", "celu", "selu", "rrelu"),
     )
 )
@@ -426,8 +547,12 @@ def _reshape(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
     """Dimensions beside the split one may change; it may be split and merged as the outer one."""
     if any(isinstance(each, torch.dtype) for each in call.args[1:]) and result.shape != shape:
         return call.lost("to a dtype of another width")
+    new = tuple(result.shape)
     regrouped = _regrouped_one if shape[mark.dim] == 1 else _regrouped
-    return regrouped(call, mark, shape, tuple(result.shape))
+    known, sizes = regrouped(call, mark, shape, new), call.rest(1, "shape", "size")
+    if isinstance(known, Mark) or -1 not in sizes:
+        return known
+    return _inferred(call, mark, shape, new, sizes.index(-1))
 
 
 def _flatten(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
@@ -453,6 +578,19 @@ def _regrouped_one(call: Call, mark: Mark, shape: Shape, new: Shape) -> State:
     if shape[start:] == new[-behind:] and new[-behind - 1 : -behind] != (1,):
         return mark.at(mark.dim + len(new) - len(shape))
     return call.lost("where the split dimension may be one or another")
+
+
+def _inferred(call: Call, mark: Mark, shape: Shape, new: Shape, place: int) -> State:
+    """The split dimension goes where the length is left open: numbers are the same on all workers.
+
+    So shards that are 1 long, on some workers or on all, go where longer ones go.
+    """
+    lead = _common(shape[: mark.dim], new[:place])
+    before, inner = prod(shape[lead : mark.dim]), prod(shape[mark.dim + 1 :])
+    unit = any(new[dim] == 1 and prod(new[lead:dim]) == before for dim in range(lead, place))
+    if unit or prod(new[lead:place]) != before:
+        return call.lost("where the split dimension may be one or another")
+    return _resized(mark.at(place), inner, prod(new[place + 1 :]))
 
 
 def _regrouped(call: Call, mark: Mark, shape: Shape, new: Shape) -> State:
@@ -537,6 +675,20 @@ def _unflatten(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
         return mark.at(mark.dim + (result.ndim - len(shape)) * (dim < mark.dim))
     inner: int = prod(result.shape[dim + 1 : dim + 1 + result.ndim - len(shape)])
     return _resized(mark, 1, inner)
+
+
+def _weight_norm(call: Call, result: Tensor) -> State:
+    """Rows of a weight, each with a norm of its own, may be split."""
+    state, of_norm = call.states[:2]
+    dim = int(call.argument(2, "dim", default=0))
+    if not isinstance(state, Mark) or of_norm not in (None, state) or state.dim != dim:
+        return call.lost("over the dimension that is split")
+    return state
+
+
+def _norm_except(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+    dim = int(call.argument(2, "dim", default=0))
+    return mark if dim == mark.dim else call.lost("over the dimension that is split")
 
 
 def _new(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
@@ -633,6 +785,7 @@ _OF_SEVERAL: dict[str, Callable[[Call, Tensor], State]] = {
     "concat": _joined,
     "stack": _joined,
     "scaled_dot_product_attention": _attention,
+    "_weight_norm": _weight_norm,
 }
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_REDUCTIONS, _reduction()),
@@ -668,4 +821,5 @@ _RULES: dict[str, Rule] = {
     "unflatten": _unflatten,
     "__getitem__": _item,
     "pad": _pad,
+    "norm_except_dim": _norm_except,
 }

@@ -83,6 +83,31 @@ class Unknown:
 
 
 State = Mark | Unknown | None
+Values = tuple[int | str, str | tuple[int, ...], int | tuple[int, ...] | None]
+
+
+def in_values(state: Mark | Unknown) -> Values:
+    """A state as numbers and words, which files may contain that torch loads by default."""
+    if isinstance(state, Mark):
+        return state.dim, state.partition.ranks, state.size
+    return state.function, state.why, None if state.partition is None else state.partition.ranks
+
+
+def of_values(values: Values) -> Mark | Unknown:
+    """The state that was written as these values; its workers need not be there."""
+    first, second, third = values
+    if isinstance(first, int):
+        assert isinstance(second, tuple) and not isinstance(third, tuple)
+        return Mark(first, _row_of(second), third)
+    assert isinstance(second, str)
+    return Unknown(first, second, _row_of(third) if isinstance(third, tuple) else None)
+
+
+def _row_of(ranks: tuple[int, ...]) -> Partition:
+    """Workers in a row, with which nobody talks yet."""
+    partition = Partition.__new__(Partition)
+    partition.__setstate__({"ranks": tuple(ranks), "shape": (len(ranks),)})
+    return partition
 
 
 def state_of(x: Any) -> State:

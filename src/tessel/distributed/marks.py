@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from operator import index as as_int
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
 from tessel.distributed import keeping
 from tessel.distributed.group import row_of
-from tessel.distributed.mark import ATTRIBUTE, Mark, State, Unknown, check_known, describe, state_of
-from tessel.distributed.sharing import check_classes, check_uses, settled, traced_state
+from tessel.distributed.mark import (
+    ATTRIBUTE,
+    Mark,
+    State,
+    Unknown,
+    Values,
+    check_known,
+    describe,
+    in_values,
+    of_values,
+    state_of,
+)
+from tessel.distributed.sharing import (
+    check_classes,
+    check_factor,
+    check_uses,
+    settled,
+    traced_state,
+)
 from tessel.graph import eagerly
 from tessel.partition import Partition
 
@@ -32,6 +55,7 @@ __all__ = [
     "shared_by",
     "state_of",
     "traced_state",
+    "unmark_values",
     "unmarked",
 ]
 
@@ -43,17 +67,35 @@ class Shard(Tensor):
     """A tensor with a mark, or with the note that its mark was lost.
 
     It computes as a plain tensor does; what torch's functions give of it has the mark that
-    follows, as `tessel.distributed.keeping` says.
+    follows, as `tessel.distributed.keeping` says. A parameter that is a shard is one of these, and
+    a `torch.nn.Parameter` in the way that torch has for tensors of other types.
     """
 
     _tessel_mark: Mark | Unknown
+    _is_param: bool = False
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not all(issubclass(cls, each) for each in types):
-            return NotImplemented
+        for each in types:
+            if not issubclass(cls, each):
+                return NotImplemented
+        if torch.compiler.is_compiling():
+            return _computed(func, args, kwargs or {})
+        name = keeping.name_of(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in keeping.QUESTIONS:
+                return func(*args, **(kwargs or {}))
+            if name == "grad" and len(args) == 1 and not kwargs:
+                return _gradient(func(*args), args[0])
+            mark = keeping.common_mark(name, args, kwargs)
+            if mark is not None:
+                result = func(*args, **(kwargs or {}))
+                for each in result if isinstance(result, tuple) else (result,):
+                    if type(each) is Tensor:
+                        _become(each, mark)
+                return result
         return _computed(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
@@ -65,12 +107,41 @@ class Shard(Tensor):
                 raise RuntimeError(
                     "only a tensor that the user made can be copied by deepcopy; detach it first"
                 )
-            inner = deepcopy(self.detach().as_subclass(Tensor), memo)
+            plain = self.detach().as_subclass(Tensor)
+            inner = plain.clone() if self._is_param else deepcopy(plain, memo)
             copied = _become(inner.requires_grad_(self.requires_grad), self._tessel_mark)
-            if self.grad is not None:
+            if self._is_param:  # torch's own leave their gradients behind
+                copied._is_param = True
+            elif self.grad is not None:
                 copied.grad = deepcopy(self.grad, memo)
         memo[id(self)] = copied
         return copied
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the memory of another tensor, of which torch tells no subclass."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = _replace(keeping.Call.of("set_", (self, *args), kwargs), Tensor.set_)
+            assert isinstance(result, Tensor)
+            return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.detach().as_subclass(Tensor)
+            values = in_values(self._tessel_mark)
+            return restored, (plain, self.requires_grad, self._is_param, values)
+
+
+def restored(plain: Tensor, requires_grad: bool, is_parameter: bool, values: Values) -> Shard:
+    """A shard as it was written into a file."""
+    shard = _become(plain.detach().requires_grad_(requires_grad), of_values(values))
+    if is_parameter:
+        shard._is_param = True
+    return shard
+
+
+torch.serialization.add_safe_globals([restored])
+for _known in (of_optimizers, of_utilities):  # which take lists of them, as torch's DTensor does it
+    _known.append(Shard)
 
 
 @eagerly
@@ -82,14 +153,24 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if name in keeping.QUESTIONS:
             return func(*args, **kwargs)
+        if name.startswith(keeping.OF_LISTS):
+            return _of_lists(name, func, args, kwargs)
         call = keeping.Call.of(name, args, kwargs)
-        keeping.check_target(call)
-        check_uses(call)
-        check_classes(call)
+        if name == "data" and len(args) > 1:
+            return _replace(call, func)
+        _check(call)
         result = func(*args, **kwargs)
-        if name == "__setitem__" and isinstance(args[0], Shard):
+        if name == "__setitem__" and isinstance(args[0], Shard) and not args[0]._is_param:
             args[0]._tessel_mark = keeping.state_after_writing(call)
         return _noted(result, call)
+
+
+def _check(call: keeping.Call) -> None:
+    """Raise ValueError if a call would give something else than it seems to."""
+    keeping.check_target(call)
+    check_uses(call)
+    check_classes(call)
+    check_factor(call)
 
 
 @eagerly
@@ -106,6 +187,13 @@ def unmarked(x: Tensor) -> Tensor:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
+
+
+def unmark_values(state: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+    """Let some values of a state be plain tensors, which files contain as those of any layer."""
+    for name in names:
+        if isinstance(state.get(prefix + name), Tensor):
+            state[prefix + name] = unmarked(state[prefix + name])
 
 
 def mark_of(x: Tensor) -> Mark | None:
@@ -164,13 +252,23 @@ def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | Non
 
 def note(x: Tensor, mark: Mark | None) -> Tensor:
     """The tensor with a mark, or without one: a parameter itself, else another tensor."""
-    if isinstance(x, torch.nn.Parameter) and not isinstance(x, Shard):
-        if mark is None:
-            x.__dict__.pop(ATTRIBUTE, None)
-        else:
-            setattr(x, ATTRIBUTE, mark)
-        return x
+    if isinstance(x, torch.nn.Parameter):
+        return _note_parameter(x, mark)
     return settled(unmarked(x)) if mark is None else marked(x, mark)
+
+
+def _note_parameter(x: Tensor, mark: Mark | Unknown | None) -> Tensor:
+    """The same parameter, so that optimizers and other layers that have it know it, too."""
+    if mark is None:
+        if isinstance(x, Shard):
+            x.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+        for name in (ATTRIBUTE, "_is_param"):
+            x.__dict__.pop(name, None)
+    elif type(x) in (torch.nn.Parameter, Shard):
+        _become(x, mark)._is_param = True
+    else:  # a kind of parameter of somebody else's
+        setattr(x, ATTRIBUTE, mark)
+    return x
 
 
 def share(parameter: Tensor, partition: Partition) -> Tensor:
@@ -186,7 +284,7 @@ def shared_by(parameter: Tensor) -> Partition | None:
 
 
 def _become(fresh: Tensor, mark: Mark | Unknown) -> Shard:
-    """Turn a plain tensor that nobody else has into a shard."""
+    """Turn a plain tensor into a shard: one that nobody else has, or that is to be one itself."""
     fresh.__class__ = Shard
     assert isinstance(fresh, Shard)
     fresh._tessel_mark = mark
@@ -214,22 +312,113 @@ def _note_one(result: Tensor, call: keeping.Call) -> Tensor:
     if state is None or state_of(result) == state:
         return result
     if any(result is each for each in keeping.targets(call)):
-        result._tessel_mark = state  # type: ignore[attr-defined]
-        return result
+        return _written(result, state, call)
     if any(result is each for each in call.tensors):  # one that was there before keeps its mark
-        return marked(result, state)
+        return result if _is_parameter(result) else marked(result, state)
     return _become(result, state)
+
+
+def _is_parameter(x: Any) -> bool:
+    return isinstance(x, Shard) and x._is_param
+
+
+def _written(target: Tensor, state: Mark | Unknown, call: keeping.Call) -> Tensor:
+    """A tensor after a function wrote into it; a parameter stays what its model says it is."""
+    shape = next(
+        shape for each, shape in zip(call.tensors, call.shapes, strict=True) if each is target
+    )
+    if isinstance(target, torch.nn.Parameter) and tuple(target.shape) == shape:
+        return target
+    return _become(target, state)
+
+
+def _replace(call: keeping.Call, func: Any) -> Any:
+    """Let a tensor take the values of another, and with them its mark."""
+    target = call.args[0]
+    result = func(*call.args, **call.kwargs)
+    state = keeping.state_after_replacing(call, _is_parameter(target))
+    if state is None or state_of(target) == state:
+        return result
+    if isinstance(target, torch.nn.Parameter):
+        _note_parameter(target, state)
+    else:
+        _become(target, state)
+    return result
+
+
+def _of_lists(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function gives that treats the tensors at each place of its lists by themselves."""
+    if not name.startswith(keeping.EACH):
+        return func(*args, **kwargs)  # steps of optimizers, in place
+    marks = keeping.marks_of_each(name, args, kwargs)
+    calls = {} if marks else keeping.calls_of_each(name, args, kwargs)
+    for call in calls.values():
+        _check(call)
+    result = func(*args, **kwargs)
+    found = args[0] if result is None else result
+    if marks:
+        pairs = () if name.endswith("_") else zip(found, marks, strict=True)
+        for each, mark in pairs:
+            if mark is not None:
+                _become(each, mark)
+        return result
+    noted = [_note_one(each, calls[k]) if k in calls else each for k, each in enumerate(found)]
+    return result if result is None else type(result)(noted)
 
 
 def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a backward pass, in which torch's functions on shards keep marks as always."""
     if keeping.is_property(func):
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
-            return found if found is None else marked(found, args[0]._tessel_mark)
-    inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-    if name == "grad" and any(isinstance(each, Shard) for each in keeping.tensors_in(inputs)):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return _gradient(func(*args, **kwargs), args[0])
     outputs = {key: keeping.mapped(unmarked, kwargs[key]) for key in kwargs if key == "outputs"}
-    return func(*keeping.mapped(unmarked, args[:1]), *args[1:], **{**kwargs, **outputs})
+    args, kwargs = (*keeping.mapped(unmarked, args[:1]), *args[1:]), {**kwargs, **outputs}
+    return _slopes(func, args, kwargs) if name == "grad" else func(*args, **kwargs)
+
+
+def _gradient(found: Tensor | None, x: Tensor) -> Tensor | None:
+    """The gradient of a tensor itself, which is a shard as the tensor is.
+
+    That of a parameter stays plain, as what optimizers keep: they write one into the other.
+    """
+    if type(found) is Tensor and isinstance(x, Shard) and not x._is_param:
+        return _become(found, x._tessel_mark)
+    return found
+
+
+def _make_plain(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+    """Let what an optimizer keeps for parameters be plain tensors, as files have them."""
+    for group in stepped.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is Shard and parameter in stepped.state:
+                for each in keeping.tensors_in(stepped.state[parameter]):
+                    if type(each) is Shard and not each._is_param:
+                        del each._tessel_mark
+                        each.__class__ = Tensor  # type: ignore[assignment]
+
+
+register_optimizer_step_post_hook(_make_plain)
+
+
+def _slopes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients with respect to shards, which torch is told by their places in its graph."""
+    outputs, *rest = args
+    inputs = rest.pop(0) if rest else kwargs.pop("inputs")
+    several = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    fills = kwargs.pop("materialize_grads", False)
+    if fills:
+        kwargs["allow_unused"] = True
+    found = func(outputs, tuple(map(_edge, several)), *rest, **kwargs)
+    if not fills:
+        return found
+    return tuple(
+        torch.zeros_like(unmarked(x)) if grad is None else grad
+        for grad, x in zip(found, several, strict=True)
+    )
+
+
+def _edge(x: Any) -> Any:
+    if not isinstance(x, Shard):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(x) if x.requires_grad else x.as_subclass(Tensor)

@@ -4,8 +4,7 @@ A parameter that is whole on every worker and multiplies a shard gets, on each w
 gradient of that worker's part. `tessel.distributed.copy` says so to autograd, and sums it; without
 it the number would be wrong and nothing would tell.
 
-A parameter that is a shard is a plain parameter with a mark, so that optimizers treat it as any
-other. What torch's own functions compute from it has no mark, and is not whole.
+What the transforms of `torch.func` compute from a shard has no mark, and is not whole.
 """
 
 from __future__ import annotations
@@ -22,14 +21,22 @@ from tessel.distributed.keeping import Call, Shape, is_pointwise
 from tessel.distributed.mark import Mark, State, Unknown, state_of
 from tessel.linop import LinearOperator
 
+_WITHOUT_GRADIENT = frozenset(
+    (
+        *("eq", "ne", "lt", "le", "gt", "ge", "isclose", "not_equal", "greater", "greater_equal"),
+        *("less", "less_equal", "logical_and", "logical_or", "logical_xor"),
+    )
+)
 _OF_WEIGHTS = frozenset(("linear", "layer_norm", "rms_norm"))
 _SETTLED = "tessel: not a shard"  # in the metadata of a node behind which nobody looks
 
 
 def check_uses(call: Call) -> None:
     """Raise if a value that is whole on all workers needs a gradient, of which each has a part."""
+    if call.base in _WITHOUT_GRADIENT or not torch.is_grad_enabled():
+        return
     mark, shape = _first_mark(call)
-    if mark is None or mark.partition.size == 1 or not torch.is_grad_enabled():
+    if mark is None or mark.partition.size == 1:
         return
     for tensor, state in zip(call.tensors, call.states, strict=True):
         if state is not None or not tensor.requires_grad:
@@ -45,14 +52,41 @@ def check_uses(call: Call) -> None:
 
 def check_classes(call: Call) -> None:
     """Raise if torch's own loss would take the classes of one worker for all of them."""
-    if call.base != "cross_entropy":
+    if call.base not in ("cross_entropy", "nll_loss"):
         return
+    state = state_of(call.argument(0, "input"))
+    if isinstance(state, Unknown) and (state.partition is None or state.partition.size > 1):
+        raise ValueError(f"the input of `{call.base}`: {state.remedy}; {_OWN_LOSS}")
     mark, shape = _first_mark(call)
     if mark is not None and mark.partition.size > 1 and mark.dim == min(1, len(shape) - 1):
         raise ValueError(
-            f"`cross_entropy` of {mark}: torch would take the classes of one worker for all; write "
-            f"tessel.nn.ParallelCrossEntropyLoss() or tessel.nn.functional.parallel_cross_entropy, "
-            f"or tessel.distributed.gather(x) before"
+            f"`{call.base}` of {mark}: torch would take the classes of one worker for all; "
+            f"{_OWN_LOSS}, or tessel.distributed.gather(x) before"
+        )
+
+
+_OWN_LOSS = (
+    "of logits whose classes are split the loss is tessel.nn.ParallelCrossEntropyLoss() or "
+    "tessel.nn.functional.parallel_cross_entropy"
+)
+
+
+def check_factor(call: Call) -> None:
+    """Raise if a shard would be scaled, in place, by a number that is another on each worker.
+
+    So does code that bounds the norm of a weight, and would take that of one worker's shard.
+    """
+    if call.base != "mul" or call.name == call.base or torch.is_grad_enabled():
+        return
+    mark, factor = state_of(call.args[0]), call.argument(1, "other")
+    lost = state_of(factor)
+    if not (isinstance(mark, Mark) and isinstance(lost, Unknown)) or factor.ndim:
+        return
+    if mark.partition.size > 1:
+        raise ValueError(
+            f"`{call.name}` of {mark} by a number {lost}: each worker would take a number of its "
+            f"own; if it is the same on every worker, as after tessel.distributed.reduce, say so: "
+            f"tessel.register_parallel_dim(number, None)"
         )
 
 

@@ -291,6 +291,8 @@ def _items(given: Any) -> list[Any]:
 
 
 def _check_sizes(what: str, value: int | Sequence[int] | None, least: int) -> None:
-    numbers = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    numbers = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
+    if not all(isinstance(number, int) for number in numbers):
+        raise ValueError(f"{what} must be whole numbers, got {value!r}")
     if any(number < least for number in numbers):
         raise ValueError(f"{what} must be {least} or more, got {value}")

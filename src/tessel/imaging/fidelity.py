@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
-from tessel.imaging.physics import WAY_OUT, DistributedPhysics, image_of, square, sum_of, vjp
+from tessel.imaging.parts.fidelity import gradient
+from tessel.imaging.parts.operators import vjp
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, image_of, square, sum_of
 from tessel.imaging.signal import DistributedSignal, local_data
-from tessel.imaging.uses import Use, check_common, in_common, tensors_of, totalled, using
+from tessel.imaging.uses import Leaves, Use, check_common, in_common, tensors_of, totalled, using
 
 REDUCTIONS = ("sum", "mean")
 
@@ -28,11 +30,21 @@ class L2:
     """
 
     def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
-        return 0.5 * square(physics.A(x) - y)
+        return 0.5 * square(_difference(physics.A(x), y))
 
     def grad(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
         """The gradient J(x)ᵀ (A(x) − y)."""
-        return vjp(physics, x, physics.A(x) - y)
+        return vjp(physics, x, _difference(physics.A(x), y))
+
+
+def _difference(measured: Tensor, y: Tensor) -> Tensor:
+    """The difference of tensors of one shape: what torch would broadcast is a mistake here."""
+    if measured.shape != y.shape:
+        raise ValueError(
+            f"a measurement has the shape {tuple(y.shape)}, and the operator gives "
+            f"{tuple(measured.shape)}"
+        )
+    return measured - y
 
 
 class DistributedDataFidelity:
@@ -85,7 +97,10 @@ class DistributedDataFidelity:
         make = data_fidelity_factory or (lambda *_: L2())
         held = tensors_of(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
-        self._common = in_common(ctx, held, {f"worker {ctx.rank}": self.local_fidelities})
+        parts = physics.parts
+        place = f"worker {ctx.rank}" if parts is None else parts.place
+        self._common = in_common(ctx, held, {place: self.local_fidelities})
+        self._leaves = Leaves(ctx)
 
     def __call__(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
         """The loss f(x), a shared value: every worker may derive it."""
@@ -98,7 +113,8 @@ class DistributedDataFidelity:
                 for f, y, operator in self._terms
             ]
             zero = use.x.new_zeros((), dtype=use.x.real.dtype)
-            return self._reduced(sum_of(losses, zero).to(zero.dtype), use)
+        self._check_leaves("__call__", losses)
+        return self._reduced(sum_of(losses, zero).to(zero.dtype), use)
 
     def grad(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
         """The gradient ∇f(x)."""
@@ -109,7 +125,8 @@ class DistributedDataFidelity:
                 gradient(f, use.x, y, operator, *use.args, **use.settings)
                 for f, y, operator in self._terms
             ]
-            return self._reduced(image_of(gradients, use.x, f"{self!r}.grad"), use)
+        self._check_leaves("grad", gradients)
+        return self._reduced(image_of(gradients, use.x, f"{self!r}.grad"), use)
 
     def _in_parts(
         self, method: Callable[..., Tensor], x: DistributedSignal | Tensor, args: Any, settings: Any
@@ -120,7 +137,9 @@ class DistributedDataFidelity:
                 f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
                 f"{settings}"
             )
-        found = method(local_data(x), self.measurements.local, self.local_fidelities)
+        check_common(f"{self!r}", self._common, self.shared, WAY_OUT)
+        data, ys = local_data(x), self.measurements.local
+        found = method(data, ys, self.local_fidelities, self.shared)
         return found if self.reduction == "sum" else found / self.physics.num_ops
 
     @property
@@ -137,20 +156,18 @@ class DistributedDataFidelity:
         call = f"{self!r}.{method}"
         return using(self.ctx, call, local_data(x), shared, args, settings, users)
 
+    def _check_leaves(self, method: str, results: Sequence[Tensor]) -> None:
+        users = [self.physics.local_operators, self.local_fidelities]
+        shared = [self.physics.shared, self.shared]
+        given = self.measurements.local
+        self._leaves.check(f"{self!r}.{method}", results, users, shared, given)
+
     def _reduced(self, share: Tensor, use: Use) -> Tensor:
         whole = totalled(use.hang(share), self.ctx)
         return whole if self.reduction == "sum" else whole / self.physics.num_ops
 
     def __repr__(self) -> str:
         return f"DistributedDataFidelity({self.reduction!r} over {self.physics!r})"
-
-
-def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw: Any) -> Tensor:
-    """The gradient of one data fidelity at x, its own or by autograd."""
-    if hasattr(fidelity, "grad"):
-        return fidelity.grad(x, y, physics, *args, **kw)
-    slope = torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())
-    return slope(x)
 
 
 def check_reduction(reduction: str) -> None:

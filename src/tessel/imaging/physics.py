@@ -19,9 +19,12 @@ from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.least_squares import NormalInverse, least_squares
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
+from tessel.imaging.parts.operators import normal, vjp
 from tessel.imaging.parts.physics import PartitionedPhysics
+from tessel.imaging.random import wave_in
 from tessel.imaging.signal import DistributedSignal, is_whole, local_data
 from tessel.imaging.uses import (
+    Leaves,
     check_common,
     described,
     hang,
@@ -33,7 +36,6 @@ from tessel.imaging.uses import (
 )
 from tessel.layout import Layout, Shape
 from tessel.move import Move
-from tessel.testing.checks import random_in
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 WAY_OUT = (
@@ -56,8 +58,9 @@ class DistributedPhysics:
         factory: `factory(i, device, shared)` makes operator i; called on its worker only.
         shared: what all operators may use, by name. Tensors and modules among it are shared by all
             workers: those that need gradients get that of all operators, on every worker. Others
-            get that of the operators of this worker; if those of several workers use one, calls
-            that would derive it raise ValueError.
+            get that of the operators of this worker; if those of several workers use one, or one
+            that is not found in them, as a global tensor, calls that would derive it raise
+            ValueError.
         layout: of an image in parts, whose operators all workers of their row have; None for the
             whole image on every worker.
 
@@ -95,6 +98,7 @@ class DistributedPhysics:
             self.local_indices = self.parts.local_indices
         self._common = in_common(ctx, held, self._users())
         self._num_calls = 0
+        self._leaves = Leaves(ctx)
 
     def A(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
@@ -104,23 +108,29 @@ class DistributedPhysics:
             return LocalTensors(*self.parts.A(local_data(x)))
         with using(self.ctx, f"{self!r}.A", local_data(x), *self._shared(settings)) as use:
             ys = [operator.A(use.x, **use.settings) for operator in self.local_operators]
+        self._check_leaves("A", ys)
         return LocalTensors.hung(ys, use.anchor)
 
     def __call__(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
-        """The measurements with noise; that of measurement i depends on the seed and on i."""
-        if self.parts is not None:
-            raise NotImplementedError(
-                f"{self!r}: noise of an image in parts is not drawn; measure the whole image, or "
-                f"use A(x) and add noise"
-            )
+        """The measurements with noise; that of measurement i depends on the seed and on i.
+
+        Of an image in parts each operator that can be called sees all of it, on one worker: noise
+        is that of one process. For images that no worker can hold, add noise to `A(x)` yourself.
+        """
         call = self._num_calls
         self._num_calls += 1
+        if self.parts is not None:
+            self.check_parameters(())
+            self._check_plain("__call__", settings)
+            ys, anchor = self.parts.measure(local_data(x), lambda i: self.ctx.drawing(i, call))
+            return LocalTensors(ys, anchor)
         with using(self.ctx, f"{self!r}", local_data(x), *self._shared(settings)) as use:
             ys = []
             for i, operator in zip(self.local_indices, self.local_operators, strict=True):
                 with self.ctx.drawing(i, call):
                     measure = operator if callable(operator) else operator.A
                     ys.append(measure(use.x, **use.settings))
+        self._check_leaves("__call__", ys)
         return LocalTensors.hung(ys, use.anchor)
 
     def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
@@ -138,6 +148,7 @@ class DistributedPhysics:
             shares = [
                 vjp(each, use.x, part) for each, part in zip(self.local_operators, v, strict=True)
             ]
+        self._check_leaves("A_vjp", shares, v)
         share = hang(image_of(shares, use.x, f"{self!r}.A_vjp"), anchor_of(v))
         return totalled(use.hang(share), self.ctx)
 
@@ -161,14 +172,16 @@ class DistributedPhysics:
             way_out = "use a signal without partition, or let it need no gradient"
             check_common(f"{self!r} of an image in parts", self._common, (), way_out)
 
+    def _check_leaves(
+        self, method: str, results: Sequence[Tensor], given: Sequence[Tensor] = ()
+    ) -> None:
+        call = f"{self!r}.{method}"
+        self._leaves.check(call, results, self.local_operators, self.shared, given)
+
     def _users(self) -> dict[str, list[Any]]:
         """This worker's operators, by where the gradients of their parameters come together."""
-        if self.parts is None:
-            return {f"worker {self.ctx.rank}": self.local_operators}
-        found: dict[str, list[Any]] = {}
-        for operator, place in zip(self.local_operators, self.parts.places, strict=True):
-            found.setdefault(place, []).append(operator)
-        return found
+        place = f"worker {self.ctx.rank}" if self.parts is None else self.parts.place
+        return {place: self.local_operators}
 
     def _made(self, factory: Factory | None, item: int) -> Any:
         assert factory is not None
@@ -265,6 +278,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             shares = [
                 operator.A_adjoint(y) for operator, y in zip(self.local_operators, ys, strict=True)
             ]
+        self._check_leaves("A_adjoint", shares, ys)
         share = sum_of(shares) if shares else torch.empty(0, device=self.ctx.device)
         call = f"{self!r}.A_adjoint{described(self.shared)}"
         shape, terms = self._agree_on_image(share, call)
@@ -284,7 +298,8 @@ class DistributedLinearPhysics(DistributedPhysics):
             return self.parts.A_adjoint_A(local_data(x))
         label = f"{self!r}.A_adjoint_A"
         with using(self.ctx, label, local_data(x), *self._shared(settings)) as use:
-            shares = [_normal(each, use.x, use.settings) for each in self.local_operators]
+            shares = [normal(each, use.x, **use.settings) for each in self.local_operators]
+        self._check_leaves("A_adjoint_A", shares)
         return totalled(use.hang(image_of(shares, use.x, label)), self.ctx)
 
     def A_A_adjoint(self, ys: Sequence[Tensor]) -> LocalTensors:
@@ -330,7 +345,8 @@ class DistributedLinearPhysics(DistributedPhysics):
         """The norm ‖A‖ = √λ_max(AᵀA) of the stacked operator, by power iteration.
 
         Args:
-            x0: an image of the shape and dtype of the domain; its values do not matter.
+            x0: an image of the shape and dtype of the domain; its values do not matter. The first
+                image is one without order, the same for any number of workers.
             max_iter: at most so many steps.
             tol: stop when the estimate changes by less than this, relative to it.
         """
@@ -346,7 +362,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)
         layout = self._layout(like)
-        x = random_in(layout, like.dtype).to(self.ctx.device)
+        x = wave_in(layout, like.dtype).to(self.ctx.device)
         value = x.new_zeros((), dtype=x.real.dtype)
         with torch.no_grad():
             x = x / layout.inner(x, x).real.sqrt()
@@ -385,15 +401,6 @@ def _same_shape(shapes: dict[int, Shape], terms: Terms) -> tuple[Shape, Terms]:
     return same(shapes, "shape of the image that A_adjoint gives", "DistributedPhysics"), terms
 
 
-def vjp(operator: Any, x: Tensor, v: Tensor) -> Tensor:
-    """The product J(x)ᵀ v with the Jacobian of an operator, by what the operator offers."""
-    if hasattr(operator, "A_vjp"):
-        return operator.A_vjp(x, v)
-    if hasattr(operator, "A_adjoint"):
-        return operator.A_adjoint(v)
-    return torch.func.vjp(operator.A, x)[1](v)[0]
-
-
 def image_of(shares: Sequence[Tensor], x: Tensor, call: str) -> Tensor:
     """The sum of images that operators of this worker gave for `x`, which must be of its kind."""
     for each in shares:
@@ -419,9 +426,3 @@ def sum_of(shares: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
 def square(x: Tensor) -> Tensor:
     """The sum of the squares of all numbers of a tensor."""
     return (x.real.square() + x.imag.square() if x.is_complex() else x.square()).sum()
-
-
-def _normal(operator: Any, x: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    if hasattr(operator, "A_adjoint_A"):
-        return operator.A_adjoint_A(x, **settings)
-    return operator.A_adjoint(operator.A(x, **settings))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessel.imaging.context import DistributedContext
+from tessel.imaging.cores import Cores
 from tessel.imaging.distribution_strategies.strategies import (
+    BasicStrategy,
     DistributedSignalStrategy,
     Pairs,
+    SmartTilingStrategy,
+    WindowStrategy,
     create_strategy,
 )
 from tessel.imaging.parts.prior import PartitionedPrior, taken_apart
+from tessel.imaging.sharding import local_indices
 from tessel.imaging.signal import DistributedSignal, is_whole, local_data
 from tessel.imaging.uses import Use, totalled, unshared_leaf, using
 from tessel.layout import Layout
@@ -107,12 +112,37 @@ class DistributedPrior:
             return self.parts.apply(call, checked, data, self.prior, args, settings)
         with using(self.ctx, call, data, self.prior, args, settings) as use:
             self._check_shape(call, use.x)
-            out = self._put_together(function, use)
-        return totalled(use.hang(out), self.ctx)
+            cores = self._cores
+            if cores is not None:
+                return cores.put_together(use.hang(self._put_together(function, use, cores)))
+            return totalled(use.hang(self._put_together(function, use)), self.ctx)
 
-    def _put_together(self, function: Callable[..., Tensor], use: Use) -> Tensor:
-        """Zeros with what the prior makes of this worker's patches in their places."""
-        out = torch.zeros_like(use.x)
+    @cached_property
+    def _cores(self) -> Cores | None:
+        """The cores of windows that do not overlap, of which each worker has some."""
+        strategy = self.strategy
+        if type(strategy) not in (SmartTilingStrategy, BasicStrategy) or not self.ctx.is_dist:
+            return None  # what a strategy of a user puts together may overlap
+        assert isinstance(strategy, WindowStrategy)
+        if strategy.overlap:
+            return None
+        workers = range(self.ctx.world_size)
+        count, how = self.num_patches, self.ctx.sharding
+        owned = [local_indices(count, k, self.ctx.world_size, how) for k in workers]
+        return Cores(self.ctx.partition, strategy, owned, self.ctx.rank)
+
+    def _put_together(
+        self, function: Callable[..., Tensor], use: Use, cores: Cores | None = None
+    ) -> Tensor:
+        """What the prior makes of this worker's patches: in their places, or their cores in a row.
+
+        Args:
+            function: the prior.
+            use: what it is applied to.
+            cores: if they are put in a row; None for zeros with patches in their places.
+        """
+        reduce = self.strategy.reduce_patches if cores is None else cores.reduce_patches
+        out = torch.zeros_like(use.x) if cores is None else use.x.new_zeros(cores.length)
         pairs = self.strategy.get_local_patches(use.x, self.local_indices)
         processed: Pairs = []
         left = iter(pairs)
@@ -122,12 +152,12 @@ class DistributedPrior:
             _check_parameters(self.prior, result)
             processed += taken_apart(result, left)
             if self.strategy.reduces_in_turn:
-                self.strategy.reduce_patches(out, processed)
+                reduce(out, processed)
                 processed = []
         if next(left, None) is not None:
             raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
         if processed or not self.strategy.reduces_in_turn:
-            self.strategy.reduce_patches(out, processed)
+            reduce(out, processed)
         return out
 
     def _check_shape(self, call: str, x: Tensor) -> None:

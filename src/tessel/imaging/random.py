@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
+
+from tessel.layout import Layout
 
 
 def seed_of(seed: int, item: int, call: int = 0) -> int:
@@ -26,3 +30,24 @@ def drawing(seed: int, item: int, call: int, device: torch.device) -> Iterator[N
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed_of(seed, item, call))
         yield
+
+
+def wave_in(layout: Layout, dtype: torch.dtype) -> Tensor:
+    """An image without order, a function of the index alone: the same in whatever parts it lies.
+
+    x[i] = cos(Σ_d φ_d[i_d]), or exp(√−1 Σ_d φ_d[i_d]) if it is complex, with random angles φ_d.
+
+    >>> import tessel
+    >>> wave_in(tessel.Layout.balanced(tessel.world(), (3,)), torch.float64).shape
+    torch.Size([3])
+    """
+    box = layout.box()
+    if box is None:
+        return torch.empty(0, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    angle = torch.zeros((), dtype=torch.float64)
+    for length, (start, stop) in zip(layout.shape, box, strict=True):
+        turns = torch.rand(length, generator=generator, dtype=torch.float64)
+        angle = angle.unsqueeze(-1) + 2 * math.pi * turns[start:stop]
+    wave = torch.polar(torch.ones_like(angle), angle) if dtype.is_complex else angle.cos()
+    return wave.to(dtype)

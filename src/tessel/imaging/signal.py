@@ -201,6 +201,10 @@ def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> 
         return partition
     if not isinstance(partition, Partition):
         grid = tuple(as_int(size) for size in partition)
+        if not grid or min(grid) < 1 or math.prod(grid) > ctx.world_size:
+            raise ValueError(
+                f"partition: a grid of 1 to {ctx.world_size} workers is needed, got {grid}"
+            )
         workers = ctx.partition.create_partition_inclusive(range(math.prod(grid)))
         partition = workers.create_cartesian_topology_partition(grid)
     if partition.dim > len(shape):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tessel.agreement import Terms, same
-from tessel.distributed.agreeing import agree
+from tessel.distributed.agreeing import agree, agree_on_call
 from tessel.distributed.movements import copying, reducing
 from tessel.imaging.context import DistributedContext
-from tessel.layout import Layout
+from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
+from tessel.partition import world
 from tessel.shared import even, nothing
 
 
@@ -157,6 +158,20 @@ def slots_of(objects: Any) -> list[Slot]:
     return [slot for slot in _all_slots(objects) if slot.tensor.requires_grad]
 
 
+def idle(shape: Shape, given: Iterable[Tensor], *objects: Any) -> Tensor:
+    """What a worker makes of nothing, in a call for which another one uses these objects.
+
+    It hangs on the parameters of the objects, so that both workers take part in a backward pass.
+
+    Args:
+        shape: of the result.
+        given: tensors on which it hangs, and which say of what kind it is.
+        objects: of which parameters may need a gradient.
+    """
+    learned = [slot.tensor for slot in slots_of(objects)]
+    return hang(nothing(shape, *given), nothing((), *learned) if learned else None)
+
+
 def tensors_of(objects: Any) -> list[Tensor]:
     """The tensors that objects keep, each once, whether they need a gradient or not."""
     return list({id(slot.tensor): slot.tensor for slot in _all_slots(objects)}.values())
@@ -225,24 +240,99 @@ def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str)
             )
 
 
-def unshared_leaf(result: Tensor) -> Tensor | None:
-    """A tensor that gets the gradient of a result without a movement between workers, or None."""
-    if not _needs_grad(result):
+def unshared_leaf(
+    result: Tensor, own: Iterable[Tensor] = (), given: Iterable[Tensor] = ()
+) -> Tensor | None:
+    """A tensor that gets the gradient of a result without a movement between workers, or None.
+
+    Args:
+        result: what was computed.
+        own: tensors of this worker alone, of which nothing is said.
+        given: tensors of which, and of what they depend on, nothing is said.
+    """
+    if not _needs_grad(result) or torch.compiler.is_compiling():
         return None
+    given = list(given)
+    known = {id(each) for each in (*own, *given)}
     if result.grad_fn is None:
-        return result
-    seen: set[Any] = set()
+        return None if id(result) in known else result
+    seen: set[Any] = {each.grad_fn for each in given if each.grad_fn is not None}
     nodes: list[Any] = [result.grad_fn]
     while nodes:
         node = nodes.pop()
         if node in seen or isinstance(getattr(node, "operator", None), LinearOperator):
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            leaf: Tensor = node.variable
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
             return leaf
         nodes += [source for source, _ in node.next_functions if source is not None]
     return None
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Finds parameters that operators use and that nobody knows of, as a global one of a script.
+
+    Each worker would get the gradient of its own operators only, a silent wrong number.
+
+    Args:
+        ctx: the workers.
+        calls: those that all workers have agreed on.
+    """
+
+    ctx: DistributedContext
+    calls: set[str] = field(default_factory=set)
+
+    def check(
+        self, call: str, results: Iterable[Tensor], users: Any, shared: Any, given: Any = ()
+    ) -> None:
+        """Raise ValueError if a gradient of the results goes to such a tensor.
+
+        At the first call all workers raise or none does, later the worker that finds one.
+
+        Args:
+            call: what was called, the same on all workers.
+            results: what this worker's objects gave.
+            users: these objects, whose own parameters get all of their gradient.
+            shared: objects whose tensors are used by all workers, as copies.
+            given: tensors that came with the call.
+        """
+        if self.ctx.world_size == 1 or not torch.is_grad_enabled():
+            return
+        problem = unknown_leaf(results, users, shared, given)
+        if call not in self.calls:
+            self.calls.add(call)
+            agree_on_call(self.ctx.partition, f"{call}{problem}")
+        if problem:
+            raise ValueError(f"{call}{problem}")
+
+
+def unknown_leaf(results: Iterable[Tensor], users: Any, shared: Any = (), given: Any = ()) -> str:
+    """A parameter that objects use and that is not found in them, as the end of a sentence."""
+    needing = [each for each in results if _needs_grad(each)]
+    if not needing:
+        return ""
+    everyones = {id(each) for each in tensors_of(shared)}
+    own = [each for each in tensors_of(users) if id(each) not in everyones]
+    for each in needing:
+        leaf = unshared_leaf(each, own, given)
+        if leaf is not None:
+            return (
+                f": an operator or data fidelity uses a tensor of shape {tuple(leaf.shape)} that "
+                f"needs a gradient and is not found in it, so that each worker would get a part of "
+                f"the gradient; pass it in shared={{...}} and keep it, as it is, in an attribute "
+                f"of the object that uses it, or let it need none"
+            )
+    return ""
+
+
+def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
+    """The result, or ValueError if a gradient goes to a parameter that is not found in `users`."""
+    problem = unknown_leaf([result], users, (), given) if world().size > 1 else ""
+    if problem:
+        raise ValueError(f"an image in parts{problem}")
+    return result
 
 
 def _all_slots(objects: Any) -> list[Slot]:

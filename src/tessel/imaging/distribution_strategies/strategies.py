@@ -104,7 +104,7 @@ class WindowStrategy(DistributedSignalStrategy):
 
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
         in_order = sorted(local_indices, key=lambda i: (self.windows[i].shape, i))
-        return [(i, X[self._region(_slices(self.windows[i].read))]) for i in in_order]
+        return [(i, X[self.region(_slices(self.windows[i].read))]) for i in in_order]
 
     def apply_batching(self, patches: list[Tensor]) -> Iterator[Tensor]:
         for _, alike in groupby(patches, key=lambda patch: patch.shape):
@@ -117,12 +117,12 @@ class WindowStrategy(DistributedSignalStrategy):
         for i, patch in local_pairs:
             window = self.windows[i]
             if self.overlap:
-                out_tensor[self._region(_slices(window.read))] += self._weights(i, patch) * patch
+                out_tensor[self.region(_slices(window.read))] += self._weights(i, patch) * patch
             else:
-                inside = patch[self._region(window.inside)]
-                out_tensor[self._region(_slices(window.core))] = inside
+                inside = patch[self.region(window.inside)]
+                out_tensor[self.region(_slices(window.core))] = inside
 
-    def _region(self, along: Region) -> Region:
+    def region(self, along: Region) -> Region:
         """A region of the image from that along the dimensions that are cut."""
         chosen = dict(zip(self.dims, along, strict=True))
         whole = slice(None)
@@ -307,6 +307,8 @@ def _checked_dims(ndim: int, dims: int | Sequence[int] | None) -> tuple[int, ...
 
 def _checked(what: str, value: int | Sequence[int], count: int, least: int) -> tuple[int, ...]:
     """One number for each dimension that is cut."""
+    if not isinstance(value, int | Sequence):
+        raise ValueError(f"{what} must be whole numbers, got {value!r}")
     numbers = (value,) * count if isinstance(value, int) else tuple(map(as_int, value))
     if len(numbers) != count:
         raise ValueError(

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.imaging.parts.operators import PartOperator, Whole
-from tessel.layout import Layout
+from tessel.imaging.parts.operators import PartOperator, Whole, gathering
+from tessel.imaging.uses import idle, known
+from tessel.layout import Layout, Shape
 from tessel.move import Move
-from tessel.partition import Partition
-from tessel.shared import nothing
-from tessel.transport import kept_in_job
 
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 
@@ -39,6 +37,9 @@ class _Scaled:
         return self.A(v)
 
 
+_PLAIN = _Scaled()
+
+
 @dataclass(frozen=True)
 class PartFidelity:
     """A data fidelity f(x, y, physics) = d(A(x), y) on parts.
@@ -56,52 +57,57 @@ class PartFidelity:
         if isinstance(operator, Whole):
             whole = operator.gather(x)
             if not operator.here:
-                return nothing((), whole, y)
-            return self.fidelity(whole, y, operator.physics).sum()
+                return self._nothing((), whole, y, physics=operator.physics)
+            return known(self._distance(whole, y, operator.physics), operator.physics, (whole, y))
         u = operator.A(x)
         if self.is_separable:
-            empty = 0 in u.shape
-            return nothing((), u, y) if empty else self.fidelity(u, y, _Scaled()).sum()
-        gather = _gather(operator.codomain)
+            if 0 in u.shape:
+                return self._nothing((), u, y)
+            return known(self._distance(u, y), (), (u, y))
+        gather = _gathering(operator.codomain)
         wholes = gather.apply(u), gather.apply(y)
         if not gather.codomain.partition.active:
-            return nothing((), *wholes)
-        return self.fidelity(*wholes, _Scaled()).sum()
+            return self._nothing((), *wholes)
+        return known(self._distance(*wholes), (), wholes)
 
     def grad(self, x: Tensor, y: Tensor, operator: PartOperator | Whole) -> Tensor:
         """This worker's part of the gradient of f in x."""
         if isinstance(operator, Whole):
             whole = operator.gather(x)
-            here = operator.here
-            slope = self._gradient(whole, y, operator.physics) if here else whole
-            return operator.scatter(slope if here else nothing((0,), whole, y))
+            if not operator.here:
+                none = self._nothing((0,), whole, y, physics=operator.physics)
+                return operator.scatter(none)
+            slope = gradient(self.fidelity, whole, y, operator.physics)
+            return operator.scatter(known(slope, operator.physics, (whole, y)))
         return operator.A_adjoint(self._slope(operator.A(x), y, operator.codomain))
 
     def _slope(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
         """This worker's part of the gradient of d in its first argument."""
         if self.is_separable:
-            empty = 0 in u.shape
-            shape = tuple(u.shape)
-            return nothing(shape, u, y) if empty else self._gradient(u, y, _Scaled())
-        gather = _gather(layout)
+            if 0 in u.shape:
+                return self._nothing(tuple(u.shape), u, y)
+            return known(gradient(self.fidelity, u, y, _PLAIN), (), (u, y))
+        gather = _gathering(layout)
         wholes = gather.apply(u), gather.apply(y)
-        here = gather.codomain.partition.active
-        slope = self._gradient(*wholes, _Scaled()) if here else nothing((0,), *wholes)
-        return gather.H.apply(slope)
+        if not gather.codomain.partition.active:
+            return gather.H.apply(self._nothing((0,), *wholes))
+        return gather.H.apply(known(gradient(self.fidelity, *wholes, _PLAIN), (), wholes))
 
-    def _gradient(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
-        """The gradient of the fidelity in x: its own, or that of autograd."""
-        if hasattr(self.fidelity, "grad"):
-            return self.fidelity.grad(x, y, physics)
-        return torch.func.grad(lambda x: self.fidelity(x, y, physics).sum())(x)
+    def _nothing(self, shape: Shape, *given: Tensor, physics: Any = None) -> Tensor:
+        """What a worker gives that has nothing to measure."""
+        return idle(shape, given, self.fidelity, physics)
+
+    def _distance(self, x: Tensor, y: Tensor, physics: Any = _PLAIN) -> Tensor:
+        """f, summed over the batch."""
+        return self.fidelity(x, y, physics).sum()
 
     @cached_property
     def problem(self) -> str:
         """What is wrong with it, as the end of a sentence: tried on small tensors."""
         x, y = _tried(self.device)
         try:
-            expected = 2 * self._gradient(2 * x, y, _Scaled())
-            got = self._gradient(x, y, _Scaled(2.0))
+            expected = 2 * gradient(self.fidelity, 2 * x, y, _PLAIN)
+            got = gradient(self.fidelity, x, y, _Scaled(2.0))
         except _MISFITS as error:
             reason = f"could not be tried on small tensors ({error})"
         else:
@@ -132,10 +138,18 @@ class PartFidelity:
         """Whether d of two halves along a dimension gives that of the whole."""
         f, physics = self.fidelity, _Scaled()
         halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
-        slopes = torch.cat([self._gradient(*half, physics) for half in halves], dim)
-        fits = torch.allclose(self._gradient(u, y, physics), slopes, rtol=1e-4, atol=1e-6)
+        slopes = torch.cat([gradient(self.fidelity, *half, physics) for half in halves], dim)
+        fits = torch.allclose(gradient(self.fidelity, u, y, physics), slopes, rtol=1e-4, atol=1e-6)
         shares = torch.stack([f(*half, physics).sum() for half in halves])
         return fits and torch.allclose(f(u, y, physics).sum(), shares.sum(), rtol=1e-4)
+
+
+def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw: Any) -> Tensor:
+    """The gradient of one data fidelity at x, its own or by autograd."""
+    if hasattr(fidelity, "grad"):
+        return fidelity.grad(x, y, physics, *args, **kw)
+    slope = torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())
+    return slope(x)
 
 
 def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -145,8 +159,6 @@ def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:
     return first.to(device), second.to(device)
 
 
-@kept_in_job
-def _gather(layout: Layout) -> Move:
+def _gathering(layout: Layout) -> Move:
     """The whole measurement on the first worker."""
-    alone = Partition(layout.partition.ranks[:1], (1,))
-    return Move(layout, Layout.whole(alone, layout.shape))
+    return gathering(layout, layout.partition.ranks[0])

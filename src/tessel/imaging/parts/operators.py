@@ -12,11 +12,13 @@ from torch import Tensor
 from tessel.boxes import Box
 from tessel.imaging.parts.filtering import convolve, convolve_adjoint
 from tessel.imaging.parts.kernel import Kernel, check_parts, fetch
+from tessel.imaging.uses import idle, known
 from tessel.layout import Cut, Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.partition import Partition
-from tessel.shared import nothing, spread
+from tessel.shared import Spread, nothing, spread
+from tessel.transport import kept_in_job
 
 Value = Callable[[], Tensor]  # gives a tensor that may be another one at the next call
 
@@ -308,7 +310,8 @@ class Whole:
     measurement stays there, and other workers hold an empty tensor. The adjoint scatters.
 
     Args:
-        physics: an object with `A`, and `A_adjoint` if it is linear; used on its owner only.
+        physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers, used on
+            its owner only.
         layout: of the image, in parts.
         owner: the worker that has the operator.
     """
@@ -318,11 +321,10 @@ class Whole:
     def __init__(self, physics: Any, layout: Layout, owner: int) -> None:
         check_parts(layout, type(self).__name__)
         self.domain, self.owner = layout, owner
-        alone = Partition((owner,), (1,))
-        self._move = Move(layout, Layout.whole(alone, layout.shape))
-        self.is_linear = hasattr(physics, "A_adjoint")
-        self.here = alone.active
-        self.physics = physics if self.here else None
+        self._move = gathering(layout, owner)
+        self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
+        self.here = self._move.codomain.partition.active
+        self.physics = physics
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole image on the owner, elsewhere an empty tensor."""
@@ -335,34 +337,62 @@ class Whole:
     def A(self, x: Tensor) -> Tensor:
         """The measurement on the owner, elsewhere an empty tensor."""
         whole = self.gather(x)
-        return self.physics.A(whole) if self.physics is not None else nothing((0,), whole)
+        if not self.here:
+            return self._nothing(whole)
+        return known(self.physics.A(whole), self.physics, (whole,))
 
     def A_adjoint(self, y: Tensor) -> Tensor:
         """This worker's part of the adjoint's image."""
-        image = self.physics.A_adjoint(y) if self.physics is not None else nothing((0,), y)
-        return self.scatter(image)
+        if not self.here:
+            return self.scatter(self._nothing(y))
+        return self.scatter(known(self.physics.A_adjoint(y), self.physics, (y,)))
 
     def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
         """The product of `v` with the derivative at `x`."""
-        if self.is_linear:
+        if not self._asks_image:
             return self.A_adjoint(v)
         whole = self.gather(x)
-        if self.physics is None:
-            image = nothing((0,), whole, v)
-        elif hasattr(self.physics, "A_vjp"):
-            image = self.physics.A_vjp(whole, v)
-        else:
-            image = torch.func.vjp(self.physics.A, whole)[1](v)[0]
-        return self.scatter(image)
+        if not self.here:
+            return self.scatter(self._nothing(whole, v))
+        return self.scatter(known(vjp(self.physics, whole, v), self.physics, (whole, v)))
 
     def A_adjoint_A(self, x: Tensor) -> Tensor:
         """Aᵀ A x."""
-        return self.A_adjoint(self.A(x))
+        whole = self.gather(x)
+        if not self.here:
+            return self.scatter(self._nothing(whole))
+        return self.scatter(known(normal(self.physics, whole), self.physics, (whole,)))
+
+    def _nothing(self, *given: Tensor) -> Tensor:
+        """What a worker gives that does not have the operator."""
+        return idle((0,), given, self.physics)
 
     @property
     def identity(self) -> str:
         """What it is in words, the same on every worker."""
         return f"Whole on worker {self.owner} of {self.domain.identity}"
+
+
+@kept_in_job
+def gathering(layout: Layout, owner: int) -> Move:
+    """The whole of a tensor in parts on one worker; the adjoint scatters."""
+    return Move(layout, Layout.whole(Partition((owner,), (1,)), layout.shape))
+
+
+def vjp(operator: Any, x: Tensor, v: Tensor) -> Tensor:
+    """The product J(x)ᵀ v with the Jacobian of an operator, by what the operator offers."""
+    if hasattr(operator, "A_vjp"):
+        return operator.A_vjp(x, v)
+    if hasattr(operator, "A_adjoint"):
+        return operator.A_adjoint(v)
+    return torch.func.vjp(operator.A, x)[1](v)[0]
+
+
+def normal(operator: Any, x: Tensor, **settings: Any) -> Tensor:
+    """The product Aᵀ A x, by what the operator offers."""
+    if hasattr(operator, "A_adjoint_A"):
+        return operator.A_adjoint_A(x, **settings)
+    return operator.A_adjoint(operator.A(x, **settings))
 
 
 def _check_filter(filter: Shape, image: Shape) -> None:
@@ -378,6 +408,8 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
     """A shared value as this worker's own copy; its gradient sums what all workers ask for."""
     if not (value.requires_grad and torch.is_grad_enabled()):
         return value
+    if isinstance(getattr(value.grad_fn, "operator", None), Spread):
+        return value  # it is one already
     layout = Layout.whole(partition, value.shape, shared=True)
     return spread(value, layout, range(partition.dim))
 

@@ -6,8 +6,9 @@ that of a local operator in parts, beside those of the image; that of any other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from tessel.agreement import Terms
 from tessel.distributed.agreeing import agree, agree_on_call
+from tessel.distributed.movements import copying
 from tessel.imaging import sharding as shardings
 from tessel.imaging.parts.fidelity import PartFidelity
 from tessel.imaging.parts.grid import Rows, rows_of
-from tessel.imaging.parts.operators import PartOperator, Whole
+from tessel.imaging.parts.operators import PartOperator, Whole, gathering
 from tessel.imaging.parts.recognition import rule_of
-from tessel.imaging.uses import slots_of
+from tessel.imaging.uses import Slot, hang, idle, known, replaced, slots_of
 from tessel.layout import Layout
 from tessel.shared import even, nothing, total
 
@@ -32,6 +34,51 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
+class Parameters:
+    """Tensors that need a gradient, of objects that several workers have.
+
+    Args:
+        rows: the rows of workers that hold the image.
+        own: where objects of this row keep such tensors.
+        everyones: where objects of all rows do.
+        users: where objects of this row keep tensors of `everyones`.
+    """
+
+    rows: Rows
+    own: list[Slot] = field(default_factory=list)
+    everyones: list[Slot] = field(default_factory=list)
+    users: list[Slot] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows: Rows, own: Any, everyones: Any = ()) -> Parameters:
+        """Those of objects of a row, and of objects that all rows have."""
+        shared = slots_of(everyones)
+        known = {id(slot.tensor) for slot in shared}
+        apart = [slot for slot in slots_of(own) if id(slot.tensor) not in known]
+        users = [slot for slot in slots_of(own) if id(slot.tensor) in known]
+        return cls(rows, apart, shared, users)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [slot.tensor for slot in (*self.own, *self.everyones)]
+
+    @contextmanager
+    def in_use(self) -> Iterator[Tensor | None]:
+        """Let objects use copies, whose gradients are summed; an anchor that hangs on them."""
+        used: dict[int, Tensor] = {}
+        for slots, partition in (
+            (self.everyones, self.rows.layout.partition),
+            (self.own, self.rows.own.partition),
+        ):
+            for slot in slots:
+                if id(slot.tensor) not in used:
+                    copies = copying(partition, tuple(slot.tensor.shape))
+                    used[id(slot.tensor)] = copies.apply(slot.tensor)
+        with replaced((*self.own, *self.everyones, *self.users), used):
+            yield nothing((), *used.values()) if used else None
+
+
+@dataclass(frozen=True)
 class Entry:
     """What a call works on: this row's copy of the image, operators with their measurements."""
 
@@ -39,14 +86,15 @@ class Entry:
     pairs: list[tuple[Operator, Tensor]]
     needs_grad: bool
     anchor: Tensor | None
+    parameters: Parameters
 
 
 def partition_physics(physics: Any, layout: Layout, owner: int | None = None) -> Operator:
     """An operator for an image in parts: the same as `physics` on the whole image.
 
     An operator with a local kernel, which is one that has a `filter`, `padding`, `factor` or
-    `mask` and does what these say, works on the parts and on halos. Any other is applied to the
-    whole image, on one worker.
+    `mask` and does what these say, adjoint included, works on the parts and on halos. Any other is
+    applied to the whole image, on one worker.
 
     Args:
         physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers.
@@ -92,6 +140,7 @@ class PartitionedPhysics:
     ) -> None:
         self.layout, self.num_ops, self.device = layout, num_ops, torch.device(device)
         self._fidelities: dict[int, PartFidelity] = {}
+        self.physics: list[Any] = []
         self.rows: Rows = rows_of(layout)
         self.active = layout.partition.active
         count, place = self.rows.count, self.rows.place if self.active else 0
@@ -102,25 +151,65 @@ class PartitionedPhysics:
         ]
 
     def _made(self, physics: Any, position: int) -> Operator:
-        row = self.rows.own
-        ranks = row.partition.ranks
-        return partition_physics(physics, row, ranks[position % len(ranks)])
+        self.physics.append(physics)
+        return partition_physics(physics, self.rows.own, self._owner(position))
+
+    def _owner(self, position: int) -> int:
+        """The worker that sees the whole image for an operator, where one must."""
+        ranks = self.rows.own.partition.ranks
+        return ranks[position % len(ranks)]
 
     @property
-    def places(self) -> list[str]:
-        """Where the gradients of each operator's parameters come together, in words."""
-        row = f"copy {self.rows.place} of the image" if self.active else ""
-        return [
-            f"worker {each.owner}" if isinstance(each, Whole) else row for each in self.operators
-        ]
+    def place(self) -> str:
+        """The row of this worker, where gradients of parameters come together, in words."""
+        return f"copy {self.rows.place} of the image" if self.active else "no copy of the image"
 
     def A(self, x: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """The parts of the measurements y_i = A_i(x), and a zero that hangs on the image."""
         if not self.active:
             return [], None
         entry = self._enter("A", x)
-        ys = [operator.A(entry.x) for operator in self.operators]
-        return ys, nothing((), entry.x) if entry.needs_grad else None
+        with entry.parameters.in_use() as hung:
+            ys = [hang(operator.A(entry.x), hung) for operator in self.operators]
+        return ys, self._anchor(entry, hung)
+
+    def measure(
+        self, x: Tensor, drawing: Callable[[int], AbstractContextManager[None]]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The parts of the measurements with noise, and a zero that hangs on the image.
+
+        An object that can be called is called with the whole image, on one worker for each, so that
+        it draws the numbers that it draws in one process; what it gives goes to the parts.
+
+        Args:
+            x: this worker's part of the image.
+            drawing: `drawing(i)` is a context in which the numbers of measurement i are drawn.
+        """
+        if not self.active:
+            return [], None
+        entry = self._enter("the measurements", x, users=self.physics)
+        with entry.parameters.in_use() as hung:
+            ys = [
+                hang(self._measured(entry.x, position, drawing(i)), hung)
+                for position, i in enumerate(self.local_indices)
+            ]
+        return ys, self._anchor(entry, hung)
+
+    def _measured(self, x: Tensor, position: int, drawn: AbstractContextManager[None]) -> Tensor:
+        """This worker's part of one measurement with noise."""
+        operator, physics = self.operators[position], self.physics[position]
+        if not callable(physics):
+            return operator.A(x)
+        gather = gathering(self.rows.own, self._owner(position))
+        whole = gather.apply(x)
+        if gather.codomain.partition.active:
+            with drawn:
+                y = known(physics(whole), (), (whole,))
+        else:
+            y = idle((0,), (whole,), physics)
+        if isinstance(operator, Whole):
+            return y
+        return gathering(operator.codomain, self._owner(position)).H.apply(y)
 
     def A_adjoint(self, ys: Sequence[Tensor], anchor: Tensor | None = None) -> Tensor:
         """The parts of Σ_i A_iᵀ y_i.
@@ -132,52 +221,59 @@ class PartitionedPhysics:
         if not self.active:
             return torch.empty(0)
         entry = self._enter("A_adjoint", None, ys, anchor)
-        return self._sum((op.A_adjoint(y) for op, y in entry.pairs), entry)
+        return self._sum(entry, lambda op, y: op.A_adjoint(y))
 
     def A_vjp(self, x: Tensor, vs: Sequence[Tensor], anchor: Tensor | None = None) -> Tensor:
         """The parts of Σ_i J_i(x)ᵀ v_i, with the Jacobians of the operators."""
         if not self.active:
             return x
         entry = self._enter("A_vjp", x, vs, anchor)
-        return self._sum((op.A_vjp(entry.x, v) for op, v in entry.pairs), entry)
+        return self._sum(entry, lambda op, v: op.A_vjp(entry.x, v))
 
     def A_adjoint_A(self, x: Tensor) -> Tensor:
         """The parts of Σ_i A_iᵀ A_i x."""
         if not self.active:
             return x
         entry = self._enter("A_adjoint_A", x)
-        return self._sum((op.A_adjoint_A(entry.x) for op in self.operators), entry)
+        return self._sum(entry, lambda op, _: op.A_adjoint_A(entry.x))
 
-    def loss(self, x: Tensor, ys: Sequence[Tensor], fidelities: Sequence[Any]) -> Tensor:
+    def loss(
+        self, x: Tensor, ys: Sequence[Tensor], fidelities: Sequence[Any], shared: Any = ()
+    ) -> Tensor:
         """The sum Σ_i f_i(A_i(x), y_i), one shared number on all workers of the layout.
 
         Args:
             x: this worker's part of the image.
             ys: the parts of the measurements, one for each operator of this row.
             fidelities: objects that are called `f(x, y, physics)`, one for each operator.
+            shared: objects that fidelities of all rows use, whose parameters get the gradient of
+                all of them; other parameters of fidelities get that of this row.
         """
         if not self.active:
             return x.new_zeros(())
-        entry = self._enter("the loss", x, ys, None, fidelities)
+        entry = self._enter("the loss", x, ys, None, fidelities, shared)
         share = nothing((), entry.x)
-        for f, (operator, y) in zip(fidelities, entry.pairs, strict=True):
-            share = share + self._fidelity(f).loss(entry.x, y, operator)
-        return total(share, self.layout.partition)
+        with entry.parameters.in_use() as hung:
+            for f, (operator, y) in zip(fidelities, entry.pairs, strict=True):
+                share = share + self._fidelity(f).loss(entry.x, y, operator)
+        return total(hang(share, hung), self.layout.partition)
 
-    def grad(self, x: Tensor, ys: Sequence[Tensor], fidelities: Sequence[Any]) -> Tensor:
+    def grad(
+        self, x: Tensor, ys: Sequence[Tensor], fidelities: Sequence[Any], shared: Any = ()
+    ) -> Tensor:
         """The parts of the gradient Σ_i ∇ f_i(A_i(x), y_i).
 
         Args:
             x: this worker's part of the image.
             ys: the parts of the measurements, one for each operator of this row.
             fidelities: objects with `grad(x, y, physics)`, one for each operator.
+            shared: objects that fidelities of all rows use, as in `loss`.
         """
         if not self.active:
             return x
-        entry = self._enter("the gradient", x, ys, None, fidelities)
-        pairs = zip(fidelities, entry.pairs, strict=True)
-        slopes = (self._fidelity(f).grad(entry.x, y, op) for f, (op, y) in pairs)
-        return self._sum(slopes, entry)
+        entry = self._enter("the gradient", x, ys, None, fidelities, shared)
+        left = iter(fidelities)
+        return self._sum(entry, lambda op, y: self._fidelity(next(left)).grad(entry.x, y, op))
 
     def part_of(self, position: int, y: Tensor) -> Tensor:
         """What this worker stores of a measurement that it was given whole, or in its part.
@@ -212,14 +308,20 @@ class PartitionedPhysics:
         measured: Sequence[Tensor] | None = None,
         anchor: Tensor | None = None,
         fidelities: Sequence[Any] | None = None,
+        shared: Any = (),
+        users: Any = (),
     ) -> Entry:
         """What goes into a call, after all workers agreed that it fits together."""
         ys = measured or ()
         given = [*ys, *([] if x is None else [x])]
         kind = _KINDS.index(given[0].dtype) if given else 0
-        needs = [*ys, *([] if anchor is None else [anchor]), *self._values]
+        whole = [each.physics for each in self.operators if isinstance(each, Whole)]
+        parameters = Parameters.of(self.rows, [whole, fidelities, users], shared)
+        needs = [*ys, *([] if anchor is None else [anchor]), *self._values, *parameters.tensors]
         sign = torch.empty(kind, requires_grad=any(each.requires_grad for each in needs))
         problem = self._problem(x, measured, fidelities)
+        shapes = [tuple(slot.tensor.shape) for slot in parameters.everyones]
+        call += f", gradients of tensors of shapes {shapes}" if shapes else ""
         call = f"{call} of {self.num_ops} operators on {self.layout}{problem}"
         found = agree(self.layout.partition, call, sign, *([] if x is None else [x]))
         kinds = {shape for shape in found[0][0].values() if shape != (0,)}
@@ -234,8 +336,9 @@ class PartitionedPhysics:
             own = _even(torch.empty(0, dtype=dtype, device=self.device), needs_grad)
         else:
             own = self.rows.use(_even(x, needs_grad))
-        pairs = [(op, _even(y, needs_grad)) for op, y in zip(self.operators, ys, strict=False)]
-        return Entry(own, pairs, needs_grad, anchor)
+        brought = [_even(y, needs_grad) for y in ys] or [own] * len(self.operators)
+        pairs = list(zip(self.operators, brought, strict=True))
+        return Entry(own, pairs, needs_grad, anchor, parameters)
 
     def _problem(
         self, x: Tensor | None, ys: Sequence[Tensor] | None, fidelities: Sequence[Any] | None
@@ -258,8 +361,6 @@ class PartitionedPhysics:
                 expected = operator.codomain.local_shape
                 if tuple(y.shape) != expected:
                     return f": measurement {i} must be of shape {expected}, got {tuple(y.shape)}"
-        if any(slots_of(each) for each in fidelities or ()):
-            return ": data fidelities of an image in parts have no parameters that need gradients"
         tried = [
             self._fidelity(each).problem
             for each, operator in zip(fidelities or (), self.operators, strict=False)
@@ -275,28 +376,34 @@ class PartitionedPhysics:
 
     @property
     def _values(self) -> list[Tensor]:
-        """The tensors that operators are made of."""
-        found: list[Tensor] = []
-        for operator in self.operators:
-            if isinstance(operator, PartOperator):
-                found += operator.values()
-            elif operator.here:
-                found += [slot.tensor for slot in slots_of(operator.physics)]
-        return found
+        """The tensors that local operators are made of."""
+        local = (each for each in self.operators if isinstance(each, PartOperator))
+        return [value for operator in local for value in operator.values()]
 
-    def _sum(self, shares: Iterable[Tensor], entry: Entry) -> Tensor:
-        """The sum over the operators of this row and of the others."""
+    def _anchor(self, entry: Entry, hung: Tensor | None) -> Tensor | None:
+        """A zero that hangs on the image and on parameters, if something needs a gradient."""
+        return hang(nothing((), entry.x), hung) if entry.needs_grad else None
+
+    def _sum(self, entry: Entry, term: Callable[[Operator, Tensor], Tensor]) -> Tensor:
+        """The sum of terms over the operators of this row and of the others.
+
+        Args:
+            entry: what the call works on.
+            term: makes an image of an operator and of what was brought for it.
+        """
         share: Tensor | None = None
-        for each in shares:
-            if share is None:
-                share = each
-            else:
-                share = share + each if entry.needs_grad else share.add_(each)
+        with entry.parameters.in_use() as hung:
+            for operator, brought in entry.pairs:
+                each = term(operator, brought)
+                if share is None:
+                    share = each
+                else:
+                    share = share + each if entry.needs_grad else share.add_(each)
         if share is None:
             share = entry.x.new_zeros(self.layout.local_shape)
         if entry.needs_grad:
             share = share + nothing((), entry.x)
-        return self.rows.total(share if entry.anchor is None else share + entry.anchor)
+        return self.rows.total(hang(hang(share, hung), entry.anchor))
 
 
 def _even(x: Tensor, needs_grad: bool) -> Tensor:

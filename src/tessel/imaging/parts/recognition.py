@@ -2,7 +2,8 @@
 
 An operator says what it is by its attributes: `filter` and `padding`, `factor`, `mask`. That two
 classes have attributes of the same names does not make them the same operator, so that what is
-recognised is tried: its values must be those of the object's own `A`.
+recognised is tried: its values must be those of the object's own `A`, and of `A_adjoint`, `A_vjp`
+and `A_adjoint_A` where it has them.
 """
 
 from __future__ import annotations
@@ -98,24 +99,34 @@ def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:
 
 
 def _agrees(physics: Any, rule: Rule, shape: Shape, smallest: Shape | None) -> bool:
-    """Whether a rule gives what the object gives, on random values."""
+    """Whether a rule gives what the object gives, on random values: on a small image, if it can."""
     for tried in (smallest, shape):
         if tried is None:
             continue
         try:
-            expected = _values(physics, tried)
-            got = rule(_alone(tried)).A(_random(physics, tried))
+            verdict = _is_equal(physics, rule(_alone(tried)), _random(physics, tried))
         except _MISFITS:
             continue  # the object takes images of one size only, or the rule is not for it
-        if isinstance(expected, Tensor) and expected.shape == got.shape:
-            return _close(got.detach(), expected.detach())
-        return False
+        if verdict is not None:
+            return verdict
     return False
 
 
-def _values(physics: Any, shape: Shape) -> Any:
-    with torch.no_grad():
-        return physics.A(_random(physics, shape))
+@torch.no_grad()
+def _is_equal(physics: Any, operator: PartOperator, x: Tensor) -> bool | None:
+    """Whether all methods give the same for x; None if an adjoint is for images of another size."""
+    y = physics.A(x)
+    if not isinstance(y, Tensor) or not _close(operator.A(x), y):
+        return False
+    v = _random(physics, tuple(y.shape)).to(y.dtype)
+    images = [
+        (getattr(physics, name)(*given), getattr(operator, name)(*given))
+        for name, given in (("A_adjoint", (v,)), ("A_vjp", (x, v)), ("A_adjoint_A", (x,)))
+        if hasattr(physics, name)
+    ]
+    if any(isinstance(image, Tensor) and image.shape != x.shape for image, _ in images):
+        return None
+    return all(isinstance(image, Tensor) and _close(got, image) for image, got in images)
 
 
 def _random(physics: Any, shape: Shape) -> Tensor:
@@ -139,6 +150,8 @@ def _tensors(physics: Any) -> Iterator[Tensor]:
 
 def _close(got: Tensor, expected: Tensor) -> bool:
     """Equal but for rounding, which transforms of a whole image do not do as sums do."""
+    if got.shape != expected.shape:
+        return False
     accuracy = 1e3 * torch.finfo(got.dtype).eps
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     return bool(((got - expected).abs() <= accuracy * scale).all())

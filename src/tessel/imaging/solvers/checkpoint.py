@@ -2,14 +2,14 @@
 
 Each worker writes what it has to a file of its own, under the number of the iteration, and older
 ones are removed when all workers have written theirs: wherever a run ends, there is one iteration
-of which all files are complete.
+of which all files are complete. Files say which box of the image they hold, so that other workers
+can read what they need.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel import boxes
+from tessel.boxes import Box
 from tessel.imaging.solvers.history import History
 from tessel.imaging.solvers.method import Method, Values
 from tessel.imaging.solvers.numbers import check_count
 from tessel.imaging.solvers.space import Space
+from tessel.layout import Layout
 
 _FOLDER = re.compile(r"iteration-(\d+)")
 _FILE = re.compile(r"worker-(\d+)-of-(\d+)\.pt")
@@ -37,14 +40,32 @@ class Progressed:
 
 
 @dataclass(frozen=True)
+class _File:
+    """What one worker wrote, of so many."""
+
+    path: Path
+    iteration: int
+    place: int
+    size: int
+
+    def is_of(self, space: Space) -> bool:
+        """Whether this worker writes files of this name."""
+        return (self.place, self.size) == (space.workers.rank, space.workers.size)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Where a solver keeps what it needs to go on, and how often it writes it.
 
     A run that finds files of an earlier one goes on where that was ended, and ends at the same
-    image, bit by bit. The state of torch's random numbers is kept, too.
+    image, bit by bit. The state of torch's random numbers is kept, too. A run on another number of
+    workers, or with the image in other parts, goes on from the same image: each worker reads its
+    part of it, and ends at the same image but for rounding; random numbers go on as those of the
+    first worker.
 
     Args:
-        folder: where the files go; workers on several hosts need not share it.
+        folder: where the files go; workers on several hosts need not share it, unless a run goes
+            on in other parts.
         every: the number of iterations between two writings; the last is always written.
         resume: whether to go on from what is there.
 
@@ -72,6 +93,9 @@ class Checkpoint:
         """Write this worker's file, and remove older ones once all workers have done so."""
         state = {
             "is": _kind(method, space, reached.values),
+            "layout": space.layout.identity,
+            "active": space.layout.partition.active,
+            "boxes": _boxes(reached.values, space.layout),
             "values": _detached(reached.values),
             "history": dict(reached.history.columns),
             "random": _random_states(reached.values["x"]),
@@ -85,27 +109,91 @@ class Checkpoint:
         for iteration in self._own(space):
             if iteration != reached.iteration:
                 self._remove(self._path(iteration, space))
+        for other in self._files():
+            if other.size != space.workers.size:  # of a run on more or fewer workers
+                self._remove(other.path)
 
     def read(self, method: Method, start: Values, space: Space) -> Progressed | None:
-        """What all workers wrote last, if there is something."""
+        """What all workers wrote last, if there is something.
+
+        Args:
+            method: which goes on.
+            start: its first values, which say what lies where now.
+            space: where the image lies now, which may be in other parts than it was.
+        """
         if not self.resume:
             return None
-        own, others = list(self._own(space)), self._sizes()
-        shared = space.workers.group.share_objects((own, others))
-        sizes = set().union(*(found for _, found in shared))
-        common = set(own).intersection(*(iterations for iterations, _ in shared))
-        if not common and sizes - {space.workers.size}:
-            raise ValueError(
-                f"the checkpoints in {self.folder} are those of {sorted(sizes)} workers, and this "
-                f"run has {space.workers.size}; run on as many, or take another folder"
-            )
-        if not common:
+        found = self._newest(space)
+        if found is None:
             return None
-        device = start["x"].device
-        state = torch.load(self._path(max(common), space), device, weights_only=True)
-        self._check(state, _kind(method, space, start), space)
-        _set_random_states(state["random"], start["x"])
-        return Progressed(state["values"], max(common), History(state["history"]))
+        iteration, size = found
+        kind = _kind(method, space, start)
+        own = self._loaded(self._path(iteration, space)) if size == space.workers.size else None
+        layouts = space.workers.group.share_objects(own and own["layout"])
+        if own is not None and set(layouts) == {space.layout.identity}:
+            self._check(own, kind, space)
+            _set_random_states(own["random"], start["x"])
+            values = _on(own["values"], start["x"].device)
+            return Progressed(values, iteration, History(own["history"]))
+        return self._moved(iteration, size, kind, method, start, space)
+
+    def _newest(self, space: Space) -> tuple[int, int] | None:
+        """The newest iteration that is complete, and how many workers wrote it."""
+        files = self._files()
+        own = {each.iteration for each in files if each.is_of(space)}
+        whole = {
+            (iteration, size)
+            for iteration, size in {(each.iteration, each.size) for each in files}
+            if sum((each.iteration, each.size) == (iteration, size) for each in files) == size
+        }
+        shared = space.workers.group.share_objects((own, whole, {each.size for each in files}))
+        common = set(own).intersection(*(theirs for theirs, _, _ in shared))
+        seen = whole.intersection(*(theirs for _, theirs, _ in shared))
+        found = {(iteration, space.workers.size) for iteration in common} | seen
+        sizes = set().union(*(theirs for _, _, theirs in shared))
+        if not found and sizes - {space.workers.size}:
+            raise ValueError(
+                f"the checkpoints in {self.folder} are those of {sorted(sizes)} workers, not all "
+                f"workers see all files of them, and this run has {space.workers.size}; bring the "
+                f"files together, run on as many, or take another folder"
+            )
+        return max(found, key=lambda each: (each[0], each[1] == space.workers.size), default=None)
+
+    def _moved(
+        self,
+        iteration: int,
+        size: int,
+        kind: dict[str, str],
+        method: Method,
+        start: Values,
+        space: Space,
+    ) -> Progressed:
+        """What other workers wrote, or these in other parts, in the parts of now."""
+        paths = [self._of(iteration, place, size) for place in range(size)]
+        missing = [path.name for path in paths if not path.exists()]
+        absent = space.workers.group.share_objects(missing)
+        for worker, theirs in zip(space.workers.group.workers, absent, strict=True):
+            if theirs:
+                raise ValueError(
+                    f"the checkpoint in {self.folder} is of other parts of the image, for which "
+                    f"every worker reads all files, and worker {worker} does not see {theirs}"
+                )
+        states = [state for state in map(self._loaded, paths) if state["active"]]
+        self._check(states[0], kind, space)
+        values = {name: _gathered(name, start[name], states, space.layout) for name in start}
+        lost = {name for name, value in values.items() if value is None}
+        lost = lost.union(*space.workers.group.share_objects(lost))
+        kept = {name: value for name, value in values.items() if name not in lost}
+        complete = method.complete(kept, space) if lost else kept
+        if set(complete) != set(start):
+            raise ValueError(
+                f"the checkpoint in {self.folder} is of other parts of the image, in which "
+                f"{sorted(set(start) - set(complete))} of {method.name} cannot be brought; run on "
+                f"as many workers with the same partition, give the method `complete`, or take "
+                f"another folder"
+            )
+        _set_random_states(states[0]["random"], start["x"])
+        return Progressed(complete, iteration, History(states[0]["history"]))
 
     def _check(self, state: dict[str, Any], kind: dict[str, str], space: Space) -> None:
         """Raise on all workers if the files of one are of another problem."""
@@ -123,21 +211,34 @@ class Checkpoint:
                     f"{'; '.join(found)}; take another folder, or resume=False"
                 )
 
+    def _loaded(self, path: Path) -> dict[str, Any]:
+        """A file, of which only what is used is read."""
+        state: dict[str, Any] = torch.load(path, "cpu", weights_only=True, mmap=True)
+        return state
+
     def _path(self, iteration: int, space: Space) -> Path:
-        place, size = space.workers.rank, space.workers.size
+        assert space.workers.rank is not None
+        return self._of(iteration, space.workers.rank, space.workers.size)
+
+    def _of(self, iteration: int, place: int, size: int) -> Path:
         return Path(self.folder) / f"iteration-{iteration:08d}" / f"worker-{place}-of-{size}.pt"
 
-    def _own(self, space: Space) -> Iterator[int]:
+    def _own(self, space: Space) -> list[int]:
         """The iterations of which this worker has a file."""
-        for folder in sorted(Path(self.folder).glob("iteration-*")):
-            found = _FOLDER.fullmatch(folder.name)
-            if found and self._path(int(found[1]), space).exists():
-                yield int(found[1])
+        return sorted(each.iteration for each in self._files() if each.is_of(space))
 
-    def _sizes(self) -> set[int]:
-        """The numbers of workers that wrote files here."""
-        names = (_FILE.fullmatch(path.name) for path in Path(self.folder).glob("iteration-*/*"))
-        return {int(name[2]) for name in names if name}
+    def _files(self) -> list[_File]:
+        """All files that are there."""
+        found = []
+        for folder in sorted(Path(self.folder).glob("iteration-*")):
+            number, names = _FOLDER.fullmatch(folder.name), []
+            with suppress(OSError):  # another worker has just removed it
+                names = sorted(os.listdir(folder))
+            for name in filter(None, map(_FILE.fullmatch, names)):
+                if number:
+                    numbers = int(number[1]), int(name[1]), int(name[2])
+                    found.append(_File(folder / name[0], *numbers))
+        return found
 
     def _remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -150,10 +251,65 @@ def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:
     """What must be the same for a run to go on."""
     return {
         "the method": type(method).__name__,
-        "the layout": space.layout.identity,
+        "the shape": str(tuple(space.layout.shape)),
         "the dtype": str(values["x"].dtype),
         "what is kept": ", ".join(sorted(values)),
     }
+
+
+def _boxes(values: Values, layout: Layout) -> dict[str, Box]:
+    """Where those values lie that are in the parts of the image."""
+    found = {name: _box(value, layout) for name, value in values.items()}
+    return {name: box for name, box in found.items() if box is not None}
+
+
+def _box(value: Any, layout: Layout) -> Box | None:
+    """Where a tensor lies whose first dimensions are those of the image; others are whole."""
+    box, dims = layout.box(), len(layout.shape)
+    if box is None or not isinstance(value, Tensor):
+        return None
+    if tuple(value.shape[:dims]) != layout.local_shape:
+        return None
+    return (*box, *((0, length) for length in value.shape[dims:]))
+
+
+def _gathered(name: str, like: Any, states: list[dict[str, Any]], layout: Layout) -> Any:
+    """A value in the parts of now, from all files; None if it does not lie as the image does."""
+    kept = [state["values"][name] for state in states]
+    if isinstance(like, list | tuple):
+        return None
+    if not isinstance(like, Tensor):
+        return kept[0]
+    if like.dim() == 0:
+        return _on(kept[0], like.device)
+    if not layout.partition.active:
+        return like  # which is empty
+    box = _box(like, layout)
+    if box is None or any(name not in state["boxes"] for state in states):
+        return None
+    result = torch.empty_like(like)
+    for state, part in zip(states, kept, strict=True):
+        theirs = tuple(map(tuple, state["boxes"][name]))
+        common = _common(box, theirs)
+        if common is not None:
+            result[boxes.within(common, box)] = part[boxes.within(common, theirs)].to(like.device)
+    return result
+
+
+def _common(box: Box, other: Box) -> Box | None:
+    """The indices that two boxes share."""
+    shared = [boxes.overlap(*pair) for pair in zip(box, other, strict=True)]
+    found = tuple(each for each in shared if each is not None)
+    return found if len(found) == len(box) else None
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """A copy on a device of what was read."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, dict):
+        return {name: _on(each, device) for name, each in value.items()}
+    return [_on(each, device) for each in value] if isinstance(value, list) else value
 
 
 def _detached(value: Any) -> Any:

@@ -93,11 +93,13 @@ class CGLS(Method):
     def __post_init__(self) -> None:
         check_not_negative(self, damping=self.damping)
 
+    def complete(self, values: Values, space: Space) -> Values:
+        return {**values, "rest": self._rest(values["x"])}
+
     def begin(self, x: Tensor, space: Space) -> Values:
-        measured = getattr(self.measurements, "local", self.measurements)
-        rest = _plus(measured, -1.0, self.physics.A(x))
+        rest = self._rest(x)
         back = self.physics.A_adjoint(rest) - self.damping * x
-        return _begun(x, {"rest": rest}, back, self.physics.A_adjoint(measured), space)
+        return _begun(x, {"rest": rest}, back, self.physics.A_adjoint(self._measured), space)
 
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
@@ -116,6 +118,14 @@ class CGLS(Method):
             "scale": values["scale"],
             "residual": _ratio(new, values["scale"]).sqrt(),
         }
+
+    def _rest(self, x: Tensor) -> Any:
+        """y - A x."""
+        return _plus(self._measured, -1.0, self.physics.A(x))
+
+    @property
+    def _measured(self) -> Any:
+        return getattr(self.measurements, "local", self.measurements)
 
     def _square(self, measured: Any, x: Tensor, space: Space) -> Tensor:
         """‖y‖² over all measurements, of which a distributed physics has each on one worker."""

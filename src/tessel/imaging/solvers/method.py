@@ -16,7 +16,9 @@ class Method(ABC):
     """An iterative method: how its values begin, and how they change.
 
     All that it keeps between iterations is in its values, so that these can be written to a
-    checkpoint. A method of one's own gives `iterate`, and `begin` if it keeps more than the image.
+    checkpoint. Tensors that begin with the shape of the image lie where it lies, numbers are the
+    same on all workers. A method of one's own gives `iterate`, and `begin` if it keeps more than
+    the image.
 
     >>> import torch
     >>> from tessel.imaging import solvers
@@ -36,6 +38,14 @@ class Method(ABC):
     @abstractmethod
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         """The values after an iteration; those before stay as they are."""
+
+    def complete(self, values: Values, space: Space) -> Values:
+        """All values from those of a checkpoint that lie as the image does, and numbers.
+
+        For a run that goes on with the image in other parts; a method that keeps more, as
+        measurements, computes it anew.
+        """
+        return values
 
     @property
     def name(self) -> str:

@@ -31,7 +31,41 @@ def prior_prox(
 
 
 @dataclass(frozen=True)
-class PGD(Method):
+class ProximalMethod(Method):
+    """A method that takes the prox of a prior, after a step of some length.
+
+    Args:
+        fidelity: f.
+        prior: g, with `prox`.
+        step: a number, or a function of the iteration.
+        weight: of the prior, passed on as `gamma=step * weight`; None for a denoiser, which gets
+            no `gamma`.
+        prior_arguments: keywords for `prior.prox`, or a function of the iteration that gives them.
+    """
+
+    fidelity: Any
+    prior: Any
+    step: Schedule = 1.0
+    weight: float | None = None
+    prior_arguments: Arguments = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_positive(self, step=self.step)
+        if self.weight is not None:
+            check_not_negative(self, weight=self.weight)
+
+    def step_at(self, iteration: int) -> float:
+        """The step of an iteration."""
+        return at(self.step, iteration, self, "step")
+
+    def denoise(self, x: Tensor, iteration: int) -> Tensor:
+        """The prox of the prior."""
+        gamma = None if self.weight is None else self.step_at(iteration) * self.weight
+        return prior_prox(self.prior, x, self.prior_arguments, iteration, gamma)
+
+
+@dataclass(frozen=True)
+class PGD(ProximalMethod):
     """Proximal gradient descent: a step down the data fidelity, then the prior's prox.
 
     x ← prox_(step·weight·g)(x - step ∇f(x))
@@ -60,26 +94,12 @@ class PGD(Method):
     tensor([2., 0.])
     """
 
-    fidelity: Any
-    prior: Any
-    step: Schedule = 1.0
-    weight: float | None = None
-    prior_arguments: Arguments = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_positive(self, step=self.step)
-        if self.weight is not None:
-            check_not_negative(self, weight=self.weight)
-
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         return {"x": self.descend(values["x"], iteration)}
 
     def descend(self, x: Tensor, iteration: int) -> Tensor:
         """A step and a prox."""
-        step = at(self.step, iteration, self, "step")
-        gamma = None if self.weight is None else step * self.weight
-        lower = x - step * self.fidelity.grad(x)
-        return prior_prox(self.prior, lower, self.prior_arguments, iteration, gamma)
+        return self.denoise(x - self.step_at(iteration) * self.fidelity.grad(x), iteration)
 
 
 ISTA = PGD

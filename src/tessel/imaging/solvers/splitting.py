@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessel.imaging.solvers.conjugate import CG
-from tessel.imaging.solvers.method import Method, Values
-from tessel.imaging.solvers.numbers import (
-    Arguments,
-    Schedule,
-    at,
-    check_count,
-    check_not_negative,
-    check_positive,
-)
-from tessel.imaging.solvers.proximal import prior_prox
+from tessel.imaging.solvers.method import Values
+from tessel.imaging.solvers.numbers import check_count, check_positive
+from tessel.imaging.solvers.proximal import ProximalMethod
 from tessel.imaging.solvers.space import Space
 
 
@@ -89,7 +82,7 @@ def _check_quadratic(fidelity: Any, values: Values, x: Tensor, gamma: float, spa
 
 
 @dataclass(frozen=True)
-class HQS(Method):
+class HQS(ProximalMethod):
     """Half-quadratic splitting: the prox of the data fidelity, then that of the prior.
 
     x ← prox_(step·weight·g)(prox_(step·f)(x))
@@ -119,18 +112,11 @@ class HQS(Method):
     tensor([0.7500, 0.7500])
     """
 
-    fidelity: Any
-    prior: Any
-    step: Schedule = 1.0
-    weight: float | None = None
-    prior_arguments: Arguments = field(default_factory=dict)
     inner_iterations: int = 100
 
     def __post_init__(self) -> None:
-        check_positive(self, step=self.step)
+        super().__post_init__()
         check_count(self, 1, inner_iterations=self.inner_iterations)
-        if self.weight is not None:
-            check_not_negative(self, weight=self.weight)
 
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         near = self.fit(values["x"], iteration, space)
@@ -141,18 +127,11 @@ class HQS(Method):
         return fidelity_prox(
             self.fidelity,
             x,
-            at(self.step, iteration, self, "step"),
+            self.step_at(iteration),
             space,
             max_iterations=self.inner_iterations,
             check=iteration == 0,
         )
-
-    def denoise(self, x: Tensor, iteration: int) -> Tensor:
-        """The prox of the prior."""
-        gamma = None
-        if self.weight is not None:
-            gamma = at(self.step, iteration, self, "step") * self.weight
-        return prior_prox(self.prior, x, self.prior_arguments, iteration, gamma)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Conversion:
         layouts: where the parameters of a new layer lie, by name; nothing if they stay whole.
         refused: modules that use such layers in a way of their own.
         splits: whether parameters become shards; else every worker converts by itself.
-        also: another type of layers, which compute as torch's do where they are not done.
+        also: another type of layers, which compute as torch's do where they are not split.
     """
 
     name: str
@@ -115,6 +115,9 @@ def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[s
             f"{what} is a subclass of torch.nn.{conversion.wanted.__name__}, which may compute "
             f"something else; convert it by hand"
         )
+        return
+    if getattr(layer, "dim", None) is not None:
+        yield f"{what} is split already, in another way; make a new layer of its whole values"
         return
     if not {*layer._parameters} <= {"weight", "bias"} or layer._modules or layer._buffers:
         yield f"{what} has other parameters, buffers or modules than torch's layer"

@@ -12,7 +12,15 @@ from torch import Tensor
 from tessel.agreement import admit
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import Mark, describe, note, state_of, traced_state, unmarked
+from tessel.distributed.marks import (
+    Mark,
+    describe,
+    note,
+    state_of,
+    traced_state,
+    unmark_values,
+    unmarked,
+)
 from tessel.graph import eagerly
 from tessel.layout import Layout
 from tessel.nn.parallel.convert import Conversion, convert
@@ -176,6 +184,7 @@ class ParallelEmbedding(torch.nn.Embedding):
             done=lambda layer: isinstance(layer, cls) and layer._is_split_so(dim, row),
             make=lambda layer: cls._like(layer, dim, row),
             layouts=lambda layer: layer.layouts,
+            also=ParallelEmbedding,
         )
         return convert(module, conversion)
 
@@ -274,6 +283,11 @@ class ParallelEmbedding(torch.nn.Embedding):
             size = self._whole_shape[self._place]
             note(self.weight, Mark(self._place, self.partition, size))
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            unmark_values(destination, prefix, self._parameters)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self._mark_weight()
@@ -343,13 +357,14 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
     """The rows of the ids, after all workers agreed that they look up the same."""
     if not lookup.partition.active:
         return weight.new_empty(0)
-    ids, weight = unmarked(ids), unmarked(weight)
-    layout, terms = agree(lookup, ids, weight)
-    settings = lookup.settings.counted_from_front(layout.shape[0])
-    if lookup.partition.size == 1:
-        return F.embedding(ids, weight, *astuple(settings))
-    look_up = look_up_rows if lookup.place == 0 else look_up_columns
-    return look_up(ids, admit(weight, terms, True), layout, settings, terms)
+    ids = unmarked(ids)
+    with torch._C.DisableTorchFunctionSubclass():  # the weight itself, of which rows may be scaled
+        layout, terms = agree(lookup, ids, weight)
+        settings = lookup.settings.counted_from_front(layout.shape[0])
+        if lookup.partition.size == 1:
+            return F.embedding(ids, weight, *astuple(settings))
+        look_up = look_up_rows if lookup.place == 0 else look_up_columns
+        return look_up(ids, admit(weight, terms, True), layout, settings, terms)
 
 
 def _check_rows(weight: Tensor, num_embeddings: int | None) -> None:

@@ -17,6 +17,7 @@ from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
     Mark,
     State,
+    Unknown,
     check_known,
     describe,
     marked,
@@ -24,6 +25,7 @@ from tessel.distributed.marks import (
     share,
     state_of,
     traced_state,
+    unmark_values,
     unmarked,
 )
 from tessel.distributed.movements import copying, reducing, scattering
@@ -183,9 +185,26 @@ def multiply(
     """The product of an input with a weight in shards, which are those of the whole `sizes`."""
     if not partition.active:
         return x.clone()
+    with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
+        product = _product(x, weight, bias, name, partition, dim, sizes)
+        x = unmarked(x)
+        entry = _meeting(product).reach(Claim.of(x))
+        partition.group.number_call()
+        return _multiplied(even(x, entry.terms), weight, bias, product, entry)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    name: str,
+    partition: Partition,
+    dim: int,
+    sizes: tuple[int, int],
+) -> Product:
     needs, is_off = needs_of([weight] if bias is None else [weight, bias])
     device = weight.device.type
-    product = Product(
+    return Product(
         name=name,
         partition=partition,
         dim=dim,
@@ -196,12 +215,9 @@ def multiply(
         autocast=_autocast(device),
         needs=tuple(needs),
         is_off=is_off,
-        problem=_problem(weight, bias, partition, dim, sizes),
+        problem=_mark_problem(weight, bias, partition, dim, sizes)
+        or _problem(weight, bias, partition, dim, sizes),
     )
-    x = unmarked(x)
-    entry = _meeting(product).reach(Claim.of(x))
-    partition.group.number_call()
-    return _multiplied(even(x, entry.terms), unmarked(weight), bias, product, entry)
 
 
 def _multiplied(
@@ -211,7 +227,8 @@ def _multiplied(
     if product.dim == COLUMN:
         mark = Mark(x.ndim - 1, partition, product.sizes[1])
         if not alone and isinstance(entry.enter, Spread) and can_overlap(x, weight):
-            return marked(multiply_overlapping(entry.enter, x, weight, bias), mark)
+            plain = unmarked(weight), None if bias is None else unmarked(bias)
+            return marked(multiply_overlapping(entry.enter, x, *plain), mark)
     if entry.enter is not None and not alone:
         x = entry.enter.apply(x, entry.terms)
     if product.dim == COLUMN:
@@ -263,6 +280,31 @@ def _whole_sizes(
 
 def _autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _mark_problem(
+    weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
+) -> str:
+    """That a weight or a bias, computed from other values, is not the shard that is needed."""
+    if partition.size == 1:
+        return ""
+    for value, (name, wanted) in zip((weight, bias), _marks(partition, dim, sizes), strict=True):
+        state = state_of(value)
+        if isinstance(state, Unknown):
+            return f"of the {name} {state.remedy}"
+        if state is not None and (wanted is None or state.merged(wanted) is None):
+            return f"the {name} is {state}, where one that is {describe(wanted)} is needed"
+    return ""
+
+
+@kept_in_job
+def _marks(
+    partition: Partition, dim: int, sizes: tuple[int, int]
+) -> tuple[tuple[str, Mark | None], ...]:
+    """What the weight and the bias are marked as, if they are."""
+    if dim == COLUMN:
+        return ("weight", Mark(0, partition, sizes[1])), ("bias", Mark(0, partition, sizes[1]))
+    return ("weight", Mark(1, partition, sizes[0])), ("bias", None)
 
 
 def _problem(
@@ -481,6 +523,11 @@ class ParallelLinear(torch.nn.Linear):
                 note(parameter, Mark(split[0], self.partition, layout.shape[split[0]]))
             else:
                 share(parameter, self.partition)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            unmark_values(destination, prefix, self._parameters)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)

@@ -1,0 +1,174 @@
+"""Measure what is claimed of Tessel's speed against its peers, on this machine.
+
+The claims are scripts in the folder benchmarks/ of a checkout, each with its aim. They run one
+after the other, print their tables, and save JSON and a picture under benchmarks/results/ (with
+--quick under build/bench/, since such numbers say little). `benchmarks/setup_peers.sh` installs
+the peers once; `make bench` does that, too, and then measures all claims.
+
+A verdict is "met" or "missed" where 5th percentile and median agree, else "noisy".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SUMMARY = "measure the claims about speed against peers; needs a checkout"
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_COLOURS = {"met": "green", "missed": "red", "noisy": "yellow", "failed": "red"}
+_FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the checkout.
+
+    Args:
+        name: of its script.
+        says: what is claimed, in a line.
+        aim: what the ratios to peers are to be.
+        folder: of the benchmarks.
+    """
+
+    name: str
+    says: str
+    aim: str
+    folder: Path
+
+    @property
+    def script(self) -> Path:
+        return self.folder / f"{self.name}.py"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tessel bench`."""
+    parser.add_argument("claims", nargs="*", metavar="claim", help="all by default")
+    parser.add_argument("--list", action="store_true", help="say what is claimed, measure nothing")
+    parser.add_argument("--rounds", type=int, help="turns of every contender in each case")
+    parser.add_argument(
+        "--quick", action="store_true", help="two short rounds: does all of it run?"
+    )
+    parser.add_argument(
+        "--without-peers", action="store_true", help="leave out peers that are not installed"
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure; return 2 for what makes no sense, and 1 if a claim could not be measured."""
+    try:
+        chosen = choose(find_claims(Path.cwd()), args.claims)
+        options = _options(args)
+    except ValueError as error:
+        print(f"tessel bench: {error}", file=sys.stderr)
+        return 2
+    console = Console(highlight=False)
+    wide = console if console.is_terminal else Console(highlight=False, width=130)
+    if args.list:
+        wide.print(_listing(chosen))
+        return 0
+    results = _results_folder(chosen[0].folder, args.quick)
+    found = [measure(claim, options, results) for claim in chosen]
+    wide.print(_table(chosen, found))
+    return 1 if any(each["verdict"] == _FAILED for each in found) else 0
+
+
+def find_claims(directory: Path) -> list[Claim]:
+    """The claims of the checkout around a directory, or of the one that Tessel runs from."""
+    places = [directory, *directory.parents, _PACKAGE.parents[1]]
+    folders = (place / "benchmarks" for place in places)
+    folder = next((each for each in folders if (each / "claims.toml").is_file()), None)
+    if folder is None:
+        raise ValueError(
+            f"the claims are in the folder benchmarks/ of a checkout of Tessel, and neither "
+            f"{directory} nor {_PACKAGE} is in one: change to a checkout"
+        )
+    with (folder / "claims.toml").open("rb") as file:
+        return [
+            Claim(name, told["says"], told["aim"], folder)
+            for name, told in tomllib.load(file).items()
+        ]
+
+
+def choose(claims: list[Claim], names: list[str]) -> list[Claim]:
+    """The claims with these names, or all; ValueError for one that there is not."""
+    known = {claim.name: claim for claim in claims}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"there is no claim {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)] or claims
+
+
+def measure(claim: Claim, options: list[str], results: Path) -> dict[str, Any]:
+    """Run the script of a claim and return what it saved."""
+    saved = results / f"{claim.name}.json"
+    before = _written(saved)
+    command = [sys.executable, str(claim.script), *options, "--output", str(results)]
+    code = subprocess.run(command).returncode
+    if code == 0 and _written(saved) != before:
+        found: dict[str, Any] = json.loads(saved.read_text())
+        return found
+    print(f"tessel bench: {claim.name} ended with exit code {code}", file=sys.stderr)
+    return {"verdict": _FAILED, "cases": []}
+
+
+def _written(path: Path) -> int | None:
+    """When a file was written, so that results of an earlier run are not taken for new ones."""
+    return path.stat().st_mtime_ns if path.is_file() else None
+
+
+def _options(args: argparse.Namespace) -> list[str]:
+    if args.rounds is not None and args.rounds < 1:
+        raise ValueError(f"--rounds is a number from 1 on, got {args.rounds}")
+    options = [] if args.rounds is None else ["--rounds", str(args.rounds)]
+    options += ["--quick"] if args.quick else []
+    return options + (["--without-peers"] if args.without_peers else [])
+
+
+def _results_folder(benchmarks: Path, quick: bool) -> Path:
+    return benchmarks.parent / "build" / "bench" if quick else benchmarks / "results"
+
+
+def _listing(claims: list[Claim]) -> Table:
+    table = Table("claim", "what is compared", "aim")
+    for claim in claims:
+        table.add_row(claim.name, claim.says, claim.aim)
+    return table
+
+
+def _table(claims: list[Claim], found: list[dict[str, Any]]) -> Table:
+    table = Table("claim", "aim", title="all claims")
+    for heading in ("aims met", "worst ratio", "others' CPU", "time"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    for claim, result in zip(claims, found, strict=True):
+        verdict = result["verdict"]
+        colour = _COLOURS.get(verdict, "blue")
+        row = [claim.name, claim.aim, *_numbers(result)]
+        table.add_row(*row, f"[{colour}]{verdict}[/{colour}]")
+    return table
+
+
+def _numbers(result: dict[str, Any]) -> list[str]:
+    """How many aims are met, the ratio that is furthest from its aim, noise and seconds."""
+    if result["verdict"] == _FAILED:
+        return ["–"] * 4
+    compared = [each for case in result["cases"] for each in case["comparisons"]]
+    aimed = [each for each in compared if each["aim"] is not None]
+    met = sum(each["verdict"] == "met" for each in aimed)
+    worst = max(aimed, key=lambda each: max(each["p5"], each["median"]) / each["aim"], default=None)
+    return [
+        f"{met} of {len(aimed)}" if aimed else "–",
+        "–" if worst is None else f"{worst['median']:.2f} (≤ {worst['aim']:.3g})",
+        f"{100 * result['others']:.0f} %",
+        f"{result['seconds']:.0f} s",
+    ]
