@@ -142,7 +142,7 @@ def reductions(n: int) -> Iterator[Freight]:
 
 def _add_all_reduce(rounds: list[Wire], members: tuple[int, ...], numel: int) -> None:
     """Two workers swap what is small; else all sum up a part each and give it to the others."""
-    if len(members) < 2 or (len(members) == 2 and numel < LARGE):
+    if len(members) < 2 or (len(members) == 2 and numel <= LARGE):
         rounds[0] |= {(a, b): numel for a in members for b in members}
         return
     own = dict(zip(members, parts(numel, len(members)), strict=True))

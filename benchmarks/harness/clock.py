@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tessel.transport import Arrival, Group
+from tessel.transport.channel import Incoming, Outgoing
 from tessel.transport.host import Host
 from tessel.transport.letter import Letter, Offer, Receipt, Stray
 
@@ -23,7 +24,11 @@ PARTS = ("compute", "pack", "move", "wait", "agree")
 _TARGETS: tuple[tuple[Any, str, str], ...] = (
     (Group, "share_words", "agree"),
     (Group, "exchange", "move"),
+    (Group, "exchange_at_once", "move"),
     (Host, "wait", "wait"),
+    (Host, "_take", "wait"),
+    (Outgoing, "post", "pack"),
+    (Incoming, "_put", "move"),
     (Letter, "write", "pack"),
     (Offer, "write", "pack"),
     (Receipt, "read", "move"),

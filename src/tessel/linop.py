@@ -289,8 +289,11 @@ def _apply(operator: LinearOperator, x: Tensor, anchor: Tensor | None) -> Tensor
         return _Apply.apply(x, anchor, operator)[0]
     transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
     if anchor is None and not transformed and not (x.requires_grad and torch.is_grad_enabled()):
-        with torch.no_grad():
+        if not torch.is_grad_enabled():
             y = operator._apply(x)
+        else:
+            with torch.no_grad():
+                y = operator._apply(x)
         return y.clone() if y is x else y
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
 

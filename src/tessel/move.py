@@ -81,10 +81,11 @@ class Move(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return node(x, self.number)
-        if len(self.route) == 1:
-            return self.depart(x)()
-        first, second = self.route
-        y = _sum_by_parts(first, second, self.group, x)
+        first, *rest = self.route
+        if rest:
+            y = _sum_by_parts(first, rest[0], self.group, x)
+        else:
+            y = _exchanged(first, self.group, x, self.spaced)
         return _shaped(y, self.codomain.local_shape)
 
     def depart(self, x: Tensor) -> Callable[[], Tensor]:
@@ -109,38 +110,40 @@ def _sum_by_parts(first: Plan, second: Plan, group: transport.Group, x: Tensor) 
     y = x.new_empty(second.target_shape)
     worker = transport.this_worker()
     own = next((_part(y, piece) for piece in second.takes if piece.peer == worker), y[:0])
-    _begin(first, group, x, None, own)()
+    _exchanged(first, group, x, None, own)
     if not second.silent:
         sends = [Parcel(piece.peer, _part(own, piece)) for piece in second.gives]
         arrivals = [Arrival(piece.peer, _part(y, piece)) for piece in second.arrives]
-        group.exchange(sends, arrivals, x.device, second.dense)()
+        group.exchange_at_once(sends, arrivals, x.device, second.dense)
     return y
 
 
-def _begin(
+def _exchanged(
     plan: Plan,
     group: transport.Group,
     x: Tensor,
     spaced: int | None,
     room: Tensor | None = None,
+) -> Tensor:
+    """The output of one exchange."""
+    if plan.stays:
+        return x.clone(memory_format=torch.contiguous_format)
+    y, sends, arrivals = _packed(plan, x, spaced, room)
+    if plan.silent:
+        _land(sends, arrivals)
+    else:
+        group.exchange_at_once(sends, arrivals, x.device, plan.dense)
+    return y
+
+
+def _begin(
+    plan: Plan, group: transport.Group, x: Tensor, spaced: int | None
 ) -> Callable[[], Tensor]:
     """One exchange: send what others need; the result puts what arrives into its place."""
-    if plan.stays:
-        y = x.clone(memory_format=torch.contiguous_format)
-        return lambda: y
-    x = _shaped(x, plan.source_shape)
-    y = _room(x, plan.target_shape, spaced) if room is None else room
-    if not plan.fills:
-        y.zero_()
-    sends = [Parcel(piece.peer, _part(x, piece)) for piece in plan.leaves]
-    arrivals = [
-        Arrival(piece.peer, _part(y, piece), plan.adds(order))
-        for order, piece in enumerate(plan.takes)
-    ]
-    if plan.silent:
-        for arrival in arrivals:
-            arrival.land(sends[0].tensor)
-        return lambda: y
+    if plan.stays or plan.silent:
+        done = _exchanged(plan, group, x, spaced)
+        return lambda: done
+    y, sends, arrivals = _packed(plan, x, spaced)
     wait = group.exchange(sends, arrivals, x.device, plan.dense)
 
     def arrive() -> Tensor:
@@ -148,6 +151,25 @@ def _begin(
         return y
 
     return arrive
+
+
+def _packed(
+    plan: Plan, x: Tensor, spaced: int | None, room: Tensor | None = None
+) -> tuple[Tensor, list[Parcel], list[Arrival]]:
+    """Room for the output, what leaves the input, and where in the room belongs what comes."""
+    x = _shaped(x, plan.source_shape)
+    y = _room(x, plan.target_shape, spaced) if room is None else room
+    if not plan.fills:
+        y.zero_()
+    sends = [Parcel(piece.peer, _part(x, piece), not plan.once) for piece in plan.leaves]
+    arrivals = [Arrival(piece.peer, _part(y, piece), adds) for piece, adds in plan.lands]
+    return y, sends, arrivals
+
+
+def _land(sends: list[Parcel], arrivals: list[Arrival]) -> None:
+    """Put what stays on this worker into its place."""
+    for arrival in arrivals:
+        arrival.land(sends[0].tensor)
 
 
 def _room(like: Tensor, shape: Shape, spaced: int | None) -> Tensor:

@@ -15,7 +15,7 @@ from tessel import boxes
 from tessel.boxes import Box, Region
 from tessel.layout import Coordinates, Cut, Layout, Shape
 
-LARGE = 2**18  # elements that two workers rather sum by halves
+LARGE = 2**18  # elements; more than that two workers sum by halves
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class Plan:
         return self.gives if self.kept is None else (*self.gives, self.kept)
 
     @cached_property
+    def lands(self) -> tuple[tuple[Piece, bool], ...]:
+        """What makes up the output, and whether it is added."""
+        return tuple((piece, self.adds(order)) for order, piece in enumerate(self.takes))
+
+    @cached_property
     def stays(self) -> bool:
         """Whether the whole tensor stays where it is, and nothing else happens anywhere."""
         return self.silent and self.once and self.fills and self.source_shape == self.target_shape
@@ -93,7 +98,7 @@ def _legs(source: Layout, target: Layout) -> list[tuple[Layout, Layout]]:
         and all(boxes.disjoint(cut.intervals) for cut in source.cuts)
     )
     numel = prod(source.shape) * copies // max(1, source.partition.size)  # on a worker, on average
-    if not sums_in_place or copies < 2 or (copies == 2 and numel < LARGE):
+    if not sums_in_place or copies < 2 or (copies == 2 and numel <= LARGE):
         return [(source, target)]
     flat = _flattened(source)
     scattered = _scattered(flat, copies)

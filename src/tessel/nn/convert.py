@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -275,10 +275,12 @@ class Entrance:
                 return forward(self.module, *args, **kwargs)
         if not self.P_x.active:
             return zero_volume_tensor(*_kind(args, kwargs))
-        many = self.P_x.size > 1
+        if self.P_x.size == 1:
+            with ledger.alone():
+                return forward(self.module, *args, **kwargs)
         with (
-            fusion.guided(self.habit, self.module.parameters()) if many else nullcontext(),
-            self.stream.flowing() if many else nullcontext(),
+            fusion.guided(self.habit, self.module.parameters()),
+            self.stream.flowing(),
             Ledger(self.P_x, follow),
         ):
             args, kwargs = self._entered(args, kwargs)

@@ -37,6 +37,7 @@ class Layer(Numbered):
     """
 
     P_x: Partition
+    is_converted = False  # from torch's layer, in a model
     compute: Callable[..., Result]  # (this worker's part, the layout of the whole, and arguments)
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
@@ -68,6 +69,7 @@ class Layer(Numbered):
             {name: value for name, value in layer.__dict__.items() if name != "number"}
         )
         new.place_on(P_x)
+        new.is_converted = True
         return new
 
     def equalize_parameters(self) -> None:
@@ -77,6 +79,9 @@ class Layer(Numbered):
 
     @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
+        if self.is_converted and ledger.is_alone():
+            alone: Tensor = self.torch_forward(input, *args, **settings)
+            return alone
         with ledger.paused():
             x, known = input, ledger.layout_of(input)
             if known is None:
@@ -90,9 +95,9 @@ class Layer(Numbered):
         """What a worker gets that takes no part."""
         return x.clone()
 
-    def torch_forward(self, x: Tensor, *args: Any) -> Any:
+    def torch_forward(self, x: Tensor, *args: Any, **settings: Any) -> Any:
         """What torch's own layer computes."""
-        return super().forward(x, *args)  # type: ignore[misc]
+        return super().forward(x, *args, **settings)  # type: ignore[misc]
 
     def _agree(self, x: Tensor) -> tuple[Tensor, Layout]:
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""

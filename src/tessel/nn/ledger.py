@@ -25,6 +25,7 @@ from tessel.partition import Partition
 
 Rule = Callable[["Ledger", Any, tuple[Any, ...], dict[str, Any]], Any]
 _active: ContextVar[Ledger | None] = ContextVar("ledger", default=None)
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "_tessel_layout"
 _ORIGINALS = "_tessel_originals"
@@ -80,6 +81,21 @@ class Ledger(TorchFunctionMode):
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
         _active.reset(self._token)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A converted model runs whose tensors one worker has: nothing needs to be written down."""
+    mark = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(mark)
+
+
+def is_alone() -> bool:
+    """Whether such a model runs now."""
+    return _alone.get()
 
 
 def active() -> Ledger | None:

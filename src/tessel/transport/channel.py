@@ -162,6 +162,22 @@ class Outgoing(Channel):
         self.queue.append(letter)
         self.push()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a piece could go at once."""
+        return not self.queue and bool(self._free or self._look_for_free())
+
+    def post(self, key: Key, tensor: Tensor, num_bytes: int) -> None:
+        """Send a tensor that fits a slot, where there is room for it."""
+        slot = self._next_slot()
+        slot.tensor(tensor.dtype, tensor.shape).copy_(tensor)
+        header = slot.header
+        header[0], header[1] = key
+        header[2] = header[3] = num_bytes
+        self.filled.post()
+        self.other.ring()
+        self._num_filled += 1
+
     def push(self) -> bool:
         """Send what finds free slots; whether anything did."""
         moved = self._look_for_free() > 0 if self._used else False
@@ -229,17 +245,53 @@ class Incoming(Channel):
         moved = False
         while self.filled.try_wait():
             moved = True
-            header = self._next_header()
-            slot = self.slots[header[4]]
-            slot.header = header
-            current = self._current or self._asked_for(slot)
-            current.read(slot)
-            self.emptied.post()
-            self.other.ring()
-            self._current = None if current.is_done else current
-            if current.is_done:
+            if self._accept(self._next_slot()):
                 break
         return self._hand_over() or moved if self._strays else moved
+
+    def take(self, key: Key, place: Tensor, adds: bool, num_bytes: int) -> bool | None:
+        """Take a tensor that fits a slot; False if none has come, None if there is something else.
+
+        The latter is kept, and the tensor has to be expected then.
+        """
+        if self.expected or self._strays or self._current:
+            return None
+        if not self.filled.try_wait():
+            return False
+        slot = self._next_slot()
+        header = slot.header
+        if header[0] != key[0] or header[1] != key[1] or not header[2] == header[3] == num_bytes:
+            self._accept(slot)
+            return None
+        self._put(slot, place, adds)
+        self.emptied.post()
+        self.other.ring()
+        return True
+
+    def _put(self, slot: Slot, place: Tensor, adds: bool) -> None:
+        values = slot.tensor(place.dtype, place.shape)
+        place.add_(values) if adds else place.copy_(values)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody waits for a letter, and none waits for somebody."""
+        return not (self.expected or self._strays or self._current)
+
+    def _next_slot(self) -> Slot:
+        """The slot that was filled next."""
+        header = self._next_header()
+        slot = self.slots[header[4]]
+        slot.header = header
+        return slot
+
+    def _accept(self, slot: Slot) -> bool:
+        """Give what is in a slot to who waits for it; whether a letter is complete."""
+        current = self._current or self._asked_for(slot)
+        current.read(slot)
+        self.emptied.post()
+        self.other.ring()
+        self._current = None if current.is_done else current
+        return current.is_done
 
     @property
     def has_something(self) -> bool:

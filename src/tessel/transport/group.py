@@ -76,12 +76,28 @@ class Group:
         wait = self.attempt(lambda: Exchange(ways, (self._code, tag), sends, arrivals))
         return lambda: self.attempt(wait)
 
+    def exchange_at_once(
+        self,
+        sends: Sequence[Parcel],
+        arrivals: Sequence[Arrival],
+        device: torch.device,
+        dense: bool = False,
+    ) -> None:
+        """The same, waited for: small messages between workers of one host take a short way."""
+        ways = self._ways
+        if ways.all_near and ways.host is not None and device.type == "cpu":
+            key = self._code, self._membership.tag
+            if ways.host.swap(key, sends, arrivals, ways.others):
+                self._count(sends, arrivals)
+                return
+        self.exchange(sends, arrivals, device, dense)()
+
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
         copies = value.new_empty((self.size, *value.shape))
         sends = [Parcel(worker, value) for worker in self.workers]
         arrivals = [Arrival(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
-        self.exchange(sends, arrivals, value.device, dense=True)()
+        self.exchange_at_once(sends, arrivals, value.device, dense=True)
         return copies.sum(0)
 
     def share_words(self, words: Sequence[int]) -> bytes:

@@ -14,7 +14,7 @@ from tessel.transport.bell import Bell
 from tessel.transport.channel import Ground, Incoming, Outgoing
 from tessel.transport.letter import Key, Letter, Offer, Receipt, WordsLetter, WordsReceipt
 from tessel.transport.parcel import Arrival, Parcel
-from tessel.transport.patience import SPINS, Patience
+from tessel.transport.patience import SPINS, YIELDS, Patience
 from tessel.transport.process import Process
 from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_offered
 from tessel.transport.segment import Address, Segment
@@ -55,6 +55,9 @@ class Host:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
+        self._looks = self._spins or YIELDS
+        slot_size = self._ground.slot_size
+        self._small = (min(LARGE - 1, slot_size), slot_size)  # what is copied, and what is added
         limit = time_limit()
         self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
 
@@ -99,15 +102,68 @@ class Host:
         self._check_owner()
         letters: list[Letter | Offer] = []
         with self._lock:
-            for worker, tensor in parcels:
+            for worker, tensor, adds in parcels:
                 letter: Letter | Offer
-                if self._direct and tensor.nbytes >= LARGE and can_be_offered(tensor):
+                is_large = tensor.nbytes > self._small[adds]
+                if self._direct and is_large and can_be_offered(tensor):
                     letter = Offer(key, worker, tensor)
                 else:
                     letter = Letter(key, worker, tensor, self._ground.slot_size)
                 self._send(letter)
                 letters.append(letter)
         return letters
+
+    def swap(
+        self, key: Key, sends: Sequence[Parcel], arrivals: Sequence[Arrival], group: Sequence[int]
+    ) -> bool:
+        """Send what fits slots and take what comes, in order; False if it has to wait for room.
+
+        Nobody waits for a worker that waits here: what it sends is on its way before.
+
+        Args:
+            key: of the messages.
+            sends: to others of this host, and to this worker itself.
+            arrivals: from the same.
+            group: who takes part.
+        """
+        self._check_owner()
+        own, letters = None, []
+        if any(arrival.place.nbytes > self._small[arrival.adds] for arrival in arrivals):
+            return False
+        with self._lock:
+            if self._held or not all(each.is_quiet for each in self._incoming.values()):
+                return False
+            for worker, tensor, adds in sends:
+                if worker == self.worker:
+                    own = tensor
+                    continue
+                channel, num_bytes = self._outgoing[worker], tensor.nbytes
+                if num_bytes > self._small[adds] or not channel.has_room:
+                    return False
+                letters.append((channel, tensor, num_bytes))
+            for channel, tensor, num_bytes in letters:
+                channel.post(key, tensor, num_bytes)
+        for arrival in arrivals:
+            if arrival.worker != self.worker:
+                self._take(key, arrival, group)
+            elif own is not None:
+                arrival.land(own)
+        return True
+
+    def _take(self, key: Key, arrival: Arrival, group: Sequence[int]) -> None:
+        """Wait for what fits a slot most likely, and put it into its place."""
+        worker, place, adds = arrival
+        channel, num_bytes = self._incoming[worker], place.nbytes
+        for _ in range(self._looks):
+            with self._lock:
+                taken = channel.take(key, place, adds, num_bytes)
+            if taken:
+                return
+            if taken is None:
+                break
+            if not self._spins:
+                os.sched_yield()
+        self.wait(self.expect(key, [arrival], False), (), group)
 
     def expect(self, key: Key, arrivals: Iterable[Arrival], ordered: bool) -> list[Awaited]:
         """Name the places for what is to come, all open at once, or closed until opened."""
