@@ -62,6 +62,7 @@ def _plan_death(moment: str) -> None:
         transport.Group.share_words = die  # type: ignore[method-assign]
     elif moment == "in the exchange":
         transport.Group.exchange = die  # type: ignore[method-assign]
+        transport.Group.exchange_at_once = die  # type: ignore[method-assign]
     elif moment == "while others wait":
         time.sleep(0.5)
         die()
@@ -177,7 +178,8 @@ def test_run_shows_a_worker_that_was_killed_inside_a_movement(tmp_path: Path) ->
         "def die(*args):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "if P.rank == 1:\n"
-        "    tessel.transport.Group.exchange = tessel.transport.Group.all_to_all = die\n"
+        "    Group = tessel.transport.Group\n"
+        "    Group.exchange = Group.exchange_at_once = die\n"
         "try:\n"
         "    layer(torch.ones(6))\n"
         "except tessel.WorkerLost as error:\n"

@@ -111,8 +111,11 @@ def picture(result: Result, folder: Path) -> Path:
     )
     panels[0][0].set_ylim(len(result.cases) - 0.4, -0.6)
     how = "bar: ratio of medians, dot: of 5th percentiles, line: aim; less is better"
-    about = [f"{result.title} ({how})", *textwrap.wrap(summary(result), 45 * columns + 50)]
-    figure.suptitle("\n".join(about), fontsize=8)
+    about = [
+        line for text in (f"{result.title} ({how})", summary(result)) for line in text.split("\n")
+    ]
+    wrapped = [part for line in about for part in textwrap.wrap(line, 45 * columns + 50)]
+    figure.suptitle("\n".join(wrapped), fontsize=8)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.claim}.png"
     figure.savefig(path, dpi=90, metadata={"Software": None})
