@@ -858,6 +858,29 @@ def check_placeholders() -> None:
         assert places.dtype == torch.int64
 
 
+class Holding(nn.Module):
+    """A model that holds another."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.act = inner, nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(self.inner(x))
+        return y
+
+
+def check_parts_of_a_model_of_one_worker() -> None:
+    """What is spread over all workers stays so in a model that each worker has for itself."""
+    rank = tessel.world().rank
+    own = Partition((rank,), (1, 1, 1, 1))
+    layout, whole = Layout.balanced(place(SPLIT), (2, 3, 8, 8)), values((2, 3, 8, 8), 1)
+    for make in (lambda: nn.Conv2d(3, 3, 3), lambda: nn.Sequential(nn.Conv2d(3, 3, 3))):
+        alone, spread = pair(make, SPLIT)
+        y = tessel.nn.distribute_module(Holding(spread), own)(layout.local_part(whole))
+        close("output", y, mine(alone(whole).tanh(), layout), TOLERANCE)
+
+
 CHECKS: Sequence[Callable[[], None]] = (
     *(check_state, check_kept, check_frozen, check_tied, check_one_layer, check_parts),
     *(check_copies, check_output_travels, check_evaluation, check_autocast, check_hooks),
@@ -873,7 +896,7 @@ CHECKS: Sequence[Callable[[], None]] = (
     ),
     *(check_memory_of_a_model, check_checkpoint_of_a_leaf, check_output_lies_as_the_input),
     *(check_one_agreement_for_several_inputs, check_own_forward, check_short_means),
-    check_placeholders,
+    *(check_placeholders, check_parts_of_a_model_of_one_worker),
 )
 
 

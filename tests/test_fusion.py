@@ -817,6 +817,48 @@ def test_a_model_that_was_written_by_hand(run: Run) -> None:
         assert messages == [1, 1, 1]  # after the first call of `check_layers`
 
 
+class Narrowing(nn.Module):
+    """Layers over all workers, then layers over the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide, narrow = place((1, 1, tessel.world().size, 1)), place((1, 1, 2, 1))
+        conv = tessel.nn.DistributedConv2d
+        self.wide = nn.Sequential(*(conv(wide, 3, 3, 3, padding=1) for _ in range(2)))
+        self.move = tessel.nn.Repartition(wide, narrow)
+        self.narrow = nn.Sequential(*(conv(narrow, 3, 3, 3, padding=1) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(self.move(self.wide(x)))
+        return y
+
+
+def train_narrowing() -> list[int]:
+    """Messages of the backward passes, whose gradients are those of one process."""
+    torch.manual_seed(0)
+    model = tessel.nn.fuse_gradients(Narrowing().double())
+    alone = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))).double()
+    alone.load_state_dict(dict(zip(alone.state_dict(), model.state_dict().values(), strict=True)))
+    x = images(column())
+    alone(values((2, 3, 8, 8), 1)).sum().backward()
+    is_narrow, messages = tessel.world().rank < 2, []
+    for _ in range(3):
+        y = model(x)
+        model.zero_grad()
+        with count_traffic() as traffic:
+            y.sum().backward()
+        messages.append(traffic.messages)
+        pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
+        for p, q in pairs if is_narrow else pairs[:4]:
+            close("gradient", p.grad, q.grad, TOLERANCE)
+    return messages
+
+
+def test_layers_over_different_workers(run: Run) -> None:
+    for first, second, third in run(train_narrowing, nprocs=4):
+        assert first > second == third
+
+
 def check_refusals() -> None:
     P = column()
     with pytest.raises(ValueError, match="zero or more"):

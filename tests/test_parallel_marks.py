@@ -348,6 +348,10 @@ def write_into_own_memory() -> None:
         average[name].mul_(0.9).add_(value.detach(), alpha=0.1)
         assert get_parallel_dim(average[name]) == 0
         close(name, unmarked(average[name]), unmarked(value.detach()), 1e-6)
+    x = scatter(values((4, 6), 0), 1)
+    plain = unmarked(x).clone()
+    plain[x > 0] = 2.0
+    close("by a mask", gather(plain), values((4, 6), 0).where(values((4, 6), 0) <= 0, 2.0))
     penalty = torch.zeros(())
     penalty += layer.weight.square().sum()
     assert raised(lambda: get_parallel_dim(penalty))[0] is ValueError
@@ -634,6 +638,29 @@ def replace_values() -> None:
     assert raised(lambda: get_parallel_dim(y))[0] is ValueError
 
 
+def swap_values() -> None:
+    """Torch may exchange parameters for those that are loaded, instead of writing into them."""
+    torch.manual_seed(0)
+    layer = ParallelLinear(6, 7, dim=-1)
+    weight, state = layer.weight, {name: 2 * each for name, each in layer.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.double()
+        for assign in (False, True):
+            layer.load_state_dict({name: each.double() for name, each in state.items()}, assign)
+            assert layer.weight is weight and isinstance(weight, torch.nn.Parameter)
+            assert mark_of(weight) == mark_of(layer.bias) == Mark(0, tessel.world(), 7)
+            close("weight", gather(weight.detach()), gather(state["weight"].double(), 0))
+        assert layer(values((3, 6), 0)).shape[0] == 3
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_parameters_are_exchanged_with_their_marks(run: Run, nprocs: int) -> None:
+    run(swap_values, nprocs=nprocs)
+
+
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_values_are_replaced_with_their_marks(run: Run, nprocs: int) -> None:
     run(replace_values, nprocs=nprocs)
@@ -702,8 +729,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": lambda p, **s: torch.optim.Adam(p, 0.1, amsgrad=True, **s),
     "adamw": lambda p, **s: torch.optim.AdamW(p, 0.1, **s),
     "adagrad": lambda p, **s: torch.optim.Adagrad(p, 0.1, **s),
+    "rprop": lambda p, **s: torch.optim.Rprop(p, 0.1, **s),
 }
 WAYS: list[dict[str, bool]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]
+NOT_FUSED = ("rprop",)
 
 
 def step(name: str, way: dict[str, bool]) -> None:
@@ -731,10 +760,30 @@ def step(name: str, way: dict[str, bool]) -> None:
     copy.deepcopy(both[0][1]).step()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(n, way) for n in OPTIMIZERS for way in WAYS if not ("fused" in way and n in NOT_FUSED)],
+    ids=str,
+)
 def test_optimizers_step_shards(run: Run, name: str, way: dict[str, bool]) -> None:
     run(step, name, way, nprocs=2)
+
+
+def step_along_one_direction() -> Any:
+    """An optimizer of products over all parameters, of which a worker has its shards."""
+    torch.manual_seed(0)
+    layer = ParallelLinear(6, 7, dim=-1).double()
+    before = layer.weight.detach().clone()
+    x, optimizer = values((3, 6), 0), torch.optim.LBFGS(layer.parameters())
+    error = raised(lambda: optimizer.step(lambda: gather(layer(x)).square().sum()))
+    assert error is None or torch.equal(unmarked(layer.weight.detach()), unmarked(before))
+    return error
+
+
+def test_an_optimizer_of_all_parameters_at_once_is_refused(run: Run) -> None:
+    first, second = run(step_along_one_direction, nprocs=2)
+    assert first == second and first[0] is ValueError
+    assert "LBFGS of a parameter that is a shard along dim 0" in first[1]
 
 
 def test_lists_of_shards_are_taken_by_default() -> None:

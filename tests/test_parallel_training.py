@@ -462,6 +462,12 @@ def test_the_gradient_of_a_backbone_is_the_sum_over_workers(
     run(classify, size, together, nprocs=4)
 
 
+def test_a_truth_value_is_no_group_size() -> None:
+    with pytest.raises(TypeError, match="a number of workers is needed, got True"):
+        tessel.distributed.init_process_group(True)
+    assert not tessel.distributed.is_initialized()
+
+
 def test_one_process_needs_no_wrapper() -> None:
     layer = ParallelLinear(3, 2, dim=-1)
     assert data_parallel(layer) is layer

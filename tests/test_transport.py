@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ import tessel
 from tessel import Layout, Move, transport
 from tessel.testing import count_memory
 from tessel.transport import Arrival, Parcel, channel
+from tessel.transport.host import Host
+from tessel.transport.letter import Stray
+from tessel.transport.membership import Membership
+from tessel.transport.process import Process
+from tessel.transport.reading import Reader, Staging
 from tessel.transport.segment import Segment
 
 MIB = 2**20
@@ -134,6 +140,77 @@ def strays() -> list[float]:
 
 def test_messages_of_another_call_wait_their_turn(run: Any) -> None:
     assert run(strays, nprocs=2) == [[17.0, 18.0], [7.0, 8.0]]
+
+
+def sums_under_way() -> list[float]:
+    """Sums that departed let later movements pass, small and large, though they add in order."""
+    W, found = tessel.world(), []
+    first = Layout.whole(W.create_partition_inclusive([0]), (2,))
+    for length in (3, 2 * MIB):
+        move, x = whole_sum((length,))
+        with torch.no_grad():
+            lands = [move.depart(number * x) for number in (1, 10)]
+            given = Move(first, Layout.whole(W, (2,), shared=True)).apply(
+                torch.full(first.local_shape, 7.0)
+            )
+            found += [float(given[0]), float(move.apply(100 * x)[0])]
+            found += [float(lands.pop()()[0]) for _ in range(2)]
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_sums_under_way_let_others_pass(run: Any, nprocs: int) -> None:
+    total = sum(range(nprocs + 1))
+    expected = [7.0, 100.0 * total, 10.0 * total, 1.0 * total] * 2
+    assert run(sums_under_way, nprocs=nprocs) == [expected] * nprocs
+
+
+def test_each_thread_tags_its_own_messages() -> None:
+    tag, begun, ended = Membership(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        assert tag.tag == 0
+        tag.tag = 7
+        begun.set()
+        assert ended.wait(10)
+
+    thread = threading.Thread(target=work)
+    tag.tag = 5
+    thread.start()
+    assert begun.wait(10)
+    assert tag.tag == 5
+    ended.set()
+    thread.join(10)
+    assert not thread.is_alive() and tag.tag == 5
+
+
+def test_a_stray_outlives_the_mode_in_which_it_begins() -> None:
+    ground = channel.Ground(2)
+    segment, _ = Segment.make(ground.size)
+    slot = channel.Slot(segment, ground.slots(0), ground.slot_size)
+    slot.header = memoryview(array("q", [0] * channel.HEADER))
+    slot.num_bytes = 4
+    with torch.inference_mode():
+        stray = Stray((1, 1), 8)
+        stray.read(slot)
+    slot.tensor(torch.uint8, (4,)).fill_(3)
+    stray.read(slot)
+    assert stray.is_done and stray.values.tolist() == [0] * 4 + [3] * 4
+
+
+def test_an_offer_of_a_process_that_ends_is_a_lost_worker() -> None:
+    hosts = [Host((0, 1), worker) for worker in (0, 1)]
+    addresses = {worker: host.address for worker, host in enumerate(hosts)}
+    for host in hosts:
+        host.connect(addresses, {worker: Process.this() for worker in (0, 1)})
+    if not all([host.can_read(addresses) for host in hosts]):
+        pytest.skip("this system does not let processes read each other")
+    hosts[1].read_directly()
+    for slot in hosts[0]._incoming[1].slots:
+        slot.reader = Reader(2**22 + 1, Staging(8))  # no process has this number
+    hosts[1].send((1, 1), [Parcel(0, torch.zeros(MIB))])
+    with pytest.raises(tessel.WorkerLost, match="lost contact with worker 1"):
+        hosts[0].swap((2, 2), [], [Arrival(1, torch.zeros(2))], (1,))
 
 
 def in_threads() -> list[float]:

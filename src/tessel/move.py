@@ -91,7 +91,8 @@ class Move(LinearOperator):
     def depart(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need first; the result waits for what comes and gives the output.
 
-        Room for the output is made when what was sent may be gone.
+        Room for the output is made when what was sent may be gone. Other movements may pass
+        meanwhile; all workers land in the same order.
         """
         first, *rest = self.route
         arrivals = [_begin(first, self.group, x, self.spaced)]

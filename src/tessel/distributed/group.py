@@ -131,6 +131,8 @@ def row_of(partition: Partition | None) -> Partition:
 def _checked(group_size: int | None, workers: int) -> int:
     if group_size is None:
         return workers
+    if isinstance(group_size, bool):
+        raise TypeError(f"init_process_group: a number of workers is needed, got {group_size}")
     size = as_int(group_size)
     if size < 1 or workers % size:
         raise ValueError(

@@ -247,12 +247,26 @@ def check_target(call: Call) -> None:
     """
     if not any(map(_is_of_several, call.states)):
         return
-    for each in targets(call):
+    for each in () if fills_by_mask(call) else targets(call):
         if state_of(each) is None and (call.name == "__setitem__" or not is_own(each)):
             raise ValueError(
                 f"`{call.name}` writes a shard into a tensor that is not marked as one; mark that "
                 f"first: x = tessel.register_parallel_dim(x, dim)"
             )
+
+
+def fills_by_mask(call: Call) -> bool:
+    """Whether `x[mask] = number` writes, by a mask that is a shard, into a plain tensor beside it.
+
+    This is `x.masked_fill_(mask, number)`, and `x` becomes a shard as it does there.
+    """
+    if call.name != "__setitem__":
+        return False
+    target, mask, value = call.args
+    if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == target.shape):
+        return False
+    number = not isinstance(value, Tensor) or (value.ndim == 0 and state_of(value) is None)
+    return number and isinstance(state_of(mask), Mark) and is_own(target)
 
 
 def _is_of_several(state: State) -> bool:
@@ -769,6 +783,16 @@ def _joined(call: Call, result: Tensor) -> State:
     return call.lost("along the dimension that is split") if dim == found.dim else found
 
 
+def _loaded(call: Call, result: Tensor) -> State:
+    """A parameter is given values of its own shape, and stays what it is."""
+    if len(set(call.shapes)) > 1:
+        return call.lost()
+    old, given = call.states
+    if isinstance(old, Mark) and isinstance(given, Mark):
+        return old.merged(given) or call.lost("of a value with another mark")
+    return old or given
+
+
 _REDUCTIONS = frozenset(
     (
         *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin"),
@@ -786,6 +810,7 @@ _OF_SEVERAL: dict[str, Callable[[Call, Tensor], State]] = {
     "stack": _joined,
     "scaled_dot_product_attention": _attention,
     "_weight_norm": _weight_norm,
+    "module_load": _loaded,
 }
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_REDUCTIONS, _reduction()),

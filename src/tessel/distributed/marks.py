@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
 from tessel.distributed import keeping
@@ -162,6 +165,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if name == "__setitem__" and isinstance(args[0], Shard) and not args[0]._is_param:
             args[0]._tessel_mark = keeping.state_after_writing(call)
+        elif keeping.fills_by_mask(call):
+            _become(args[0], args[1]._tessel_mark)
         return _noted(result, call)
 
 
@@ -397,6 +402,24 @@ def _make_plain(stepped: Optimizer, args: Any, kwargs: Any) -> None:
                         each.__class__ = Tensor  # type: ignore[assignment]
 
 
+def _check_optimizer(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise for an optimizer that makes one step of all parameters, by products over them.
+
+    Each worker would have other products, and what all of them share would drift apart.
+    """
+    if not isinstance(stepping, LBFGS):
+        return
+    for parameter in (each for group in stepping.param_groups for each in group["params"]):
+        mark = state_of(parameter)
+        if isinstance(mark, Mark) and mark.partition.size > 1:
+            raise ValueError(
+                f"{type(stepping).__name__} of a parameter that is {mark}: it takes products over "
+                f"all parameters, of which each worker has its shards only; take an optimizer "
+                f"that treats each number by itself, as torch.optim.Adam"
+            )
+
+
+register_optimizer_step_pre_hook(_check_optimizer)
 register_optimizer_step_post_hook(_make_plain)
 
 

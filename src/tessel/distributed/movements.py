@@ -38,6 +38,8 @@ def copy(x: Tensor, partition: Partition | None = None) -> Tensor:
 
     Forward:  y_k = x, nothing moves.    Adjoint:  x = Σ_k y_k, an all-reduce.
 
+    Nothing is copied in memory: what is written into `y` in place is in `x`, too.
+
     Args:
         x: one value, stored by all workers of the group.
         partition: the workers; None for the default group.

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from tessel.nn import ledger
 from tessel.nn.layer import Layer
 from tessel.partition import Partition
 from tessel.shared import Bundle, Spread, bundling
-from tessel.transport import code_of
+from tessel.transport import NUM_WORDS, code_of
 
 LIMIT = 2**22  # bytes
 
@@ -191,9 +192,13 @@ class Guide:
 
     @property
     def _group(self) -> transport.Group:
+        return transport.group_of({rank for each in self._partitions for rank in each.ranks})
+
+    @property
+    def _partitions(self) -> list[Partition]:
+        """Those of all layers, in their order."""
         layers = [each for each in self.module.modules() if isinstance(each, Layer)]
-        partitions = [each for layer in layers for each in layer.partitions()]
-        return transport.group_of({rank for each in partitions for rank in each.ranks})
+        return list(dict.fromkeys(each for layer in layers for each in layer.partitions()))
 
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,13 +208,22 @@ class Guide:
             return forward(self.module, *args, **kwargs)
 
     def _agree(self, plan: Plan) -> None:
-        """Raise on all workers if they would send different messages."""
+        """Raise on all workers if those of a partition would send each other different messages."""
         group = self._group
         if transport.this_worker() not in group.workers:
             return
         call = f"{type(self.module).__name__} with {described(plan)}"
-        code = code_of(f"{call} {plan}")
-        group.check_same_call(group.share_words([code]), call)
+        known = self._partitions[: NUM_WORDS - 1]
+        others = [each for each in plan if each.use.partition not in known]
+        codes = [code_of(f"{type(self.module).__name__} {len(known)} {others}")]
+        for partition in known:  # of what lies on others this worker knows nothing
+            own = [each for each in plan if each.use.partition == partition]
+            codes.append(code_of(f"{own}") if partition.active else 0)
+        said = np.frombuffer(group.share_words(codes), np.int64).reshape(group.size, -1)
+        for column in said.T[: len(codes)]:
+            everyones = np.zeros_like(said)
+            everyones[:, 0] = np.where(column == 0, column.max(), column)
+            group.check_same_call(everyones.tobytes(), call)
 
 
 def described(plan: Plan) -> str:

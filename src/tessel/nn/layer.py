@@ -79,7 +79,7 @@ class Layer(Numbered):
 
     @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if self.is_converted and ledger.is_alone():
+        if self.is_converted and self._group.size == 1 and ledger.is_alone():
             alone: Tensor = self.torch_forward(input, *args, **settings)
             return alone
         with ledger.paused():

@@ -9,9 +9,10 @@ since it may still be in the cache of the processor.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -299,10 +300,10 @@ class Incoming(Channel):
         return self.filled.count > 0 or bool(self._strays)
 
     def _asked_for(self, slot: Slot) -> Receipt | WordsReceipt | Stray:
-        """The receipt for the letter that begins in a slot; a stray one if none is open."""
+        """The receipt for the letter that begins in a slot; a stray one if it is not open."""
         key: Key = (slot.header[0], slot.header[1])
-        receipt = self._first_with(key)
-        if receipt is None or not receipt.is_open or any(each.key == key for each in self._strays):
+        receipt = self._receipt(key, sum(stray.key == key for stray in self._strays))
+        if receipt is None or not receipt.is_open:
             stray = Stray(key, slot.header[2])
             self._strays.append(stray)
             return stray
@@ -310,20 +311,25 @@ class Incoming(Channel):
         self.expected.remove(receipt)
         return receipt
 
-    def _first_with(self, key: Key) -> Receipt | WordsReceipt | None:
-        return next((receipt for receipt in self.expected if receipt.key == key), None)
+    def _receipt(self, key: Key, place: int) -> Receipt | WordsReceipt | None:
+        """The one at this place among those with a key: letters come in the order of receipts."""
+        same = (receipt for receipt in self.expected if receipt.key == key)
+        return next(islice(same, place, None), None)
 
     def _hand_over(self) -> bool:
         """Give strays to those who ask for them meanwhile."""
         moved = False
+        waiting: Counter[Key] = Counter()
         for stray in list(self._strays):
-            receipt = self._first_with(stray.key)
+            receipt = self._receipt(stray.key, waiting[stray.key])
             if stray.is_done and receipt is not None and receipt.is_open:
                 self._check(receipt, stray.values.nbytes)
                 receipt.read_all(stray.values)
                 self.expected.remove(receipt)
                 self._strays.remove(stray)
                 moved = True
+            else:
+                waiting[stray.key] += 1
         return moved
 
     @staticmethod

@@ -155,8 +155,11 @@ class Host:
         worker, place, adds = arrival
         channel, num_bytes = self._incoming[worker], place.nbytes
         for _ in range(self._looks):
-            with self._lock:
-                taken = channel.take(key, place, adds, num_bytes)
+            try:
+                with self._lock:
+                    taken = channel.take(key, place, adds, num_bytes)
+            except OSError as error:  # something else was offered, by a process that ends
+                raise self._lost([worker], str(error)) from error
             if taken:
                 return
             if taken is None:

@@ -196,7 +196,8 @@ class Stray:
 
     def __init__(self, key: Key, num_bytes: int) -> None:
         self.key = key
-        with torch._C._DisableFuncTorch():  # it belongs to no transform of torch.func
+        # it belongs to no transform of torch.func, and outlives the mode in which it begins
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
             self.values = torch.empty(num_bytes, dtype=torch.uint8)
         self._next = 0
         self.is_done = False

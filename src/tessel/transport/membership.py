@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,23 +21,37 @@ class Traffic:
     agreements: int = 0
 
 
+class Own(threading.local):
+    """What each thread has for itself: the backward passes of two may run at once."""
+
+    tag = 0
+
+
 @dataclass
 class Membership:
     """Who the workers are, and what passed between them.
 
     Attributes:
         call: the number of the last call that was agreed on, in its group.
-        tag: what messages carry now, so that they cannot be taken for others.
+        tag: what messages of this thread carry now, so that they cannot be taken for others.
         traffic: the running totals of this worker.
         processes: of all workers, in their order.
         host: those with whom this worker shares memory, if any.
     """
 
     call: int = 0
-    tag: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     processes: list[Process] = field(default_factory=list)
     host: Host | None = None
+    _own: Own = field(default_factory=Own)
+
+    @property
+    def tag(self) -> int:
+        return self._own.tag
+
+    @tag.setter
+    def tag(self, call: int) -> None:
+        self._own.tag = call
 
     def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
         """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
