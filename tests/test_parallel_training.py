@@ -31,6 +31,7 @@ from tessel.nn.parallel.drawing import layout_of
 from tessel.nn.parallel.dropout import ParallelDropout, random_stream
 from tessel.nn.parallel.embedding import ParallelEmbedding
 from tessel.nn.parallel.linear import ParallelLinear
+from tessel.nn.parallel.scaler import ParallelGradScaler
 from tessel.testing import count_traffic
 from windowed_cases import raised
 
@@ -674,3 +675,35 @@ def streams_differ() -> tuple[type[BaseException], str] | None:
 def test_streams_that_differ_raise(run: Run) -> None:
     results = run(streams_differ, nprocs=2)
     assert len(set(results)) == 1 and results[0] is not None and results[0][0] is ValueError
+
+
+def scale_losses(size: int, fused: bool, unscaled: bool) -> list[tuple[float, bool]]:
+    """Steps with an infinite gradient on one worker, and without: scales, and whether it moved."""
+    P, found = group(size), []
+    torch.manual_seed(0)
+    layer = ParallelLinear(4, 9, dim=-1, partition=P)
+    optimizer = torch.optim.Adam(layer.parameters(), 0.1, fused=fused)
+    scaler = ParallelGradScaler("cpu", init_scale=8.0, partition=P)
+    for worker in (0, size - 1, None):
+        optimizer.zero_grad()
+        loss = gather(layer(torch.ones(3, 4)), partition=P).square().sum()
+        scaler.scale(loss).backward()
+        assert layer.weight.grad is not None
+        if P.rank == worker:
+            layer.weight.grad.view(-1)[0] = INF
+        before = layer.weight.detach().clone()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((scaler.get_scale(), not torch.equal(before, layer.weight)))
+    return found
+
+
+@everywhere
+@pytest.mark.parametrize(("fused", "unscaled"), [(False, False), (False, True), (True, False)])
+def test_a_step_is_left_out_by_all_or_by_none(
+    run: Run, nprocs: int, size: int, fused: bool, unscaled: bool
+) -> None:
+    for found in run(scale_losses, size, fused, unscaled, nprocs=nprocs):
+        assert found == [(4.0, False), (2.0, False), (2.0, True)]

@@ -42,6 +42,7 @@ from tessel.nn.norm import DistributedRMSNorm as DistributedRMSNorm
 from tessel.nn.parallel import ParallelCrossEntropyLoss as ParallelCrossEntropyLoss
 from tessel.nn.parallel import ParallelDropout as ParallelDropout
 from tessel.nn.parallel import ParallelEmbedding as ParallelEmbedding
+from tessel.nn.parallel import ParallelGradScaler as ParallelGradScaler
 from tessel.nn.parallel import ParallelLinear as ParallelLinear
 from tessel.nn.parallel import RegisterParallelDim as RegisterParallelDim
 from tessel.nn.parallel import clip_grad_norm_ as clip_grad_norm_

@@ -13,6 +13,7 @@ from tessel.nn.parallel.dropout import random_stream as random_stream
 from tessel.nn.parallel.embedding import ParallelEmbedding as ParallelEmbedding
 from tessel.nn.parallel.linear import ParallelLinear as ParallelLinear
 from tessel.nn.parallel.register import RegisterParallelDim as RegisterParallelDim
+from tessel.nn.parallel.scaler import ParallelGradScaler as ParallelGradScaler
 from tessel.nn.parallel.state import collect_optimizer_state_dict as collect_optimizer_state_dict
 from tessel.nn.parallel.state import collect_state_dict as collect_state_dict
 from tessel.nn.parallel.state import relocate_optimizer_state_dict as relocate_optimizer_state_dict

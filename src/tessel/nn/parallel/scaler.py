@@ -1,0 +1,54 @@
+"""Scaled losses: a step is left out by all workers of a group, or by none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.distributed.group import row_of
+from tessel.distributed.movements import reduce
+from tessel.partition import Partition
+
+
+class ParallelGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for parameters that lie in shards.
+
+    Where a gradient is not finite on one worker, no worker of the group makes the step, and all
+    have the same scale afterwards, as in one process. All of them call `unscale_` and `step`.
+
+    Args:
+        device: as torch's, and so are all further arguments.
+        partition: the workers of the shards; None for the default group.
+
+    >>> import tessel, torch
+    >>> scaler = tessel.nn.ParallelGradScaler("cpu", init_scale=8.0)
+    >>> layer = tessel.nn.ParallelLinear(2, 2, dim=-1)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    >>> layer.weight.grad = torch.full_like(layer.weight, float("inf"))
+    >>> scaler.scale(torch.ones(())).item(), scaler.step(optimizer), scaler.update()
+    (8.0, None, None)
+    >>> scaler.get_scale()
+    4.0
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        *args: Any,
+        partition: Partition | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(device, *args, **settings)
+        self.partition = row_of(partition)
+
+    def _unscale_grads_(self, *args: Any, **settings: Any) -> dict[torch.device, Tensor]:
+        """Whether gradients are infinite, for each device: the same on all workers."""
+        found = super()._unscale_grads_(*args, **settings)
+        assert self._scale is not None
+        here = sum(
+            (each.to(self._scale.device) for each in found.values()), torch.zeros_like(self._scale)
+        )
+        anywhere = reduce(here, self.partition)
+        return {device: anywhere.to(device) for device in found}
