@@ -17,18 +17,12 @@ TOLERANCE = 1e-12
 Make = Callable[..., torch.nn.Module]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A layer by its name, its arguments, the grid, the global shape, and the parts if uneven."""
+class OnGrid:
+    """Where the tensor of a case lies."""
 
-    name: str
-    args: tuple[Any, ...]
     grid: tuple[int, ...]
     shape: tuple[int, ...]
-    settings: tuple[tuple[str, Any], ...] = ()
-    lengths: tuple[tuple[int, ...], ...] | None = None
-    seed: int = 0
-    second: bool = True
+    lengths: tuple[tuple[int, ...], ...] | None
 
     @property
     def workers(self) -> int:
@@ -43,6 +37,20 @@ class Case:
         if self.lengths is None:
             return Layout.balanced(self.partition(), self.shape)
         return Layout.from_lengths(self.partition(), self.lengths)
+
+
+@dataclass(frozen=True)
+class Case(OnGrid):
+    """A layer by its name, its arguments, the grid, the global shape, and the parts if uneven."""
+
+    name: str
+    args: tuple[Any, ...]
+    grid: tuple[int, ...]
+    shape: tuple[int, ...]
+    settings: tuple[tuple[str, Any], ...] = ()
+    lengths: tuple[tuple[int, ...], ...] | None = None
+    seed: int = 0
+    second: bool = True
 
     def torch_layer(self) -> torch.nn.Module:
         torch.manual_seed(self.seed)

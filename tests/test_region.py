@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tessel
-from parity import check_layers, close, slopes, values
+from parity import OnGrid, check_layers, close, slopes, values
 from tessel import Layout, Partition
 from tessel.testing import count_traffic
 
@@ -56,7 +55,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(OnGrid):
     """Layers, the grid, the shape of the whole tensor, and its parts if they are uneven."""
 
     links: tuple[Link, ...]
@@ -65,19 +64,6 @@ class Chain:
     lengths: tuple[Shape, ...] | None = None
     seed: int = 0
     second: bool = True
-
-    @property
-    def workers(self) -> int:
-        return prod(self.grid)
-
-    def partition(self) -> Partition:
-        row = tessel.world().create_partition_inclusive(range(self.workers))
-        return row.create_cartesian_topology_partition(self.grid)
-
-    def layout(self) -> Layout:
-        if self.lengths is None:
-            return Layout.balanced(self.partition(), self.shape)
-        return Layout.from_lengths(self.partition(), self.lengths)
 
     def alone(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
