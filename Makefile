@@ -18,7 +18,7 @@ bench: $(READY)
 	PYTHON=$(PYTHON) benchmarks/setup_peers.sh
 	$(BIN)/tessel bench $(CLAIMS)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt src/tessel/transport/engine.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[viz,test,lint]'
 	touch $(READY)

@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator, which it reads when a process starts."""
+"""Settings of the allocators of glibc and torch, which they read when a process starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import sys
 
 # what is freed is kept, else the kernel clears every large tensor anew
-KEEP = {"MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
+KEEP = {
+    "MALLOC_MMAP_THRESHOLD_": "2147483647",
+    "MALLOC_TRIM_THRESHOLD_": "2147483647",
+    "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for torch's large tensors; numpy's have them anyway
+}
 # what is larger than 4 MiB is given back
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 

@@ -63,6 +63,7 @@ def _plan_death(moment: str) -> None:
     elif moment == "in the exchange":
         transport.Group.exchange = die  # type: ignore[method-assign]
         transport.Group.exchange_at_once = die  # type: ignore[method-assign]
+        transport.Group.follow = die  # type: ignore[method-assign]
     elif moment == "while others wait":
         time.sleep(0.5)
         die()
@@ -179,7 +180,7 @@ def test_run_shows_a_worker_that_was_killed_inside_a_movement(tmp_path: Path) ->
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "if P.rank == 1:\n"
         "    Group = tessel.transport.Group\n"
-        "    Group.exchange = Group.exchange_at_once = die\n"
+        "    Group.exchange = Group.exchange_at_once = Group.follow = die\n"
         "try:\n"
         "    layer(torch.ones(6))\n"
         "except tessel.WorkerLost as error:\n"

@@ -28,6 +28,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("primitives",),
     ("fringe", "shared"),
     ("move",),
+    ("stage",),
     ("plan",),
     ("linop",),
     ("agreement",),

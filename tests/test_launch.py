@@ -22,7 +22,7 @@ import torch.distributed as dist
 import tessel
 from tessel.errors import WorkerLost
 from tessel.launch import Workers, launch
-from tessel.machine import keep_freed_memory
+from tessel.machine import HUGE_PAGES, has_huge_pages, keep_freed_memory
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -482,6 +482,30 @@ def test_workers_keep_the_memory_of_freed_tensors(
     pages = 30 * 2**25 // 4096
     for faults in tessel.launch(faults_of_new_tensors, 2, timeout=60):
         assert faults < 0.8 * pages if keeps else faults > 0.95 * pages
+
+
+def huge_pages_of_a_tensor() -> int:
+    """Bytes in huge pages while a tensor of 64 MiB is there."""
+    x = torch.ones(2**24)
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    found = sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+    return 1024 * found if x.numel() else 0
+
+
+@pytest.mark.skipif(not has_huge_pages(), reason="this system gives no huge pages")
+@pytest.mark.parametrize(("setting", "value", "asks"), [
+    ("TESSEL_ALLOCATOR", "keep", True),
+    ("TESSEL_ALLOCATOR", "system", False),
+    (HUGE_PAGES, "0", False),
+])  # fmt: skip
+def test_large_tensors_of_workers_lie_in_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: str, asks: bool
+) -> None:
+    for name in [n for n in os.environ if n.startswith(("MALLOC_", "TESSEL_ALLOC", HUGE_PAGES))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(setting, value)
+    for found in tessel.launch(huge_pages_of_a_tensor, 2, timeout=60):
+        assert found > 2**25 if asks else found < 2**25
 
 
 def test_an_unknown_allocator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,13 @@ from tessel.transport.job import shares_memory as shares_memory
 from tessel.transport.job import start as start
 from tessel.transport.job import tagged as tagged
 from tessel.transport.job import traffic as traffic
-from tessel.transport.membership import Traffic as Traffic
 from tessel.transport.parcel import Arrival as Arrival
 from tessel.transport.parcel import Parcel as Parcel
+from tessel.transport.track import Place as Place
+from tessel.transport.track import Track as Track
+from tessel.transport.track import has_engine as has_engine
+from tessel.transport.track import is_plain as is_plain
+from tessel.transport.traffic import Traffic as Traffic
 from tessel.transport.world import is_distributed as is_distributed
 from tessel.transport.world import num_workers as num_workers
 from tessel.transport.world import this_worker as this_worker

@@ -25,6 +25,12 @@ class Bell:
         self._words = segment.words
         self._semaphore = Semaphore(segment.start + START)
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where in the memory of this process the semaphore lies, and the sign of sleep."""
+        start = self._segment.start
+        return start + START, start + 8 * _ASLEEP
+
     def initialise(self) -> None:
         """Once, by its owner."""
         self._semaphore.initialise()

@@ -5,10 +5,13 @@ slot, names it in the next header and posts one semaphore; the receiver empties 
 another: whoever sees a post sees what was written before it, on every processor. A sender never
 waits here: what finds no free slot stays in a queue. The slot that was emptied last is used first,
 since it may still be in the cache of the processor.
+
+How far an end is lies in words, which the engine (engine.c) reads and writes as well.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +39,9 @@ BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
 HEADER = 8  # words: group, call, bytes of the whole letter, bytes in the slot, number of the slot
+NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE = range(5)  # words of a sender's state
+USED = FREE + SLOTS  # free slots, as a stack, and after them those in use, as a ring
+NUM_TAKEN, IS_ASTIR = range(2)  # words of a receiver's state
 VIEWS = 512  # tensors that a channel remembers
 
 
@@ -126,9 +132,11 @@ class Channel:
     """
 
     other: Bell  # of the worker at the other end, when it is known
+    state: array[int]
 
     def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
         control, slots, size = ground.control(place), ground.slots(place), ground.slot_size
+        self._places = segment.start + control, segment.start + slots, size
         self.filled = Semaphore(segment.start + control)
         self.emptied = Semaphore(segment.start + control + SIZE)
         first = (control + 2 * SIZE) // 8
@@ -137,12 +145,11 @@ class Channel:
             for number in range(SLOTS)
         ]
         self.slots = [Slot(segment, slots + size * number, size) for number in range(SLOTS)]
-        self._number = 0  # of the next header
 
-    def _next_header(self) -> memoryview:
-        header = self._headers[self._number]
-        self._number = (self._number + 1) % SLOTS
-        return header
+    @property
+    def words(self) -> tuple[int, ...]:
+        """What the engine knows of this end: addresses, and the size of a slot."""
+        return *self._places, *self.other.addresses, self.state.buffer_info()[0]
 
 
 class Outgoing(Channel):
@@ -154,9 +161,7 @@ class Outgoing(Channel):
         self.emptied.initialise()
         self.queue: deque[Letter | WordsLetter | Offer] = deque()
         self._offers: deque[tuple[int, Offer]] = deque()  # with the number of their slot
-        self._num_filled = self._num_emptied = 0
-        self._free = list(reversed(range(SLOTS)))
-        self._used: deque[int] = deque()
+        self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS])
 
     def send(self, letter: Letter | WordsLetter | Offer) -> None:
         """Send a letter, as far as there is room for it."""
@@ -166,7 +171,7 @@ class Outgoing(Channel):
     @property
     def has_room(self) -> bool:
         """Whether a piece could go at once."""
-        return not self.queue and bool(self._free or self._look_for_free())
+        return not self.queue and bool(self.state[NUM_FREE] or self._look_for_free())
 
     def post(self, key: Key, tensor: Tensor, num_bytes: int) -> None:
         """Send a tensor that fits a slot, where there is room for it."""
@@ -175,27 +180,24 @@ class Outgoing(Channel):
         header = slot.header
         header[0], header[1] = key
         header[2] = header[3] = num_bytes
-        self.filled.post()
-        self.other.ring()
-        self._num_filled += 1
+        self._publish()
 
     def push(self) -> bool:
         """Send what finds free slots; whether anything did."""
-        moved = self._look_for_free() > 0 if self._used else False
-        while self.queue and (self._free or self._look_for_free()):
+        moved = self._look_for_free() > 0 if self.state[NUM_FREE] < SLOTS else False
+        while self.queue and (self.state[NUM_FREE] or self._look_for_free()):
             letter, slot = self.queue[0], self._next_slot()
             letter.write(slot)
             slot.header[0], slot.header[1] = letter.key
             slot.header[2] = letter.num_bytes
-            self.filled.post()
-            self.other.ring()
             if isinstance(letter, Offer):
-                self._offers.append((self._num_filled, letter))
+                self._offers.append((self.state[NUM_FILLED], letter))
                 self.queue.popleft()
             elif letter.is_gone:
                 self.queue.popleft()
-            self._num_filled += 1
+            self._publish()
             moved = True
+        self.state[IS_BUSY] = self.is_busy
         return moved
 
     @property
@@ -205,22 +207,32 @@ class Outgoing(Channel):
 
     def _next_slot(self) -> Slot:
         """A free slot, named in the next header."""
-        number = self._free.pop()
-        self._used.append(number)
+        state = self.state
+        state[NUM_FREE] -= 1
+        number, place = state[FREE + state[NUM_FREE]], state[NUM_FILLED] % SLOTS
+        state[USED + place] = number
         slot = self.slots[number]
-        slot.header = self._next_header()
+        slot.header = self._headers[place]
         slot.header[4] = number
         return slot
 
+    def _publish(self) -> None:
+        """Let the receiver see the slot that was filled."""
+        self.state[NUM_FILLED] += 1
+        self.filled.post()
+        self.other.ring()
+
     def _look_for_free(self) -> int:
         """How many slots were emptied since the last look; what was offered in them is read."""
-        before = self._num_emptied
+        state = self.state
+        before = state[NUM_EMPTIED]
         while self.emptied.try_wait():
-            self._num_emptied += 1
-            self._free.append(self._used.popleft())
-        while self._offers and self._offers[0][0] < self._num_emptied:
+            state[FREE + state[NUM_FREE]] = state[USED + state[NUM_EMPTIED] % SLOTS]
+            state[NUM_FREE] += 1
+            state[NUM_EMPTIED] += 1
+        while self._offers and self._offers[0][0] < state[NUM_EMPTIED]:
             self._offers.popleft()[1].is_gone = True
-        return self._num_emptied - before
+        return state[NUM_EMPTIED] - before
 
 
 class Incoming(Channel):
@@ -231,10 +243,12 @@ class Incoming(Channel):
         self.expected: list[Receipt | WordsReceipt] = []
         self._strays: list[Stray] = []
         self._current: Receipt | WordsReceipt | Stray | None = None
+        self.state = array("q", [0, 0])
 
     def expect(self, receipt: Receipt | WordsReceipt) -> None:
         """Let a receipt wait for its letter."""
         self.expected.append(receipt)
+        self.state[IS_ASTIR] = True
 
     @property
     def is_asked(self) -> bool:
@@ -248,14 +262,16 @@ class Incoming(Channel):
             moved = True
             if self._accept(self._next_slot()):
                 break
-        return self._hand_over() or moved if self._strays else moved
+        moved = self._hand_over() or moved if self._strays else moved
+        self.state[IS_ASTIR] = not self.is_quiet
+        return moved
 
     def take(self, key: Key, place: Tensor, adds: bool, num_bytes: int) -> bool | None:
         """Take a tensor that fits a slot; False if none has come, None if there is something else.
 
         The latter is kept, and the tensor has to be expected then.
         """
-        if self.expected or self._strays or self._current:
+        if self.state[IS_ASTIR]:
             return None
         if not self.filled.try_wait():
             return False
@@ -263,6 +279,7 @@ class Incoming(Channel):
         header = slot.header
         if header[0] != key[0] or header[1] != key[1] or not header[2] == header[3] == num_bytes:
             self._accept(slot)
+            self.state[IS_ASTIR] = not self.is_quiet
             return None
         self._put(slot, place, adds)
         self.emptied.post()
@@ -280,7 +297,8 @@ class Incoming(Channel):
 
     def _next_slot(self) -> Slot:
         """The slot that was filled next."""
-        header = self._next_header()
+        header = self._headers[self.state[NUM_TAKEN] % SLOTS]
+        self.state[NUM_TAKEN] += 1
         slot = self.slots[header[4]]
         slot.header = header
         return slot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,12 +16,15 @@ from torch import Tensor
 from tessel.errors import WorkerLost
 from tessel.transport import wire
 from tessel.transport.exchange import Exchange, Swap, Ways
+from tessel.transport.host import Give, Take
+from tessel.transport.letter import AGREED
 from tessel.transport.membership import Membership
 from tessel.transport.parcel import Arrival, Parcel
+from tessel.transport.track import Place, Track
 from tessel.transport.world import this_worker
 
 T = TypeVar("T")
-NUM_WORDS = 64
+NUM_WORDS = AGREED
 _AGREEMENT = -1  # what the messages of agreements carry in the place of a call's number
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
 
@@ -92,6 +96,33 @@ class Group:
                 return
         self.exchange(sends, arrivals, device, dense)()
 
+    def track(
+        self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take], adds: bool
+    ) -> Track | None:
+        """An exchange of small messages between workers of one host, prepared, if it can be."""
+        ways = self._ways
+        if not ways.all_near or ways.host is None:
+            return None
+        return ways.host.track(self._code, dtype, gives, takes, adds)
+
+    def follow(self, track: Track, y: Tensor, x: Tensor) -> int:
+        """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
+
+        How many of the takes landed; the others are for `finish`. If it is -1, nothing was done.
+        """
+        membership = self._membership
+        assert membership.host is not None
+        landed = membership.host.follow(track, y.data_ptr(), x.data_ptr(), membership.tag)
+        if landed >= 0:
+            track.count(membership.traffic)
+        return landed
+
+    def finish(self, arrivals: Sequence[Arrival], own: Tensor | None) -> None:
+        """Take what an exchange that was begun still waits for, in order."""
+        ways = self._ways
+        assert ways.host is not None
+        ways.host.take((self._code, self._membership.tag), arrivals, own, ways.others)
+
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
         copies = value.new_empty((self.size, *value.shape))
@@ -106,19 +137,49 @@ class Group:
         This is how workers agree before data moves. All such messages have one length, so that
         workers that mean different things by theirs can find out.
         """
-        words = [*words, *[0] * (NUM_WORDS - len(words))]
-        mine = np.array(words, dtype=np.int64).tobytes()
+        said = array("q", words)
+        said.extend([0] * (NUM_WORDS - len(said)))
         if self.size == 1:
-            return mine
+            return said.tobytes()
         self._membership.traffic.agreements += 1
-        ways = self._ways
-        if not ways.all_near:
-            device = self._control_device
-            return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
-        assert ways.host is not None
-        theirs = ways.host.share_words((self._code, _AGREEMENT), words, ways.others)
-        theirs.insert(self.workers.index(ways.worker), mine)
-        return b"".join(theirs)
+        if self._ways.all_near:
+            return self._share_near(said)
+        device = self._control_device
+        return self.attempt(lambda: wire.share_words(said, self.size, device, self.handle))
+
+    def _share_near(self, said: array[int]) -> bytes:
+        """The same, through memory: by the engine, and what it does not get, letter by letter."""
+        ways, key = self._ways, (self._code, _AGREEMENT)
+        host = ways.host
+        assert host is not None
+        heard = array("q", bytes(8 * NUM_WORDS * self.size))
+        landed = -1
+        if self._agreement is not None:
+            addresses = heard.buffer_info()[0], said.buffer_info()[0]
+            landed = host.follow(self._agreement, *addresses, _AGREEMENT)
+        if landed == self.size:
+            return heard.tobytes()
+        if landed < 0:
+            host.say_words(key, said, ways.others)
+        missing = self.workers[max(landed, 0) :]
+        others = [each for each in missing if each != ways.worker]
+        came = dict(zip(others, host.hear_words(key, others, ways.others), strict=True))
+        for worker in missing:
+            begin = NUM_WORDS * self.workers.index(worker)
+            heard[begin : begin + NUM_WORDS] = array("q", came.get(worker, said))
+        return heard.tobytes()
+
+    @cached_property
+    def _agreement(self) -> Track | None:
+        """The exchange of everybody's words, one after the other."""
+        said = Place((NUM_WORDS,), (slice(0, NUM_WORDS),))
+        heard = (
+            Place((self.size * NUM_WORDS,), (slice(NUM_WORDS * k, NUM_WORDS * (k + 1)),))
+            for k in range(self.size)
+        )
+        gives = [(worker, said) for worker in self.workers]
+        takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
+        return self.track(torch.int64, gives, takes, adds=False)
 
     def check_same_call(self, everyones: bytes, call: str) -> None:
         """Raise ValueError on every worker if the first of their words, the codes, differ."""

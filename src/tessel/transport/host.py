@@ -6,6 +6,10 @@ import os
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
 
 from tessel.errors import WorkerLost
 from tessel.limits import time_limit
@@ -18,10 +22,13 @@ from tessel.transport.patience import SPINS, YIELDS, Patience
 from tessel.transport.process import Process
 from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_offered
 from tessel.transport.segment import Address, Segment
+from tessel.transport.track import KINDS, Passage, Place, Track, has_engine
 
 Awaited = tuple[int, Receipt | WordsReceipt]
 LARGE = 2**19  # bytes of what is offered rather than sent
 USUAL_LIMIT = 1800.0  # seconds, torch's own
+Give = tuple[int, Place]  # to a worker, from a place
+Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
 
 
 class Host:
@@ -58,6 +65,7 @@ class Host:
         self._looks = self._spins or YIELDS
         slot_size = self._ground.slot_size
         self._small = (min(LARGE - 1, slot_size), slot_size)  # what is copied, and what is added
+        self._has_engine = has_engine()
         limit = time_limit()
         self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
 
@@ -113,6 +121,50 @@ class Host:
                 letters.append(letter)
         return letters
 
+    def track(
+        self,
+        code: int,
+        dtype: torch.dtype,
+        gives: Sequence[Give],
+        takes: Sequence[Take],
+        adds: bool,
+    ) -> Track | None:
+        """An exchange prepared for the engine, if there is one and all messages fit slots.
+
+        Args:
+            code: of the group.
+            dtype: of the tensors.
+            gives: what goes to others of this host, and to this worker itself, at most once each.
+            takes: what comes, in the order in which it lands.
+            adds: whether values are added anywhere.
+        """
+        places = [*(place for _, place in gives), *(place for _, place, _ in takes)]
+        largest = max((prod(place.shape) for place in places), default=0)
+        is_small = largest * dtype.itemsize <= self._small[adds]
+        if not (self._has_engine and is_small) or (adds and dtype not in KINDS):
+            return None
+        own = next((place for worker, place in gives if worker == self.worker), None)
+        leave = [
+            Passage(self._outgoing[worker].words, place.alone, place)
+            for worker, place in gives
+            if worker != self.worker
+        ]
+        land = []
+        for worker, place, is_added in takes:
+            if worker != self.worker:
+                channel = self._incoming[worker].words
+                land.append(Passage(channel, place, place.alone, is_added))
+            else:
+                assert own is not None
+                land.append(Passage(None, place, own, is_added))
+        return Track(code, dtype, leave, land, yields=not self._spins)
+
+    def follow(self, track: Track, y: int, x: int, call: int) -> int:
+        """Let the engine make an exchange; how many of the takes landed, -1 if it did nothing."""
+        self._check_owner()
+        with self._lock:
+            return track.run(y, x, call)
+
     def swap(
         self, key: Key, sends: Sequence[Parcel], arrivals: Sequence[Arrival], group: Sequence[int]
     ) -> bool:
@@ -143,12 +195,22 @@ class Host:
                 letters.append((channel, tensor, num_bytes))
             for channel, tensor, num_bytes in letters:
                 channel.post(key, tensor, num_bytes)
+        self.take(key, arrivals, own, group)
+        return True
+
+    def take(
+        self,
+        key: Key,
+        arrivals: Sequence[Arrival],
+        own: Tensor | None,
+        group: Sequence[int],
+    ) -> None:
+        """Take what comes, in order; `own` is what this worker gives itself."""
         for arrival in arrivals:
             if arrival.worker != self.worker:
                 self._take(key, arrival, group)
             elif own is not None:
                 arrival.land(own)
-        return True
 
     def _take(self, key: Key, arrival: Arrival, group: Sequence[int]) -> None:
         """Wait for what fits a slot most likely, and put it into its place."""
@@ -178,16 +240,20 @@ class Host:
                 awaited.append((worker, receipt))
         return awaited
 
-    def share_words(self, key: Key, words: Sequence[int], others: Sequence[int]) -> list[bytes]:
-        """Give a few words to others and get theirs, in order."""
+    def say_words(self, key: Key, words: array[int], others: Sequence[int]) -> None:
+        """Give a few words to others."""
         self._check_owner()
-        said = memoryview(array("q", words))
-        receipts = [WordsReceipt(key, said.nbytes) for _ in others]
+        with self._lock:
+            for other in others:
+                self._send(WordsLetter(key, other, memoryview(words)))
+
+    def hear_words(self, key: Key, others: Sequence[int], group: Sequence[int]) -> list[bytes]:
+        """Get the words of others, in order, who get those of this worker."""
+        receipts = [WordsReceipt(key) for _ in others]
         with self._lock:
             for other, receipt in zip(others, receipts, strict=True):
                 self._incoming[other].expect(receipt)
-                self._send(WordsLetter(key, other, said))
-        self.wait(list(zip(others, receipts, strict=True)), (), others)
+        self.wait(list(zip(others, receipts, strict=True)), (), group)
         return [receipt.words for receipt in receipts]
 
     def wait(

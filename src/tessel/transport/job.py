@@ -18,8 +18,9 @@ from tessel.limits import time_limit
 from tessel.transport import semaphore, world
 from tessel.transport.group import Group, code_of, listing
 from tessel.transport.host import Host
-from tessel.transport.membership import Membership, Traffic
+from tessel.transport.membership import Membership
 from tessel.transport.process import Process
+from tessel.transport.traffic import Traffic
 from tessel.transport.world import is_distributed, num_workers, this_worker
 
 F = TypeVar("F", bound=Callable[..., Any])

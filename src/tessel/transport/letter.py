@@ -19,6 +19,7 @@ from tessel.transport.reading import Reader, Runs, can_be_offered
 
 OFFER = -1
 WORDS = 64  # of an offer, at most: tensors have fewer than 30 dimensions
+AGREED = 64  # words with which workers agree
 Key = tuple[int, int]  # the group and the call: a letter answers only one that asks for the same
 
 
@@ -175,8 +176,8 @@ class WordsReceipt:
 
     __slots__ = ("is_done", "is_open", "key", "num_bytes", "words")
 
-    def __init__(self, key: Key, num_bytes: int) -> None:
-        self.key, self.num_bytes = key, num_bytes
+    def __init__(self, key: Key) -> None:
+        self.key, self.num_bytes = key, 8 * AGREED
         self.words = b""
         self.is_open, self.is_done = True, False
 

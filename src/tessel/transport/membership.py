@@ -9,16 +9,7 @@ from dataclasses import dataclass, field
 
 from tessel.transport.host import Host
 from tessel.transport.process import Process
-
-
-@dataclass
-class Traffic:
-    """What this worker sent and received, payload only; `agreements` are counted apart."""
-
-    messages: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    agreements: int = 0
+from tessel.transport.traffic import Traffic
 
 
 class Own(threading.local):

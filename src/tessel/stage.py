@@ -1,0 +1,154 @@
+"""Stages: the exchanges that a move consists of, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tessel import transport
+from tessel.layout import Shape
+from tessel.plan import Piece, Plan
+from tessel.transport import Arrival, Parcel, Place, Track, is_plain
+
+STEP, GAP = 2048, 128  # bytes
+
+
+class Stage:
+    """One exchange, as one worker sees it: called, it gives the output.
+
+    Args:
+        plan: what leaves and what comes.
+        group: who takes part.
+        spaced: a dimension whose slices lie a little apart in the memory of the output.
+    """
+
+    def __init__(self, plan: Plan, group: transport.Group, spaced: int | None = None) -> None:
+        self.plan, self.group, self.spaced = plan, group, spaced
+        self._tracks: dict[tuple[torch.dtype, bool], Track | None] = {}
+
+    def __call__(self, x: Tensor, room: Tensor | None = None) -> Tensor:
+        """The output, in the room that is given for it."""
+        plan = self.plan
+        if plan.stays and room is None:
+            return x.clone(memory_format=torch.contiguous_format)
+        x = shaped(x, plan.source_shape)
+        y = self._room(x) if room is None else room
+        if not self._follow(x, y):
+            sends, arrivals = self._sends(x), self._arrivals(y)
+            if plan.silent:
+                _land(sends, arrivals)
+            else:
+                self.group.exchange_at_once(sends, arrivals, x.device, plan.dense)
+        return y
+
+    def begin(self, x: Tensor) -> Callable[[], Tensor]:
+        """Send what others need; the result puts what arrives into its place."""
+        if self.plan.silent:
+            done = self(x)
+            return lambda: done
+        x = shaped(x, self.plan.source_shape)
+        y = self._room(x)
+        wait = self.group.exchange(self._sends(x), self._arrivals(y), x.device, self.plan.dense)
+
+        def arrive() -> Tensor:
+            wait()
+            return y
+
+        return arrive
+
+    def before(self, second: Stage, x: Tensor) -> Tensor:
+        """A sum in two exchanges; the part that this worker sums up lies in the output at once."""
+        y = x.new_empty(second.plan.target_shape)
+        worker = transport.this_worker()
+        own = next((_part(y, piece) for piece in second.plan.takes if piece.peer == worker), y[:0])
+        self(x, own)
+        second._complete(own, y)
+        return y
+
+    def _complete(self, own: Tensor, y: Tensor) -> None:
+        """Give this worker's part, which lies in the output, to others, and take theirs."""
+        plan = self.plan
+        if plan.silent or self._follow(own, y, is_there=True):
+            return
+        sends = [Parcel(piece.peer, _part(own, piece)) for piece in plan.gives]
+        self.group.exchange_at_once(sends, self._arrivals(y, True), y.device, plan.dense)
+
+    def _room(self, like: Tensor) -> Tensor:
+        """Room for the output, zero where nothing comes."""
+        shape = self.plan.target_shape
+        y = like.new_empty(shape) if self.spaced is None else _spaced(like, shape, self.spaced)
+        return y if self.plan.fills else y.zero_()
+
+    def _sends(self, x: Tensor) -> list[Parcel]:
+        """What leaves the input."""
+        adds = not self.plan.once
+        return [Parcel(piece.peer, _part(x, piece), adds) for piece in self.plan.leaves]
+
+    def _arrivals(self, y: Tensor, is_there: bool = False) -> list[Arrival]:
+        """Where in the output belongs what comes; the own part may be there already."""
+        return [Arrival(p.peer, _part(y, p), adds) for p, adds in self._lands(is_there)]
+
+    def _lands(self, is_there: bool) -> Sequence[tuple[Piece, bool]]:
+        """What lands, in order: where nothing is added, first what waits for nobody."""
+        if is_there:
+            return [(piece, False) for piece in self.plan.arrives]
+        if not self.plan.once:
+            return self.plan.lands
+        own = transport.this_worker()
+        return sorted(self.plan.lands, key=lambda landing: landing[0].peer != own)
+
+    def _follow(self, x: Tensor, y: Tensor, is_there: bool = False) -> bool:
+        """Make the exchange along its track, if it has one and the tensors are plain."""
+        track = self._track(x.dtype, is_there)
+        if track is None or not (is_plain(x) and is_plain(y)):
+            return False
+        landed = self.group.follow(track, y, x)
+        if 0 <= landed < track.length:
+            kept = self.plan.kept
+            own = None if kept is None else _part(x, kept)
+            self.group.finish(self._arrivals(y, is_there)[landed:], own)
+        return landed >= 0
+
+    def _track(self, dtype: torch.dtype, is_there: bool) -> Track | None:
+        key = dtype, is_there
+        if key not in self._tracks:
+            self._tracks[key] = None if self.plan.silent else self._prepared(*key)
+        return self._tracks[key]
+
+    def _prepared(self, dtype: torch.dtype, is_there: bool) -> Track | None:
+        plan = self.plan
+        leaves = plan.gives if is_there else plan.leaves
+        gives = [(piece.peer, Place(plan.source_shape, piece.region)) for piece in leaves]
+        takes = [
+            (piece.peer, Place(plan.target_shape, piece.region), adds)
+            for piece, adds in self._lands(is_there)
+        ]
+        return self.group.track(dtype, gives, takes, adds=not plan.once)
+
+
+def _land(sends: list[Parcel], arrivals: list[Arrival]) -> None:
+    """Put what stays on this worker into its place."""
+    for arrival in arrivals:
+        arrival.land(sends[0].tensor)
+
+
+def _spaced(like: Tensor, shape: Shape, dim: int) -> Tensor:
+    """An empty tensor, its slices along a dimension not at large powers of two."""
+    inner = prod(shape[dim + 1 :])
+    if not prod(shape) or inner * like.element_size() % STEP:
+        return like.new_empty(shape)
+    length = inner + GAP // like.element_size()
+    flat = like.new_empty((prod(shape[: dim + 1]), length))
+    return flat[:, :inner].view(shape)
+
+
+def _part(x: Tensor, piece: Piece) -> Tensor:
+    return x if x.shape == piece.shape else x[piece.region]
+
+
+def shaped(x: Tensor, shape: Shape) -> Tensor:
+    """The same tensor as another box."""
+    return x if x.shape == shape else x.reshape(shape)

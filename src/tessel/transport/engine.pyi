@@ -1,0 +1,8 @@
+def run(track: int, y: int, x: int, call: int, /) -> int:
+    """Make the exchange of the track at an address, from one tensor to another.
+
+    How many entries were taken, in their order; -1 if nothing was done.
+    """
+
+def clock(on: bool, /) -> tuple[float, float, float]:
+    """Measure from now on, or not; the seconds of packing, moving and waiting until now."""

@@ -1,0 +1,185 @@
+"""Tracks: exchanges between workers of one host whose copies are known in advance.
+
+A track says, in 64-bit words, which bytes of one tensor go into the slots of which channels, and
+where in another tensor belongs what comes. The engine, which is compiled, runs along it; without
+the engine there are no tracks, and exchanges are made message by message.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tessel.transport.traffic import Traffic
+
+try:
+    import tessel.transport.engine as engine
+except ImportError:  # it was installed where no compiler was found
+    engine = None  # type: ignore[assignment]
+
+ENGINES = ("compiled", "python")
+PATIENCE = 200_000  # nanoseconds for which the engine waits before Python does
+# how the engine adds numbers of each kind; complex ones are pairs
+KINDS = {
+    torch.float32: 1,
+    torch.complex64: 1,
+    torch.float64: 2,
+    torch.complex128: 2,
+    torch.int8: 3,
+    torch.uint8: 3,
+    torch.int16: 4,
+    torch.int32: 5,
+    torch.int64: 6,
+}
+_COPIES = 0
+_PLAIN = (Tensor, torch.nn.Parameter)  # other classes may hold their values elsewhere
+_NOWHERE = (0,) * 6  # the channel of what stays on this worker
+Shape = tuple[int, ...]
+Region = tuple[slice, ...]
+
+
+def chosen_engine() -> str:
+    """What makes exchanges through shared memory: what TESSEL_ENGINE says."""
+    choice = os.environ.get("TESSEL_ENGINE", ENGINES[0])
+    if choice not in ENGINES:
+        raise ValueError(f"TESSEL_ENGINE must be one of {', '.join(ENGINES)}, got {choice!r}")
+    return choice
+
+
+def has_engine() -> bool:
+    """Whether the engine was compiled, and is not switched off."""
+    return engine is not None and chosen_engine() == "compiled"
+
+
+class Place(NamedTuple):
+    """A part of a contiguous tensor of a certain shape."""
+
+    whole: Shape
+    region: Region
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(part.stop - part.start for part in self.region)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How far apart, in elements, its neighbours along each dimension lie."""
+        return tuple(prod(self.whole[dim + 1 :]) for dim in range(len(self.whole)))
+
+    @property
+    def start(self) -> int:
+        """Where it begins, in elements."""
+        return sum(part.start * step for part, step in zip(self.region, self.steps, strict=True))
+
+    @property
+    def alone(self) -> Place:
+        """The same elements as a tensor of their own: so they lie in a slot."""
+        return Place(self.shape, tuple(slice(0, length) for length in self.shape))
+
+
+class Passage(NamedTuple):
+    """What goes from one place to another, through a channel or on this worker.
+
+    Attributes:
+        channel: the words of its end; None for what stays here.
+        target, source: the places; of what passes a channel one of them is a slot.
+        adds: whether it is added to what is there.
+    """
+
+    channel: tuple[int, ...] | None
+    target: Place
+    source: Place
+    adds: bool = False
+
+    def words(self, dtype: torch.dtype) -> list[int]:
+        """What the engine reads."""
+        width = dtype.itemsize
+        run, dims = _runs(self.target.shape, self.target.steps, self.source.steps)
+        scaled = [word for n, *steps in dims for word in (n, *(width * step for step in steps))]
+        num_bytes = width * prod(self.target.shape)
+        starts = width * self.source.start, width * self.target.start
+        kind = KINDS[dtype] if self.adds else _COPIES
+        rest = [*(self.channel or _NOWHERE), num_bytes, *starts, kind, width * run, len(dims)]
+        return [1 + len(rest) + len(scaled), *rest, *scaled]
+
+
+def _runs(
+    shape: Shape, to_steps: Sequence[int], from_steps: Sequence[int]
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """The elements of a run that is contiguous in both tensors, and the loops around it."""
+    if 0 in shape:
+        return 0, []
+    loops: list[tuple[int, int, int]] = []
+    for each in zip(shape, to_steps, from_steps, strict=True):
+        n, to, other = each
+        if loops and loops[-1][1:] == (n * to, n * other):
+            loops[-1] = loops[-1][0] * n, to, other
+        elif n > 1:
+            loops.append(each)
+    run = loops.pop()[0] if loops and loops[-1][1:] == (1, 1) else 1
+    return run, loops
+
+
+class Track:
+    """One exchange, as one worker sees it, between contiguous tensors of one dtype.
+
+    Args:
+        code: of the group.
+        dtype: of the tensors.
+        gives: into slots.
+        takes: out of slots, or from the one tensor to the other, in the order in which they land.
+        yields: whether the engine lets others run while it waits.
+    """
+
+    def __init__(
+        self,
+        code: int,
+        dtype: torch.dtype,
+        gives: Sequence[Passage],
+        takes: Sequence[Passage],
+        yields: bool,
+    ) -> None:
+        head = [code, len(gives), len(takes), PATIENCE, int(yields)]
+        entries = (word for each in (*gives, *takes) for word in each.words(dtype))
+        self._words = array("q", [*head, *entries])
+        self.address = self._words.buffer_info()[0]
+        self.length = len(takes)
+        self._messages = len(gives)
+        self._bytes_sent = _num_bytes(gives, dtype)
+        self._bytes_received = _num_bytes((each for each in takes if each.channel), dtype)
+
+    def run(self, y: int, x: int, call: int) -> int:
+        """How many were taken; -1 if Python has to make the exchange.
+
+        Args:
+            y, x: addresses of the tensors that are written and read.
+            call: what the messages carry.
+        """
+        return engine.run(self.address, y, x, call)
+
+    def count(self, totals: Traffic) -> None:
+        """Add what travels along it to the totals."""
+        totals.messages += self._messages
+        totals.bytes_sent += self._bytes_sent
+        totals.bytes_received += self._bytes_received
+
+
+def _num_bytes(passages: Iterable[Passage], dtype: torch.dtype) -> int:
+    return sum(dtype.itemsize * prod(each.target.shape) for each in passages)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether the values of a tensor are the bytes at its address, one after the other."""
+    return (
+        type(x) in _PLAIN
+        and x.is_cpu
+        and x.is_contiguous()
+        and not (x.is_conj() or x.is_neg())
+        and not torch._C._are_functorch_transforms_active()
+    )
