@@ -106,11 +106,13 @@ class Stage:
         if track is None or not (is_plain(x) and is_plain(y)):
             return False
         landed = self.group.follow(track, y, x)
-        if 0 <= landed < track.length:
+        if landed < track.length or track.offers:
+            if landed < 0:
+                return False
             kept = self.plan.kept
             own = None if kept is None else _part(x, kept)
-            self.group.finish(self._arrivals(y, is_there)[landed:], own)
-        return landed >= 0
+            self.group.finish(track, x, self._arrivals(y, is_there)[landed:], own)
+        return True
 
     def _track(self, dtype: torch.dtype, is_there: bool) -> Track | None:
         key = dtype, is_there

@@ -41,6 +41,7 @@ PAGE = 4096
 HEADER = 8  # words: group, call, bytes of the whole letter, bytes in the slot, number of the slot
 NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE = range(5)  # words of a sender's state
 USED = FREE + SLOTS  # free slots, as a stack, and after them those in use, as a ring
+OFFERED = USED + SLOTS  # how many had been filled when the engine had offered something last
 NUM_TAKEN, IS_ASTIR = range(2)  # words of a receiver's state
 VIEWS = 512  # tensors that a channel remembers
 
@@ -161,7 +162,7 @@ class Outgoing(Channel):
         self.emptied.initialise()
         self.queue: deque[Letter | WordsLetter | Offer] = deque()
         self._offers: deque[tuple[int, Offer]] = deque()  # with the number of their slot
-        self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS])
+        self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, 0])
 
     def send(self, letter: Letter | WordsLetter | Offer) -> None:
         """Send a letter, as far as there is room for it."""
@@ -199,6 +200,16 @@ class Outgoing(Channel):
             moved = True
         self.state[IS_BUSY] = self.is_busy
         return moved
+
+    def adopt(self, offer: Offer) -> bool:
+        """Wait for the readers of what the engine offered last; whether they have not read yet."""
+        self._look_for_free()
+        number = self.state[OFFERED] - 1
+        if number < self.state[NUM_EMPTIED]:
+            return False
+        self._offers = deque(sorted([*self._offers, (number, offer)], key=lambda each: each[0]))
+        self.state[IS_BUSY] = True
+        return True
 
     @property
     def is_busy(self) -> bool:
@@ -269,19 +280,17 @@ class Incoming(Channel):
     def take(self, key: Key, place: Tensor, adds: bool, num_bytes: int) -> bool | None:
         """Take a tensor that fits a slot; False if none has come, None if there is something else.
 
-        The latter is kept, and the tensor has to be expected then.
+        Then the tensor has to be expected.
         """
         if self.state[IS_ASTIR]:
             return None
         if not self.filled.try_wait():
             return False
-        slot = self._next_slot()
-        header = slot.header
+        header = self._headers[self.state[NUM_TAKEN] % SLOTS]
         if header[0] != key[0] or header[1] != key[1] or not header[2] == header[3] == num_bytes:
-            self._accept(slot)
-            self.state[IS_ASTIR] = not self.is_quiet
+            self.filled.post()  # it stays where it is
             return None
-        self._put(slot, place, adds)
+        self._put(self._next_slot(), place, adds)
         self.emptied.post()
         self.other.ring()
         return True

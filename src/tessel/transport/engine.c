@@ -1,11 +1,13 @@
 /* The engine: exchanges between workers of one host, in one call.
 
    A track (track.py) lists, as 64-bit words, what an exchange copies: from a tensor into slots of
-   channels that lead to others, and out of slots into another tensor. Here these copies are made,
-   slots are published by semaphores, and what others publish is waited for, a short while. What
-   cannot be done so is left to Python: it may always do the rest of an exchange, since the state of
-   a channel lies in words that both see. The caller holds the lock of the host.  */
+   channels that lead to others, and out of slots into another tensor. Of what is large a slot says
+   only where it lies, and the receiver reads it there. Here these copies are made, slots are
+   published by semaphores, and what others publish is waited for, a short while. What cannot be
+   done so is left to Python: it may always do the rest of an exchange, since the state of a channel
+   lies in words that both see. The caller holds the lock of the host.  */
 
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -14,6 +16,7 @@
 #include <semaphore.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/uio.h>
 #include <time.h>
 
 typedef int64_t word;
@@ -23,13 +26,16 @@ typedef int64_t word;
 enum { SLOTS = 8, HEADER = 8, SIZE = 64 };
 enum { GROUP, CALL, WHOLE, PART, SLOT };                 /* words of a header */
 enum { NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE, /* words of a sender's state */
-       USED = FREE + SLOTS };
+       USED = FREE + SLOTS, OFFERED = USED + SLOTS };
 enum { NUM_TAKEN, IS_ASTIR };                            /* words of a receiver's state */
+enum { OFFER = -1 };                                     /* instead of the bytes of a part */
+enum { START, RUN_LENGTH, NUM_COUNTS, COUNTS, MOST_DIMS = 30 }; /* words of an offer */
 
 /* --- what track.py writes */
 
-enum { CODE, NUM_GIVES, NUM_TAKES, PATIENCE, YIELDS, ENTRIES };
-enum { LENGTH, CONTROL, SLOT_START, SLOT_SIZE, BELL, ASLEEP, STATE, BYTES,
+enum { CODE, NUM_GIVES, NUM_TAKES, PATIENCE, YIELDS, IS_LARGE, ENTRIES };
+/* REACH: of a give, whether it is offered; of a take, the process whose memory may be read */
+enum { LENGTH, CONTROL, SLOT_START, SLOT_SIZE, BELL, ASLEEP, STATE, REACH, BYTES,
        X_OFFSET, Y_OFFSET, KIND, RUN, NUM_DIMS, DIMS };
 enum { COPIES, FLOAT32, FLOAT64, INT8, INT16, INT32, INT64 };
 
@@ -99,6 +105,93 @@ static void carry(char *to, const char *from, const word *entry) {
     put_all(to, from, entry + DIMS, entry[NUM_DIMS], (size_t)entry[RUN], entry[KIND]);
 }
 
+/* --- the memory of other processes */
+
+enum { SEGMENTS = 256, STAGE = 1 << 18, MOST_BYTES = 1 << 30 };
+
+/* A place in a tensor: runs of bytes, and where in them one is. */
+struct cursor {
+    char *start, *at; /* of the present run, and within it */
+    size_t run, left;
+    word num_dims, counts[MOST_DIMS], steps[MOST_DIMS], index[MOST_DIMS];
+};
+
+static void advance(struct cursor *c, size_t bytes) {
+    c->at += bytes;
+    c->left -= bytes;
+    if (c->left) return;
+    for (word d = c->num_dims - 1; d >= 0; d--) {
+        c->start += c->steps[d];
+        if (++c->index[d] < c->counts[d]) break;
+        c->start -= c->steps[d] * c->counts[d];
+        c->index[d] = 0;
+    }
+    c->at = c->start;
+    c->left = c->run;
+}
+
+static void set_out(struct cursor *c, char *start, size_t run, word num_dims) {
+    c->start = c->at = start;
+    c->run = c->left = run;
+    c->num_dims = num_dims;
+    memset(c->index, 0, sizeof c->index);
+}
+
+/* What a slot offers; whether it can be followed. */
+static int set_out_offer(struct cursor *c, const word *offer) {
+    const word n = offer[NUM_COUNTS];
+    if (n > MOST_DIMS) return 0;
+    set_out(c, (char *)offer[START], (size_t)offer[RUN_LENGTH], n);
+    memcpy(c->counts, offer + COUNTS, (size_t)n * sizeof(word));
+    memcpy(c->steps, offer + COUNTS + n, (size_t)n * sizeof(word));
+    return 1;
+}
+
+static void set_out_target(struct cursor *c, char *y, const word *entry) {
+    set_out(c, y + entry[Y_OFFSET], (size_t)entry[RUN], entry[NUM_DIMS]);
+    for (word d = 0; d < entry[NUM_DIMS]; d++) {
+        c->counts[d] = entry[DIMS + 3 * d];
+        c->steps[d] = entry[DIMS + 3 * d + 1];
+    }
+}
+
+/* Copy bytes from another process; whether it could be done. */
+static int read_from(pid_t pid, struct cursor *to, struct cursor *from, size_t bytes) {
+    struct iovec here[SEGMENTS], there[SEGMENTS];
+    while (bytes) {
+        int n = 0;
+        size_t sum = 0;
+        while (n < SEGMENTS && sum < bytes && sum < MOST_BYTES) {
+            size_t part = to->left < from->left ? to->left : from->left;
+            if (part > bytes - sum) part = bytes - sum;
+            if (part > MOST_BYTES - sum) part = MOST_BYTES - sum;
+            here[n] = (struct iovec){to->at, part};
+            there[n++] = (struct iovec){from->at, part};
+            advance(to, part);
+            advance(from, part);
+            sum += part;
+        }
+        if (process_vm_readv(pid, here, n, there, n, 0) != (ssize_t)sum) return 0;
+        bytes -= sum;
+    }
+    return 1;
+}
+
+/* Add what another process has to bytes that lie together, piece by piece. */
+static int add_from(pid_t pid, char *to, struct cursor *from, size_t bytes, word kind) {
+    static char stage[STAGE] __attribute__((aligned(64)));
+    while (bytes) {
+        const size_t part = bytes < STAGE ? bytes : STAGE;
+        struct cursor here;
+        set_out(&here, stage, part, 0);
+        if (!read_from(pid, &here, from, part)) return 0;
+        put(to, stage, part, kind);
+        to += part;
+        bytes -= part;
+    }
+    return 1;
+}
+
 /* --- channels */
 
 static word *state_of(const word *entry) { return (word *)entry[STATE]; }
@@ -118,22 +211,41 @@ static void publish(const word *entry, sem_t *count) {
     if (__atomic_load_n((word *)entry[ASLEEP], __ATOMIC_RELAXED)) sem_post((sem_t *)entry[BELL]);
 }
 
-static int has_room(const word *entry) {
+static void note_emptied(const word *entry) {
     word *state = state_of(entry);
-    if (state[IS_BUSY]) return 0;
     while (sem_trywait(emptied(entry)) == 0)
         state[FREE + state[NUM_FREE]++] = state[USED + state[NUM_EMPTIED]++ % SLOTS];
+}
+
+static int has_room(const word *entry) {
+    const word *state = state_of(entry);
+    if (state[IS_BUSY]) return 0;
+    note_emptied(entry);
     return state[NUM_FREE] > 0;
+}
+
+/* Say in a slot where a part of x lies: as Python does, runs with their counts and steps. */
+static void write_offer(const word *entry, const char *x, word *offer) {
+    const word n = entry[NUM_DIMS];
+    offer[START] = (word)(x + entry[X_OFFSET]);
+    offer[RUN_LENGTH] = entry[RUN];
+    offer[NUM_COUNTS] = n;
+    for (word d = 0; d < n; d++) {
+        offer[COUNTS + d] = entry[DIMS + 3 * d];
+        offer[COUNTS + n + d] = entry[DIMS + 3 * d + 2];
+    }
 }
 
 static void give(const word *entry, const char *x, word code, word call) {
     word *state = state_of(entry), number = state[FREE + --state[NUM_FREE]];
     word *head = header(entry, state[NUM_FILLED]);
-    carry(slot(entry, number), x + entry[X_OFFSET], entry);
+    if (entry[REACH]) write_offer(entry, x, (word *)slot(entry, number));
+    else carry(slot(entry, number), x + entry[X_OFFSET], entry);
     head[GROUP] = code, head[CALL] = call;
-    head[WHOLE] = head[PART] = entry[BYTES];
+    head[WHOLE] = entry[BYTES], head[PART] = entry[REACH] ? OFFER : entry[BYTES];
     head[SLOT] = number;
     state[USED + state[NUM_FILLED]++ % SLOTS] = number;
+    if (entry[REACH]) state[OFFERED] = state[NUM_FILLED];
     publish(entry, filled(entry));
 }
 
@@ -144,18 +256,48 @@ static int has_come(const word *entry, word code, word call) {
     if (count <= 0) return 0;
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
-    return head[GROUP] == code && head[CALL] == call && head[WHOLE] == entry[BYTES] &&
-                   head[PART] == entry[BYTES]
-               ? 1
-               : -1;
+    const int is_asked =
+        head[GROUP] == code && head[CALL] == call && head[WHOLE] == entry[BYTES] &&
+        (head[PART] == entry[BYTES] || (head[PART] == OFFER && entry[REACH]));
+    return is_asked ? 1 : -1;
 }
 
-static void take(const word *entry, char *y) {
+/* Put what came into its place; whether it could be read. */
+static int take(const word *entry, char *y) {
     word *state = state_of(entry);
-    while (sem_trywait(filled(entry))) {} /* cannot fail for long: it has been seen */
-    const word *head = header(entry, state[NUM_TAKEN]++);
-    carry(y + entry[Y_OFFSET], slot(entry, head[SLOT]), entry);
+    const word *head = header(entry, state[NUM_TAKEN]);
+    char *came = slot(entry, head[SLOT]);
+    if (head[PART] != OFFER) {
+        carry(y + entry[Y_OFFSET], came, entry);
+    } else {
+        struct cursor from, to;
+        const pid_t pid = (pid_t)entry[REACH];
+        const size_t bytes = (size_t)entry[BYTES];
+        if (!set_out_offer(&from, (word *)came)) return 0;
+        set_out_target(&to, y, entry);
+        if (entry[KIND] == COPIES ? !read_from(pid, &to, &from, bytes)
+                                  : !add_from(pid, to.at, &from, bytes, entry[KIND]))
+            return 0;
+    }
+    while (sem_trywait(filled(entry))) {} /* it is there */
+    state[NUM_TAKEN]++;
     publish(entry, emptied(entry));
+    return 1;
+}
+
+/* Wait until what was offered is read, as long as patience lasts. */
+static void await_readers(const word *track, const word *gives) {
+    const word *entry = gives, until = now() + track[PATIENCE];
+    for (word i = 0; i < track[NUM_GIVES]; i++, entry += entry[LENGTH]) {
+        word *state = state_of(entry);
+        while (entry[REACH] && state[NUM_EMPTIED] < state[OFFERED]) {
+            note_emptied(entry);
+            if (state[NUM_EMPTIED] >= state[OFFERED]) break;
+            if (now() > until) return;
+            if (track[YIELDS]) sched_yield();
+            else relax();
+        }
+    }
 }
 
 /* Wait for what is asked for; whether it came. */
@@ -202,11 +344,12 @@ static long run(const word *track, char *y, const char *x, word call) {
         } else {
             const int came = await_entry(entry, track, call);
             count_time(WAIT, &since);
-            if (!came) return i;
-            take(entry, y);
+            if (!came || !take(entry, y)) return i;
         }
         count_time(MOVE, &since);
     }
+    await_readers(track, gives);
+    count_time(WAIT, &since);
     return (long)num_takes;
 }
 
@@ -222,7 +365,12 @@ static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
     const char *x = PyLong_AsVoidPtr(args[2]);
     const word call = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred()) return NULL;
-    return PyLong_FromLong(run(track, y, x, call));
+    if (!track[IS_LARGE]) return PyLong_FromLong(run(track, y, x, call));
+    long taken;
+    Py_BEGIN_ALLOW_THREADS
+    taken = run(track, y, x, call);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(taken);
 }
 
 static PyObject *py_clock(PyObject *self, PyObject *on) {

@@ -117,11 +117,15 @@ class Group:
             track.count(membership.traffic)
         return landed
 
-    def finish(self, arrivals: Sequence[Arrival], own: Tensor | None) -> None:
-        """Take what an exchange that was begun still waits for, in order."""
-        ways = self._ways
+    def finish(
+        self, track: Track, x: Tensor, arrivals: Sequence[Arrival], own: Tensor | None
+    ) -> None:
+        """Take what an exchange of x still waits for, and let others read what was offered."""
+        ways, key = self._ways, (self._code, self._membership.tag)
         assert ways.host is not None
-        ways.host.take((self._code, self._membership.tag), arrivals, own, ways.others)
+        ways.host.take(key, arrivals, own, ways.others)
+        if track.offers:
+            ways.host.await_readers(key, ways.others, x, ways.others)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""

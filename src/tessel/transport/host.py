@@ -20,7 +20,7 @@ from tessel.transport.letter import Key, Letter, Offer, Receipt, WordsLetter, Wo
 from tessel.transport.parcel import Arrival, Parcel
 from tessel.transport.patience import SPINS, YIELDS, Patience
 from tessel.transport.process import Process
-from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_offered
+from tessel.transport.reading import SHORTEST, Reader, Staging, allow_siblings, can_be_offered
 from tessel.transport.segment import Address, Segment
 from tessel.transport.track import KINDS, Passage, Place, Track, has_engine
 
@@ -129,7 +129,7 @@ class Host:
         takes: Sequence[Take],
         adds: bool,
     ) -> Track | None:
-        """An exchange prepared for the engine, if there is one and all messages fit slots.
+        """An exchange prepared for the engine, if there is one and it can make it.
 
         Args:
             code: of the group.
@@ -138,32 +138,59 @@ class Host:
             takes: what comes, in the order in which it lands.
             adds: whether values are added anywhere.
         """
-        places = [*(place for _, place in gives), *(place for _, place, _ in takes)]
-        largest = max((prod(place.shape) for place in places), default=0)
-        is_small = largest * dtype.itemsize <= self._small[adds]
-        if not (self._has_engine and is_small) or (adds and dtype not in KINDS):
+        if not self._has_engine or (adds and dtype not in KINDS):
             return None
         own = next((place for worker, place in gives if worker == self.worker), None)
-        leave = [
-            Passage(self._outgoing[worker].words, place.alone, place)
-            for worker, place in gives
-            if worker != self.worker
-        ]
-        land = []
+        leave, land = [], []
+        for worker, place in gives:
+            if worker != self.worker:
+                offered = self._is_large(place, dtype, adds)
+                if offered and not self._is_reached(place, dtype, False):
+                    return None
+                channel = self._outgoing[worker].words
+                leave.append(Passage(channel, place.alone, place, reach=int(offered)))
         for worker, place, is_added in takes:
             if worker != self.worker:
-                channel = self._incoming[worker].words
-                land.append(Passage(channel, place, place.alone, is_added))
+                reached = self._is_reached(place, dtype, is_added)
+                if self._is_large(place, dtype, adds) and not reached:
+                    return None
+                channel, pid = self._incoming[worker].words, self._processes[worker].pid
+                reach = pid if reached else 0
+                land.append(Passage(channel, place, place.alone, is_added, reach))
             else:
                 assert own is not None
                 land.append(Passage(None, place, own, is_added))
         return Track(code, dtype, leave, land, yields=not self._spins)
+
+    def _is_large(self, place: Place, dtype: torch.dtype, adds: bool) -> bool:
+        """Whether something is offered rather than sent."""
+        return prod(place.shape) * dtype.itemsize > self._small[adds]
+
+    def _is_reached(self, place: Place, dtype: torch.dtype, adds: bool) -> bool:
+        """Whether it can be read from where it lies, or into it: in long runs, to add in one."""
+        num_together = place.run
+        is_long = num_together * dtype.itemsize >= SHORTEST
+        return self._direct and is_long and not (adds and num_together < prod(place.shape))
 
     def follow(self, track: Track, y: int, x: int, call: int) -> int:
         """Let the engine make an exchange; how many of the takes landed, -1 if it did nothing."""
         self._check_owner()
         with self._lock:
             return track.run(y, x, call)
+
+    def await_readers(
+        self, key: Key, workers: Iterable[int], x: Tensor, group: Sequence[int]
+    ) -> None:
+        """Until others have read what the engine offered them of x."""
+        letters = []
+        with self._lock:
+            for worker in workers:
+                offer = Offer(key, worker, x)
+                if self._outgoing[worker].adopt(offer):
+                    letters.append(offer)
+                    self._held.add(worker)
+        if letters:
+            self.wait((), letters, group)
 
     def swap(
         self, key: Key, sends: Sequence[Parcel], arrivals: Sequence[Arrival], group: Sequence[int]
@@ -217,11 +244,8 @@ class Host:
         worker, place, adds = arrival
         channel, num_bytes = self._incoming[worker], place.nbytes
         for _ in range(self._looks):
-            try:
-                with self._lock:
-                    taken = channel.take(key, place, adds, num_bytes)
-            except OSError as error:  # something else was offered, by a process that ends
-                raise self._lost([worker], str(error)) from error
+            with self._lock:
+                taken = channel.take(key, place, adds, num_bytes)
             if taken:
                 return
             if taken is None:

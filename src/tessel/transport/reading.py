@@ -18,6 +18,7 @@ from torch import Tensor
 
 SHORTEST = 4096  # bytes of a run for which the system's copy pays
 MOST = 1024  # runs that one call of the system takes
+LARGEST = 2**30  # bytes that it takes, a little less than what Linux allows
 _ALLOW_READER = 0x59616D61  # of prctl: who may look into this process
 
 _C = ctypes.CDLL(None, use_errno=True)
@@ -138,6 +139,7 @@ class Reader:
         target = Runs.of(place)
         size = place.nbytes
         step = (MOST - 2) * min(source.length, target.length)  # and a part at each end
+        step = min(step, LARGEST)
         for first in range(0, size, step):
             self._copy(source, target, first, min(first + step, size), begin)
 

@@ -78,6 +78,11 @@ class Place(NamedTuple):
         return sum(part.start * step for part, step in zip(self.region, self.steps, strict=True))
 
     @property
+    def run(self) -> int:
+        """How many of its elements lie together."""
+        return _runs(self.shape, self.steps, self.alone.steps)[0]
+
+    @property
     def alone(self) -> Place:
         """The same elements as a tensor of their own: so they lie in a slot."""
         return Place(self.shape, tuple(slice(0, length) for length in self.shape))
@@ -90,12 +95,15 @@ class Passage(NamedTuple):
         channel: the words of its end; None for what stays here.
         target, source: the places; of what passes a channel one of them is a slot.
         adds: whether it is added to what is there.
+        reach: of what goes, whether the receiver reads it where it lies; of what comes, the number
+            of the process whose memory may be read for it.
     """
 
     channel: tuple[int, ...] | None
     target: Place
     source: Place
     adds: bool = False
+    reach: int = 0
 
     def words(self, dtype: torch.dtype) -> list[int]:
         """What the engine reads."""
@@ -105,7 +113,8 @@ class Passage(NamedTuple):
         num_bytes = width * prod(self.target.shape)
         starts = width * self.source.start, width * self.target.start
         kind = KINDS[dtype] if self.adds else _COPIES
-        rest = [*(self.channel or _NOWHERE), num_bytes, *starts, kind, width * run, len(dims)]
+        channel = (*(self.channel or _NOWHERE), self.reach)
+        rest = [*channel, num_bytes, *starts, kind, width * run, len(dims)]
         return [1 + len(rest) + len(scaled), *rest, *scaled]
 
 
@@ -135,6 +144,9 @@ class Track:
         gives: into slots.
         takes: out of slots, or from the one tensor to the other, in the order in which they land.
         yields: whether the engine lets others run while it waits.
+
+    Attributes:
+        offers: whether others read something where it lies.
     """
 
     def __init__(
@@ -145,7 +157,9 @@ class Track:
         takes: Sequence[Passage],
         yields: bool,
     ) -> None:
-        head = [code, len(gives), len(takes), PATIENCE, int(yields)]
+        self.offers = any(each.reach for each in gives)
+        is_large = self.offers or any(each.reach for each in takes)
+        head = [code, len(gives), len(takes), PATIENCE, int(yields), int(is_large)]
         entries = (word for each in (*gives, *takes) for word in each.words(dtype))
         self._words = array("q", [*head, *entries])
         self.address = self._words.buffer_info()[0]

@@ -1,0 +1,203 @@
+"""The compiled engine: the same values as Python's way, and Python finishes what it begins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stress
+import tessel
+from tessel import Layout, Move, transport
+from tessel.transport import track
+from tessel.transport.host import Host
+from tessel.transport.track import Place
+
+Run = Callable[..., list[Any]]
+needs_engine = pytest.mark.skipif(
+    not (track.has_engine() and transport.can_share_memory()), reason="the engine was not built"
+)
+pytestmark = needs_engine
+
+
+def counted(work: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """What the work gives, and how far the engine came in each of its exchanges."""
+    found: list[int] = []
+    follow = Host.follow
+
+    def noted(self: Host, *args: Any) -> int:
+        found.append(follow(self, *args))
+        return found[-1]
+
+    Host.follow = noted  # type: ignore[method-assign]
+    try:
+        return work(), found
+    finally:
+        Host.follow = follow  # type: ignore[method-assign]
+
+
+# --- both ways
+
+
+def with_python() -> list[str]:
+    with stress.afresh(TESSEL_ENGINE="python"):
+        wrong, runs = counted(lambda: stress.movements(150, 11))
+        assert not runs
+    return wrong
+
+
+def with_one_engine() -> list[str]:
+    """Worker 0 has no engine, the others have one."""
+    choice = track.ENGINES[transport.this_worker() == 0]
+    with stress.afresh(TESSEL_ENGINE=choice):
+        return stress.movements(150, 12)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("work", [with_python, with_one_engine])
+def test_with_and_without_the_engine_movements_are_the_same(
+    run: Run, work: Callable[[], list[str]], nprocs: int
+) -> None:
+    assert run(work, nprocs=nprocs) == [[]] * nprocs
+
+
+def whole_and_parts(n: int) -> tuple[Layout, Layout]:
+    P = tessel.world()
+    return Layout.whole(P, (n,)), Layout.balanced(P, (n,))
+
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
+)
+
+
+def sums_of_each_kind() -> list[str]:
+    wrong = []
+    for dtype in DTYPES:
+        for n in (5, 300_000, 700_001):
+            whole, _ = whole_and_parts(n)
+            x = torch.arange(n).remainder(97).add(transport.this_worker()).to(dtype)
+            move = Move(whole, whole)
+            y, runs = counted(lambda move=move, x=x: move.apply(x))
+            terms = [
+                torch.arange(n).remainder(97).add(k).to(dtype) for k in range(whole.partition.size)
+            ]
+            if not torch.equal(y, sum(terms[1:], terms[0])) or not runs:
+                wrong.append(f"{dtype} {n} {runs}")
+    return wrong
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_sums_of_each_kind(run: Run, nprocs: int) -> None:
+    assert run(sums_of_each_kind, nprocs=nprocs) == [[]] * nprocs
+
+
+def unusual_tensors() -> bool:
+    """What does not lie as its values say goes Python's way."""
+    whole, parts = whole_and_parts(12)
+    move = Move(whole, parts)
+    z = torch.arange(12.0).mul(1 + 2j)
+    strided = torch.arange(24.0)[::2]
+    half = torch.arange(12.0).to(torch.bfloat16)
+    found = [
+        (x, *counted(lambda x=x: move.apply(x))) for x in (z.conj(), z.conj().imag, strided, half)
+    ]
+    size = whole.partition.size
+    return all(
+        torch.equal(y, parts.local_part(size * x.resolve_conj().resolve_neg())) and not runs
+        for x, y, runs in found
+    )
+
+
+def test_tensors_that_are_not_plain_go_another_way(run: Run) -> None:
+    assert run(unusual_tensors, nprocs=2) == [True] * 2
+
+
+# --- what the engine leaves to Python
+
+
+def late(n: int, movement: str) -> tuple[bool, list[int]]:
+    """Worker 1 comes long after the others have lost their patience."""
+    whole, parts = whole_and_parts(n)
+    move = {"sum": Move(whole, whole), "gather": Move(parts, whole)}[movement]
+    x = torch.arange(n, dtype=torch.float64)
+    mine = (x if movement == "sum" else parts.local_part(x)).clone()
+    expected = whole.partition.size * x if movement == "sum" else x
+    move.apply(mine)
+    if transport.this_worker() == 1:
+        time.sleep(0.3)
+    y, runs = counted(lambda: move.apply(mine.clone()))
+    mine.zero_()  # nobody reads it any more
+    again = move.apply(mine)
+    return torch.equal(y, expected) and not again.any(), runs
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize("movement", ["sum", "gather"])
+@pytest.mark.parametrize("n", [100, 1_000_000])
+def test_python_finishes_what_the_engine_began(
+    run: Run, n: int, movement: str, nprocs: int
+) -> None:
+    results = run(late, n, movement, nprocs=nprocs)
+    assert all(is_right for is_right, _ in results)
+    if nprocs == 2:
+        length = 1 if n > 100 and movement == "sum" else 2  # of the last exchange: all that lands
+        assert results[0][1][0] < 2 and results[1][1][-1] == length
+
+
+def without_waiting() -> bool:
+    """One end only sends, more than there are slots: the engine has no room, and Python waits."""
+    P = tessel.world()
+    first = Layout.whole(P.create_partition_inclusive([0]), (50,))
+    move = Move(first, Layout.whole(P, (50,)))
+    if transport.this_worker() == 1:
+        time.sleep(0.3)
+    is_root = transport.this_worker() == 0
+    right, runs = counted(
+        lambda: all(
+            (move.apply(torch.full((50,), float(k)) if is_root else torch.empty(0)) == k).all()
+            for k in range(30)
+        )
+    )
+    return bool(right) and (-1 in runs) == is_root
+
+
+def test_a_sender_without_room_waits(run: Run) -> None:
+    assert run(without_waiting, nprocs=2) == [True] * 2
+
+
+def unknown_engine() -> str:
+    whole, _ = whole_and_parts(3)
+    with stress.afresh(TESSEL_ENGINE="steam"), pytest.raises(ValueError) as caught:
+        Move(whole, whole).apply(torch.ones(3))
+    return str(caught.value)
+
+
+def test_an_unknown_engine_is_refused(run: Run) -> None:
+    for said in run(unknown_engine, nprocs=2):
+        assert "TESSEL_ENGINE must be one of compiled, python, got 'steam'" in said
+
+
+# --- tracks
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_runs_and_loops_reach_the_elements_of_a_place(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    place = Place(shape, tuple(slice(a, b) for a, b in bounds))
+    run, loops = track._runs(place.shape, place.steps, place.alone.steps)
+    reached, packed = [place.start], [0]
+    for n, to, other in loops:
+        reached = [at + to * k for at in reached for k in range(n)]
+        packed = [at + other * k for at in packed for k in range(n)]
+    elements = torch.arange(torch.Size(shape).numel()).view(shape)[place.region].flatten().tolist()
+    assert [at + k for at in reached for k in range(run)] == elements
+    assert [at + k for at in packed for k in range(run)] == list(range(len(elements)))
