@@ -18,10 +18,10 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from tessel.layout import Shape
-from tessel.transport import NUM_WORDS, Group, code_of
+from tessel.transport import NUM_WORDS, Group, code_of, packed_words
 
 MAX_DIM = 10
-MEMORY = 256  # conclusions that a meeting remembers
+MEMORY = 256  # conclusions, and claims, that a meeting remembers
 CLAIM = 4 + MAX_DIM  # words of a claim: dtype, device, flags, number of dimensions, lengths
 MAX_CLAIMS = (NUM_WORDS - 2) // CLAIM  # in one exchange, after the label; the last word is free
 
@@ -95,6 +95,8 @@ class Terms:
 
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 Conclusion = Callable[[dict[int, Shape], Terms], T]
 
 
@@ -117,18 +119,30 @@ class Meeting(Generic[T]):
     conclude: Conclusion[T]
     identity: str = ""
     _known: dict[bytes, T] = field(default_factory=dict)
+    _said: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
 
     def reach(self, claim: Claim) -> T:
         """One small exchange; its conclusion is drawn once for the same claims."""
-        return self.settle(self.group.share_words([self._code, *claim.words()]))
+        return self.settle(self.group.share(self._packed(claim)))
+
+    def reach_with(self, x: Tensor) -> T:
+        """The same for the claim of a tensor, which is put into words once for tensors alike."""
+        if not isinstance(x, Tensor) or in_forward_mode():
+            return self.reach(Claim.of(x))
+        kind = x.shape, x.dtype, x.device, x.layout, x.requires_grad, torch.is_grad_enabled()
+        said = self._said.get(kind)
+        if said is None:
+            said = self._packed(Claim.of(x))
+            remember(self._said, kind, said)
+        return self.settle(self.group.share(said))
+
+    def _packed(self, claim: Claim) -> bytes:
+        return packed_words([self._code, *claim.words()])
 
     def settle(self, everyones: bytes) -> T:
         """The conclusion from what all workers said."""
         if everyones not in self._known:
-            conclusion = self._conclude(everyones)
-            if len(self._known) >= MEMORY:
-                del self._known[next(iter(self._known))]
-            self._known[everyones] = conclusion
+            remember(self._known, everyones, self._conclude(everyones))
         return self._known[everyones]
 
     @cached_property
@@ -189,6 +203,13 @@ class Meeting(Generic[T]):
                 f"{self.label}: only workers {needs} need a gradient, and a compiled call has no "
                 f"backward pass on the others; let all inputs need one, also empty ones"
             )
+
+
+def remember(memory: dict[K, V], key: K, value: V) -> None:
+    """Keep something, and forget what was kept first if there is much."""
+    if len(memory) >= MEMORY:
+        del memory[next(iter(memory))]
+    memory[key] = value
 
 
 def reach_together(meetings: Sequence[Meeting[T]], claims: Sequence[Claim]) -> list[T]:

@@ -60,7 +60,7 @@ class LinearOperator(Numbered):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the operator to this worker's part, after all workers agreed that theirs fit."""
-        return apply_agreed(self, x, self.domain.partition.active)
+        return apply_agreed(self, x, self._gives)
 
     def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
         """Apply the operator without asking the others.
@@ -109,6 +109,11 @@ class LinearOperator(Numbered):
         return f"{type(self).__name__}({self.domain} → {self.codomain})"
 
     @cached_property
+    def _gives(self) -> bool:
+        """Whether this worker holds a part of the input."""
+        return self.domain.partition.active
+
+    @cached_property
     def _meeting(self) -> Meeting[Agreed]:
         identity = f"{self._label} {self.domain.identity} {self.codomain.identity}"
         ranks = self.domain.partition.ranks
@@ -126,7 +131,7 @@ class LinearOperator(Numbered):
         return self, terms
 
     def _is_derived(self, name: str) -> bool:
-        derived = ("number", "group", "takes_part", "_label", "_meeting", "H", "route")
+        derived = ("number", "group", "takes_part", "_label", "_gives", "_meeting", "H", "route")
         return name in derived or name.startswith("_settled")
 
 
@@ -248,7 +253,7 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
         kind = lengths, x.dtype, x.device.type, x.requires_grad and enabled, not enabled
         operator, terms = getattr(caller, _settled_while_compiling(caller.number, *kind))
     elif caller.takes_part:
-        operator, terms = caller._meeting.reach(Claim.of(x))
+        operator, terms = caller._meeting.reach_with(x)
         caller._meeting.group.number_call()
     else:
         return x.clone()

@@ -84,8 +84,8 @@ class Move(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return node(x, self.number)
-        first, *rest = self.stages
-        y = first.before(rest[0], x) if rest else first(x)
+        stages = self.stages
+        y = stages[0](x) if len(stages) == 1 else stages[0].before(stages[1], x)
         return shaped(y, self.codomain.local_shape)
 
     def depart(self, x: Tensor) -> Callable[[], Tensor]:

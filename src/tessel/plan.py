@@ -85,9 +85,9 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     """The exchanges that take a tensor from `source` to `target`, as `worker` sees them.
 
     One exchange, but for a sum of copies whose result all of them need: there each first sums one
-    part of it and then gives it to the others, which sends the least. A few workers swap copies that
-    are small, and add up everything: it takes half as many messages. So do two unless the copies
-    are large: that sends no more.
+    part of it and then gives it to the others, which sends the least. A few workers swap copies
+    that are small, and add up everything: it takes half as many messages. So do two unless the
+    copies are large: that sends no more.
     """
     return tuple(plan(a, b, worker) for a, b in _legs(source, target))
 

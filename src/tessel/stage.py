@@ -36,7 +36,7 @@ class Stage:
             return x.clone(memory_format=torch.contiguous_format)
         x = shaped(x, plan.source_shape)
         y = self._room(x) if room is None else room
-        if not self._follow(x, y):
+        if not self._follow(x, y, False):
             sends, arrivals = self._sends(x), self._arrivals(y)
             if plan.silent:
                 _land(sends, arrivals)
@@ -78,9 +78,14 @@ class Stage:
 
     def _room(self, like: Tensor) -> Tensor:
         """Room for the output, zero where nothing comes."""
-        shape = self.plan.target_shape
-        y = like.new_empty(shape) if self.spaced is None else _spaced(like, shape, self.spaced)
-        return y if self.plan.fills else y.zero_()
+        plan = self.plan
+        if self.spaced is not None:
+            y = _spaced(like, plan.target_shape, self.spaced)
+        elif plan.target_shape == plan.source_shape:
+            y = torch.empty_like(like, memory_format=torch.contiguous_format)
+        else:
+            y = like.new_empty(plan.target_shape)
+        return y if plan.fills else y.zero_()
 
     def _sends(self, x: Tensor) -> list[Parcel]:
         """What leaves the input."""
@@ -100,10 +105,10 @@ class Stage:
         own = transport.this_worker()
         return sorted(self.plan.lands, key=lambda landing: landing[0].peer != own)
 
-    def _follow(self, x: Tensor, y: Tensor, is_there: bool = False) -> bool:
+    def _follow(self, x: Tensor, y: Tensor, is_there: bool) -> bool:
         """Make the exchange along its track, if it has one and the tensors are plain."""
         track = self._track(x.dtype, is_there)
-        if track is None or not (is_plain(x) and is_plain(y)):
+        if track is None or not (is_plain(x) and y.is_contiguous()):
             return False
         landed = self.group.follow(track, y, x)
         if landed < track.length or track.offers:

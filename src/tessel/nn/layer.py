@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.agreement import Meeting, Terms, admit
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
 from tessel.nn import ledger
@@ -103,7 +103,7 @@ class Layer(Numbered):
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
         if self._group.size == 1:
             return x, _alone(self.P_x, tuple(x.shape))
-        layout, terms = self._meeting.reach(Claim.of(x))
+        layout, terms = self._meeting.reach_with(x)
         self._group.number_call()
         x = admit(x, terms, self.P_x.active)
         return even(x, terms), layout

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.agreement import Meeting, Terms, admit
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
 from tessel.nn import conv_transpose, convolution, ledger, upsample
@@ -147,7 +147,7 @@ class HaloRegion(nn.Sequential):
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
         if P_x.size == 1:
             return x, _alone(P_x, tuple(x.shape))
-        layout, terms = self._meeting(P_x).reach(Claim.of(x))
+        layout, terms = self._meeting(P_x).reach_with(x)
         P_x.group.number_call()
         return even(admit(x, terms, True), terms), layout
 

@@ -373,6 +373,22 @@ static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return PyLong_FromLong(taken);
 }
 
+static PyObject *py_share(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "share takes a track, bytes, a number and a call");
+        return NULL;
+    }
+    const word *track = PyLong_AsVoidPtr(args[0]);
+    const char *said = PyBytes_AsString(args[1]);
+    const Py_ssize_t size = PyLong_AsSsize_t(args[2]);
+    const word call = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred()) return NULL;
+    PyObject *heard = PyBytes_FromStringAndSize(NULL, size * PyBytes_Size(args[1]));
+    if (!heard) return NULL;
+    const long taken = run(track, PyBytes_AsString(heard), said, call);
+    return Py_BuildValue("lN", taken, heard);
+}
+
 static PyObject *py_clock(PyObject *self, PyObject *on) {
     is_clocked = PyObject_IsTrue(on);
     PyObject *seconds = Py_BuildValue("ddd", 1e-9 * (double)spent[0], 1e-9 * (double)spent[1],
@@ -384,6 +400,8 @@ static PyObject *py_clock(PyObject *self, PyObject *on) {
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL,
      "run(track, y, x, call): make an exchange; how many entries were taken, or -1."},
+    {"share", (PyCFunction)(void (*)(void))py_share, METH_FASTCALL,
+     "share(track, said, size, call): the same, from bytes to `size` times as many."},
     {"clock", py_clock, METH_O,
      "clock(on): the seconds of packing, moving and waiting since the last call."},
     {NULL, NULL, 0, NULL},

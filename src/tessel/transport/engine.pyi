@@ -4,5 +4,8 @@ def run(track: int, y: int, x: int, call: int, /) -> int:
     How many entries were taken, in their order; -1 if nothing was done.
     """
 
+def share(track: int, said: bytes, size: int, call: int, /) -> tuple[int, bytes]:
+    """The same, from bytes to `size` times as many, which are made."""
+
 def clock(on: bool, /) -> tuple[float, float, float]:
     """Measure from now on, or not; the seconds of packing, moving and waiting until now."""

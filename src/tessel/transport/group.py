@@ -34,6 +34,11 @@ def code_of(call: str) -> int:
     return zlib.crc32(call.encode())
 
 
+def packed_words(words: Sequence[int]) -> bytes:
+    """A few words with zeros after them, as many as agreements have."""
+    return array("q", [*words, *[0] * (NUM_WORDS - len(words))]).tobytes()
+
+
 class Group:
     """Workers that can talk to each other, in ascending order of their numbers.
 
@@ -141,37 +146,37 @@ class Group:
         This is how workers agree before data moves. All such messages have one length, so that
         workers that mean different things by theirs can find out.
         """
-        said = array("q", words)
-        said.extend([0] * (NUM_WORDS - len(said)))
+        return self.share(packed_words(words))
+
+    def share(self, said: bytes) -> bytes:
+        """The same, of words that were packed."""
         if self.size == 1:
-            return said.tobytes()
+            return said
         self._membership.traffic.agreements += 1
         if self._ways.all_near:
             return self._share_near(said)
-        device = self._control_device
-        return self.attempt(lambda: wire.share_words(said, self.size, device, self.handle))
+        words, device = array("q", said), self._control_device
+        return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
 
-    def _share_near(self, said: array[int]) -> bytes:
-        """The same, through memory: by the engine, and what it does not get, letter by letter."""
+    def _share_near(self, said: bytes) -> bytes:
+        """Through memory: by the engine, and what it does not get, letter by letter."""
         ways, key = self._ways, (self._code, _AGREEMENT)
-        host = ways.host
+        host, landed = ways.host, -1
         assert host is not None
-        heard = array("q", bytes(8 * NUM_WORDS * self.size))
-        landed = -1
+        heard = b""
         if self._agreement is not None:
-            addresses = heard.buffer_info()[0], said.buffer_info()[0]
-            landed = host.follow(self._agreement, *addresses, _AGREEMENT)
-        if landed == self.size:
-            return heard.tobytes()
+            landed, heard = host.share(self._agreement, said, self.size, _AGREEMENT)
+            if landed == self.size:
+                return heard
         if landed < 0:
             host.say_words(key, said, ways.others)
-        missing = self.workers[max(landed, 0) :]
+        parts = [
+            heard[at : at + len(said)] for at in range(0, max(landed, 0) * len(said), len(said))
+        ]
+        missing = self.workers[len(parts) :]
         others = [each for each in missing if each != ways.worker]
         came = dict(zip(others, host.hear_words(key, others, ways.others), strict=True))
-        for worker in missing:
-            begin = NUM_WORDS * self.workers.index(worker)
-            heard[begin : begin + NUM_WORDS] = array("q", came.get(worker, said))
-        return heard.tobytes()
+        return b"".join([*parts, *(came.get(worker, said) for worker in missing)])
 
     @cached_property
     def _agreement(self) -> Track | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from array import array
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -178,6 +177,12 @@ class Host:
         with self._lock:
             return track.run(y, x, call)
 
+    def share(self, track: Track, said: bytes, size: int, call: int) -> tuple[int, bytes]:
+        """The same with bytes, of which `size` times as many come."""
+        self._check_owner()
+        with self._lock:
+            return track.share(said, size, call)
+
     def await_readers(
         self, key: Key, workers: Iterable[int], x: Tensor, group: Sequence[int]
     ) -> None:
@@ -264,12 +269,12 @@ class Host:
                 awaited.append((worker, receipt))
         return awaited
 
-    def say_words(self, key: Key, words: array[int], others: Sequence[int]) -> None:
+    def say_words(self, key: Key, words: bytes, others: Sequence[int]) -> None:
         """Give a few words to others."""
         self._check_owner()
         with self._lock:
             for other in others:
-                self._send(WordsLetter(key, other, memoryview(words)))
+                self._send(WordsLetter(key, other, memoryview(words).cast("q")))
 
     def hear_words(self, key: Key, others: Sequence[int], group: Sequence[int]) -> list[bytes]:
         """Get the words of others, in order, who get those of this worker."""

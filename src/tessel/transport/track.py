@@ -177,6 +177,10 @@ class Track:
         """
         return engine.run(self.address, y, x, call)
 
+    def share(self, said: bytes, size: int, call: int) -> tuple[int, bytes]:
+        """The same, from bytes to `size` times as many."""
+        return engine.share(self.address, said, size, call)
+
     def count(self, totals: Traffic) -> None:
         """Add what travels along it to the totals."""
         totals.messages += self._messages

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel import boxes
-from tessel.agreement import Claim, Meeting, Terms, same
+from tessel.agreement import Meeting, Terms, same
 from tessel.distributed.agreeing import agree, agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
@@ -188,7 +188,7 @@ def multiply(
     with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
         product = _product(x, weight, bias, name, partition, dim, sizes)
         x = unmarked(x)
-        entry = _meeting(product).reach(Claim.of(x))
+        entry = _meeting(product).reach_with(x)
         partition.group.number_call()
         return _multiplied(even(x, entry.terms), weight, bias, product, entry)
 
