@@ -59,7 +59,7 @@ def _plan_death(moment: str) -> None:
     if moment == "before":
         die()
     elif moment == "in the agreement":
-        transport.Group.share_words = die  # type: ignore[method-assign]
+        transport.Group.share = die  # type: ignore[method-assign]
     elif moment == "in the exchange":
         transport.Group.exchange = die  # type: ignore[method-assign]
         transport.Group.exchange_at_once = die  # type: ignore[method-assign]

@@ -89,8 +89,7 @@ class Stage:
 
     def _sends(self, x: Tensor) -> list[Parcel]:
         """What leaves the input."""
-        adds = not self.plan.once
-        return [Parcel(piece.peer, _part(x, piece), adds) for piece in self.plan.leaves]
+        return [Parcel(piece.peer, _part(x, piece)) for piece in self.plan.leaves]
 
     def _arrivals(self, y: Tensor, is_there: bool = False) -> list[Arrival]:
         """Where in the output belongs what comes; the own part may be there already."""
@@ -133,7 +132,7 @@ class Stage:
             (piece.peer, Place(plan.target_shape, piece.region), adds)
             for piece, adds in self._lands(is_there)
         ]
-        return self.group.track(dtype, gives, takes, adds=not plan.once)
+        return self.group.track(dtype, gives, takes)
 
 
 def _land(sends: list[Parcel], arrivals: list[Arrival]) -> None:

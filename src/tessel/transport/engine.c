@@ -33,10 +33,11 @@ enum { START, RUN_LENGTH, NUM_COUNTS, COUNTS, MOST_DIMS = 30 }; /* words of an o
 
 /* --- what track.py writes */
 
-enum { CODE, NUM_GIVES, NUM_TAKES, PATIENCE, YIELDS, IS_LARGE, ENTRIES };
+enum { CODE, NUM_GIVES, NUM_TAKES, PATIENCE, YIELDS, IS_LARGE, IS_BLOCKED, ENTRIES };
 /* REACH: of a give, whether it is offered; of a take, the process whose memory may be read */
 enum { LENGTH, CONTROL, SLOT_START, SLOT_SIZE, BELL, ASLEEP, STATE, REACH, BYTES,
        X_OFFSET, Y_OFFSET, KIND, RUN, NUM_DIMS, DIMS };
+enum { MOST_TERMS = 16 };
 enum { COPIES, FLOAT32, FLOAT64, INT8, INT16, INT32, INT64 };
 
 static word spent[3]; /* nanoseconds that were spent packing, moving and waiting, if asked for */
@@ -107,7 +108,7 @@ static void carry(char *to, const char *from, const word *entry) {
 
 /* --- the memory of other processes */
 
-enum { SEGMENTS = 256, STAGE = 1 << 18, MOST_BYTES = 1 << 30 };
+enum { SEGMENTS = 256, BLOCK = 1 << 17, MOST_BYTES = 1 << 30 };
 
 /* A place in a tensor: runs of bytes, and where in them one is. */
 struct cursor {
@@ -173,21 +174,6 @@ static int read_from(pid_t pid, struct cursor *to, struct cursor *from, size_t b
         }
         if (process_vm_readv(pid, here, n, there, n, 0) != (ssize_t)sum) return 0;
         bytes -= sum;
-    }
-    return 1;
-}
-
-/* Add what another process has to bytes that lie together, piece by piece. */
-static int add_from(pid_t pid, char *to, struct cursor *from, size_t bytes, word kind) {
-    static char stage[STAGE] __attribute__((aligned(64)));
-    while (bytes) {
-        const size_t part = bytes < STAGE ? bytes : STAGE;
-        struct cursor here;
-        set_out(&here, stage, part, 0);
-        if (!read_from(pid, &here, from, part)) return 0;
-        put(to, stage, part, kind);
-        to += part;
-        bytes -= part;
     }
     return 1;
 }
@@ -262,26 +248,32 @@ static int has_come(const word *entry, word code, word call) {
     return is_asked ? 1 : -1;
 }
 
+/* What came next, and whether it is an offer. */
+static char *came(const word *entry, int *is_offer) {
+    const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
+    *is_offer = head[PART] == OFFER;
+    return slot(entry, head[SLOT]);
+}
+
+static void let_go(const word *entry) {
+    while (sem_trywait(filled(entry))) {} /* it is there */
+    state_of(entry)[NUM_TAKEN]++;
+    publish(entry, emptied(entry));
+}
+
 /* Put what came into its place; whether it could be read. */
 static int take(const word *entry, char *y) {
-    word *state = state_of(entry);
-    const word *head = header(entry, state[NUM_TAKEN]);
-    char *came = slot(entry, head[SLOT]);
-    if (head[PART] != OFFER) {
-        carry(y + entry[Y_OFFSET], came, entry);
+    int is_offer;
+    char *from = came(entry, &is_offer);
+    if (is_offer) {
+        struct cursor there, here;
+        if (!set_out_offer(&there, (word *)from)) return 0;
+        set_out_target(&here, y, entry);
+        if (!read_from((pid_t)entry[REACH], &here, &there, (size_t)entry[BYTES])) return 0;
     } else {
-        struct cursor from, to;
-        const pid_t pid = (pid_t)entry[REACH];
-        const size_t bytes = (size_t)entry[BYTES];
-        if (!set_out_offer(&from, (word *)came)) return 0;
-        set_out_target(&to, y, entry);
-        if (entry[KIND] == COPIES ? !read_from(pid, &to, &from, bytes)
-                                  : !add_from(pid, to.at, &from, bytes, entry[KIND]))
-            return 0;
+        carry(y + entry[Y_OFFSET], from, entry);
     }
-    while (sem_trywait(filled(entry))) {} /* it is there */
-    state[NUM_TAKEN]++;
-    publish(entry, emptied(entry));
+    let_go(entry);
     return 1;
 }
 
@@ -324,9 +316,76 @@ static void count_time(int part, word *since) {
     *since = then;
 }
 
+enum { PACK, MOVE, WAIT };
+
+/* One term of a sum: what this worker has, or came in a slot, or lies in another process. */
+struct term {
+    const word *entry;
+    const char *values; /* NULL where they have to be read */
+    struct cursor there;
+};
+
+/* Sum up terms that lie together, block by block: the sum stays in the cache. */
+static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
+    static char stage[BLOCK] __attribute__((aligned(64)));
+    for (size_t at = 0; at < bytes; at += BLOCK) {
+        const size_t part = bytes - at < BLOCK ? bytes - at : BLOCK;
+        for (struct term *term = terms; term < terms + num_terms; term++) {
+            const word kind = term->entry[KIND];
+            const char *from = term->values ? term->values + at : stage;
+            if (!term->values) {
+                struct cursor here;
+                set_out(&here, kind == COPIES ? y + at : stage, part, 0);
+                if (!read_from((pid_t)term->entry[REACH], &here, &term->there, part)) return 0;
+            }
+            if (term->values || kind != COPIES) put(y + at, from, part, kind);
+        }
+    }
+    return 1;
+}
+
+/* A sum whose terms all lie together: all of them are taken, or none. */
+static long take_blocked(const word *track, const word *entry, char *y, const char *x, word call,
+                         word *since) {
+    struct term terms[MOST_TERMS] = {0};
+    const word num_takes = track[NUM_TAKES];
+    char *to = y + entry[Y_OFFSET];
+    for (word i = 0; i < num_takes; i++, entry += entry[LENGTH]) {
+        int is_offer = 0;
+        terms[i].entry = entry;
+        terms[i].values = x + entry[X_OFFSET];
+        if (!entry[CONTROL]) continue;
+        const int is_there = await_entry(entry, track, call);
+        count_time(WAIT, since);
+        if (!is_there) return 0;
+        char *from = came(entry, &is_offer);
+        terms[i].values = is_offer ? NULL : from;
+        if (is_offer && !set_out_offer(&terms[i].there, (word *)from)) return 0;
+    }
+    if (!sum_up(terms, num_takes, to, (size_t)terms[0].entry[BYTES])) return 0;
+    for (word i = 0; i < num_takes; i++)
+        if (terms[i].entry[CONTROL]) let_go(terms[i].entry);
+    count_time(MOVE, since);
+    return (long)num_takes;
+}
+
+static long take_in_order(const word *track, const word *entry, char *y, const char *x, word call,
+                          word *since) {
+    for (long i = 0; i < track[NUM_TAKES]; i++, entry += entry[LENGTH]) {
+        if (!entry[CONTROL]) {
+            carry(y + entry[Y_OFFSET], x + entry[X_OFFSET], entry);
+        } else {
+            const int is_there = await_entry(entry, track, call);
+            count_time(WAIT, since);
+            if (!is_there || !take(entry, y)) return i;
+        }
+        count_time(MOVE, since);
+    }
+    return (long)track[NUM_TAKES];
+}
+
 /* How many of the entries were taken, in their order; -1 if nothing was done. */
 static long run(const word *track, char *y, const char *x, word call) {
-    enum { PACK, MOVE, WAIT };
     const word num_gives = track[NUM_GIVES], num_takes = track[NUM_TAKES];
     const word *gives = track + ENTRIES, *takes = gives, *entry;
     word since = is_clocked ? now() : 0;
@@ -338,19 +397,11 @@ static long run(const word *track, char *y, const char *x, word call) {
     entry = gives;
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, track[CODE], call);
     count_time(PACK, &since);
-    for (long i = 0; i < num_takes; i++, entry += entry[LENGTH]) {
-        if (!entry[CONTROL]) {
-            carry(y + entry[Y_OFFSET], x + entry[X_OFFSET], entry);
-        } else {
-            const int came = await_entry(entry, track, call);
-            count_time(WAIT, &since);
-            if (!came || !take(entry, y)) return i;
-        }
-        count_time(MOVE, &since);
-    }
-    await_readers(track, gives);
+    const long taken = track[IS_BLOCKED] ? take_blocked(track, takes, y, x, call, &since)
+                                         : take_in_order(track, takes, y, x, call, &since);
+    if (taken == num_takes) await_readers(track, gives);
     count_time(WAIT, &since);
-    return (long)num_takes;
+    return taken;
 }
 
 /* --- Python */

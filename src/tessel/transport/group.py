@@ -102,13 +102,13 @@ class Group:
         self.exchange(sends, arrivals, device, dense)()
 
     def track(
-        self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take], adds: bool
+        self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take]
     ) -> Track | None:
-        """An exchange of small messages between workers of one host, prepared, if it can be."""
+        """An exchange between workers of one host, prepared, if it can be."""
         ways = self._ways
         if not ways.all_near or ways.host is None:
             return None
-        return ways.host.track(self._code, dtype, gives, takes, adds)
+        return ways.host.track(self._code, dtype, gives, takes)
 
     def follow(self, track: Track, y: Tensor, x: Tensor) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
@@ -188,7 +188,7 @@ class Group:
         )
         gives = [(worker, said) for worker in self.workers]
         takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
-        return self.track(torch.int64, gives, takes, adds=False)
+        return self.track(torch.int64, gives, takes)
 
     def check_same_call(self, everyones: bytes, call: str) -> None:
         """Raise ValueError on every worker if the first of their words, the codes, differ."""

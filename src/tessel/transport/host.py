@@ -24,7 +24,7 @@ from tessel.transport.segment import Address, Segment
 from tessel.transport.track import KINDS, Passage, Place, Track, has_engine
 
 Awaited = tuple[int, Receipt | WordsReceipt]
-LARGE = 2**19  # bytes of what is offered rather than sent
+LARGE = 2**17  # bytes of what is offered rather than sent
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 Give = tuple[int, Place]  # to a worker, from a place
 Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
@@ -62,8 +62,7 @@ class Host:
         self._owner = os.getpid()
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
         self._looks = self._spins or YIELDS
-        slot_size = self._ground.slot_size
-        self._small = (min(LARGE - 1, slot_size), slot_size)  # what is copied, and what is added
+        self._small = min(LARGE - 1, self._ground.slot_size)  # bytes of what is sent in one slot
         self._has_engine = has_engine()
         limit = time_limit()
         self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
@@ -109,9 +108,9 @@ class Host:
         self._check_owner()
         letters: list[Letter | Offer] = []
         with self._lock:
-            for worker, tensor, adds in parcels:
+            for worker, tensor in parcels:
                 letter: Letter | Offer
-                is_large = tensor.nbytes > self._small[adds]
+                is_large = tensor.nbytes > self._small
                 if self._direct and is_large and can_be_offered(tensor):
                     letter = Offer(key, worker, tensor)
                 else:
@@ -121,12 +120,7 @@ class Host:
         return letters
 
     def track(
-        self,
-        code: int,
-        dtype: torch.dtype,
-        gives: Sequence[Give],
-        takes: Sequence[Take],
-        adds: bool,
+        self, code: int, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take]
     ) -> Track | None:
         """An exchange prepared for the engine, if there is one and it can make it.
 
@@ -135,15 +129,15 @@ class Host:
             dtype: of the tensors.
             gives: what goes to others of this host, and to this worker itself, at most once each.
             takes: what comes, in the order in which it lands.
-            adds: whether values are added anywhere.
         """
+        adds = any(is_added for *_, is_added in takes)
         if not self._has_engine or (adds and dtype not in KINDS):
             return None
         own = next((place for worker, place in gives if worker == self.worker), None)
         leave, land = [], []
         for worker, place in gives:
             if worker != self.worker:
-                offered = self._is_large(place, dtype, adds)
+                offered = self._is_large(place, dtype)
                 if offered and not self._is_reached(place, dtype, False):
                     return None
                 channel = self._outgoing[worker].words
@@ -151,7 +145,7 @@ class Host:
         for worker, place, is_added in takes:
             if worker != self.worker:
                 reached = self._is_reached(place, dtype, is_added)
-                if self._is_large(place, dtype, adds) and not reached:
+                if self._is_large(place, dtype) and not reached:
                     return None
                 channel, pid = self._incoming[worker].words, self._processes[worker].pid
                 reach = pid if reached else 0
@@ -161,9 +155,9 @@ class Host:
                 land.append(Passage(None, place, own, is_added))
         return Track(code, dtype, leave, land, yields=not self._spins)
 
-    def _is_large(self, place: Place, dtype: torch.dtype, adds: bool) -> bool:
+    def _is_large(self, place: Place, dtype: torch.dtype) -> bool:
         """Whether something is offered rather than sent."""
-        return prod(place.shape) * dtype.itemsize > self._small[adds]
+        return prod(place.shape) * dtype.itemsize > self._small
 
     def _is_reached(self, place: Place, dtype: torch.dtype, adds: bool) -> bool:
         """Whether it can be read from where it lies, or into it: in long runs, to add in one."""
@@ -212,17 +206,17 @@ class Host:
         """
         self._check_owner()
         own, letters = None, []
-        if any(arrival.place.nbytes > self._small[arrival.adds] for arrival in arrivals):
+        if any(arrival.place.nbytes > self._small for arrival in arrivals):
             return False
         with self._lock:
             if self._held or not all(each.is_quiet for each in self._incoming.values()):
                 return False
-            for worker, tensor, adds in sends:
+            for worker, tensor in sends:
                 if worker == self.worker:
                     own = tensor
                     continue
                 channel, num_bytes = self._outgoing[worker], tensor.nbytes
-                if num_bytes > self._small[adds] or not channel.has_room:
+                if num_bytes > self._small or not channel.has_room:
                     return False
                 letters.append((channel, tensor, num_bytes))
             for channel, tensor, num_bytes in letters:

@@ -8,14 +8,10 @@ from torch import Tensor
 
 
 class Parcel(NamedTuple):
-    """A tensor for a worker: any strides; it must not change before the exchange is over.
-
-    `adds` says that it will be added to something, which is quicker from a slot.
-    """
+    """A tensor for a worker: any strides; it must not change before the exchange is over."""
 
     worker: int
     tensor: Tensor
-    adds: bool = False
 
 
 class Arrival(NamedTuple):

@@ -24,6 +24,7 @@ except ImportError:  # it was installed where no compiler was found
     engine = None  # type: ignore[assignment]
 
 ENGINES = ("compiled", "python")
+MOST_TERMS = 16  # of a sum that the engine makes block by block
 PATIENCE = 200_000  # nanoseconds for which the engine waits before Python does
 # how the engine adds numbers of each kind; complex ones are pairs
 KINDS = {
@@ -105,6 +106,11 @@ class Passage(NamedTuple):
     adds: bool = False
     reach: int = 0
 
+    @property
+    def is_together(self) -> bool:
+        """Whether all of it is one run, at both ends."""
+        return not _runs(self.target.shape, self.target.steps, self.source.steps)[1]
+
     def words(self, dtype: torch.dtype) -> list[int]:
         """What the engine reads."""
         width = dtype.itemsize
@@ -159,7 +165,8 @@ class Track:
     ) -> None:
         self.offers = any(each.reach for each in gives)
         is_large = self.offers or any(each.reach for each in takes)
-        head = [code, len(gives), len(takes), PATIENCE, int(yields), int(is_large)]
+        is_blocked = _is_blocked(takes)
+        head = [code, len(gives), len(takes), PATIENCE, yields, is_large, is_blocked]
         entries = (word for each in (*gives, *takes) for word in each.words(dtype))
         self._words = array("q", [*head, *entries])
         self.address = self._words.buffer_info()[0]
@@ -186,6 +193,13 @@ class Track:
         totals.messages += self._messages
         totals.bytes_sent += self._bytes_sent
         totals.bytes_received += self._bytes_received
+
+
+def _is_blocked(takes: Sequence[Passage]) -> bool:
+    """Whether takes are terms of one sum, all of which lie together."""
+    ends = {(each.target.start, each.target.shape) for each in takes}
+    together = all(each.is_together for each in takes)
+    return 1 < len(takes) <= MOST_TERMS and len(ends) == 1 and together
 
 
 def _num_bytes(passages: Iterable[Passage], dtype: torch.dtype) -> int:
