@@ -99,18 +99,20 @@ def test_sums_of_each_kind(run: Run, nprocs: int) -> None:
 
 
 def unusual_tensors() -> bool:
-    """What does not lie as its values say goes Python's way."""
+    """What does not lie as its values say goes Python's way; what lies apart does not."""
     whole, parts = whole_and_parts(12)
     move = Move(whole, parts)
     z = torch.arange(12.0).mul(1 + 2j)
-    strided = torch.arange(24.0)[::2]
+    strided, expanded = torch.arange(24.0)[::2], torch.ones(1).expand(12)
     half = torch.arange(12.0).to(torch.bfloat16)
     found = [
-        (x, *counted(lambda x=x: move.apply(x))) for x in (z.conj(), z.conj().imag, strided, half)
+        (x, *counted(lambda x=x: move.apply(x)))
+        for x in (z.conj(), z.conj().imag, half, strided, expanded)
     ]
     size = whole.partition.size
     return all(
-        torch.equal(y, parts.local_part(size * x.resolve_conj().resolve_neg())) and not runs
+        torch.equal(y, parts.local_part(size * x.resolve_conj().resolve_neg()))
+        and bool(runs) == (x is strided or x is expanded)
         for x, y, runs in found
     )
 
@@ -191,13 +193,17 @@ def test_an_unknown_engine_is_refused(run: Run) -> None:
 @settings(max_examples=200, deadline=None)
 def test_runs_and_loops_reach_the_elements_of_a_place(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
-    bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-    place = Place(shape, tuple(slice(a, b) for a, b in bounds))
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    whole = whole.permute(data.draw(st.permutations(range(len(shape)))))
+    bounds = [
+        sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in whole.shape
+    ]
+    place = Place(tuple(slice(a, b) for a, b in bounds), whole.stride())
     run, loops = track._runs(place.shape, place.steps, place.alone.steps)
     reached, packed = [place.start], [0]
     for n, to, other in loops:
         reached = [at + to * k for at in reached for k in range(n)]
         packed = [at + other * k for at in packed for k in range(n)]
-    elements = torch.arange(torch.Size(shape).numel()).view(shape)[place.region].flatten().tolist()
+    elements = whole[place.region].flatten().tolist()
     assert [at + k for at in reached for k in range(run)] == elements
     assert [at + k for at in packed for k in range(run)] == list(range(len(elements)))

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tessel.machine import memory_limit, usable_cores
-from tessel.transport import chosen_transport
+from tessel.transport import chosen_transport, has_engine
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _IDLE = (3, 4)  # columns of /proc/stat: idle, iowait
@@ -32,8 +32,13 @@ def description() -> dict[str, str]:
         "torch": version("torch"),
         "MPI": _first_line("mpirun", "--version") or "none",
         "transport": chosen_transport(),
-        "allocator": " ".join(f"{k}={v}" for k, v in os.environ.items() if k.startswith("MALLOC_")),
+        "engine": "compiled" if has_engine() else "none",
+        "allocator": " ".join(f"{k}={v}" for k, v in os.environ.items() if _is_of_allocator(k)),
     }
+
+
+def _is_of_allocator(variable: str) -> bool:
+    return variable.startswith(("MALLOC_", "THP_"))
 
 
 def _processor() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from torch import Tensor
 from tessel import transport
 from tessel.layout import Shape
 from tessel.plan import Piece, Plan
-from tessel.transport import Arrival, Parcel, Place, Track, is_plain
+from tessel.transport import NOTHING, UNREAD, Arrival, Parcel, Place, Track, is_plain
 
 STEP, GAP = 2048, 128  # bytes
+MOST_TRACKS = 64  # that a stage remembers
 
 
 class Stage:
@@ -27,7 +29,7 @@ class Stage:
 
     def __init__(self, plan: Plan, group: transport.Group, spaced: int | None = None) -> None:
         self.plan, self.group, self.spaced = plan, group, spaced
-        self._tracks: dict[tuple[torch.dtype, bool], Track | None] = {}
+        self._tracks: dict[tuple[Any, ...], Track | None] = {}  # by how the tensors lie
 
     def __call__(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """The output, in the room that is given for it."""
@@ -106,32 +108,31 @@ class Stage:
 
     def _follow(self, x: Tensor, y: Tensor, is_there: bool) -> bool:
         """Make the exchange along its track, if it has one and the tensors are plain."""
-        track = self._track(x.dtype, is_there)
-        if track is None or not (is_plain(x) and y.is_contiguous()):
+        track = self._track(x.dtype, x.stride(), y.stride(), is_there) if is_plain(x) else None
+        if track is None:
             return False
         landed = self.group.follow(track, y, x)
-        if landed < track.length or track.offers:
-            if landed < 0:
-                return False
+        if landed not in (track.length, NOTHING):
             kept = self.plan.kept
             own = None if kept is None else _part(x, kept)
-            self.group.finish(track, x, self._arrivals(y, is_there)[landed:], own)
-        return True
+            rest = [] if landed == UNREAD else self._arrivals(y, is_there)[landed:]
+            self.group.finish(track, x, rest, own)
+        return landed != NOTHING
 
-    def _track(self, dtype: torch.dtype, is_there: bool) -> Track | None:
-        key = dtype, is_there
+    def _track(self, *key: Any) -> Track | None:
         if key not in self._tracks:
+            if len(self._tracks) >= MOST_TRACKS:
+                self._tracks.clear()
             self._tracks[key] = None if self.plan.silent else self._prepared(*key)
         return self._tracks[key]
 
-    def _prepared(self, dtype: torch.dtype, is_there: bool) -> Track | None:
-        plan = self.plan
-        leaves = plan.gives if is_there else plan.leaves
-        gives = [(piece.peer, Place(plan.source_shape, piece.region)) for piece in leaves]
-        takes = [
-            (piece.peer, Place(plan.target_shape, piece.region), adds)
-            for piece, adds in self._lands(is_there)
-        ]
+    def _prepared(
+        self, dtype: torch.dtype, x_steps: Shape, y_steps: Shape, is_there: bool
+    ) -> Track | None:
+        leaves = self.plan.gives if is_there else self.plan.leaves
+        gives = [(piece.peer, Place(piece.region, x_steps)) for piece in leaves]
+        lands = self._lands(is_there)
+        takes = [(piece.peer, Place(piece.region, y_steps), adds) for piece, adds in lands]
         return self.group.track(dtype, gives, takes)
 
 

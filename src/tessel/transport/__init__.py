@@ -20,6 +20,8 @@ from tessel.transport.job import tagged as tagged
 from tessel.transport.job import traffic as traffic
 from tessel.transport.parcel import Arrival as Arrival
 from tessel.transport.parcel import Parcel as Parcel
+from tessel.transport.track import NOTHING as NOTHING
+from tessel.transport.track import UNREAD as UNREAD
 from tessel.transport.track import Place as Place
 from tessel.transport.track import Track as Track
 from tessel.transport.track import has_engine as has_engine

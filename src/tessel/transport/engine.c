@@ -12,6 +12,7 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <errno.h>
 #include <sched.h>
 #include <semaphore.h>
 #include <stdint.h>
@@ -33,7 +34,8 @@ enum { START, RUN_LENGTH, NUM_COUNTS, COUNTS, MOST_DIMS = 30 }; /* words of an o
 
 /* --- what track.py writes */
 
-enum { CODE, NUM_GIVES, NUM_TAKES, PATIENCE, YIELDS, IS_LARGE, IS_BLOCKED, ENTRIES };
+enum { CODE, NUM_GIVES, NUM_TAKES, PATIENCE, YIELDS, NAP, OWN_BELL, OWN_ASLEEP, IS_LARGE,
+       IS_BLOCKED, ENTRIES };
 /* REACH: of a give, whether it is offered; of a take, the process whose memory may be read */
 enum { LENGTH, CONTROL, SLOT_START, SLOT_SIZE, BELL, ASLEEP, STATE, REACH, BYTES,
        X_OFFSET, Y_OFFSET, KIND, RUN, NUM_DIMS, DIMS };
@@ -108,7 +110,7 @@ static void carry(char *to, const char *from, const word *entry) {
 
 /* --- the memory of other processes */
 
-enum { SEGMENTS = 256, BLOCK = 1 << 17, MOST_BYTES = 1 << 30 };
+enum { SEGMENTS = 256, BLOCK = 1 << 17, MOST_BYTES = 1 << 30, SHORTEST = 4096 };
 
 /* A place in a tensor: runs of bytes, and where in them one is. */
 struct cursor {
@@ -261,6 +263,27 @@ static void let_go(const word *entry) {
     publish(entry, emptied(entry));
 }
 
+/* Copy from another process to short runs, by way of a stage that stays in the cache. */
+static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t bytes) {
+    static char stage[BLOCK] __attribute__((aligned(64)));
+    while (bytes) {
+        size_t left = bytes < BLOCK ? bytes : BLOCK;
+        const char *next = stage;
+        struct cursor here;
+        set_out(&here, stage, left, 0);
+        if (!read_from(pid, &here, from, left)) return 0;
+        bytes -= left;
+        while (left) {
+            const size_t part = left < to->left ? left : to->left;
+            memcpy(to->at, next, part);
+            advance(to, part);
+            next += part;
+            left -= part;
+        }
+    }
+    return 1;
+}
+
 /* Put what came into its place; whether it could be read. */
 static int take(const word *entry, char *y) {
     int is_offer;
@@ -269,7 +292,11 @@ static int take(const word *entry, char *y) {
         struct cursor there, here;
         if (!set_out_offer(&there, (word *)from)) return 0;
         set_out_target(&here, y, entry);
-        if (!read_from((pid_t)entry[REACH], &here, &there, (size_t)entry[BYTES])) return 0;
+        const pid_t pid = (pid_t)entry[REACH];
+        const size_t bytes = (size_t)entry[BYTES];
+        if (entry[RUN] < SHORTEST ? !read_staged(pid, &here, &there, bytes)
+                                  : !read_from(pid, &here, &there, bytes))
+            return 0;
     } else {
         carry(y + entry[Y_OFFSET], from, entry);
     }
@@ -277,35 +304,81 @@ static int take(const word *entry, char *y) {
     return 1;
 }
 
-/* Wait until what was offered is read, as long as patience lasts. */
-static void await_readers(const word *track, const word *gives) {
-    const word *entry = gives, until = now() + track[PATIENCE];
-    for (word i = 0; i < track[NUM_GIVES]; i++, entry += entry[LENGTH]) {
-        word *state = state_of(entry);
-        while (entry[REACH] && state[NUM_EMPTIED] < state[OFFERED]) {
-            note_emptied(entry);
-            if (state[NUM_EMPTIED] >= state[OFFERED]) break;
-            if (now() > until) return;
-            if (track[YIELDS]) sched_yield();
-            else relax();
-        }
+/* --- patience: look at once, then let others run in between, then sleep until the bell rings */
+
+static _Thread_local int holds_python; /* whether this thread holds Python's lock */
+
+struct patience {
+    const word *track;
+    word until;    /* when looking at once ends, and then sleeping */
+    int is_asleep; /* whether others have to ring */
+};
+
+static struct patience begin_waiting(const word *track) {
+    return (struct patience){track, now() + track[PATIENCE], 0};
+}
+
+static void end_waiting(const struct patience *p) {
+    if (p->is_asleep) __atomic_store_n((word *)p->track[OWN_ASLEEP], 0, __ATOMIC_SEQ_CST);
+}
+
+static void sleep_until(sem_t *bell, word nanoseconds) {
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    nanoseconds += t.tv_nsec;
+    t.tv_sec += nanoseconds / 1000000000;
+    t.tv_nsec = nanoseconds % 1000000000;
+    PyThreadState *python = holds_python ? PyEval_SaveThread() : NULL;
+    while (sem_timedwait(bell, &t) && errno == EINTR) {}
+    if (python) PyEval_RestoreThread(python);
+}
+
+/* Pause between two looks in vain; 0 when patience is at its end. */
+static int pause_once(struct patience *p) {
+    const word *track = p->track;
+    if (!p->is_asleep) {
+        if (track[YIELDS]) sched_yield();
+        else relax();
+        const word at = now();
+        if (at < p->until) return 1;
+        p->is_asleep = 1; /* and look once more before sleeping */
+        p->until = at + track[NAP];
+        __atomic_store_n((word *)track[OWN_ASLEEP], 1, __ATOMIC_SEQ_CST);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        return 1;
     }
+    const word left = p->until - now();
+    if (left <= 0) return 0;
+    sleep_until((sem_t *)track[OWN_BELL], left);
+    return 1;
 }
 
 /* Wait for what is asked for; whether it came. */
 static int await_entry(const word *entry, const word *track, word call) {
     int found = has_come(entry, track[CODE], call);
     if (found) return found > 0;
-    const word until = now() + track[PATIENCE];
-    do {
-        for (int looks = track[YIELDS] ? 1 : 64; looks > 0; looks--) {
-            if (track[YIELDS]) sched_yield();
-            else relax();
-            found = has_come(entry, track[CODE], call);
-            if (found) return found > 0;
-        }
-    } while (now() < until);
-    return 0;
+    struct patience patience = begin_waiting(track);
+    while (!found && pause_once(&patience)) found = has_come(entry, track[CODE], call);
+    end_waiting(&patience);
+    return found > 0;
+}
+
+/* Wait until what was offered is read, as long as patience lasts; whether it was. */
+static int await_readers(const word *track, const word *gives) {
+    struct patience patience = begin_waiting(track);
+    const word *entry = gives;
+    int are_done = 1;
+    for (word i = 0; i < track[NUM_GIVES] && are_done; i++, entry += entry[LENGTH]) {
+        const word *state = state_of(entry);
+        for (note_emptied(entry); entry[REACH] && state[NUM_EMPTIED] < state[OFFERED];
+             note_emptied(entry))
+            if (!pause_once(&patience)) {
+                are_done = 0;
+                break;
+            }
+    }
+    end_waiting(&patience);
+    return are_done;
 }
 
 /* The time since `*since` counts for a part. */
@@ -317,6 +390,7 @@ static void count_time(int part, word *since) {
 }
 
 enum { PACK, MOVE, WAIT };
+enum { NOTHING = -1, UNREAD = -2 }; /* nothing was done; all was taken, but others still read */
 
 /* One term of a sum: what this worker has, or came in a slot, or lies in another process. */
 struct term {
@@ -384,24 +458,24 @@ static long take_in_order(const word *track, const word *entry, char *y, const c
     return (long)track[NUM_TAKES];
 }
 
-/* How many of the entries were taken, in their order; -1 if nothing was done. */
+/* How many of the entries were taken, in their order. */
 static long run(const word *track, char *y, const char *x, word call) {
     const word num_gives = track[NUM_GIVES], num_takes = track[NUM_TAKES];
     const word *gives = track + ENTRIES, *takes = gives, *entry;
     word since = is_clocked ? now() : 0;
     for (word i = 0; i < num_gives; i++, takes += takes[LENGTH])
-        if (!has_room(takes)) return -1;
+        if (!has_room(takes)) return NOTHING;
     entry = takes;
     for (word i = 0; i < num_takes; i++, entry += entry[LENGTH])
-        if (entry[CONTROL] && state_of(entry)[IS_ASTIR]) return -1;
+        if (entry[CONTROL] && state_of(entry)[IS_ASTIR]) return NOTHING;
     entry = gives;
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, track[CODE], call);
     count_time(PACK, &since);
     const long taken = track[IS_BLOCKED] ? take_blocked(track, takes, y, x, call, &since)
                                          : take_in_order(track, takes, y, x, call, &since);
-    if (taken == num_takes) await_readers(track, gives);
+    const int is_unread = taken == num_takes && track[IS_LARGE] && !await_readers(track, gives);
     count_time(WAIT, &since);
-    return taken;
+    return is_unread ? UNREAD : taken;
 }
 
 /* --- Python */
@@ -416,8 +490,9 @@ static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t count)
     const char *x = PyLong_AsVoidPtr(args[2]);
     const word call = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred()) return NULL;
-    if (!track[IS_LARGE]) return PyLong_FromLong(run(track, y, x, call));
     long taken;
+    holds_python = !track[IS_LARGE];
+    if (holds_python) return PyLong_FromLong(run(track, y, x, call));
     Py_BEGIN_ALLOW_THREADS
     taken = run(track, y, x, call);
     Py_END_ALLOW_THREADS
@@ -436,6 +511,7 @@ static PyObject *py_share(PyObject *self, PyObject *const *args, Py_ssize_t coun
     if (PyErr_Occurred()) return NULL;
     PyObject *heard = PyBytes_FromStringAndSize(NULL, size * PyBytes_Size(args[1]));
     if (!heard) return NULL;
+    holds_python = 1;
     const long taken = run(track, PyBytes_AsString(heard), said, call);
     return Py_BuildValue("lN", taken, heard);
 }
@@ -450,7 +526,7 @@ static PyObject *py_clock(PyObject *self, PyObject *on) {
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL,
-     "run(track, y, x, call): make an exchange; how many entries were taken, or -1."},
+     "run(track, y, x, call): make an exchange; how many entries were taken, -1 or -2."},
     {"share", (PyCFunction)(void (*)(void))py_share, METH_FASTCALL,
      "share(track, said, size, call): the same, from bytes to `size` times as many."},
     {"clock", py_clock, METH_O,

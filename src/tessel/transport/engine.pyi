@@ -1,7 +1,8 @@
 def run(track: int, y: int, x: int, call: int, /) -> int:
     """Make the exchange of the track at an address, from one tensor to another.
 
-    How many entries were taken, in their order; -1 if nothing was done.
+    How many entries were taken, in their order; -1 if nothing was done; -2 if all were, but others
+    still read what they were offered.
     """
 
 def share(track: int, said: bytes, size: int, call: int, /) -> tuple[int, bytes]:

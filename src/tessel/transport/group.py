@@ -20,7 +20,7 @@ from tessel.transport.host import Give, Take
 from tessel.transport.letter import AGREED
 from tessel.transport.membership import Membership
 from tessel.transport.parcel import Arrival, Parcel
-from tessel.transport.track import Place, Track
+from tessel.transport.track import NOTHING, Place, Track
 from tessel.transport.world import this_worker
 
 T = TypeVar("T")
@@ -113,12 +113,12 @@ class Group:
     def follow(self, track: Track, y: Tensor, x: Tensor) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
 
-        How many of the takes landed; the others are for `finish`. If it is -1, nothing was done.
+        How many of the takes landed, or NOTHING; what is left, or UNREAD, is for `finish`.
         """
         membership = self._membership
         assert membership.host is not None
         landed = membership.host.follow(track, y.data_ptr(), x.data_ptr(), membership.tag)
-        if landed >= 0:
+        if landed != NOTHING:
             track.count(membership.traffic)
         return landed
 
@@ -181,10 +181,9 @@ class Group:
     @cached_property
     def _agreement(self) -> Track | None:
         """The exchange of everybody's words, one after the other."""
-        said = Place((NUM_WORDS,), (slice(0, NUM_WORDS),))
+        said = Place((slice(0, NUM_WORDS),), (1,))
         heard = (
-            Place((self.size * NUM_WORDS,), (slice(NUM_WORDS * k, NUM_WORDS * (k + 1)),))
-            for k in range(self.size)
+            Place((slice(NUM_WORDS * k, NUM_WORDS * (k + 1)),), (1,)) for k in range(self.size)
         )
         gives = [(worker, said) for worker in self.workers]
         takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]

@@ -138,35 +138,33 @@ class Host:
         for worker, place in gives:
             if worker != self.worker:
                 offered = self._is_large(place, dtype)
-                if offered and not self._is_reached(place, dtype, False):
+                if offered and not self._is_readable(place, dtype):
                     return None
                 channel = self._outgoing[worker].words
                 leave.append(Passage(channel, place.alone, place, reach=int(offered)))
         for worker, place, is_added in takes:
             if worker != self.worker:
-                reached = self._is_reached(place, dtype, is_added)
-                if self._is_large(place, dtype) and not reached:
+                passage = Passage(self._incoming[worker].words, place, place.alone, is_added)
+                reads = self._direct and (passage.is_together or not is_added)
+                if self._is_large(place, dtype) and not reads:
                     return None
-                channel, pid = self._incoming[worker].words, self._processes[worker].pid
-                reach = pid if reached else 0
-                land.append(Passage(channel, place, place.alone, is_added, reach))
+                pid = self._processes[worker].pid
+                land.append(passage._replace(reach=pid if reads else 0))
             else:
                 assert own is not None
                 land.append(Passage(None, place, own, is_added))
-        return Track(code, dtype, leave, land, yields=not self._spins)
+        return Track(code, dtype, leave, land, not self._spins, self._bell.addresses)
 
     def _is_large(self, place: Place, dtype: torch.dtype) -> bool:
         """Whether something is offered rather than sent."""
         return prod(place.shape) * dtype.itemsize > self._small
 
-    def _is_reached(self, place: Place, dtype: torch.dtype, adds: bool) -> bool:
-        """Whether it can be read from where it lies, or into it: in long runs, to add in one."""
-        num_together = place.run
-        is_long = num_together * dtype.itemsize >= SHORTEST
-        return self._direct and is_long and not (adds and num_together < prod(place.shape))
+    def _is_readable(self, place: Place, dtype: torch.dtype) -> bool:
+        """Whether others can read it where it lies: in long runs."""
+        return self._direct and place.run * dtype.itemsize >= SHORTEST
 
     def follow(self, track: Track, y: int, x: int, call: int) -> int:
-        """Let the engine make an exchange; how many of the takes landed, -1 if it did nothing."""
+        """Let the engine make an exchange; how many of the takes landed, NOTHING or UNREAD."""
         self._check_owner()
         with self._lock:
             return track.run(y, x, call)

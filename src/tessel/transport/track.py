@@ -25,7 +25,9 @@ except ImportError:  # it was installed where no compiler was found
 
 ENGINES = ("compiled", "python")
 MOST_TERMS = 16  # of a sum that the engine makes block by block
-PATIENCE = 200_000  # nanoseconds for which the engine waits before Python does
+# nanoseconds for which the engine looks again at once, or lets others run in between, and sleeps,
+# before Python waits
+SPIN, YIELD, NAP = 200_000, 50_000, 2_000_000
 # how the engine adds numbers of each kind; complex ones are pairs
 KINDS = {
     torch.float32: 1,
@@ -38,6 +40,7 @@ KINDS = {
     torch.int32: 5,
     torch.int64: 6,
 }
+NOTHING, UNREAD = -1, -2  # how an exchange may end: not begun; others still read what was offered
 _COPIES = 0
 _PLAIN = (Tensor, torch.nn.Parameter)  # other classes may hold their values elsewhere
 _NOWHERE = (0,) * 6  # the channel of what stays on this worker
@@ -59,19 +62,14 @@ def has_engine() -> bool:
 
 
 class Place(NamedTuple):
-    """A part of a contiguous tensor of a certain shape."""
+    """A part of a tensor whose neighbours along each dimension lie so many elements apart."""
 
-    whole: Shape
     region: Region
+    steps: tuple[int, ...]
 
     @property
     def shape(self) -> Shape:
         return tuple(part.stop - part.start for part in self.region)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """How far apart, in elements, its neighbours along each dimension lie."""
-        return tuple(prod(self.whole[dim + 1 :]) for dim in range(len(self.whole)))
 
     @property
     def start(self) -> int:
@@ -79,14 +77,17 @@ class Place(NamedTuple):
         return sum(part.start * step for part, step in zip(self.region, self.steps, strict=True))
 
     @property
-    def run(self) -> int:
-        """How many of its elements lie together."""
-        return _runs(self.shape, self.steps, self.alone.steps)[0]
-
-    @property
     def alone(self) -> Place:
         """The same elements as a tensor of their own: so they lie in a slot."""
-        return Place(self.shape, tuple(slice(0, length) for length in self.shape))
+        shape = self.shape
+        steps = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return Place(tuple(slice(0, length) for length in shape), steps)
+
+    @property
+    def run(self) -> int:
+        """How many of its elements lie together; 0 if some lie in several places of it."""
+        run, loops = _runs(self.shape, self.steps, self.alone.steps)
+        return run if all(step for _, step, _ in loops) else 0
 
 
 class Passage(NamedTuple):
@@ -142,14 +143,15 @@ def _runs(
 
 
 class Track:
-    """One exchange, as one worker sees it, between contiguous tensors of one dtype.
+    """One exchange, as one worker sees it, between tensors of one dtype that lie in certain ways.
 
     Args:
         code: of the group.
         dtype: of the tensors.
         gives: into slots.
         takes: out of slots, or from the one tensor to the other, in the order in which they land.
-        yields: whether the engine lets others run while it waits.
+        yields: whether the engine lets others run while it looks again.
+        bell: the addresses of this worker's own.
 
     Attributes:
         offers: whether others read something where it lies.
@@ -162,11 +164,13 @@ class Track:
         gives: Sequence[Passage],
         takes: Sequence[Passage],
         yields: bool,
+        bell: tuple[int, int],
     ) -> None:
         self.offers = any(each.reach for each in gives)
         is_large = self.offers or any(each.reach for each in takes)
         is_blocked = _is_blocked(takes)
-        head = [code, len(gives), len(takes), PATIENCE, yields, is_large, is_blocked]
+        patience = [YIELD if yields else SPIN, yields, NAP, *bell]
+        head = [code, len(gives), len(takes), *patience, is_large, is_blocked]
         entries = (word for each in (*gives, *takes) for word in each.words(dtype))
         self._words = array("q", [*head, *entries])
         self.address = self._words.buffer_info()[0]
@@ -176,7 +180,7 @@ class Track:
         self._bytes_received = _num_bytes((each for each in takes if each.channel), dtype)
 
     def run(self, y: int, x: int, call: int) -> int:
-        """How many were taken; -1 if Python has to make the exchange.
+        """How many were taken, NOTHING, or UNREAD: then Python has to go on.
 
         Args:
             y, x: addresses of the tensors that are written and read.
@@ -207,11 +211,10 @@ def _num_bytes(passages: Iterable[Passage], dtype: torch.dtype) -> int:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether the values of a tensor are the bytes at its address, one after the other."""
+    """Whether the values of a tensor are the bytes at its address, as its strides say."""
     return (
         type(x) in _PLAIN
         and x.is_cpu
-        and x.is_contiguous()
         and not (x.is_conj() or x.is_neg())
         and not torch._C._are_functorch_transforms_active()
     )
