@@ -24,7 +24,7 @@ from tessel.transport.segment import Address, Segment
 from tessel.transport.track import KINDS, Passage, Place, Track, has_engine
 
 Awaited = tuple[int, Receipt | WordsReceipt]
-LARGE = 2**17  # bytes of what is offered rather than sent
+LARGE, LARGE_FOR_ENGINE = 2**19, 2**17  # bytes of what is offered rather than sent
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 Give = tuple[int, Place]  # to a worker, from a place
 Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
@@ -62,7 +62,9 @@ class Host:
         self._owner = os.getpid()
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
         self._looks = self._spins or YIELDS
-        self._small = min(LARGE - 1, self._ground.slot_size)  # bytes of what is sent in one slot
+        slot_size = self._ground.slot_size
+        self._small = min(LARGE - 1, slot_size)  # bytes of what is sent in one slot
+        self._small_for_engine = min(LARGE_FOR_ENGINE - 1, slot_size)
         self._has_engine = has_engine()
         limit = time_limit()
         self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
@@ -156,8 +158,8 @@ class Host:
         return Track(code, dtype, leave, land, not self._spins, self._bell.addresses)
 
     def _is_large(self, place: Place, dtype: torch.dtype) -> bool:
-        """Whether something is offered rather than sent."""
-        return prod(place.shape) * dtype.itemsize > self._small
+        """Whether the engine offers something rather than sends it."""
+        return prod(place.shape) * dtype.itemsize > self._small_for_engine
 
     def _is_readable(self, place: Place, dtype: torch.dtype) -> bool:
         """Whether others can read it where it lies: in long runs."""
