@@ -60,7 +60,8 @@ class LinearOperator(Numbered):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the operator to this worker's part, after all workers agreed that theirs fit."""
-        return apply_agreed(self, x, self._gives)
+        compiles = torch.compiler.is_compiling()  # compilers cannot look into what is cached
+        return apply_agreed(self, x, self.domain.partition.active if compiles else self._gives)
 
     def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
         """Apply the operator without asking the others.

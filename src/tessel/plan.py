@@ -16,7 +16,6 @@ from tessel.boxes import Box, Region
 from tessel.layout import Coordinates, Cut, Layout, Shape
 
 LARGE = 2**18  # elements; more than that two workers sum by halves
-SMALL, FEW = 2**11, 8  # elements, and workers, that sum up whole copies
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,8 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     """The exchanges that take a tensor from `source` to `target`, as `worker` sees them.
 
     One exchange, but for a sum of copies whose result all of them need: there each first sums one
-    part of it and then gives it to the others, which sends the least. A few workers swap copies
-    that are small, and add up everything: it takes half as many messages. So do two unless the
-    copies are large: that sends no more.
+    part of it and then gives it to the others, which sends the least. Two workers swap their copies
+    unless these are large: it sends as much, in one message less, but both add up everything.
     """
     return tuple(plan(a, b, worker) for a, b in _legs(source, target))
 
@@ -100,8 +98,7 @@ def _legs(source: Layout, target: Layout) -> list[tuple[Layout, Layout]]:
         and all(boxes.disjoint(cut.intervals) for cut in source.cuts)
     )
     numel = prod(source.shape) * copies // max(1, source.partition.size)  # on a worker, on average
-    swapped = LARGE if copies == 2 else SMALL if copies <= FEW else 0
-    if not sums_in_place or copies < 2 or numel <= swapped:
+    if not sums_in_place or copies < 2 or (copies == 2 and numel <= LARGE):
         return [(source, target)]
     flat = _flattened(source)
     scattered = _scattered(flat, copies)
