@@ -70,7 +70,7 @@ class LinearOperator(Numbered):
         """
         if not self.takes_part:
             return x
-        if tuple(x.shape) != self.domain.local_shape:
+        if x.shape != self.domain.local_shape:
             raise ValueError(
                 f"{self._label}: worker {transport.this_worker()} expected a tensor of shape "
                 f"{self.domain.local_shape}, got {tuple(x.shape)}"

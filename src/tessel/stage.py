@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from tessel.transport import NOTHING, UNREAD, Arrival, Parcel, Place, Track, is_
 
 STEP, GAP = 2048, 128  # bytes
 MOST_TRACKS = 64  # that a stage remembers
+# how tensors lie: dtype, strides of input and output, and whether the own part is there already
+Lies = tuple[torch.dtype, Shape, Shape, bool]
 
 
 class Stage:
@@ -29,14 +30,15 @@ class Stage:
 
     def __init__(self, plan: Plan, group: transport.Group, spaced: int | None = None) -> None:
         self.plan, self.group, self.spaced = plan, group, spaced
-        self._tracks: dict[tuple[Any, ...], Track | None] = {}  # by how the tensors lie
+        self._tracks: dict[Lies, Track | None] = {}
 
     def __call__(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """The output, in the room that is given for it."""
         plan = self.plan
         if plan.stays and room is None:
             return x.clone(memory_format=torch.contiguous_format)
-        x = shaped(x, plan.source_shape)
+        if x.shape != plan.source_shape:
+            x = x.reshape(plan.source_shape)
         y = self._room(x) if room is None else room
         if not self._follow(x, y, False):
             sends, arrivals = self._sends(x), self._arrivals(y)
@@ -108,22 +110,31 @@ class Stage:
 
     def _follow(self, x: Tensor, y: Tensor, is_there: bool) -> bool:
         """Make the exchange along its track, if it has one and the tensors are plain."""
-        track = self._track(x.dtype, x.stride(), y.stride(), is_there) if is_plain(x) else None
-        if track is None:
+        if not is_plain(x):
             return False
+        key = x.dtype, x.stride(), y.stride(), is_there
+        track = self._tracks.get(key)
+        if track is None:
+            track = None if key in self._tracks else self._remembered(key)
+            if track is None:
+                return False
         landed = self.group.follow(track, y, x)
-        if landed not in (track.length, NOTHING):
-            kept = self.plan.kept
-            own = None if kept is None else _part(x, kept)
-            rest = [] if landed == UNREAD else self._arrivals(y, is_there)[landed:]
-            self.group.finish(track, x, rest, own)
-        return landed != NOTHING
+        return landed == track.length or self._finish(track, landed, x, y, is_there)
 
-    def _track(self, *key: Any) -> Track | None:
-        if key not in self._tracks:
-            if len(self._tracks) >= MOST_TRACKS:
-                self._tracks.clear()
-            self._tracks[key] = None if self.plan.silent else self._prepared(*key)
+    def _finish(self, track: Track, landed: int, x: Tensor, y: Tensor, is_there: bool) -> bool:
+        """Let Python do what the engine has left, if it has begun."""
+        if landed == NOTHING:
+            return False
+        kept = self.plan.kept
+        own = None if kept is None else _part(x, kept)
+        rest = [] if landed == UNREAD else self._arrivals(y, is_there)[landed:]
+        self.group.finish(track, x, rest, own)
+        return True
+
+    def _remembered(self, key: Lies) -> Track | None:
+        if len(self._tracks) >= MOST_TRACKS:
+            self._tracks.clear()
+        self._tracks[key] = None if self.plan.silent else self._prepared(*key)
         return self._tracks[key]
 
     def _prepared(

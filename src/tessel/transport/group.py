@@ -115,9 +115,9 @@ class Group:
 
         How many of the takes landed, or NOTHING; what is left, or UNREAD, is for `finish`.
         """
-        membership = self._membership
-        assert membership.host is not None
-        landed = membership.host.follow(track, y.data_ptr(), x.data_ptr(), membership.tag)
+        membership, host = self._membership, self._membership.host
+        assert host is not None
+        landed = host.follow(track, y.data_ptr(), x.data_ptr(), membership.tag)
         if landed != NOTHING:
             track.count(membership.traffic)
         return landed

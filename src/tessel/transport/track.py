@@ -179,19 +179,6 @@ class Track:
         self._bytes_sent = _num_bytes(gives, dtype)
         self._bytes_received = _num_bytes((each for each in takes if each.channel), dtype)
 
-    def run(self, y: int, x: int, call: int) -> int:
-        """How many were taken, NOTHING, or UNREAD: then Python has to go on.
-
-        Args:
-            y, x: addresses of the tensors that are written and read.
-            call: what the messages carry.
-        """
-        return engine.run(self.address, y, x, call)
-
-    def share(self, said: bytes, size: int, call: int) -> tuple[int, bytes]:
-        """The same, from bytes to `size` times as many."""
-        return engine.share(self.address, said, size, call)
-
     def count(self, totals: Traffic) -> None:
         """Add what travels along it to the totals."""
         totals.messages += self._messages
