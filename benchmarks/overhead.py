@@ -193,17 +193,6 @@ def by_torch(settings: Settings) -> Callable[[], object]:
     return prepared(settings)[1]
 
 
-@dataclass
-class Beside(InOneProcess):
-    """In the process of another contender."""
-
-    other: InOneProcess | None = None
-
-    def _run(self, case: Case, function: Callable[..., Any], *args: Any) -> list[Any]:
-        assert self.other is not None
-        return self.other._run(case, function, *args)
-
-
 def cases() -> list[Case]:
     places = [("cpu", 1)] + [("cuda", batch) for batch in (32, 1) if torch.cuda.is_available()]
     return [
@@ -223,7 +212,7 @@ CLAIM = Claim(
     "overhead",
     "layers, operators and models in a world of one against torch itself",
     cases(),
-    [TESSEL, Beside(TORCH, by_torch, threads=1, other=TESSEL)],
+    [TESSEL, InOneProcess(TORCH, by_torch, threads=1, beside=TESSEL)],
     rounds=8,
     note="""Forward and backward, float32, one thread. FNO in torch is written as it usually is. On
     a GPU a sample is ten steps, and a batch of 1 is about the time until kernels are started.""",

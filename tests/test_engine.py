@@ -98,6 +98,25 @@ def test_sums_of_each_kind(run: Run, nprocs: int) -> None:
     assert run(sums_of_each_kind, nprocs=nprocs) == [[]] * nprocs
 
 
+def back_from_halos(columns: int) -> tuple[bool, list[int]]:
+    """Strips are added to where they came from, each at its own place."""
+    P = tessel.world().create_cartesian_topology_partition([tessel.world().size, 1])
+    rows = Layout.balanced(P, (3 * P.size, columns))
+    wide = rows.grow([(1, 1), (0, 0)])
+    x = torch.arange(3.0 * P.size * columns).view(-1, columns).remainder(101)
+    y, runs = counted(lambda: Move(wide, rows).apply(wide.local_part(x).clone()))
+    copies = torch.ones(3 * P.size, 1)
+    copies[[k for k in range(1, 3 * P.size - 1) if k % 3 != 1]] = 2
+    return torch.equal(y, rows.local_part(copies * x)), runs
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("columns", [5, 100_000])
+def test_strips_are_added_where_they_belong(run: Run, columns: int, nprocs: int) -> None:
+    for is_right, runs in run(back_from_halos, columns, nprocs=nprocs):
+        assert is_right and runs
+
+
 def unusual_tensors() -> bool:
     """What does not lie as its values say goes Python's way; what lies apart does not."""
     whole, parts = whole_and_parts(12)

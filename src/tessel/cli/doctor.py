@@ -152,7 +152,9 @@ def _transport() -> str:
     """How CPU tensors move between workers of this host."""
     if transport.chosen_transport() == "gloo":
         return "Gloo, as TESSEL_TRANSPORT says"
-    return "shared memory" if transport.can_share_memory() else "Gloo: memory cannot be shared here"
+    if not transport.can_share_memory():
+        return "Gloo: memory cannot be shared here"
+    return f"shared memory, {'with' if transport.has_engine() else 'without'} the compiled engine"
 
 
 def _backends() -> tuple[str, ...]:

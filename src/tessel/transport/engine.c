@@ -284,19 +284,47 @@ static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t
     return 1;
 }
 
+/* One term of a sum: what this worker has, or came in a slot, or lies in another process. */
+struct term {
+    const word *entry;
+    const char *values; /* NULL where they have to be read */
+    struct cursor there;
+};
+
+/* Sum up terms that lie together, block by block: the sum stays in the cache. */
+static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
+    static char stage[BLOCK] __attribute__((aligned(64)));
+    for (size_t at = 0; at < bytes; at += BLOCK) {
+        const size_t part = bytes - at < BLOCK ? bytes - at : BLOCK;
+        for (struct term *term = terms; term < terms + num_terms; term++) {
+            const word kind = term->entry[KIND];
+            const char *from = term->values ? term->values + at : stage;
+            if (!term->values) {
+                struct cursor here;
+                set_out(&here, kind == COPIES ? y + at : stage, part, 0);
+                if (!read_from((pid_t)term->entry[REACH], &here, &term->there, part)) return 0;
+            }
+            if (term->values || kind != COPIES) put(y + at, from, part, kind);
+        }
+    }
+    return 1;
+}
+
 /* Put what came into its place; whether it could be read. */
 static int take(const word *entry, char *y) {
     int is_offer;
     char *from = came(entry, &is_offer);
     if (is_offer) {
-        struct cursor there, here;
-        if (!set_out_offer(&there, (word *)from)) return 0;
+        struct term term = {.entry = entry};
+        struct cursor here;
+        if (!set_out_offer(&term.there, (word *)from)) return 0;
         set_out_target(&here, y, entry);
         const pid_t pid = (pid_t)entry[REACH];
         const size_t bytes = (size_t)entry[BYTES];
-        if (entry[RUN] < SHORTEST ? !read_staged(pid, &here, &there, bytes)
-                                  : !read_from(pid, &here, &there, bytes))
-            return 0;
+        const int is_read = entry[KIND] != COPIES    ? sum_up(&term, 1, here.at, bytes)
+                            : entry[RUN] < SHORTEST ? read_staged(pid, &here, &term.there, bytes)
+                                                    : read_from(pid, &here, &term.there, bytes);
+        if (!is_read) return 0;
     } else {
         carry(y + entry[Y_OFFSET], from, entry);
     }
@@ -391,32 +419,6 @@ static void count_time(int part, word *since) {
 
 enum { PACK, MOVE, WAIT };
 enum { NOTHING = -1, UNREAD = -2 }; /* nothing was done; all was taken, but others still read */
-
-/* One term of a sum: what this worker has, or came in a slot, or lies in another process. */
-struct term {
-    const word *entry;
-    const char *values; /* NULL where they have to be read */
-    struct cursor there;
-};
-
-/* Sum up terms that lie together, block by block: the sum stays in the cache. */
-static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
-    static char stage[BLOCK] __attribute__((aligned(64)));
-    for (size_t at = 0; at < bytes; at += BLOCK) {
-        const size_t part = bytes - at < BLOCK ? bytes - at : BLOCK;
-        for (struct term *term = terms; term < terms + num_terms; term++) {
-            const word kind = term->entry[KIND];
-            const char *from = term->values ? term->values + at : stage;
-            if (!term->values) {
-                struct cursor here;
-                set_out(&here, kind == COPIES ? y + at : stage, part, 0);
-                if (!read_from((pid_t)term->entry[REACH], &here, &term->there, part)) return 0;
-            }
-            if (term->values || kind != COPIES) put(y + at, from, part, kind);
-        }
-    }
-    return 1;
-}
 
 /* A sum whose terms all lie together: all of them are taken, or none. */
 static long take_blocked(const word *track, const word *entry, char *y, const char *x, word call,

@@ -128,9 +128,10 @@ class Group:
         """Take what an exchange of x still waits for, and let others read what was offered."""
         ways, key = self._ways, (self._code, self._membership.tag)
         assert ways.host is not None
+        offers = ways.host.adopt(key, ways.others, x) if track.offers else []
         ways.host.take(key, arrivals, own, ways.others)
-        if track.offers:
-            ways.host.await_readers(key, ways.others, x, ways.others)
+        if offers:
+            ways.host.wait((), offers, ways.others)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""

@@ -178,19 +178,16 @@ class Host:
         with self._lock:
             return engine.share(track.address, said, size, call)
 
-    def await_readers(
-        self, key: Key, workers: Iterable[int], x: Tensor, group: Sequence[int]
-    ) -> None:
-        """Until others have read what the engine offered them of x."""
-        letters = []
+    def adopt(self, key: Key, workers: Iterable[int], x: Tensor) -> list[Offer]:
+        """What the engine offered of x and these workers have not read yet; x is kept so long."""
+        offers = []
         with self._lock:
             for worker in workers:
                 offer = Offer(key, worker, x)
                 if self._outgoing[worker].adopt(offer):
-                    letters.append(offer)
+                    offers.append(offer)
                     self._held.add(worker)
-        if letters:
-            self.wait((), letters, group)
+        return offers
 
     def swap(
         self, key: Key, sends: Sequence[Parcel], arrivals: Sequence[Arrival], group: Sequence[int]
