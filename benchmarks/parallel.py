@@ -4,11 +4,10 @@ Two models, forward and backward: a pair of linear layers, 4096 → 16384 → 40
 whose first layer is split in columns and whose second in rows; and a head of 100,000 classes with
 its cross entropy. DTensor has ColwiseParallel, RowwiseParallel and loss_parallel, as the pages of
 torch make them; torchshard its ParallelLinear and ParallelCrossEntropyLoss, with the mark that it
-needs after a GELU. A step ends when the loss and the input's gradient are there. All three
-work in the same processes, in turn: where the weights of a process lie in memory makes a difference
-of some percent, which is nobody's. All have
-the same weights, and the loss and the gradient of the input of each are compared with those of
-torch in one process first.
+needs after a GELU. A step ends when the loss and the input's gradient are there. All three work in
+turn in the same processes and on the same weights: where these lie in memory can make a difference
+of a factor, which is nobody's. The loss and the gradient of the input of each are compared with
+those of torch in one process first.
 
 Memory is the peak of a process's resident memory in two steps beyond what it had before its layers
 were made: weights, gradients, activations and messages. It is measured in fresh processes, which
@@ -27,6 +26,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ MODELS = {
 MEMORY_MODELS = {**MODELS, "100,000 classes with loss, batch 512": {**HEAD, "batch": 512}}
 TINY = {"features": 16, "inner": 32, "batch": 4}
 Around = Callable[[], AbstractContextManager[object]]
+Key = tuple[tuple[str, Any], ...]
 
 
 # --- the models
@@ -79,12 +80,12 @@ class Model:
 
     def step(self) -> float:
         """Forward and backward, until the loss and the input's gradient are there."""
-        self.layers.zero_grad()
         self.x.grad = None
         with self.around():
             loss = self.loss()
             loss.backward()
         number(self.x.grad)
+        self.layers.zero_grad()  # now: who comes next finds this memory
         return number(loss)
 
     def check(self, settings: Settings) -> None:
@@ -139,16 +140,29 @@ def by_torch(settings: Settings) -> Model:
     return model_of(settings, layers_of(settings, nn.Linear, nn.Linear), F.cross_entropy)
 
 
-def by_tessel(settings: Settings) -> Model:
-    layers = layers_of(
-        settings,
+@lru_cache(maxsize=1)
+def tessel_layers(settings: Key) -> nn.Sequential:
+    """Tessel's layers, in whose memory the weights of the peers lie, too."""
+    return layers_of(
+        dict(settings),
         lambda *sizes: ParallelLinear(*sizes, dim=-1),
         lambda *sizes: ParallelLinear(*sizes, dim=0),
     )
+
+
+def shards(settings: Settings) -> list[Tensor]:
+    """The weights of this worker, without Tessel's mark."""
+    layers = tessel_layers(tuple(settings.items()))
+    return [each.detach().as_subclass(Tensor) for each in layers.parameters()]
+
+
+def by_tessel(settings: Settings) -> Model:
+    layers = tessel_layers(tuple(settings.items()))
     return model_of(settings, layers, ParallelCrossEntropyLoss())
 
 
-def by_torchshard(settings: Settings) -> Model:
+def by_torchshard(settings: Settings, has_own: bool = False) -> Model:
+    """With Tessel's weights, or its own."""
     shard = torchshard()
     layers = layers_of(
         settings,
@@ -156,22 +170,25 @@ def by_torchshard(settings: Settings) -> Model:
         lambda *sizes: shard.nn.ParallelLinear(*sizes, dim=0),
         between=(shard.nn.RegisterParallelDim(-1),),  # GELU gives a tensor without the mark
     )
+    if not has_own:
+        for each, mine in zip(layers.parameters(), shards(settings), strict=True):
+            each.data = mine
     return model_of(settings, layers, shard.nn.ParallelCrossEntropyLoss())
 
 
 def by_dtensor(settings: Settings) -> Model:
-    """With the shards of Tessel's layers, which have gone when this returns."""
     mesh = init_device_mesh("cpu", (tessel.world().size,))
     with torch.device("meta"):
         layers = layers_of(settings, nn.Linear, nn.Linear)
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     if settings["model"] == "head":
         plan = {"0": ColwiseParallel(use_local_output=False)}
-    layers = parallelize_module(layers, mesh, plan).to_empty(device="cpu")
-    mine = by_tessel(settings).layers.parameters()
-    with torch.no_grad():
-        for each, other in zip(layers.parameters(), mine, strict=True):
-            each.to_local().copy_(other.as_subclass(Tensor))  # without Tessel's mark
+    layers = parallelize_module(layers, mesh, plan)
+    mine = iter(shards(settings))
+    for module in layers:
+        for name, each in list(module.named_parameters()):
+            local = DTensor.from_local(next(mine), mesh, each.placements, run_check=False)
+            module.register_parameter(name, nn.Parameter(local))
     return model_of(settings, layers, F.cross_entropy, loss_parallel)
 
 
@@ -256,7 +273,7 @@ def memory_of_dtensor(settings: Settings) -> int:
 
 
 def memory_of_torchshard(settings: Settings) -> int:
-    return peak(by_torchshard, settings)
+    return peak(partial(by_torchshard, has_own=True), settings)
 
 
 # --- a call

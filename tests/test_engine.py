@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import stress
 import tessel
@@ -191,6 +194,78 @@ def without_waiting() -> bool:
 
 def test_a_sender_without_room_waits(run: Run) -> None:
     assert run(without_waiting, nprocs=2) == [True] * 2
+
+
+def through_threads(steps: int) -> list[str]:
+    """Two threads of each worker exchange at once, in two groups."""
+    P = tessel.world()
+    wrong: list[str] = []
+
+    def exchange(Q: tessel.Partition, seed: int) -> None:
+        rng = random.Random(seed)
+        for step in range(steps):
+            n = rng.choice((50, 50_000, 300_000))
+            whole, parts = Layout.whole(Q, (n,)), Layout.balanced(Q, (n,))
+            source, target = rng.choice(((whole, whole), (parts, whole), (whole, parts)))
+            values = torch.arange(n, dtype=torch.float64).remainder(1000).add(step)
+            x = source.local_part(values).clone()
+            y = Move(source, target).apply(x)
+            x.fill_(-1)  # nobody reads it any more
+            if not torch.equal(y, target.local_part(values) * (1 if source.owns_once else Q.size)):
+                wrong.append(f"{seed} {step} {n}")
+
+    groups = [P, P.create_partition_inclusive([0, 1])]
+    mine = [(Q, seed) for seed, Q in enumerate(groups) if transport.this_worker() in Q.ranks]
+    threads = [threading.Thread(target=exchange, args=each) for each in mine]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_threads_may_use_the_engine_at_once(run: Run) -> None:
+    assert run(through_threads, 150, nprocs=3, timeout=100) == [[]] * 3
+
+
+def many_terms() -> bool:
+    P = tessel.world()
+    n = 40_000 * P.size
+    whole = Layout.whole(P, (n,))
+    y = Move(whole, whole).apply(torch.full((n,), transport.this_worker() + 1.0))
+    return bool((y == P.size * (P.size + 1) / 2).all())
+
+
+def test_a_sum_may_have_many_terms(run: Run) -> None:
+    nprocs = track.MOST_TERMS + 1
+    assert run(many_terms, nprocs=nprocs, timeout=100) == [True] * nprocs
+
+
+def terms_with_gaps() -> list[bool]:
+    """What is summed lies together at one end only."""
+    P = tessel.world()
+    mine = transport.this_worker() + 1.0
+    whole = Layout.whole(P, (64, 1024))
+    strided = Move(whole, whole).apply(torch.full((64, 2048), mine)[:, :1024])
+    wide, columns = Layout.whole(P, (256, 4096)), Layout.split(P, (256, 4096), (None, 0))
+    scattered = Move(wide, columns).apply(torch.full((256, 4096), mine))
+    return [bool((y == 3).all()) for y in (strided, scattered)]
+
+
+def test_terms_may_have_gaps(run: Run) -> None:
+    assert run(terms_with_gaps, nprocs=2) == [[True, True]] * 2
+
+
+def without_memory() -> tuple[bool, bool]:
+    whole, parts = whole_and_parts(12)
+    zeros = Move(whole, parts).apply(torch._efficientzerotensor((12,)))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = Move(whole, whole).apply(torch.ones(12))
+    return not zeros.any(), isinstance(fake, FakeTensor)
+
+
+def test_tensors_without_memory_go_another_way(run: Run) -> None:
+    assert run(without_memory, nprocs=2) == [(True, True)] * 2
 
 
 def unknown_engine() -> str:

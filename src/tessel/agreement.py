@@ -141,9 +141,12 @@ class Meeting(Generic[T]):
 
     def settle(self, everyones: bytes) -> T:
         """The conclusion from what all workers said."""
-        if everyones not in self._known:
-            remember(self._known, everyones, self._conclude(everyones))
-        return self._known[everyones]
+        try:
+            return self._known[everyones]
+        except KeyError:
+            conclusion = self._conclude(everyones)
+        remember(self._known, everyones, conclusion)
+        return conclusion
 
     @cached_property
     def _code(self) -> int:
@@ -208,7 +211,7 @@ class Meeting(Generic[T]):
 def remember(memory: dict[K, V], key: K, value: V) -> None:
     """Keep something, and forget what was kept first if there is much."""
     if len(memory) >= MEMORY:
-        del memory[next(iter(memory))]
+        memory.pop(next(iter(memory)), None)
     memory[key] = value
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tessel import transport
 from tessel.layout import Shape
 from tessel.plan import Piece, Plan
-from tessel.transport import NOTHING, UNREAD, Arrival, Parcel, Place, Track, is_plain
+from tessel.transport import NOTHING, UNREAD, Arrival, Parcel, Place, Track, is_pinned, is_plain
 
 STEP, GAP = 2048, 128  # bytes
 MOST_TRACKS = 64  # that a stage remembers
@@ -118,6 +118,8 @@ class Stage:
             track = None if key in self._tracks else self._remembered(key)
             if track is None:
                 return False
+        if type(y) is not Tensor or (track.readers and is_pinned(x)):
+            return False
         landed = self.group.follow(track, y, x)
         return landed == track.length or self._finish(track, landed, x, y, is_there)
 
@@ -134,8 +136,9 @@ class Stage:
     def _remembered(self, key: Lies) -> Track | None:
         if len(self._tracks) >= MOST_TRACKS:
             self._tracks.clear()
-        self._tracks[key] = None if self.plan.silent else self._prepared(*key)
-        return self._tracks[key]
+        track = None if self.plan.silent else self._prepared(*key)
+        self._tracks[key] = track
+        return track
 
     def _prepared(
         self, dtype: torch.dtype, x_steps: Shape, y_steps: Shape, is_there: bool

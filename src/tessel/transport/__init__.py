@@ -20,6 +20,7 @@ from tessel.transport.job import tagged as tagged
 from tessel.transport.job import traffic as traffic
 from tessel.transport.parcel import Arrival as Arrival
 from tessel.transport.parcel import Parcel as Parcel
+from tessel.transport.reading import is_pinned as is_pinned
 from tessel.transport.track import NOTHING as NOTHING
 from tessel.transport.track import UNREAD as UNREAD
 from tessel.transport.track import Place as Place

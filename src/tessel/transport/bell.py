@@ -51,6 +51,11 @@ class Bell:
             self._semaphore.post()
             self._semaphore.try_wait()
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether others ring."""
+        return bool(self._words[_ASLEEP])
+
     def wait(self, seconds: float) -> bool:
         """Sleep; whether somebody rang."""
         return self._semaphore.wait(seconds)

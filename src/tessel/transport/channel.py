@@ -167,6 +167,7 @@ class Outgoing(Channel):
     def send(self, letter: Letter | WordsLetter | Offer) -> None:
         """Send a letter, as far as there is room for it."""
         self.queue.append(letter)
+        self.state[IS_BUSY] = True  # the engine must not overtake it, whatever happens
         self.push()
 
     @property
@@ -314,10 +315,12 @@ class Incoming(Channel):
 
     def _accept(self, slot: Slot) -> bool:
         """Give what is in a slot to who waits for it; whether a letter is complete."""
-        current = self._current or self._asked_for(slot)
-        current.read(slot)
-        self.emptied.post()
-        self.other.ring()
+        try:
+            current = self._current or self._asked_for(slot)
+            current.read(slot)
+        finally:  # the slot is free again, also if what it held did not fit
+            self.emptied.post()
+            self.other.ring()
         self._current = None if current.is_done else current
         return current.is_done
 

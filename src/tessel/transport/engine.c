@@ -350,14 +350,22 @@ static void end_waiting(const struct patience *p) {
     if (p->is_asleep) __atomic_store_n((word *)p->track[OWN_ASLEEP], 0, __ATOMIC_SEQ_CST);
 }
 
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
+#define CLOCK CLOCK_MONOTONIC
+#define wait_until(bell, t) sem_clockwait(bell, CLOCK, t)
+#else
+#define CLOCK CLOCK_REALTIME
+#define wait_until(bell, t) sem_timedwait(bell, t)
+#endif
+
 static void sleep_until(sem_t *bell, word nanoseconds) {
     struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
+    clock_gettime(CLOCK, &t);
     nanoseconds += t.tv_nsec;
     t.tv_sec += nanoseconds / 1000000000;
     t.tv_nsec = nanoseconds % 1000000000;
     PyThreadState *python = holds_python ? PyEval_SaveThread() : NULL;
-    while (sem_timedwait(bell, &t) && errno == EINTR) {}
+    while (wait_until(bell, &t) && errno == EINTR) {}
     if (python) PyEval_RestoreThread(python);
 }
 

@@ -128,7 +128,7 @@ class Group:
         """Take what an exchange of x still waits for, and let others read what was offered."""
         ways, key = self._ways, (self._code, self._membership.tag)
         assert ways.host is not None
-        offers = ways.host.adopt(key, ways.others, x) if track.offers else []
+        offers = ways.host.adopt(key, track.readers, x)
         ways.host.take(key, arrivals, own, ways.others)
         if offers:
             ways.host.wait((), offers, ways.others)

@@ -21,7 +21,15 @@ from tessel.transport.patience import SPINS, YIELDS, Patience
 from tessel.transport.process import Process
 from tessel.transport.reading import SHORTEST, Reader, Staging, allow_siblings, can_be_offered
 from tessel.transport.segment import Address, Segment
-from tessel.transport.track import KINDS, Passage, Place, Track, engine, has_engine
+from tessel.transport.track import (
+    KINDS,
+    MOST_LOOPS,
+    Passage,
+    Place,
+    Track,
+    engine,
+    has_engine,
+)
 
 Awaited = tuple[int, Receipt | WordsReceipt]
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17  # bytes of what is offered rather than sent
@@ -136,26 +144,29 @@ class Host:
         if not self._has_engine or (adds and dtype not in KINDS):
             return None
         own = next((place for worker, place in gives if worker == self.worker), None)
-        leave, land = [], []
+        leave, land, readers = [], [], []
         for worker, place in gives:
             if worker != self.worker:
                 offered = self._is_large(place, dtype)
                 if offered and not self._is_readable(place, dtype):
                     return None
+                readers += [worker] if offered else []
                 channel = self._outgoing[worker].words
                 leave.append(Passage(channel, place.alone, place, reach=int(offered)))
         for worker, place, is_added in takes:
             if worker != self.worker:
                 passage = Passage(self._incoming[worker].words, place, place.alone, is_added)
-                reads = self._direct and (passage.is_together or not is_added)
-                if self._is_large(place, dtype) and not reads:
-                    return None
-                pid = self._processes[worker].pid
-                land.append(passage._replace(reach=pid if reads else 0))
+                if self._is_large(place, dtype):
+                    if not self._direct or (is_added and passage.num_loops):
+                        return None
+                    passage = passage._replace(reach=self._processes[worker].pid)
+                land.append(passage)
             else:
                 assert own is not None
                 land.append(Passage(None, place, own, is_added))
-        return Track(code, dtype, leave, land, not self._spins, self._bell.addresses)
+        if any(each.num_loops > MOST_LOOPS for each in (*leave, *land)):
+            return None
+        return Track(code, dtype, leave, land, not self._spins, self._bell.addresses, readers)
 
     def _is_large(self, place: Place, dtype: torch.dtype) -> bool:
         """Whether the engine offers something rather than sends it."""
@@ -293,14 +304,16 @@ class Host:
             letters = [letter for letter in letters if not letter.is_gone]
             if not awaited and not letters:
                 break
-            with self._lock:
-                moved = self._progress(awaited)
-            if moved:
+            if self._progresses(awaited):
                 patience.end()
-            elif patience.pause():
+            elif patience.pause() and not self._progresses(awaited):
                 needed = [*(worker for worker, _ in awaited), *(each.worker for each in letters)]
                 self._look_after(needed, group, patience.seconds)
         patience.end()
+
+    def _progresses(self, awaited: Sequence[Awaited]) -> bool:
+        with self._lock:
+            return self._progress(awaited)
 
     def _progress(self, awaited: Sequence[Awaited]) -> bool:
         """Send what waits for room, and take what came; whether there was anything."""

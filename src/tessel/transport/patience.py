@@ -37,7 +37,7 @@ class Patience:
             self._since = time.monotonic()
         if beyond <= YIELDS:
             os.sched_yield()
-        elif beyond == YIELDS + 1:
+        elif not self._bell.is_asleep:  # not yet, or another thread of this worker has woken up
             self._bell.set_asleep(True)  # and look once more before sleeping
         else:
             return not self._bell.wait(NAP)

@@ -85,9 +85,14 @@ def _offsets(counts: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.ui
     return offsets.astype(np.uint64)
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether a device has a hand on the memory of a tensor: other processes cannot read that."""
+    return torch.cuda.is_initialized() and tensor.is_pinned()
+
+
 def can_be_offered(tensor: Tensor) -> bool:
     """Whether others may copy a tensor from where it lies: in long runs, as it is."""
-    if tensor.is_conj() or tensor.is_neg():
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or is_pinned(tensor):
         return False
     length, _, strides = _runs(tuple(tensor.shape), tensor.stride())
     return length * tensor.element_size() >= SHORTEST and all(stride > 0 for stride in strides)

@@ -25,6 +25,7 @@ except ImportError:  # it was installed where no compiler was found
 
 ENGINES = ("compiled", "python")
 MOST_TERMS = 16  # of a sum that the engine makes block by block
+MOST_LOOPS = 30  # of one passage
 # nanoseconds for which the engine looks again at once, or lets others run in between, and sleeps,
 # before Python waits
 SPIN, YIELD, NAP = 200_000, 50_000, 2_000_000
@@ -108,9 +109,9 @@ class Passage(NamedTuple):
     reach: int = 0
 
     @property
-    def is_together(self) -> bool:
-        """Whether all of it is one run, at both ends."""
-        return not _runs(self.target.shape, self.target.steps, self.source.steps)[1]
+    def num_loops(self) -> int:
+        """The dimensions along which runs lie apart at one end."""
+        return len(_runs(self.target.shape, self.target.steps, self.source.steps)[1])
 
     def words(self, dtype: torch.dtype) -> list[int]:
         """What the engine reads."""
@@ -152,9 +153,7 @@ class Track:
         takes: out of slots, or from the one tensor to the other, in the order in which they land.
         yields: whether the engine lets others run while it looks again.
         bell: the addresses of this worker's own.
-
-    Attributes:
-        offers: whether others read something where it lies.
+        readers: the workers to whom something is offered.
     """
 
     def __init__(
@@ -165,9 +164,10 @@ class Track:
         takes: Sequence[Passage],
         yields: bool,
         bell: tuple[int, int],
+        readers: Sequence[int] = (),
     ) -> None:
-        self.offers = any(each.reach for each in gives)
-        is_large = self.offers or any(each.reach for each in takes)
+        self.readers = tuple(readers)
+        is_large = any(each.reach for each in (*gives, *takes))
         is_blocked = _is_blocked(takes)
         patience = [YIELD if yields else SPIN, yields, NAP, *bell]
         head = [code, len(gives), len(takes), *patience, is_large, is_blocked]
@@ -189,7 +189,7 @@ class Track:
 def _is_blocked(takes: Sequence[Passage]) -> bool:
     """Whether takes are terms of one sum, all of which lie together."""
     ends = {(each.target.start, each.target.shape) for each in takes}
-    together = all(each.is_together for each in takes)
+    together = not any(each.num_loops for each in takes)
     return 1 < len(takes) <= MOST_TERMS and len(ends) == 1 and together
 
 
@@ -202,6 +202,6 @@ def is_plain(x: Tensor) -> bool:
     return (
         type(x) in _PLAIN
         and x.is_cpu
-        and not (x.is_conj() or x.is_neg())
+        and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
         and not torch._C._are_functorch_transforms_active()
     )
