@@ -123,9 +123,9 @@ def built_in() -> Machine:
     return Machine(
         2,
         (
-            Rates(1, 2e-5, 2e-5, 8e-5, 1.2e10, 2.4e10, 1.5e10, 1.3e10, 7.5e10, 2e9),
-            Rates(2, 7e-5, 2e-5, 8e-5, 1.2e10, 2e10, 1.5e10, 1.3e10, 7.5e10, 2e9),
-            Rates(4, 4e-4, 3e-5, 1.5e-4, 2e9, 1e10, 8e9, 6.5e9, 4e10, 1.1e9),
+            Rates(1, 2e-5, 2e-5, 2e-5, 2e10, 2.4e10, 1.6e10, 1.4e10, 8e10, 2e9),
+            Rates(2, 3e-5, 2e-5, 2e-5, 2e10, 2.1e10, 1.5e10, 1.3e10, 8e10, 2e9),
+            Rates(4, 1e-4, 2e-5, 5e-5, 2e9, 1.5e10, 8e9, 8e9, 5e10, 1.5e9),
         ),
         "built in: a small machine; tessel doctor --measure measures this one",
     )
