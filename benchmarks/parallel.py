@@ -53,7 +53,7 @@ import tessel
 from tessel.nn import ParallelCrossEntropyLoss, ParallelLinear
 
 DTENSOR, SHARD = "DTensor", "torchshard"
-THREADS, ALONE = "torch, P threads", "torch, 1 thread"
+THREADS = "torch, P threads"
 PAIR = {"model": "pair", "features": 4096, "inner": 16384, "batch": 16}
 HEAD = {"model": "head", "features": 512, "inner": 100_000, "batch": 64}
 MODELS = {
@@ -398,7 +398,6 @@ def claim(every: bool) -> Claim:
             OnWorkers(DTENSOR, time_dtensor, covers=is_timed, beside=timed),
             TorchshardOnWorkers(SHARD, time_torchshard, covers=is_timed, beside=timed),
             InOneProcess(THREADS, time_torch, covers=is_timed_on_two),
-            InOneProcess(ALONE, time_torch, threads=1, covers=is_timed_on_two),
             OnWorkers("Tessel", call_tessel, covers=is_call),
             OnWorkers(DTENSOR, call_dtensor, covers=is_call),
             TorchshardOnWorkers(SHARD, call_torchshard, covers=is_call),
