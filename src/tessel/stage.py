@@ -39,7 +39,7 @@ class Stage:
             return x.clone(memory_format=torch.contiguous_format)
         if x.shape != plan.source_shape:
             x = x.reshape(plan.source_shape)
-        y = self._room(x) if room is None else room
+        y = self._room(x) if room is None else self._cleared(room)
         if not self._follow(x, y, False):
             sends, arrivals = self._sends(x), self._arrivals(y)
             if plan.silent:
@@ -81,7 +81,7 @@ class Stage:
         self.group.exchange_at_once(sends, self._arrivals(y, True), y.device, plan.dense)
 
     def _room(self, like: Tensor) -> Tensor:
-        """Room for the output, zero where nothing comes."""
+        """Room for the output."""
         plan = self.plan
         if self.spaced is not None:
             y = _spaced(like, plan.target_shape, self.spaced)
@@ -89,7 +89,11 @@ class Stage:
             y = torch.empty_like(like, memory_format=torch.contiguous_format)
         else:
             y = like.new_empty(plan.target_shape)
-        return y if plan.fills else y.zero_()
+        return self._cleared(y)
+
+    def _cleared(self, y: Tensor) -> Tensor:
+        """Zeros where nothing comes."""
+        return y if self.plan.fills else y.zero_()
 
     def _sends(self, x: Tensor) -> list[Parcel]:
         """What leaves the input."""
