@@ -14,6 +14,14 @@ _LARGEST = 2**31 - 1
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def chosen(variable: str, options: tuple[str, ...]) -> str:
+    """Which of the options an environment variable names; the first if it is not set."""
+    choice = os.environ.get(variable, options[0])
+    if choice not in options:
+        raise ValueError(f"{variable} must be one of {', '.join(options)}, got {choice!r}")
+    return choice
+
+
 def usable_cores() -> int:
     """The number of cores that this process may use: its affinity and its CPU quota."""
     allowed = (
@@ -68,12 +76,10 @@ def keep_freed_memory() -> bool:
     Nothing changes where the user has set the allocator (MALLOC_…) or TESSEL_ALLOCATOR=system, or
     the C library is another one.
     """
-    choice = os.environ.get("TESSEL_ALLOCATOR", ALLOCATORS[0])
-    if choice not in ALLOCATORS:
-        raise ValueError(f"TESSEL_ALLOCATOR must be one of {', '.join(ALLOCATORS)}, got {choice!r}")
+    choice = chosen("TESSEL_ALLOCATOR", ALLOCATORS)
     library = ctypes.CDLL(None)
-    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if choice == "system" or chosen or not hasattr(library, "mallopt"):
+    is_set = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if choice == "system" or is_set or not hasattr(library, "mallopt"):
         return False
     os.environ.setdefault(HUGE_PAGES, "1")
     settings = (_TRIM_THRESHOLD, _MMAP_THRESHOLD)

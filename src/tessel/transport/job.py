@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from tessel.limits import time_limit
+from tessel.machine import chosen
 from tessel.transport import semaphore, world
 from tessel.transport.group import Group, code_of, listing
 from tessel.transport.host import Host
@@ -90,10 +91,7 @@ def group_of(workers: Iterable[int]) -> Group:
 
 def chosen_transport() -> str:
     """How workers of one host exchange CPU tensors: what TESSEL_TRANSPORT says."""
-    choice = os.environ.get("TESSEL_TRANSPORT", TRANSPORTS[0])
-    if choice not in TRANSPORTS:
-        raise ValueError(f"TESSEL_TRANSPORT must be one of {', '.join(TRANSPORTS)}, got {choice!r}")
-    return choice
+    return chosen("TESSEL_TRANSPORT", TRANSPORTS)
 
 
 def can_share_memory() -> bool:

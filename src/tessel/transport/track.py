@@ -7,7 +7,6 @@ the engine there are no tracks, and exchanges are made message by message.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tessel.machine import chosen
 from tessel.transport.traffic import Traffic
 
 try:
@@ -49,17 +49,9 @@ Shape = tuple[int, ...]
 Region = tuple[slice, ...]
 
 
-def chosen_engine() -> str:
-    """What makes exchanges through shared memory: what TESSEL_ENGINE says."""
-    choice = os.environ.get("TESSEL_ENGINE", ENGINES[0])
-    if choice not in ENGINES:
-        raise ValueError(f"TESSEL_ENGINE must be one of {', '.join(ENGINES)}, got {choice!r}")
-    return choice
-
-
 def has_engine() -> bool:
-    """Whether the engine was compiled, and is not switched off."""
-    return engine is not None and chosen_engine() == "compiled"
+    """Whether the engine was compiled, and TESSEL_ENGINE does not switch it off."""
+    return chosen("TESSEL_ENGINE", ENGINES) == "compiled" and engine is not None
 
 
 class Place(NamedTuple):
