@@ -5,9 +5,9 @@ whose first layer is split in columns and whose second in rows; and a head of 10
 its cross entropy. DTensor has ColwiseParallel, RowwiseParallel and loss_parallel, as the pages of
 torch make them; torchshard its ParallelLinear and ParallelCrossEntropyLoss, with the mark that it
 needs after a GELU. A step ends when the loss and the input's gradient are there. All three work in
-turn in the same processes and on the same weights: where these lie in memory can make a difference
-of a factor, which is nobody's. The loss and the gradient of the input of each are compared with
-those of torch in one process first.
+turn in the same processes and on the same weights: the same step can take several times as long in
+another process, whoever makes it, most likely for where its weights lie in memory. The loss and the
+gradient of the input of each are compared with those of torch in one process first.
 
 Memory is the peak of a process's resident memory in two steps beyond what it had before its layers
 were made: weights, gradients, activations and messages. It is measured in fresh processes, which
