@@ -24,6 +24,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("models",),
     ("nn",),
     ("distributed",),
+    ("tensor",),
     ("operators",),
     ("primitives",),
     ("fringe", "shared"),

@@ -34,5 +34,18 @@ from tessel.partition import world as world
 from tessel.primitives.repartition import all_gather as all_gather
 from tessel.primitives.repartition import gather as gather
 from tessel.primitives.repartition import scatter as scatter
+from tessel.tensor import Tensor as Tensor
+from tessel.tensor import arange as arange
+from tessel.tensor import empty as empty
+from tessel.tensor import fallback as fallback
+from tessel.tensor import from_local as from_local
+from tessel.tensor import full as full
+from tessel.tensor import linspace as linspace
+from tessel.tensor import ones as ones
+from tessel.tensor import rand as rand
+from tessel.tensor import randint as randint
+from tessel.tensor import randn as randn
+from tessel.tensor import spread as spread
+from tessel.tensor import zeros as zeros
 
 __version__ = "0.1.0"

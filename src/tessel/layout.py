@@ -248,6 +248,14 @@ class Layout:
         return tuple(axis for axis in range(self.partition.dim) if axis not in taken)
 
     @cached_property
+    def summed(self) -> Layout:
+        """The same boxes where separate copies are one shared value, their sum."""
+        sizes = self.partition.shape
+        if all(sizes[axis] == 1 for axis in self.separate):
+            return self
+        return replace(self, shared=tuple(sorted({*self.shared, *self.separate})))
+
+    @cached_property
     def owns_once(self) -> bool:
         """Whether no index is stored as two separate values."""
         sizes = self.partition.shape

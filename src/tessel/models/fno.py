@@ -22,11 +22,12 @@ from tessel.models.spectral import (
 )
 from tessel.models.weights import Block, Mixing, Projection, SpectralWeight
 from tessel.move import Move
-from tessel.nn.layer import Result, used
+from tessel.nn.layer import Result
 from tessel.operators import Distributed, ParIdentity, ParMatrix, kron
 from tessel.operators.space import COMPLEX_OF, Shape, checked_length
 from tessel.partition import Partition
 from tessel.shared import total
+from tessel.tensor.use import used
 from tessel.transport import kept_in_job
 
 MAX_DIMS = 4  # of space

@@ -14,9 +14,10 @@ from torch import Tensor
 from tessel import transport
 from tessel.layout import Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result, used
+from tessel.nn.layer import Layer, Result
 from tessel.partition import Partition
 from tessel.shared import equalize, spread
+from tessel.tensor.use import used
 from tessel.transport import kept_in_job
 
 

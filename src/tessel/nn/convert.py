@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape, zero_volume_tensor
-from tessel.nn import fusion, ledger
+from tessel.nn import functions, fusion  # noqa: F401  (functions enter their rules)
 from tessel.nn.adaptive import (
     DistributedAdaptiveAvgPool1d,
     DistributedAdaptiveAvgPool2d,
@@ -30,8 +31,7 @@ from tessel.nn.conv_transpose import (
     DistributedConvTranspose3d,
 )
 from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from tessel.nn.layer import Entry, Layer, needs_of
-from tessel.nn.ledger import Ledger, note
+from tessel.nn.layer import Entry, Layer, alone, needs_of
 from tessel.nn.linear import DistributedLinear
 from tessel.nn.norm import (
     DistributedBatchNorm,
@@ -53,11 +53,14 @@ from tessel.nn.pooling import (
     DistributedMaxPool2d,
     DistributedMaxPool3d,
 )
-from tessel.nn.rules import follow
-from tessel.nn.rules.book import gathered, is_split, move
 from tessel.nn.upsample import DistributedUpsample
 from tessel.partition import Partition
 from tessel.shared import equalize, even
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor import fallback
+from tessel.tensor.passes import in_backward
+from tessel.tensor.stream import common_seed
+from tessel.tensor.table import gathered, is_split, running, spread_among, tensors
 from tessel.transport import kept_in_job
 
 nn = torch.nn
@@ -243,12 +246,12 @@ class Stream:
         In a backward pass, when a checkpoint computes a part of the model again, they come from
         where they came from before.
         """
-        if ledger.in_backward():
+        if in_backward():
             yield
             return
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed((self.seed + self.num_calls) % 2**63)
+            torch.manual_seed(common_seed(self.seed + self.num_calls))
             self.num_calls += 1
             yield
 
@@ -270,54 +273,46 @@ class Entrance:
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        if (running := ledger.active()) is not None:
-            with running.module():
-                return forward(self.module, *args, **kwargs)
+        spread = next(spread_among(args, kwargs), None) is not None
+        if running.get() is not None or (spread and in_backward()):
+            return forward(self.module, *args, **kwargs)  # inside of a model, or of a checkpoint
         if not self.P_x.active:
             return zero_volume_tensor(*_kind(args, kwargs))
-        if self.P_x.size == 1:
-            with ledger.alone():
+        if self.P_x.size == 1 and not spread:
+            with _set(alone, True):
                 return forward(self.module, *args, **kwargs)
         with (
             fusion.guided(self.habit, self.module.parameters()),
             self.stream.flowing(),
-            Ledger(self.P_x, follow),
+            _set(running, self.P_x),
+            fallback("raise"),
         ):
             args, kwargs = self._entered(args, kwargs)
             result = forward(self.module, *args, **kwargs)
-            with ledger.paused():
-                return tree_map(_left, result)
+        return result if spread else tree_map(_left, result)
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
-        """The arguments, with the layouts of all parts of tensors written down."""
-        found = list(ledger.tensors(args, kwargs))
+        """The arguments, with spread tensors in the places of parts."""
+        found = [each for each in tensors(args, kwargs) if not isinstance(each, SpreadTensor)]
         dims = tuple(each.dim() for each in found)
-        again = ledger.in_backward()  # a checkpoint computes it again: its layouts are written
-
-        def is_part(value: Any) -> bool:
-            return isinstance(value, Tensor) and value.dim() == self.P_x.dim
-
-        def is_known(value: Tensor) -> bool:
-            return again and ledger.written(value) is not None
+        parts = [each for each in found if each.dim() == self.P_x.dim]
+        if not parts and next(spread_among(args, kwargs), None) is not None:
+            return args, kwargs
+        claims = [Claim.of(each) for each in parts]
+        if not parts:  # that raises, on all workers
+            claims = [Claim.of(next(iter(found), None))]  # type: ignore[arg-type]
+        meetings = [self._meeting(number, dims) for number in range(len(claims))]
+        entries = iter(reach_together(meetings, claims))
 
         def enter(value: Any) -> Any:
-            if not is_part(value):
+            is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
+            if not is_plain or value.dim() != self.P_x.dim:
                 return value
-            if (known := ledger.written(value) if again else None) is not None:
-                return note(value.view_as(value), known)
             layout, terms = next(entries)
-            return note(even(admit(value, terms, True), terms).view_as(value), layout)
+            return SpreadTensor(even(admit(value, terms, True), terms).view_as(value), layout)
 
-        with ledger.paused():
-            parts = [each for each in found if is_part(each) and not is_known(each)]
-            claims = [Claim.of(each) for each in parts]
-            if not parts and not again:  # that raises, on all workers
-                claims = [Claim.of(next(iter(found), None))]  # type: ignore[arg-type]
-            meetings = [self._meeting(number, dims) for number in range(len(claims))]
-            entries = iter(reach_together(meetings, claims))
-            entered = tree_map(enter, (args, kwargs))
-            if not again:
-                self.P_x.group.number_call()
+        entered = tree_map(enter, (args, kwargs))
+        self.P_x.group.number_call()
         return entered
 
     def _meeting(self, number: int, dims: tuple[int, ...]) -> Meeting[Entry]:
@@ -345,16 +340,19 @@ class Entrance:
         return {**self.__dict__, "_meetings": {}}
 
 
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """A variable has a value meanwhile."""
+    mark = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(mark)
+
+
 def _left(value: Any) -> Any:
-    """An output on its own: what was written on it inside of the model stays there."""
-    if not isinstance(value, Tensor):
-        return value
-    layout = ledger.written(value)
-    if layout is None:
-        ledger.check_origin(value)
-        return value
-    target = outside(layout)
-    return value.view_as(value) if target == layout else move(layout, target).apply(value)
+    """An output on its own, a part: a plain tensor."""
+    return value.move_to(outside(value.layout)).local if isinstance(value, SpreadTensor) else value
 
 
 @kept_in_job
@@ -370,5 +368,5 @@ def outside(layout: Layout) -> Layout:
 
 
 def _kind(*values: Any) -> tuple[torch.dtype | None, torch.device | None]:
-    found = next(ledger.tensors(*values), None)
+    found = next(tensors(*values), None)
     return (None, None) if found is None else (found.dtype, found.device)

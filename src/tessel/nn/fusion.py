@@ -20,10 +20,10 @@ from torch import Tensor
 from tessel import transport
 from tessel.agreement import in_forward_mode
 from tessel.graph import eagerly
-from tessel.nn import ledger
 from tessel.nn.layer import Layer
 from tessel.partition import Partition
 from tessel.shared import Bundle, Spread, bundling
+from tessel.tensor.passes import in_backward, in_checkpoint
 from tessel.transport import NUM_WORDS, code_of
 
 LIMIT = 2**22  # bytes
@@ -152,7 +152,7 @@ def _plain() -> bool:
     keeps must be the same both times.
     """
     transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
-    again = ledger.in_backward() or ledger.in_checkpoint()
+    again = in_backward() or in_checkpoint()
     return torch.is_grad_enabled() and not transformed and not again
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from functools import cached_property
 from inspect import Signature, signature
 from typing import Any, Self
@@ -14,14 +15,25 @@ from tessel import transport
 from tessel.agreement import Meeting, Terms, admit
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
-from tessel.nn import ledger
 from tessel.numbered import Numbered
 from tessel.partition import Partition
-from tessel.shared import bundled, equalize, even, spread
+from tessel.shared import equalize, even
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.table import as_spread, opened, running
 from tessel.transport import kept_in_job
 
 Entry = tuple[Layout, Terms]
 Result = tuple[Tensor, Layout]
+
+# a converted model runs whose tensors one worker has: its layers are torch's own then
+alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+def spread_result(y: Any, layout: Layout) -> Any:
+    """What a layer computed, as a spread tensor, or as several that lie alike."""
+    if isinstance(y, tuple):
+        return tuple(SpreadTensor(each, layout) for each in y)
+    return SpreadTensor(y, layout)
 
 
 class Layer(Numbered):
@@ -79,17 +91,19 @@ class Layer(Numbered):
 
     @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if self.is_converted and self._group.size == 1 and ledger.is_alone():
-            alone: Tensor = self.torch_forward(input, *args, **settings)
-            return alone
-        with ledger.paused():
-            x, known = input, ledger.layout_of(input)
-            if known is None:
-                if transport.this_worker() not in self._group.workers:
-                    return self.placeholder(x)
-                x, known = self._agree(x)
-            y, layout = self.compute(x, known, *args, **settings)
-            return ledger.note(y, layout)
+        if self.is_converted and self._group.size == 1 and alone.get():
+            own: Tensor = self.torch_forward(input, *args, **settings)
+            return own
+        model = running.get()
+        if model is not None and not isinstance(input, SpreadTensor):
+            input = as_spread(input, model)  # inside of a model, what is plain is whole
+        if isinstance(input, SpreadTensor):
+            return spread_result(*self.compute(*opened(input), *args, **settings))
+        if transport.this_worker() not in self._group.workers:
+            return self.placeholder(input)
+        x, layout = self._agree(input)
+        y, _ = self.compute(x, layout, *args, **settings)
+        return y
 
     def placeholder(self, x: Tensor) -> Any:
         """What a worker gets that takes no part."""
@@ -166,45 +180,6 @@ def _signature(own: Callable[..., None], torchs: Callable[..., None]) -> Signatu
     return Signature([*lead, *(each for each in between if each not in last), *last, *named])
 
 
-def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ()) -> Tensor | None:
-    """A parameter that all workers of `layout` share, for use on each worker's part.
-
-    Along the axes that split the tensor its uses are separate, and their gradients are summed;
-    along those where the tensor is shared, or that are named in `shared`, each worker does the
-    same work.
-    """
-    if parameter is None:
-        return None
-    whole = _shared(layout.partition, tuple(parameter.shape))
-    return spread(parameter, whole, _separate(layout, shared))
-
-
-def used_together(
-    parameters: Sequence[Tensor], layout: Layout, shared: tuple[int, ...] = ()
-) -> list[Tensor]:
-    """The same for several parameters of one shape, whose gradients travel in one message."""
-    whole = _shared(layout.partition, tuple(parameters[0].shape))
-    separate = _separate(layout, shared)
-    found = [bundled(each, whole, separate) for each in parameters]
-    if all(each is None for each in found):
-        stack = torch.stack(list(parameters))
-        several = _shared(layout.partition, tuple(stack.shape))
-        return list(spread(stack, several, separate).unbind())
-    pairs = zip(parameters, found, strict=True)
-    return [spread(p, whole, separate) if each is None else each for p, each in pairs]
-
-
-def _separate(layout: Layout, shared: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes along which workers use a parameter for different parts."""
-    same = {*layout.shared, *shared}
-    return tuple(axis for axis in range(layout.partition.dim) if axis not in same)
-
-
 @kept_in_job
 def _alone(partition: Partition, shape: Shape) -> Layout:
     return Layout.from_local_shapes(partition, {partition.ranks[0]: shape})
-
-
-@kept_in_job
-def _shared(partition: Partition, shape: Shape) -> Layout:
-    return Layout.whole(partition, shape, shared=True)

@@ -21,9 +21,10 @@ from torch import Tensor
 from tessel.agreement import CLAIM, Claim, Meeting, Terms, admit
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result, used
+from tessel.nn.layer import Layer, Result
 from tessel.partition import Partition
 from tessel.shared import even, spread, total
+from tessel.tensor.use import used
 from tessel.transport import NUM_WORDS
 
 MEMORY = 64  # kinds of calls that a loss remembers

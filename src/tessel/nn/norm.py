@@ -18,9 +18,10 @@ from tessel import boxes
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result, used_together
+from tessel.nn.layer import Layer, Result
 from tessel.nn.windowed import outline
 from tessel.shared import nothing, spread
+from tessel.tensor.use import used_together
 from tessel.transport import kept_in_job
 
 Pair = tuple[Tensor | None, Tensor | None]

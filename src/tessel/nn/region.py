@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tessel.agreement import Meeting, Terms, admit
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
-from tessel.nn import conv_transpose, convolution, ledger, upsample
+from tessel.nn import conv_transpose, convolution, upsample
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
     DistributedConvTranspose1d,
@@ -29,7 +29,7 @@ from tessel.nn.conv_transpose import (
     DistributedConvTranspose3d,
 )
 from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from tessel.nn.layer import Entry, Layer, Result, needs_of, used
+from tessel.nn.layer import Entry, Layer, Result, needs_of, spread_result
 from tessel.nn.norm import (
     DistributedBatchNorm,
     DistributedBatchNorm1d,
@@ -46,6 +46,9 @@ from tessel.nn.upsample import DistributedUpsample
 from tessel.nn.windowed import Reaches, Windowed, leading, outline
 from tessel.partition import Partition
 from tessel.shared import even, nothing
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.table import as_spread, opened, running
+from tessel.tensor.use import used
 from tessel.transport import kept_in_job
 from tessel.windows import Mirrored, Reach, Window
 
@@ -113,15 +116,16 @@ class HaloRegion(nn.Sequential):
         if self.P_x is None:
             result: Tensor = super().forward(input)
             return result
-        with ledger.paused():
-            x, known = input, ledger.layout_of(input)
-            if known is None:
-                if not self.P_x.active:
-                    return x.clone()
-                x, known = self._agree(x, self.P_x)
-            y, layout = self.compute(x, known)
-            noted: Tensor = ledger.note(y, layout)
-            return noted
+        model = running.get()
+        if model is not None and not isinstance(input, SpreadTensor):
+            input = as_spread(input, model)
+        if isinstance(input, SpreadTensor):
+            y: Tensor = spread_result(*self.compute(*opened(input)))
+            return y
+        if not self.P_x.active:
+            return input.clone()
+        y, _ = self.compute(*self._agree(input, self.P_x))
+        return y
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
         """This worker's part of the result, and its layout."""

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from tessel.layout import Cut, Layout
-from tessel.nn.rules.book import (
+from tessel.tensor.rules.pointwise import pointwise
+from tessel.tensor.table import (
     Arguments,
     Settings,
     is_split,
-    move,
-    noted,
+    made,
+    opened,
     rule,
     unsupported,
-    whole,
 )
-from tessel.nn.rules.pointwise import pointwise
+from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
 
 
@@ -52,7 +52,7 @@ def _without(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[Layo
 @rule("sum", "mean")
 def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The sum of the workers' own sums, for a mean divided by the number of all elements."""
-    x, layout = args[0], whole(args[0])
+    x, layout = opened(args[0])
     dims = _dims(layout, args, kwargs)
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     dtype = kwargs.get("dtype")
@@ -60,13 +60,13 @@ def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if name == "mean" and not (dtype or x.dtype).is_floating_point:
         func(x.reshape(-1)[:1])  # torch's own error
     if not any(is_split(layout, dim) for dim in dims) and x.numel():
-        return noted(func(*args, **kwargs), shared)
+        return made(func(x, *args[1:], **kwargs), shared)
     result = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
     own = x.sum(dims, keepdim, dtype=wide) if dims else x.sum(dtype=wide)
     y = move(separate, shared).apply(own)
     y = y / prod(layout.shape[dim] for dim in dims) if name == "mean" else y
-    return noted(y.to(result), shared)
+    return made(y.to(result), shared)
 
 
 @rule(
@@ -75,7 +75,7 @@ def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 )
 def along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What needs all elements along some dimensions, which must be whole."""
-    layout = whole(args[0])
+    x, layout = opened(args[0])
     position = {"roll": 2, "normalize": 2}.get(name, 1)
     usual = {"normalize": 1, "glu": -1, "sort": -1, "argsort": -1}.get(name)
     given = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("dims", usual))
@@ -84,19 +84,17 @@ def along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     dims = _dims(layout, (None, given), {})
     if any(is_split(layout, dim) for dim in dims):
         raise unsupported(name, f"dimensions {dims} must be whole", layout)
-    result = func(*args, **kwargs)
+    result = func(x, *args[1:], **kwargs)
     if name == "glu":
         halved = tuple(n // 2 if dim in dims else n for dim, n in enumerate(layout.shape))
         cuts = tuple(
             Cut(cut.axes, ((0, n),)) if dim in dims else cut
             for dim, (cut, n) in enumerate(zip(layout.cuts, halved, strict=True))
         )
-        return noted(result, replace(layout, shape=halved, cuts=cuts))
+        return made(result, replace(layout, shape=halved, cuts=cuts))
     if isinstance(result, tuple):
-        for each in result:
-            noted(each, layout)
-        return result
-    return noted(result, layout)
+        return rebuilt(result, [made(each, layout) for each in result])
+    return made(result, layout)
 
 
 @rule(
@@ -107,16 +105,21 @@ def over_whole_dims(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
     """What reduces some dimensions, which must be whole."""
     if len(args) > 1 and isinstance(args[1], Tensor):
         return pointwise(name, func, args, kwargs)
-    layout = whole(args[0])
+    x, layout = opened(args[0])
     if name == "norm":  # its second argument is an exponent
         dims = _dims(layout, (None, *args[2:3]), kwargs)
     else:
         dims = _dims(layout, args, kwargs)
     if any(is_split(layout, dim) for dim in dims):
         raise unsupported(name, f"dimensions {dims} must be whole", layout)
-    result = func(*args, **kwargs)
+    result = func(x, *args[1:], **kwargs)
     first = result[0] if isinstance(result, tuple) else result
     _, shared = _without(layout, dims, first.dim() == len(layout.shape))
-    for each in result if isinstance(result, tuple) else (result,):
-        noted(each, shared)
-    return result
+    if isinstance(result, tuple):
+        return rebuilt(result, [made(each, shared) for each in result])
+    return made(result, shared)
+
+
+def rebuilt(result: Any, members: list[Any]) -> Any:
+    """A tuple, or a named tuple as torch has them, with other members."""
+    return tuple(members) if type(result) is tuple else type(result)(members)

@@ -10,26 +10,26 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
-from tessel.nn.ledger import note_view, written
-from tessel.nn.rules.book import (
+from tessel.shared import nothing
+from tessel.tensor.rules.pointwise import broadcast
+from tessel.tensor.table import (
     Arguments,
     Settings,
+    as_spread,
     gathered,
     is_split,
-    move,
+    made,
     moved,
-    noted,
+    note_view,
+    opened,
     outlines,
     rule,
     unsupported,
-    whole,
 )
-from tessel.nn.rules.pointwise import broadcast
-from tessel.shared import nothing
+from tessel.tensor.tensor import Tensor, move, open_part
 from tessel.transport import kept_in_job
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # dims before, and dims after
@@ -68,12 +68,12 @@ def _blocks(before: Shape, after: Shape) -> tuple[Block, ...]:
 )
 def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Dimensions that stay keep their parts; those that are merged or split become whole."""
-    x, layout = args[0], whole(args[0])
+    x, layout = args[0], args[0]._layout
     if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
         raise unsupported(name, "it cannot take values as those of another type", layout)
     after = tuple(outlines(func, args, kwargs).shape)
     loose, target = _reshaped(layout, after)
-    y = noted(moved(x, loose).reshape(target.local_shape), target)
+    y = made(moved(x, loose).reshape(target.local_shape), target)
     return note_view(y, x, copied=loose != layout)
 
 
@@ -101,7 +101,7 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
     *("get T", "get mT", "get H", "get mH"),
 )
 def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    x, layout = args[0], whole(args[0])
+    x, layout = opened(args[0])
     sizes = _PRIMES[: len(layout.shape)]
     order = [
         sizes.index(n) for n in func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape
@@ -111,47 +111,47 @@ def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         shape=tuple(layout.shape[dim] for dim in order),
         cuts=tuple(layout.cuts[dim] for dim in order),
     )
-    return note_view(noted(func(x, *args[1:], **kwargs), target), x)
+    return note_view(made(func(x, *args[1:], **kwargs), target), args[0])
 
 
 @rule("cat", "concat", "concatenate")
 def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Along a whole dimension each worker joins its own parts; else, a sum of embeddings."""
-    parts: Sequence[Tensor] = args[0]
+    given: Sequence[torch.Tensor] = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if any(written(each) is None for each in parts):
-        raise unsupported(name, "all tensors must be of known layout", whole(_first_held(parts)))
-    shape = tuple(outlines(func, (list(parts), dim), {}).shape)
-    first = whole(parts[0])
+    first = next(each for each in given if isinstance(each, Tensor))._layout
+    shape = tuple(outlines(func, (list(given), dim), {}).shape)
     dim %= len(shape)
+    # torch lets empty tensors of one dimension join any others
+    tensors = [
+        as_spread(each, first.partition)
+        for each in given
+        if tuple(each.shape) != (0,) or len(shape) == 1
+    ]
     target = first.resized(shape)
     if not is_split(first, dim):
-        aligned = [moved(each, target.resized(_with(shape, dim, each, first))) for each in parts]
-        return noted(torch.cat(aligned, dim), target)
-    starts = [0, *accumulate(whole(each).shape[dim] for each in parts)]
+        aligned = [moved(each, target.resized(_with(shape, dim, each))) for each in tensors]
+        return made(torch.cat(aligned, dim), target)
+    starts = [0, *accumulate(each._layout.shape[dim] for each in tensors)]
     total = None
-    for start, each in zip(starts, parts, strict=False):
-        layout = whole(each)
+    for start, each in zip(starts, tensors, strict=False):
+        layout = each._layout
         before = [start if d == dim else 0 for d in range(len(shape))]
         after = [n - m - b for n, m, b in zip(shape, layout.shape, before, strict=True)]
-        placed = move(layout.embedded(before, after), target).apply(each)
+        placed = move(layout.embedded(before, after), target).apply(open_part(each))
         total = placed if total is None else total + placed
-    return noted(total, target)
+    return made(total, target)
 
 
-def _first_held(parts: Sequence[Tensor]) -> Tensor:
-    return next(each for each in parts if written(each) is not None)
-
-
-def _with(shape: Shape, dim: int, part: Tensor, first: Layout) -> Shape:
-    return (*shape[:dim], whole(part).shape[dim], *shape[dim + 1 :])
+def _with(shape: Shape, dim: int, each: Tensor) -> Shape:
+    return (*shape[:dim], each._layout.shape[dim], *shape[dim + 1 :])
 
 
 @rule("__getitem__")
 def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Slices of step one; whole numbers on whole dimensions; new dimensions."""
     base, key = args
-    x, layout = base, whole(base)
+    x, layout = opened(base)
     items = list(key) if isinstance(key, tuple) else [key]
     if not all(each is None or each is Ellipsis or isinstance(each, int | slice) for each in items):
         raise unsupported(name, "only whole numbers and slices are known", layout)
@@ -167,7 +167,7 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     cropped, x = _cropped(x, layout, parts)
     rest = [None if each is None else _rest(each, part) for each, part in _pairs(items, parts)]
     y = x[tuple(rest)]
-    y = noted(y, _indexed(cropped, rest, tuple(y.shape)))
+    y = made(y, _indexed(cropped, rest, tuple(y.shape)))
     return note_view(y, base, copied=cropped is not layout)
 
 
@@ -189,7 +189,9 @@ def _rest(pick: Any, part: Interval | None) -> Any:
     return pick if part is None else slice(None)
 
 
-def _cropped(x: Tensor, layout: Layout, parts: list[Interval | None]) -> tuple[Layout, Tensor]:
+def _cropped(
+    x: torch.Tensor, layout: Layout, parts: list[Interval | None]
+) -> tuple[Layout, torch.Tensor]:
     """The tensor between the bounds, in balanced parts where a split dimension got shorter."""
     bounds = [part or (0, n) for part, n in zip(parts, layout.shape, strict=True)]
     if all(bound == (0, n) for bound, n in zip(bounds, layout.shape, strict=True)):
@@ -236,7 +238,7 @@ def _indexed(layout: Layout, rest: list[Any], local: Shape) -> Layout:
 @rule("chunk", "split", "tensor_split", "unbind", "split_with_sizes")
 def chunk(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Pieces along a whole dimension."""
-    x, layout = args[0], whole(args[0])
+    x, layout = opened(args[0])
     default = 0
     position = 1 if name == "unbind" else 2
     dim = args[position] if len(args) > position else kwargs.get("dim", default)
@@ -254,9 +256,9 @@ def chunk(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             cuts=tuple(layout.cuts[d] for d in keep),
             shared=axes,
         )
-        return tuple(note_view(noted(each, rest), x) for each in pieces)
+        return tuple(note_view(made(each, rest), args[0]) for each in pieces)
     return tuple(
-        note_view(noted(each, _shortened(layout, tuple((0, n) for n in shape))), x)
+        note_view(made(each, _shortened(layout, tuple((0, n) for n in shape))), args[0])
         for each, shape in zip(pieces, shapes, strict=True)
     )
 
@@ -266,10 +268,10 @@ def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """A slice, or one index, along a dimension."""
     names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
-    dim = range(len(whole(args[0]).shape))[given["dim"]]
+    dim = range(len(args[0]._layout.shape))[given["dim"]]
     if name == "narrow":
         outlines(func, args, kwargs)  # torch's own error
-        start = given["start"] % max(1, whole(args[0]).shape[dim])
+        start = given["start"] % max(1, args[0]._layout.shape[dim])
         pick: Any = slice(start, start + given["length"])
     else:
         pick = given["index"]
@@ -279,33 +281,33 @@ def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("stack")
 def stack(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Tensors one beside the other along a new dimension, which is whole."""
-    parts: Sequence[Tensor] = args[0] if args else kwargs["tensors"]
+    tensors: Sequence[torch.Tensor] = args[0] if args else kwargs["tensors"]
     given = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    outlines(func, (list(parts), given), {})  # torch's own error
-    dim = range(len(whole(parts[0]).shape) + 1)[given]
-    wider = [reshape("unsqueeze", torch.unsqueeze, (each, dim), {}) for each in parts]
+    dim = range(outlines(func, (list(tensors), given), {}).dim())[given]
+    wider = [each.unsqueeze(dim) for each in tensors]
     return cat("cat", torch.cat, (wider, dim), {})
 
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Dimensions of length one become longer, and lie as those of the tensor that is named."""
-    x, layout = args[0], whole(args[0])
+    x, layout = args[0], args[0]._layout
     shape = tuple(outlines(func, args, kwargs).shape)
-    other = written(args[1]) if name == "expand_as" else None
+    like = args[1] if name == "expand_as" else None
+    other = like._layout if isinstance(like, Tensor) else None
     if other is None:
         first = len(shape) - len(layout.shape)
         new = tuple(Cut((), ((0, n),)) for n in shape[:first])
         wider = replace(layout, shape=(*shape[:first], *layout.shape), cuts=(*new, *layout.cuts))
         other = wider.resized(shape)
     y = moved(x, broadcast(layout, other)).expand(other.local_shape)
-    return note_view(noted(y, other), x, copied=True)
+    return note_view(made(y, other), x, copied=True)
 
 
 @rule("pad")
 def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Zeros beyond the border of split dimensions; whole dimensions as torch has it."""
-    x, layout = args[0], whole(args[0])
+    x, layout = opened(args[0])
     shape = tuple(outlines(func, args, kwargs).shape)
     changed = [dim for dim, n in enumerate(layout.shape) if shape[dim] != n]
     widths = list(args[1] if len(args) > 1 else kwargs["pad"])
@@ -313,8 +315,8 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not any(is_split(layout, dim) for dim in (*changed, *touched)):
         target = _shortened(layout, tuple((0, n) for n in shape))
         if 0 in x.shape and 0 not in layout.shape:  # torch refuses it, in some modes
-            return noted(nothing(target.local_shape, x), target)
-        return noted(func(*args, **kwargs), target)
+            return made(nothing(target.local_shape, x), target)
+        return made(func(x, *args[1:], **kwargs), target)
     rest = dict(zip(("mode", "value"), args[2:], strict=False)) | kwargs
     if rest.get("mode", "constant") != "constant" or rest.get("value") not in (None, 0):
         raise unsupported(name, "split dimensions can be padded with zeros only", layout)
@@ -323,13 +325,13 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     source = layout.embedded([max(a, 0) for a, _ in pairs], [max(b, 0) for _, b in pairs])
     target = layout.resized(shape)
     inside = target.embedded([max(-a, 0) for a, _ in pairs], [max(-b, 0) for _, b in pairs])
-    return noted(move(source, inside).apply(x), target)
+    return made(move(source, inside).apply(x), target)
 
 
 @rule("pixel_shuffle")
 def pixel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Channels become space where they are: every part grows."""
-    x, layout = args[0], whole(args[0])
+    x, layout = opened(args[0])
     if is_split(layout, -3):
         raise unsupported(name, "the channels are split", layout)
     shape = tuple(outlines(func, args, kwargs).shape)
@@ -340,5 +342,5 @@ def pixel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
         cuts[dim] = Cut(layout.cuts[dim].axes, parts)
     target = replace(layout, shape=shape, cuts=tuple(cuts))
     if 0 in x.shape:
-        return noted(nothing(target.local_shape, x), target)
-    return noted(func(*args, **kwargs), target)
+        return made(nothing(target.local_shape, x), target)
+    return made(func(x, *args[1:], **kwargs), target)

@@ -1,0 +1,18 @@
+"""The spread tensor, and the table that says what torch's functions do with it."""
+
+from tessel.tensor import call as _call  # noqa: F401  (torch's functions are called through it)
+from tessel.tensor.create import arange as arange
+from tessel.tensor.create import empty as empty
+from tessel.tensor.create import from_local as from_local
+from tessel.tensor.create import full as full
+from tessel.tensor.create import linspace as linspace
+from tessel.tensor.create import ones as ones
+from tessel.tensor.create import rand as rand
+from tessel.tensor.create import randint as randint
+from tessel.tensor.create import randn as randn
+from tessel.tensor.create import spread as spread
+from tessel.tensor.create import zeros as zeros
+from tessel.tensor.fallback import GatherWarning as GatherWarning
+from tessel.tensor.fallback import fallback as fallback
+from tessel.tensor.table import UnsupportedError as UnsupportedError
+from tessel.tensor.tensor import Tensor as Tensor

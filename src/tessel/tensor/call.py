@@ -1,0 +1,179 @@
+"""The call of a torch function on spread tensors: its rule is found, and followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tessel.tensor import facts
+from tessel.tensor.fallback import without_rule
+from tessel.tensor.rules import chance, reductions, shapes  # noqa: F401  (they enter rules)
+from tessel.tensor.rules.pointwise import is_pointwise, pointwise
+from tessel.tensor.table import (
+    RULES,
+    Arguments,
+    Rule,
+    Settings,
+    UnsupportedError,
+    as_spread,
+    held_layouts,
+    is_whole,
+    made,
+    parts,
+    spread_among,
+    tensors,
+    unsupported,
+)
+from tessel.tensor.tensor import Tensor, move
+
+_known: dict[Any, tuple[str, Rule]] = {}
+
+
+def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Call a torch function on spread tensors by its rule."""
+    try:
+        name, rule = _known[func]
+    except KeyError:
+        name = _name(func)
+        rule = _rule(name)
+        _known[func] = name, rule
+    return rule(name, func, args, kwargs)
+
+
+def _name(func: Any) -> str:
+    """The name of a torch function; of a property, with `get`, `set` or `delete` before it."""
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return f"{func.__name__.strip('_')} {func.__self__.__name__}"
+    return str(func.__name__)
+
+
+def _rule(name: str) -> Rule:
+    if name in facts.OF_THE_WHOLE:
+        return facts.of_the_whole
+    if name in facts.OF_THE_PART:
+        return facts.of_the_part
+    found = RULES.get(name)
+    if found is not None and found.__module__ == facts.__name__:
+        return found
+    return follow
+
+
+def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The rule of a function; where there is none, what `tessel.fallback` says."""
+    try:
+        return _followed(name, func, args, kwargs)
+    except UnsupportedError as error:
+        return without_rule(name, func, args, kwargs, error)
+
+
+def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    args, kwargs = _settled(args), _settled(kwargs)
+    if kwargs.get("out") is not None:
+        raise unsupported(name, "it cannot write to `out`", *held_layouts(args, kwargs))
+    if name in RULES:
+        args, kwargs = _in_order(args, kwargs)
+        if not args:
+            raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
+        if (
+            isinstance(args[0], torch.Tensor)
+            and not isinstance(args[0], Tensor)
+            and name not in _ANY
+        ):
+            args = (as_spread(args[0], _partition(args, kwargs)), *args[1:])
+        return RULES[name](name, func, args, kwargs)
+    if is_pointwise(name):
+        return pointwise(name, func, args, kwargs)
+    layouts = held_layouts(args, kwargs)
+    if not all(map(is_whole, layouts)):
+        raise unsupported(name, "it has no rule for tensors that are split", *layouts)
+    return _shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+
+
+_ANY = frozenset(("to", "type_as"))  # whose first tensor may stay plain
+
+
+def _partition(args: Arguments, kwargs: Settings) -> Any:
+    return next(spread_among(args, kwargs))._layout.partition
+
+
+def _shared(result: Any, partition: Any) -> Any:
+    """What all workers computed alike."""
+    if isinstance(result, torch.Tensor):
+        return as_spread(result, partition)
+    if isinstance(result, list | tuple):
+        members = [_shared(each, partition) for each in result]
+        return tuple(members) if isinstance(result, tuple) else members
+    return result
+
+
+def _settled(value: Any) -> Any:
+    """The same arguments; a tensor in separate copies is a sum that is not made yet: it is now."""
+    if isinstance(value, Tensor):
+        layout = value._layout
+        if layout.separate and (shared := layout.summed) is not layout:
+            return made(move(layout, shared).apply(value.local), shared)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)([_settled(each) for each in value])
+    if type(value) is dict:
+        return {name: _settled(each) for name, each in value.items()}
+    return value
+
+
+_TORCHS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "tensors": "input"}
+
+
+def _in_order(args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
+    """The same arguments with torch's first names, the input by its position."""
+    kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
+    return ((kwargs.pop("input"), *args) if "input" in kwargs else args), kwargs
+
+
+def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What code gets that went round torch's functions: never a part for the whole.
+
+    Autograd, if it takes part, has the wrappers in its graph here: only values are computed.
+    """
+    name = func._schema.name.partition("::")[2]
+    found = list(spread_among(args, kwargs))
+    first = found[0]
+    if name in _ALIASES and len(found) == 1 and _keeps_shape(name, first, args):
+        part = first._part.detach() if name == "detach" else first._part
+        return Tensor(part, first._layout, records=False)
+    if func._schema.is_mutable:
+        raise unsupported(name, "it would change a spread tensor unseen", *held_layouts(found))
+    with torch.no_grad():
+        plain = any(not isinstance(each, Tensor) and each.dim() for each in tensors(args, kwargs))
+        alike = all(each._layout == first._layout for each in found)
+        if alike and not plain and (torch.Tag.pointwise in func.tags or name in _LIKE):
+            part = func(*_values(args), **_values(kwargs))
+            return Tensor(part, first._layout, records=False)
+        result = without_rule(
+            name, func, args, kwargs, unsupported(name, "it has no rule", *held_layouts(found))
+        )
+    return result
+
+
+_ALIASES = frozenset(
+    ("alias", "view", "view_as", "detach", "_unsafe_view", "reshape", "lift_fresh")
+)
+_LIKE = frozenset(("zeros_like", "ones_like", "empty_like", "full_like", "clone", "_to_copy"))
+
+
+def _keeps_shape(name: str, x: Tensor, args: Arguments) -> bool:
+    return len(args) < 2 or tuple(args[1]) == x._layout.shape
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value._part.detach()
+    if type(value) in (list, tuple):
+        return type(value)([_values(each) for each in value])
+    if type(value) is dict:
+        return {name: _values(each) for name, each in value.items()}
+    return value
+
+
+Tensor.above = staticmethod(above)
+Tensor.below = staticmethod(below)

@@ -1,0 +1,91 @@
+"""Random numbers by counting: each is a function of a seed and of its place in the whole tensor.
+
+So a worker makes those of its part and no others, and they do not depend on the parts. A place is
+mixed with the seed by two rounds of the finaliser of splitmix64 (Steele, Lea, Flood 2014), in the
+wrapping arithmetic of 64-bit integers that torch has on all devices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.layout import Layout
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+_FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_SECOND = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def places(layout: Layout, device: Any = None) -> Tensor:
+    """The place of each value of this worker's part, counted through the whole tensor.
+
+    >>> import tessel
+    >>> places(tessel.Layout.balanced(tessel.world(), (3,)))
+    tensor([0, 1, 2])
+    """
+    box = layout.box()
+    if box is None:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for length, (start, stop) in zip(layout.shape, box, strict=True):
+        found = found.unsqueeze(-1) * length + torch.arange(start, stop, device=device)
+    return found
+
+
+def bits(seed: int, counter: Tensor, stream: int) -> Tensor:
+    """63 random bits for each place; other streams give other numbers for the same places."""
+    z = (counter * 2 + stream + 1) * _GOLDEN + _signed(seed)
+    for _ in range(2):
+        z = (z ^ _shifted(z, 30)) * _FIRST
+        z = (z ^ _shifted(z, 27)) * _SECOND
+        z = z ^ _shifted(z, 31)
+    return _shifted(z, 1)
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left, which torch's shift of signed numbers has not."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    number %= 2**64
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _unit(seed: int, counter: Tensor, stream: int) -> Tensor:
+    """Evenly distributed from 0 to 1, without 1, in steps of 2⁻⁵³."""
+    return (bits(seed, counter, stream) >> 10).double() * 2.0**-53
+
+
+def uniform(seed: int, layout: Layout, dtype: torch.dtype, device: Any = None) -> Tensor:
+    """Evenly distributed numbers from 0 to 1, without 1, for this worker's part."""
+    counter = places(layout, device)
+    if dtype.is_complex:
+        return torch.complex(_unit(seed, counter, 0), _unit(seed, counter, 1)).to(dtype)
+    digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+    # as many bits as the type holds, so that nothing is rounded up to 1
+    return ((bits(seed, counter, 0) >> (63 - digits)).double() * 2.0**-digits).to(dtype)
+
+
+def normal(seed: int, layout: Layout, dtype: torch.dtype, device: Any = None) -> Tensor:
+    """Normally distributed numbers for this worker's part, by the method of Box and Muller.
+
+    Complex ones have variance 1, as torch's have: ½ for each of the two parts.
+    """
+    counter = places(layout, device)
+    radius = (-2.0 * (1.0 - _unit(seed, counter, 0)).log()).sqrt()
+    angle = 2.0 * math.pi * _unit(seed, counter, 1)
+    if dtype.is_complex:
+        return torch.polar(radius / math.sqrt(2.0), angle).to(dtype)
+    return (radius * angle.cos()).to(dtype)
+
+
+def whole_numbers(
+    seed: int, layout: Layout, low: int, high: int, dtype: torch.dtype, device: Any = None
+) -> Tensor:
+    """Evenly distributed whole numbers from low to high, without it, for this worker's part."""
+    return (low + bits(seed, places(layout, device), 0) % (high - low)).to(dtype)

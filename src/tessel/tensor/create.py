@@ -1,0 +1,326 @@
+"""How spread tensors come to be: from whole tensors, from parts, and from nothing.
+
+Here, and only here, workers agree: on shapes, the kind of the tensor, and whether it needs a
+gradient. From then on every worker knows the layout of everything that is computed from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tessel import transport
+from tessel.agreement import Meeting, Terms, admit
+from tessel.graph import eagerly
+from tessel.layout import Layout, Shape
+from tessel.partition import Partition
+from tessel.shared import even
+from tessel.tensor.counter import normal, uniform, whole_numbers
+from tessel.tensor.stream import common_number
+from tessel.tensor.tensor import Tensor, layout_on, move
+from tessel.transport import kept_in_job
+
+Where = Partition | Layout
+Agreed = tuple[Layout, Terms]
+
+
+@eagerly
+def spread(x: torch.Tensor, where: Where) -> Tensor:
+    """Spread a tensor that all workers have whole, with the same values.
+
+    Forward:  each worker keeps its part, and nothing moves.    Backward:  every worker gets the
+    whole gradient, an all-gather.
+
+    Args:
+        x: the whole tensor, on each worker of `where`; others may pass anything.
+        where: a partition whose axis d splits dimension d into balanced parts, or a layout.
+
+    >>> import tessel, torch
+    >>> tessel.spread(torch.arange(4.0), tessel.world()).sum()
+    tessel.Tensor(shape=(), whole on Partition(1 on workers 0))
+    6.0
+    """
+    partition = _partition(where)
+    if isinstance(x, Tensor):
+        return x.move_to(where)
+    layout, terms = _agree(partition, where, "tessel.spread", x)
+    whole = Layout.whole(partition, layout.shape, shared=True)
+    part = even(admit(x, terms, partition.active), terms)
+    if not partition.active:
+        return Tensor(part, layout)
+    if layout == whole:
+        return Tensor(part.view_as(part), layout)
+    return Tensor(move(whole, layout).apply(part), layout)
+
+
+@eagerly
+def from_local(part: torch.Tensor, where: Where) -> Tensor:
+    """The spread tensor whose parts the workers have; they agree on shapes, dtype and gradient.
+
+    Args:
+        part: this worker's part; what workers outside of `where` pass does not count.
+        where: a partition whose axis d splits dimension d, into parts as long as they are; or a
+            layout, whose local shapes the parts must have.
+
+    >>> import tessel, torch
+    >>> tessel.from_local(torch.ones(3), tessel.world()).shape
+    torch.Size([3])
+    """
+    partition = _partition(where)
+    if isinstance(part, Tensor):
+        raise TypeError(f"from_local: a plain tensor is needed, got one that is spread, {part}")
+    layout, terms = _agree(partition, where, "tessel.from_local", part)
+    entered = even(admit(part, terms, partition.active), terms)
+    return Tensor(entered.view_as(entered), layout)
+
+
+def _partition(where: Where) -> Partition:
+    if isinstance(where, Layout):
+        return where.partition
+    if not isinstance(where, Partition):
+        raise TypeError(f"where: a tessel.Partition or a tessel.Layout is needed, got {where!r}")
+    return where
+
+
+def _agree(partition: Partition, where: Where, what: str, x: torch.Tensor) -> Agreed:
+    """The layout, and the kind of the tensor, that all workers of the job conclude.
+
+    Workers outside of the partition hold a spread tensor, too, and say its shape.
+    """
+    meeting = _meeting(partition, where, what)
+    agreed = meeting.reach_with(x)
+    meeting.group.number_call()
+    return agreed
+
+
+@kept_in_job
+def _meeting(partition: Partition, where: Where, what: str) -> Meeting[Agreed]:
+    def conclude(shapes: dict[int, Shape], terms: Terms) -> Agreed:
+        if what == "tessel.spread":
+            return _of_wholes(label, where, shapes), terms
+        return _of_parts(label, where, shapes), terms
+
+    label = f"{what} over {where if isinstance(where, Layout) else partition}"
+    identity = f"{what} {where.identity}" if isinstance(where, Layout) else label
+    everyone = transport.group_of(range(transport.num_workers()))
+    return Meeting(everyone, label, partition.ranks, conclude, identity)
+
+
+def _of_wholes(label: str, where: Where, shapes: dict[int, Shape]) -> Layout:
+    first, expected = next(iter(shapes.items()))
+    for worker, shape in shapes.items():
+        if shape != expected:
+            raise ValueError(
+                f"{label}: the whole tensor is needed on every worker, got shape {expected} on "
+                f"worker {first} and {shape} on worker {worker}; for parts write tessel.from_local"
+            )
+    return layout_on(where, expected)
+
+
+def _of_parts(label: str, where: Where, shapes: dict[int, Shape]) -> Layout:
+    if isinstance(where, Partition):
+        return Layout.from_local_shapes(where, shapes)
+    for worker, shape in shapes.items():
+        if shape != where.shape_on(worker):
+            raise ValueError(
+                f"{label}: worker {worker} expected a part of shape {where.shape_on(worker)}, got "
+                f"{shape}"
+            )
+    return where
+
+
+# -- from nothing --------------------------------------------------------------------------------
+
+
+def _sizes(size: tuple[Any, ...]) -> Shape:
+    """The shape that is given as numbers or as one sequence of them."""
+    given: Sequence[int] = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return tuple(given)
+
+
+def _filled(shape: Shape, where: Where, make: Any, requires_grad: bool, **kind: Any) -> Tensor:
+    layout = layout_on(where, shape)
+    part = make(layout.local_shape, **kind)
+    return Tensor(part.requires_grad_(requires_grad), layout)
+
+
+def zeros(
+    *size: Any,
+    where: Where,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A spread tensor of zeros; each worker makes its part.
+
+    >>> import tessel
+    >>> tessel.zeros(4, where=tessel.world()).shape
+    torch.Size([4])
+    """
+    return _filled(_sizes(size), where, torch.zeros, requires_grad, dtype=dtype, device=device)
+
+
+def ones(
+    *size: Any,
+    where: Where,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A spread tensor of ones; each worker makes its part.
+
+    >>> import tessel
+    >>> float(tessel.ones(4, where=tessel.world()).sum())
+    4.0
+    """
+    return _filled(_sizes(size), where, torch.ones, requires_grad, dtype=dtype, device=device)
+
+
+def empty(
+    *size: Any,
+    where: Where,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A spread tensor of any values; each worker makes its part.
+
+    >>> import tessel
+    >>> tessel.empty(4, where=tessel.world()).fill_(2).shape
+    torch.Size([4])
+    """
+    return _filled(_sizes(size), where, torch.empty, requires_grad, dtype=dtype, device=device)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float | complex | bool,
+    *,
+    where: Where,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A spread tensor of one value; each worker makes its part.
+
+    >>> import tessel
+    >>> float(tessel.full((4,), 0.5, where=tessel.world()).sum())
+    2.0
+    """
+
+    def make(shape: Shape, **kind: Any) -> torch.Tensor:
+        return torch.full(shape, fill_value, **kind)
+
+    return _filled(_sizes((size,)), where, make, requires_grad, dtype=dtype, device=device)
+
+
+def arange(
+    *bounds: float,
+    where: Where,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """The numbers start, start + step, … up to end, without it, as `torch.arange` has them.
+
+    >>> import tessel
+    >>> int(tessel.arange(2, 8, 2, where=tessel.world()).sum())
+    12
+    """
+    return _line(torch.arange(*bounds, dtype=dtype, device=device), where, requires_grad)
+
+
+def linspace(
+    start: float,
+    end: float,
+    steps: int,
+    *,
+    where: Where,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """So many numbers from start to end, at equal distances, as `torch.linspace` has them.
+
+    >>> import tessel
+    >>> float(tessel.linspace(0, 1, 5, where=tessel.world()).sum())
+    2.5
+    """
+    line = torch.linspace(start, end, steps, dtype=dtype, device=device)
+    return _line(line, where, requires_grad)
+
+
+def _line(line: torch.Tensor, where: Where, requires_grad: bool) -> Tensor:
+    """A part of one dimension, which is cheap to make whole: values are those of one process."""
+    layout = layout_on(where, line.shape)
+    return Tensor(layout.local_part(line).clone().requires_grad_(requires_grad), layout)
+
+
+def rand(
+    *size: Any,
+    where: Where,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Random numbers, evenly distributed from 0 to 1.
+
+    Each is a function of its place and of one number, which torch's generator of the first worker
+    draws: they do not depend on the number of workers or the layout, and each worker makes its own.
+
+    >>> import tessel
+    >>> tessel.rand(4, where=tessel.world()).shape
+    torch.Size([4])
+    """
+    kind = dtype or torch.get_default_dtype()
+    return _random(_sizes(size), where, uniform, kind, device, requires_grad)
+
+
+def randn(
+    *size: Any,
+    where: Where,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Random numbers of a normal distribution with mean 0 and variance 1; see `rand`.
+
+    >>> import tessel
+    >>> tessel.randn(4, where=tessel.world()).shape
+    torch.Size([4])
+    """
+    kind = dtype or torch.get_default_dtype()
+    return _random(_sizes(size), where, normal, kind, device, requires_grad)
+
+
+def randint(
+    *bounds: Any,
+    where: Where,
+    dtype: torch.dtype = torch.int64,
+    device: Any = None,
+) -> Tensor:
+    """Random whole numbers from low to high, without it: `randint(low=0, high, size)`; see `rand`.
+
+    >>> import tessel
+    >>> tessel.randint(3, 7, (4,), where=tessel.world()).shape
+    torch.Size([4])
+    """
+    *limits, size = bounds
+    low, high = (0, *limits) if len(limits) == 1 else limits
+    if not low < high:
+        raise ValueError(f"randint: low must be less than high, got {low} and {high}")
+
+    def draw(seed: int, layout: Layout, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return whole_numbers(seed, layout, low, high, dtype, device)
+
+    return _random(_sizes((size,)), where, draw, dtype, device, False)
+
+
+def _random(
+    shape: Shape, where: Where, draw: Any, dtype: torch.dtype, device: Any, requires_grad: bool
+) -> Tensor:
+    layout = layout_on(where, shape)
+    part = draw(common_number(layout.partition), layout, dtype, device)
+    return Tensor(part.requires_grad_(requires_grad), layout)

@@ -1,0 +1,269 @@
+"""What a spread tensor says of itself, and what it hands on to its part.
+
+Most facts are those of the whole, and the wrapper has them. What autograd knows lies with the part.
+Values can be read from a tensor that every worker has whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+
+from tessel import transport
+from tessel.layout import Layout
+from tessel.tensor.table import Arguments, Settings, is_whole, made, rule
+from tessel.tensor.tensor import Tensor, open_part
+
+OF_THE_WHOLE = frozenset(
+    (
+        *("get shape", "get dtype", "get device", "get ndim", "get is_cuda", "get itemsize"),
+        *("get is_mps", "get is_xpu", "get is_cpu", "get is_sparse", "get is_quantized"),
+        *("get is_meta", "get is_nested", "get nbytes", "get is_sparse_csr", "get is_mkldnn"),
+        *("get is_vulkan", "get is_ipu", "get is_xla", "get is_mtia", "get is_maia"),
+        *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"),
+        *("is_floating_point", "is_complex", "get_device", "element_size", "__hash__"),
+        *("is_signed", "is_same_size", "is_inference", "is_storage_offset", "storage_offset"),
+        *("get names", "has_names"),
+    )
+)
+OF_THE_PART = frozenset(
+    (
+        *(
+            "get output_nr",
+            "get _version",
+            "get retains_grad",
+            "is_contiguous",
+            "is_conj",
+            "is_neg",
+            "retain_grad",
+        ),
+        *("get _backward_hooks", "get _post_accumulate_grad_hooks", "is_pinned", "is_shared"),
+    )
+)
+
+
+def of_the_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What the wrapper says, which has the shape and the kind of the whole."""
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def of_the_part(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What is the same for a part as for the whole, or of autograd's graph."""
+    return func(open_part(args[0]), *args[1:], **kwargs)
+
+
+@rule("get requires_grad", "get grad_fn", "get is_leaf")
+def history(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What autograd knows of the part; of the wrapper, where code went round torch's functions."""
+    with DisableTorchFunctionSubclass():
+        if args[0].grad_fn is not None:
+            return func(*args)
+    return func(args[0]._part)
+
+
+@rule("get grad")
+def gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> Tensor | None:
+    """The gradient lies as its tensor does."""
+    grad = args[0]._part.grad
+    return None if grad is None else Tensor(grad, args[0]._layout)
+
+
+@rule("set grad")
+def set_gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
+    x, grad = args
+    x._part.grad = None if grad is None else part_like(grad, x._layout)
+
+
+@rule("delete grad")
+def delete_gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
+    args[0]._part.grad = None
+
+
+@rule("set data")
+def set_data(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
+    x, new = args
+    x._part.data = part_like(new, x._layout).detach()
+
+
+@rule("requires_grad_", "set requires_grad")
+def set_requires_grad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Tensor | None:
+    """The part needs a gradient, and so does the wrapper, for code that gets it."""
+    x, *rest = args
+    needs = bool(rest[0] if rest else kwargs.get("requires_grad", True))
+    open_part(x).requires_grad_(needs)
+    with DisableTorchFunctionSubclass():
+        x.requires_grad_(needs)
+    return x if name == "requires_grad_" else None
+
+
+def part_like(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This worker's part of a tensor in a layout; a plain one is whole on all workers."""
+    if not isinstance(value, Tensor):
+        return layout.local_part(value)
+    return open_part(value.move_to(layout))
+
+
+@rule("register_hook")
+def register_hook(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The hook sees the gradient as a spread tensor."""
+    x, hook = args
+    layout = x._layout
+
+    def spread_hook(grad: torch.Tensor) -> torch.Tensor | None:
+        found = hook(Tensor(grad, layout))
+        return None if found is None else part_like(found, layout)
+
+    return open_part(x).register_hook(spread_hook)
+
+
+@rule("register_post_accumulate_grad_hook")
+def register_post_accumulate_grad_hook(
+    name: str, func: Any, args: Arguments, kwargs: Settings
+) -> Any:
+    """The hook sees the spread tensor, whose gradient is there."""
+    x, hook = args
+    return x._part.register_post_accumulate_grad_hook(lambda part: hook(x))
+
+
+@rule("backward")
+def backward(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
+    """That of `Tensor.backward` and of `torch.autograd.backward`, on the parts."""
+    settings = dict(zip(_BACKWARD[func is torch.autograd.backward], args[1:], strict=False))
+    settings |= kwargs
+    single = isinstance(args[0], torch.Tensor)
+    outputs: Sequence[Any] = (args[0],) if single else args[0]
+    key = "grad_tensors" if func is torch.autograd.backward else "gradient"
+    given = settings.pop(key, None)
+    grads = [given] * len(outputs) if given is None or isinstance(given, torch.Tensor) else given
+    inputs = settings.pop("inputs", None)
+    torch.autograd.backward(
+        [_raw(each) for each in outputs],
+        [_seed(each, grad) for each, grad in zip(outputs, grads, strict=True)],
+        inputs=None if inputs is None else [_raw(each) for each in _listed(inputs)],
+        **settings,
+    )
+
+
+_BACKWARD = (
+    ("gradient", "retain_graph", "create_graph", "inputs"),
+    ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs"),
+)
+
+
+@rule("grad")
+def derive(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """`torch.autograd.grad` on the parts; gradients lie as their tensors do."""
+    settings = dict(zip(_GRAD, args, strict=False)) | kwargs
+    outputs, inputs = _listed(settings.pop("outputs")), _listed(settings.pop("inputs"))
+    given = settings.pop("grad_outputs", None)
+    if settings.get("is_grads_batched"):
+        raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) of a spread tensor")
+    grads = [None] * len(outputs) if given is None else _listed(given)
+    found = torch.autograd.grad(
+        [_raw(each) for each in outputs],
+        [_raw(each) for each in inputs],
+        [_seed(each, grad) for each, grad in zip(outputs, grads, strict=True)],
+        **settings,
+    )
+    return tuple(
+        made(grad, each._layout) if isinstance(each, Tensor) and grad is not None else grad
+        for grad, each in zip(found, inputs, strict=True)
+    )
+
+
+_GRAD = (
+    *("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs"),
+    *("allow_unused", "is_grads_batched", "materialize_grads"),
+)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _raw(value: Any) -> Any:
+    return open_part(value) if isinstance(value, Tensor) else value
+
+
+def _seed(output: Any, grad: Any) -> torch.Tensor | None:
+    """The gradient of an output, in its layout; a number of which all workers have one."""
+    if not isinstance(output, Tensor):
+        return grad.full() if isinstance(grad, Tensor) else grad
+    if grad is not None:
+        return part_like(grad, output._layout)
+    if output._layout.shape and output.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    check_values(output, "backward()")
+    return None
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def check_values(x: Tensor, what: str) -> None:
+    """Raise unless every worker has all values."""
+    if not is_whole(x._layout):
+        raise ValueError(
+            f"{what} needs all values, and this worker has a part of {x._layout}; gather them "
+            f"first, on all workers: x.full()"
+        )
+
+
+@rule(
+    *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"),
+    *("__complex__", "__array_wrap__", "equal", "allclose", "is_nonzero"),
+)
+def value(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values of what every worker has whole."""
+    for each in args[:2]:
+        if isinstance(each, Tensor):
+            check_values(each, name.strip("_"))
+    return func(*(_raw(each) for each in args), **kwargs)
+
+
+@rule("__format__")
+def formatted(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
+    x, form = args
+    return format(open_part(x), form) if form and is_whole(x._layout) else repr(x)
+
+
+@rule("__repr__", "_str")
+def shown(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
+    """The global shape, the layout, and this worker's values; nothing is sent."""
+    x = args[0]
+    layout, part = x._layout, x._part
+    if is_whole(layout):
+        where = f"whole on {layout.partition}"
+        values = str(part.detach())
+    else:
+        where = f"{layout}"
+        values = f"worker {transport.this_worker()} holds {_box(layout)}:\n{part.detach()}"
+    grad = ", requires_grad=True" if part.requires_grad else ""
+    return f"tessel.Tensor(shape={tuple(layout.shape)}, {where}{grad})\n{values}"
+
+
+def _box(layout: Layout) -> str:
+    box = layout.box()
+    if box is None:
+        return "nothing"
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+@rule("__iter__")
+def iterate(name: str, func: Any, args: Arguments, kwargs: Settings) -> Iterator[Any]:
+    if not args[0]._layout.shape:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(args[0].unbind(0))
+
+
+@rule("as_subclass", "__dlpack__", "data_ptr", "untyped_storage", "storage", "share_memory_")
+def refused(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What would take a part for the whole."""
+    raise ValueError(
+        f"`{name}` of a spread tensor would take this worker's part for the whole; write x.local "
+        f"for the part, or x.full() for the whole"
+    )

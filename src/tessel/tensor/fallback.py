@@ -1,0 +1,134 @@
+"""What a torch function without a rule does: gather its operands, and say so; or raise."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tessel.tensor.rules.pointwise import is_in_place
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    UnsupportedError,
+    as_spread,
+    is_whole,
+    spread_among,
+)
+from tessel.tensor.tensor import Tensor
+
+_CHOICES = ("gather", "raise")
+_choice: ContextVar[str] = ContextVar("fallback", default="gather")
+_said: set[tuple[str, str, int]] = set()
+
+
+class GatherWarning(UserWarning):
+    """That a function gathered its operands, since it has no rule for such layouts."""
+
+
+@contextmanager
+def fallback(choice: str) -> Iterator[None]:
+    """What torch functions without a rule do with spread tensors.
+
+    Args:
+        choice: "gather" lets every worker compute with the whole operands, with a warning that
+            says how many bytes that moves; "raise" raises NotImplementedError.
+
+    >>> import tessel
+    >>> with tessel.fallback("raise"):
+    ...     pass
+    """
+    if choice not in _CHOICES:
+        raise ValueError(
+            f"fallback must be one of {', '.join(map(repr, _CHOICES))}, got {choice!r}"
+        )
+    mark = _choice.set(choice)
+    try:
+        yield
+    finally:
+        _choice.reset(mark)
+
+
+@lru_cache(maxsize=1024)
+def is_random(name: str) -> bool:
+    """Whether torch says that a function of this name draws random numbers."""
+    packet = getattr(torch.ops.aten, name.strip("_"), None)
+    return packet is not None and any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, each).tags
+        for each in packet.overloads()
+    )
+
+
+def without_rule(
+    name: str, func: Any, args: Arguments, kwargs: Settings, why: UnsupportedError
+) -> Any:
+    """Gather the operands and let every worker compute the same, or raise."""
+    if _choice.get() == "raise" or is_in_place(name) or kwargs.get("out") is not None:
+        raise why
+    if is_random(name):
+        raise why
+    spread = list(spread_among(args, kwargs))
+    _say(name, spread)
+    partition = spread[0]._layout.partition
+    result = func(*gathered(args), **gathered(kwargs))
+    return _shared(result, partition)
+
+
+def gathered(value: Any) -> Any:
+    """The same arguments with whole tensors in the places of spread ones."""
+    if isinstance(value, Tensor):
+        return value.full()
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)([gathered(each) for each in value])
+    if type(value) is dict:
+        return {name: gathered(each) for name, each in value.items()}
+    return value
+
+
+def _shared(result: Any, partition: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return as_spread(result, partition)
+    if isinstance(result, list | tuple):
+        members = [_shared(each, partition) for each in result]
+        plain = type(result) in (list, tuple)
+        return (
+            type(result)(members)
+            if plain or not hasattr(result, "_fields")
+            else type(result)(*members)
+        )
+    return result
+
+
+def _say(name: str, spread: list[Tensor]) -> None:
+    """Warn, once for each place in the user's code."""
+    split = [each for each in spread if not is_whole(each._layout)]
+    file, line = _place()
+    if not split or (name, file, line) in _said:
+        return
+    _said.add((name, file, line))
+    moved = sum(each.numel() * each.element_size() for each in split)
+    warnings.warn_explicit(
+        f"torch's `{name}` has no rule for {', '.join(str(each._layout) for each in split)}: every "
+        f"worker gathers its operands, {moved} bytes, and computes all of it; "
+        f'tessel.fallback("raise") raises here instead',
+        GatherWarning,
+        file,
+        line,
+    )
+
+
+def _place() -> tuple[str, int]:
+    """Where the user called a function: the first frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "tessel.")):
+            break
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -1,0 +1,1 @@
+"""What torch's functions do with spread tensors, by kind."""

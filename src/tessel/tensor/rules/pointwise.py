@@ -1,0 +1,229 @@
+"""Functions of each element on its own: all operands lie as the result does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tessel.boxes import Interval
+from tessel.layout import Cut, Layout, Shape
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    check_whole,
+    held_layouts,
+    is_copy,
+    is_whole,
+    made,
+    moved,
+    note_view,
+    opened,
+    parts,
+    rule,
+    sliced,
+    tensors,
+    unsupported,
+)
+from tessel.tensor.tensor import Tensor, open_part
+from tessel.transport import kept_in_job
+
+# pointwise functions that torch does not tag so
+ALSO = frozenset(
+    (
+        *("hardswish", "leaky_relu", "softsign", "tanhshrink", "logsigmoid", "log_sigmoid"),
+        *("_threshold", "contiguous", "type", "float", "double", "half", "bfloat16", "int"),
+        *("long", "bool", "short", "char", "byte", "cpu", "cuda", "fill", "zero", "floor_divide"),
+        *("multiply", "subtract", "divide", "real", "imag", "zeros_like", "ones_like"),
+        *("full_like", "empty_like", "get real", "get imag", "cfloat", "cdouble", "chalf"),
+        *("less", "greater", "less_equal", "greater_equal", "not_equal", "negative", "absolute"),
+        *("resolve_conj", "resolve_neg", "conj_physical", "isreal", "float_power"),
+    )
+)
+
+# what gives a number or a truth value, for which a tensor must be whole
+_NUMBERS = frozenset(("equal", "__bool__", "__float__", "__int__", "__index__", "__complex__"))
+
+
+@lru_cache(maxsize=1024)
+def is_pointwise(name: str) -> bool:
+    """Whether a torch function of this name treats each element on its own."""
+    if name in _NUMBERS:
+        return False
+    plain = _plain(name)
+    packet = getattr(torch.ops.aten, plain, None)
+    tagged = packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+    return plain in ALSO or tagged
+
+
+_OPERATORS = {"rdiv": "div", "truediv": "div", "rpow": "pow", "invert": "bitwise_not"}
+_OPERATORS |= {"floordiv": "floor_divide", "pos": "positive"}
+_OPERATORS |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder"}
+
+
+def _plain(name: str) -> str:
+    """The name of an operator or an in-place function without what says so."""
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        name = name[1:] if name[:1] in "ri" and name not in ("invert", "rshift", "rdiv") else name
+        return _OPERATORS.get(name, name)
+    return name.removesuffix("_")
+
+
+@lru_cache(maxsize=1024)
+def is_in_place(name: str) -> bool:
+    """Whether a function changes its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in (
+        *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__idiv__"),
+        *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
+        *("__ilshift__", "__irshift__"),
+    )
+
+
+def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """All operands in the layout of the result, which that of the largest is."""
+    in_place = is_in_place(name) or bool(kwargs.get("inplace"))
+    if in_place:
+        return _in_place(name, func, args, kwargs)
+    target = _target(name, args, kwargs)
+    result = func(
+        *[_fitted(each, target) for each in args],
+        **{key: _fitted(each, target) for key, each in kwargs.items()},
+    )
+    if isinstance(result, str):  # the name of a type
+        return result
+    if not isinstance(result, torch.Tensor):
+        raise unsupported(name, "it does not give one tensor", target)
+    return made(result, target)
+
+
+def _in_place(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The first operand, changed; the others lie as it does."""
+    target, *others = args
+    layouts = held_layouts(args, kwargs)
+    if not isinstance(target, Tensor):
+        if not all(map(is_whole, layouts)):
+            raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
+        return func(*parts(args), **parts(kwargs))
+    check_change(name, target, layouts)
+    layout = target._layout
+    func(
+        target._part,
+        *[_fitted(each, layout) for each in others],
+        **{key: _fitted(each, layout) for key, each in kwargs.items()},
+    )
+    return changed(target)
+
+
+def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
+    """Raise if a change in place would not reach all that torch lets it reach."""
+    if is_copy(target):
+        raise unsupported(
+            name, "it would change a copy where torch has a view of another tensor", *layouts
+        )
+    if open_part(target) is not target._part:
+        raise unsupported(name, "it would change what a function of its own gave", *layouts)
+
+
+def changed(target: Tensor) -> Tensor:
+    """A tensor whose part was changed in place: it needs a gradient if its part does now."""
+    if target._part.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            target.requires_grad_()
+    return target
+
+
+def _target(name: str, args: Arguments, kwargs: Settings) -> Layout:
+    """How the result lies: as an operand of its shape, a balanced one if there is one."""
+    found = [*args, *kwargs.values()] if kwargs else args
+    operands = [each for each in tensors(*found)]
+    first = next(each._layout for each in operands if isinstance(each, Tensor))
+    if all(isinstance(each, Tensor) and each._layout is first for each in operands):
+        return first
+    layouts = tuple(each._layout for each in operands if isinstance(each, Tensor))
+    plain = tuple(tuple(each.shape) for each in operands if not isinstance(each, Tensor))
+    target = _common(layouts, plain)
+    if target is None:
+        shape = torch.broadcast_shapes(*plain, *(each.shape for each in layouts))
+        raise unsupported(
+            name, f"one operand must have the shape {tuple(shape)} of the result", *layouts
+        )
+    return target
+
+
+@kept_in_job
+def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout | None:
+    shape = tuple(torch.broadcast_shapes(*plain, *(each.shape for each in layouts)))
+    fitting = [layout for layout in layouts if layout.shape == shape]
+    balanced = (each for each in fitting if each.cuts == each.resized(shape).cuts)
+    return next(balanced, fitting[0] if fitting else None)
+
+
+def _fitted(value: Any, target: Layout) -> Any:
+    """An operand, so that it can be combined with this worker's part of `target`."""
+    if isinstance(value, Tensor):
+        layout = value._layout
+        if layout is target or layout == target:
+            return open_part(value)
+        return moved(value, broadcast(layout, target))
+    if isinstance(value, torch.Tensor):
+        return sliced(value, target)
+    if type(value) in (list, tuple):
+        return type(value)([_fitted(each, target) for each in value])
+    return value
+
+
+@kept_in_job
+def broadcast(layout: Layout, target: Layout) -> Layout:
+    """Where an operand must lie: as the result, but dimensions of length one are everywhere."""
+    first = len(target.shape) - len(layout.shape)
+    cuts = tuple(
+        cut if length > 1 else Cut(cut.axes, _everywhere(cut.intervals))
+        for cut, length in zip(target.cuts[first:], layout.shape, strict=True)
+    )
+    return replace(target, shape=layout.shape, cuts=cuts)
+
+
+def _everywhere(intervals: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    return tuple((0, min(1, stop - start)) for start, stop in intervals)
+
+
+@rule("to", "type_as")
+def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """As another tensor is, whose layout plays no part."""
+    y = func(*parts(args), **parts(kwargs))
+    if not isinstance(args[0], Tensor):
+        return y
+    if y is args[0]._part:
+        return args[0]
+    return made(y, args[0]._layout)
+
+
+@rule("prelu")
+def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """With a slope for all channels, or for each."""
+    weight = kwargs["weight"] if len(args) == 1 else args[1]
+    check_whole(name, weight)
+    (x, layout), weight = opened(args[0]), parts(weight)
+    if weight.numel() > 1:
+        weight = sliced(weight.reshape(-1, *[1] * (len(layout.shape) - 2)), layout)
+        return made(torch.where(x >= 0, x, weight * x), layout)
+    return made(func(x, sliced(weight, layout)), layout)
+
+
+@rule("get data", "detach")
+def detach(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The same part without its history."""
+    return note_view(made(args[0]._part.detach(), args[0]._layout), args[0])
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A tensor of its own, which all workers have whole."""
+    check_whole(name, args[1:], kwargs)
+    return func(*parts(args), **parts(kwargs))

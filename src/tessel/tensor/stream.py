@@ -1,0 +1,34 @@
+"""Random numbers that all workers have in common."""
+
+from __future__ import annotations
+
+import torch
+
+from tessel.partition import Partition
+from tessel.transport import NUM_WORDS, code_of
+
+# The upper bits of seeds that all workers have. A generator knows its seed, also when a checkpoint
+# has put it back into an earlier state to compute something again.
+_SIGN = 0x7E55E1
+_BITS = 40
+
+
+def common_seed(number: int) -> int:
+    """A seed for generators of all workers, from a number that all of them have."""
+    return _SIGN << _BITS | number % 2**_BITS
+
+
+def common_number(partition: Partition) -> int:
+    """A random number that all workers have: each draws one, and that of the first counts.
+
+    Where generators are known to be in the same state nothing has to be sent.
+    """
+    number = int(torch.randint(2**62, ()))
+    is_common = torch.initial_seed() >> _BITS == _SIGN
+    if is_common or partition.size == 1 or not partition.active:
+        return number
+    group, call = partition.group, "a random function of a spread tensor"
+    everyones = group.share_words([code_of(call), number])
+    group.check_same_call(everyones, call)
+    words = memoryview(everyones).cast("q")
+    return words[group.workers.index(partition.ranks[0]) * NUM_WORDS + 1]

@@ -1,0 +1,193 @@
+"""The table: what torch's functions do with spread tensors.
+
+A rule says which layouts of the operands it needs, what is computed on the parts, and how the
+result lies. What moves are `Move`s, so every derivative is right by construction. Everything a rule
+decides it decides by layouts and plain values, which are the same on all workers: so all workers
+make the same movements in the same order, and nothing has to be agreed on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from tessel.layout import Layout, Shape
+from tessel.partition import Partition
+from tessel.tensor.tensor import Tensor, move, open_part
+from tessel.tensor.use import used
+from tessel.transport import kept_in_job
+
+Arguments = tuple[Any, ...]
+Settings = dict[str, Any]
+Rule = Callable[[str, Any, Arguments, Settings], Any]
+
+RULES: dict[str, Rule] = {}
+
+# the workers of the converted model that runs now
+running: ContextVar[Partition | None] = ContextVar("running", default=None)
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Enter a rule for the torch functions of these names.
+
+    The name of a method, a function or an operator is its `__name__`; that of a property has `get`
+    or `set` before it.
+    """
+
+    def enter(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return enter
+
+
+class UnsupportedError(NotImplementedError):
+    """That a function has no rule for such layouts."""
+
+
+def unsupported(name: str, why: str, *layouts: Layout) -> UnsupportedError:
+    """What to raise for a function that has no rule for such layouts."""
+    held = ", ".join(map(str, layouts))
+    place = "in a converted model" if running.get() is not None else "of a spread tensor"
+    return UnsupportedError(
+        f"torch's `{name}` {place}: {why}, got {held}; gather the tensor first, by x.full(), or "
+        f"put it into a layer that `tessel.nn` has, or outside of the model"
+    )
+
+
+def tensors(*values: Any) -> Iterator[torch.Tensor]:
+    """All tensors in arguments, also in lists, tuples and dictionaries."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors(*value)
+        elif isinstance(value, dict):
+            yield from tensors(*value.values())
+
+
+def spread_among(*values: Any) -> Iterator[Tensor]:
+    """The spread tensors among arguments."""
+    return (each for each in tensors(*values) if isinstance(each, Tensor))
+
+
+def held_layouts(*values: Any) -> list[Layout]:
+    """The layouts of all spread tensors among the arguments."""
+    return [each._layout for each in spread_among(*values)]
+
+
+def opened(x: Any) -> tuple[torch.Tensor, Layout]:
+    """The part of a spread tensor and its layout."""
+    return open_part(x), x._layout
+
+
+def parts(value: Any) -> Any:
+    """The same arguments with the parts of spread tensors in their places."""
+    if isinstance(value, Tensor):
+        return open_part(value)
+    if type(value) in (list, tuple):
+        return type(value)([parts(each) for each in value])
+    if type(value) is dict:
+        return {name: parts(each) for name, each in value.items()}
+    return value
+
+
+def made(part: torch.Tensor, layout: Layout) -> Tensor:
+    """The spread tensor of a part, which must have the shape that the layout says."""
+    assert tuple(part.shape) == layout.local_shape, (tuple(part.shape), layout)
+    return Tensor(part, layout)
+
+
+def as_spread(value: torch.Tensor, partition: Partition) -> Tensor:
+    """A tensor as a spread one: a plain one is whole on all workers, which made it alike."""
+    return (
+        value if isinstance(value, Tensor) else Tensor(value, shared_whole(partition, value.shape))
+    )
+
+
+@kept_in_job
+def _shared_whole(partition: Partition, shape: Shape) -> Layout:
+    return Layout.whole(partition, shape, shared=True)
+
+
+def shared_whole(partition: Partition, shape: Any) -> Layout:
+    """The layout of one value that all workers have whole."""
+    return _shared_whole(partition, tuple(shape))
+
+
+@kept_in_job
+def is_whole(layout: Layout) -> bool:
+    """Whether every worker has the whole tensor, as one shared value."""
+    sizes = layout.partition.shape
+    split = any(len(cut.intervals) > 1 for cut in layout.cuts)
+    return not split and all(sizes[axis] == 1 for axis in layout.separate)
+
+
+def is_split(layout: Layout, dim: int) -> bool:
+    """Whether a dimension lies in several parts."""
+    return layout.is_split(dim)
+
+
+def check_whole(name: str, *values: Any) -> None:
+    """Raise if operands that a function takes whole are split."""
+    layouts = held_layouts(values)
+    if not all(map(is_whole, layouts)):
+        raise unsupported(name, "all but its first argument must be whole", *layouts)
+
+
+def moved(x: Tensor, target: Layout) -> torch.Tensor:
+    """The part of a spread tensor in another layout."""
+    part = open_part(x)
+    return part if x._layout == target else move(x._layout, target).apply(part)
+
+
+@kept_in_job
+def gathered(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """The same with some dimensions whole on all workers, as shared values."""
+    return layout.gathered(dims)
+
+
+def sliced(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This worker's part of a tensor that all workers have whole, to combine with its own.
+
+    The tensor is broadcast against `layout`: its dimensions are the last ones.
+    """
+    part = used(value, layout)
+    box = layout.box()
+    assert part is not None and box is not None
+    for dim in range(-value.dim(), 0):
+        if value.shape[dim] > 1 and is_split(layout, dim):
+            start, stop = box[dim]
+            part = part.narrow(dim, start, stop - start)
+    return part
+
+
+def outlines(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What a function gives for tensors of the global shapes, without values."""
+    return func(*_outline(args), **_outline(kwargs))
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        shape = value._layout.shape if isinstance(value, Tensor) else tuple(value.shape)
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return type(value)(map(_outline, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, dict):
+        return {name: _outline(each) for name, each in value.items()}
+    return value
+
+
+def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
+    """Remember that torch has a view of `x` in `y`, which may be a copy here."""
+    y._originals = (*x._originals, weakref.ref(x)) if copied else x._originals
+    return y
+
+
+def is_copy(x: Any) -> bool:
+    """Whether a change of a tensor should change others that are still there, and does not."""
+    return isinstance(x, Tensor) and any(each() is not None for each in x._originals)

@@ -1,0 +1,251 @@
+"""The spread tensor: this worker's part, its layout, and the shape of the whole.
+
+A `Tensor` has no storage of its own. It holds this worker's part, a plain tensor, and stands for
+the whole: `x.shape` is the global shape, and a torch function of it does what it does in one
+process, by the table of rules in `tessel.tensor.table`.
+
+Two levels of autograd meet here.
+
+*The parts' graph.* Rules compute with parts, and movements between them are linear operators that
+autograd knows. So the graph of a computation lies on the parts; `x.grad`, hooks and `backward` are
+handed on to the part, and no rule has a backward of its own.
+
+*The wrappers' graph.* Code that goes round torch's functions gets the wrapper itself: a function
+with a backward pass of its own, the backward hooks of modules, scripted code, C++. Torch records
+such code between wrappers, which for that reason say that they need gradients when their parts do.
+`open_part` turns a history of this kind into one node of the parts' graph. The data that such code
+asks for comes from `__torch_dispatch__`, which never takes a part for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import torch
+from torch._C import DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+
+from tessel.layout import Layout
+from tessel.linop import record_product
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.transport import kept_in_job
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors as whole ones
+
+
+class Tensor(torch.Tensor):
+    """A tensor that is spread over workers and knows how.
+
+    It is made by `tessel.spread`, `tessel.from_local`, functions such as `tessel.zeros`, and by
+    torch's functions of other spread tensors. Its shape, dtype and device are those of the whole.
+
+    >>> import tessel, torch
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
+    >>> x = tessel.spread(torch.ones(4, 6), P)
+    >>> x.shape, x.local.shape, float(x.sum())
+    (torch.Size([4, 6]), torch.Size([4, 6]), 24.0)
+    """
+
+    _part: torch.Tensor
+    _layout: Layout
+    _originals: tuple[Any, ...]  # what torch would have a view of, and this is a copy of
+    above: ClassVar[Handler]  # what is done with a torch function
+    below: ClassVar[Handler]  # what is done for code that went round torch's functions
+
+    @staticmethod
+    def __new__(cls, part: torch.Tensor, layout: Layout, records: bool = True) -> Tensor:
+        new: Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            layout.shape,
+            dtype=part.dtype,
+            device=part.device,
+            requires_grad=records and part.requires_grad,
+        )
+        new._part = part
+        new._layout = layout
+        new._originals = ()
+        return new
+
+    def __init__(self, part: torch.Tensor, layout: Layout, records: bool = True) -> None:
+        pass  # torch's own would take the arguments for values
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for each in types:
+            if each not in _FRIENDS and not issubclass(each, Tensor):
+                return NotImplemented
+        return Tensor.above(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return Tensor.below(func, args, kwargs or {})
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """Which box of the whole each worker stores, and what its copies mean."""
+        return self._layout
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This worker's part, a plain tensor; gradients pass both ways."""
+        part = open_part(self)
+        with DisableTorchFunctionSubclass():
+            return part.view_as(part)
+
+    def full(self) -> torch.Tensor:
+        """The whole tensor, plain, on every worker, as one shared value; gradients pass."""
+        layout = self._layout
+        found: torch.Tensor = self.move_to(
+            Layout.whole(layout.partition, layout.shape, shared=True)
+        ).local
+        return found
+
+    def move_to(self, where: Partition | Layout) -> Tensor:
+        """The same values in another layout, a `Move`; all workers of both call this.
+
+        Args:
+            where: a layout of the same shape, or a partition whose axis d splits dimension d.
+        """
+        target = layout_on(where, self._layout.shape)
+        if target == self._layout:
+            return self
+        moved = move(self._layout, target)
+        part = open_part(self)
+        return Tensor(moved.apply(part) if moved.takes_part else part.reshape(-1)[:0], target)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = _like_parameter(self, Tensor(deepcopy(self._part, memo), self._layout))
+        found: Tensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        part = self._part.detach().requires_grad_(self._part.requires_grad)
+        return restored, (part, self._layout, getattr(self, "_is_param", False))
+
+
+def restored(part: torch.Tensor, layout: Layout, is_parameter: bool) -> Tensor:
+    """A spread tensor as it was written into a file."""
+    new = Tensor(part, layout)
+    if is_parameter:
+        new._is_param = True  # type: ignore[attr-defined]
+    return new
+
+
+def _like_parameter(old: Tensor, new: Tensor) -> Tensor:
+    """The new one is a `torch.nn.Parameter`, in torch's way of saying so, if the old one is."""
+    if getattr(old, "_is_param", False):
+        new._is_param = True  # type: ignore[attr-defined]
+    return new
+
+
+@kept_in_job
+def move(source: Layout, target: Layout) -> Move:
+    """The move between two layouts."""
+    return Move(source, target)
+
+
+def layout_on(where: Partition | Layout, shape: Sequence[int]) -> Layout:
+    """A layout for a tensor of this shape: the one that is given, or balanced on a partition."""
+    lengths = tuple(shape)
+    if isinstance(where, Layout):
+        if where.shape != lengths:
+            raise ValueError(f"a layout of shape {lengths} is needed, got {where}")
+        return where
+    if not isinstance(where, Partition):
+        raise TypeError(f"where: a tessel.Partition or a tessel.Layout is needed, got {where!r}")
+    return _balanced(where, lengths)
+
+
+@kept_in_job
+def _balanced(partition: Partition, shape: tuple[int, ...]) -> Layout:
+    return Layout.balanced(partition, shape)
+
+
+def open_part(x: Tensor) -> torch.Tensor:
+    """The part of a spread tensor, with all of its history in the parts' graph."""
+    bridge: torch.Tensor | None = x.__dict__.get("_bridge")
+    if bridge is not None:
+        return bridge
+    with DisableTorchFunctionSubclass():
+        if x.grad_fn is None:
+            return x._part
+        return _bridged(x)
+
+
+def _bridged(x: Tensor) -> torch.Tensor:
+    """The part of a tensor with a history between wrappers, as one node of the parts' graph."""
+    if not torch.is_grad_enabled():
+        return x._part.detach()
+    # The node holds an alias: what held `x` itself would be held by it, too, for ever.
+    alias = x.view_as(x)
+    assert isinstance(alias, Tensor)
+    inputs = list(_inputs(alias.grad_fn))
+    first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
+    x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
+    return bridge
+
+
+class _History:
+    """What code that went round torch's functions made of its inputs, and its derivative.
+
+    Args:
+        result: whose history, between wrappers, leads to the inputs.
+        inputs: spread tensors, and plain ones that all workers have.
+    """
+
+    def __init__(self, result: Tensor, inputs: Sequence[torch.Tensor]) -> None:
+        self.result, self.inputs = result, inputs
+
+    def _apply(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        return self.result._part.detach()
+
+    def slopes(
+        self,
+        grad: torch.Tensor,
+        anchor: torch.Tensor | None,
+        needs: Sequence[bool],
+        *parts: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the inputs, by a pass over the wrappers' graph alone."""
+        with DisableTorchFunctionSubclass():
+            found = torch.autograd.grad(
+                self.result,
+                self.inputs,
+                Tensor(grad, self.result._layout, records=False),
+                retain_graph=True,  # the parts' graph says when it is over
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+        return tuple(
+            None if each is None else _gradient(each, of)
+            for each, of in zip(found, self.inputs, strict=True)
+        )
+
+
+def _gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """A gradient as the parts' graph has it: in the layout of its tensor, plain if that is."""
+    if isinstance(grad, Tensor):
+        return open_part(grad.move_to(of._layout)) if isinstance(of, Tensor) else grad.full()
+    return of._layout.local_part(grad) if isinstance(of, Tensor) else grad
+
+
+def _inputs(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors from which a history between wrappers starts."""
+    seen: set[Any] = set()
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [source for source, _ in node.next_functions]

@@ -1,0 +1,52 @@
+"""The use of shared values: what every worker has whole, for the work on its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tessel.layout import Layout, Shape
+from tessel.partition import Partition
+from tessel.shared import bundled, spread
+from tessel.transport import kept_in_job
+
+
+def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ()) -> Tensor | None:
+    """A parameter that all workers of `layout` share, for use on each worker's part.
+
+    Along the axes that split the tensor its uses are separate, and their gradients are summed;
+    along those where the tensor is shared, or that are named in `shared`, each worker does the
+    same work.
+    """
+    if parameter is None:
+        return None
+    whole = _shared(layout.partition, tuple(parameter.shape))
+    return spread(parameter, whole, _separate(layout, shared))
+
+
+def used_together(
+    parameters: Sequence[Tensor], layout: Layout, shared: tuple[int, ...] = ()
+) -> list[Tensor]:
+    """The same for several parameters of one shape, whose gradients travel in one message."""
+    whole = _shared(layout.partition, tuple(parameters[0].shape))
+    separate = _separate(layout, shared)
+    found = [bundled(each, whole, separate) for each in parameters]
+    if all(each is None for each in found):
+        stack = torch.stack(list(parameters))
+        several = _shared(layout.partition, tuple(stack.shape))
+        return list(spread(stack, several, separate).unbind())
+    pairs = zip(parameters, found, strict=True)
+    return [spread(p, whole, separate) if each is None else each for p, each in pairs]
+
+
+def _separate(layout: Layout, shared: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes along which workers use a parameter for different parts."""
+    same = {*layout.shared, *shared}
+    return tuple(axis for axis in range(layout.partition.dim) if axis not in same)
+
+
+@kept_in_job
+def _shared(partition: Partition, shape: Shape) -> Layout:
+    return Layout.whole(partition, shape, shared=True)
