@@ -12,7 +12,7 @@ from tessel.tensor.create import randint as randint
 from tessel.tensor.create import randn as randn
 from tessel.tensor.create import spread as spread
 from tessel.tensor.create import zeros as zeros
-from tessel.tensor.fallback import GatherWarning as GatherWarning
-from tessel.tensor.fallback import fallback as fallback
+from tessel.tensor.gathering import GatherWarning as GatherWarning
+from tessel.tensor.gathering import fallback as fallback
 from tessel.tensor.table import UnsupportedError as UnsupportedError
 from tessel.tensor.tensor import Tensor as Tensor

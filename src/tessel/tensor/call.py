@@ -7,10 +7,16 @@ from typing import Any
 import torch
 
 from tessel.tensor import facts
-from tessel.tensor.fallback import without_rule
-from tessel.tensor.rules import chance, reductions, shapes  # noqa: F401  (they enter rules)
+from tessel.tensor.gathering import without_rule
+from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
+    chance,
+    products,
+    reductions,
+    shapes,
+)
 from tessel.tensor.rules.pointwise import is_pointwise, pointwise
 from tessel.tensor.table import (
+    PLAIN,
     RULES,
     Arguments,
     Rule,
@@ -75,11 +81,8 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         args, kwargs = _in_order(args, kwargs)
         if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
-        if (
-            isinstance(args[0], torch.Tensor)
-            and not isinstance(args[0], Tensor)
-            and name not in _ANY
-        ):
+        is_plain = isinstance(args[0], torch.Tensor) and not isinstance(args[0], Tensor)
+        if is_plain and name not in PLAIN:
             args = (as_spread(args[0], _partition(args, kwargs)), *args[1:])
         return RULES[name](name, func, args, kwargs)
     if is_pointwise(name):
@@ -88,9 +91,6 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
     return _shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
-
-
-_ANY = frozenset(("to", "type_as"))  # whose first tensor may stay plain
 
 
 def _partition(args: Arguments, kwargs: Settings) -> Any:

@@ -26,13 +26,17 @@ Settings = dict[str, Any]
 Rule = Callable[[str, Any, Arguments, Settings], Any]
 
 RULES: dict[str, Rule] = {}
+PLAIN: set[str] = set()  # names of functions whose rules take a plain tensor as the first argument
 
 # the workers of the converted model that runs now
 running: ContextVar[Partition | None] = ContextVar("running", default=None)
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, plain: bool = False) -> Callable[[Rule], Rule]:
     """Enter a rule for the torch functions of these names.
+
+    Its first argument is a spread tensor, or a list with one; a plain tensor is made a shared one
+    before, unless the rule can take it as it is.
 
     The name of a method, a function or an operator is its `__name__`; that of a property has `get`
     or `set` before it.
@@ -40,6 +44,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
     def enter(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
+        PLAIN.update(names if plain else ())
         return function
 
     return enter

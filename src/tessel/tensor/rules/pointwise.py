@@ -193,7 +193,7 @@ def _everywhere(intervals: tuple[Interval, ...]) -> tuple[Interval, ...]:
     return tuple((0, min(1, stop - start)) for start, stop in intervals)
 
 
-@rule("to", "type_as")
+@rule("to", "type_as", plain=True)
 def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """As another tensor is, whose layout plays no part."""
     y = func(*parts(args), **parts(kwargs))

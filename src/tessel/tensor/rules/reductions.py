@@ -1,4 +1,8 @@
-"""Functions over whole dimensions: sums and means of split ones, anything of whole ones."""
+"""Functions over some dimensions, also split ones: sums, extremes, moments, softmax, sorting.
+
+What can be put together from results of the parts is: each worker reduces its own, and only these
+results travel. What cannot goes through `hosting`.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +11,51 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from tessel import boxes
 from tessel.layout import Cut, Layout
+from tessel.tensor.rules.hosting import along, hosted
 from tessel.tensor.rules.pointwise import pointwise
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    gathered,
     is_split,
     made,
+    moved,
     opened,
     rule,
+    tensors,
     unsupported,
 )
-from tessel.tensor.tensor import move
+from tessel.tensor.tensor import Tensor, move
 from tessel.transport import kept_in_job
 
 
-def _dims(layout: Layout, args: Arguments, kwargs: Settings) -> tuple[int, ...]:
-    """The dimensions that are named, all if none is."""
-    given = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+def dims_of(given: Any, layout: Layout) -> tuple[int, ...]:
+    """The dimensions that are named, in ascending order; all if none is."""
     ndim = len(layout.shape)
-    if given is None or isinstance(given, bool) or given == () or given == []:
+    if given is None or given == () or given == []:
         return tuple(range(ndim))
     dims = (given,) if isinstance(given, int) else tuple(given)
     for dim in dims:
-        if not -ndim <= dim < ndim:
-            raise IndexError(f"dimension {dim} is out of range for {ndim} dimensions")
-    return tuple(sorted(dim % ndim for dim in dims))
+        if not -max(ndim, 1) <= dim < max(ndim, 1):
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but "
+                f"got {dim})"
+            )
+    if len({dim % max(ndim, 1) for dim in dims}) < len(dims):
+        raise RuntimeError(f"a dimension appears multiple times in the list of dims {dims}")
+    return tuple(sorted(dim % ndim for dim in dims)) if ndim else ()
+
+
+def argument(args: Arguments, kwargs: Settings, place: int, name: str, usual: Any = None) -> Any:
+    """An argument by its place or its name."""
+    return args[place] if len(args) > place else kwargs.get(name, usual)
 
 
 @kept_in_job
-def _without(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[Layout, Layout]:
+def without(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[Layout, Layout]:
     """Each worker's own share of a reduction, and the result that all of them share."""
     axes = {axis for dim in dims for axis in layout.cuts[dim].axes}
     whole_cut = Cut((), ((0, 1),))
@@ -49,17 +66,29 @@ def _without(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[Layo
     return separate, replace(separate, shared=tuple(sorted({*layout.shared, *axes})))
 
 
-@rule("sum", "mean")
+def _are_split(layout: Layout, dims: tuple[int, ...]) -> bool:
+    return any(is_split(layout, dim) for dim in dims)
+
+
+@rule("sum", "mean", "nansum", "nanmean")
 def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The sum of the workers' own sums, for a mean divided by the number of all elements."""
+    if name == "nansum":
+        known = torch.where(torch.isnan(args[0]), 0, args[0])
+        return known.sum(*args[1:], **kwargs)
+    if name == "nanmean":
+        count = (~torch.isnan(args[0])).sum(*args[1:3], **{**kwargs, "dtype": None})
+        return args[0].nansum(*args[1:], **kwargs) / count
     x, layout = opened(args[0])
-    dims = _dims(layout, args, kwargs)
-    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    dims = dims_of(_reduced_dims(args, kwargs), layout)
+    keepdim = argument(args, kwargs, 2, "keepdim", False)
     dtype = kwargs.get("dtype")
-    separate, shared = _without(layout, dims, keepdim)
-    if name == "mean" and not (dtype or x.dtype).is_floating_point:
+    separate, shared = without(layout, dims, keepdim)
+    if name == "mean" and not (
+        (dtype or x.dtype).is_floating_point or (dtype or x.dtype).is_complex
+    ):
         func(x.reshape(-1)[:1])  # torch's own error
-    if not any(is_split(layout, dim) for dim in dims) and x.numel():
+    if not _are_split(layout, dims) and x.numel():
         return made(func(x, *args[1:], **kwargs), shared)
     result = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
@@ -69,57 +98,371 @@ def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return made(y.to(result), shared)
 
 
-@rule(
-    *("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "flip", "sort", "argsort"),
-    *("logcumsumexp", "normalize", "roll", "glu"),
-)
-def along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What needs all elements along some dimensions, which must be whole."""
-    x, layout = opened(args[0])
-    position = {"roll": 2, "normalize": 2}.get(name, 1)
-    usual = {"normalize": 1, "glu": -1, "sort": -1, "argsort": -1}.get(name)
-    given = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("dims", usual))
-    if name == "flip" and isinstance(given, int):
-        given = args[position:]
-    dims = _dims(layout, (None, given), {})
-    if any(is_split(layout, dim) for dim in dims):
-        raise unsupported(name, f"dimensions {dims} must be whole", layout)
-    result = func(x, *args[1:], **kwargs)
-    if name == "glu":
-        halved = tuple(n // 2 if dim in dims else n for dim, n in enumerate(layout.shape))
-        cuts = tuple(
-            Cut(cut.axes, ((0, n),)) if dim in dims else cut
-            for dim, (cut, n) in enumerate(zip(layout.cuts, halved, strict=True))
+def _reduced_dims(args: Arguments, kwargs: Settings) -> Any:
+    given = argument(args, kwargs, 1, "dim")
+    return None if isinstance(given, bool) else given
+
+
+# -- put together from results of the parts -------------------------------------------------------
+
+
+@kept_in_job
+def _results(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """The results of the parts: along each reduced dimension, one for each part that has values."""
+    cuts = list(layout.cuts)
+    shape = list(layout.shape)
+    for dim in dims:
+        counts = [int(stop > start) for start, stop in layout.cuts[dim].intervals]
+        shape[dim] = sum(counts)
+        cuts[dim] = Cut(layout.cuts[dim].axes, boxes.consecutive(counts))
+    return replace(layout, shape=tuple(shape), cuts=tuple(cuts))
+
+
+def _stages(
+    x: torch.Tensor, layout: Layout, dims: tuple[int, ...], first: Any, second: Any, keepdim: bool
+) -> Tensor:
+    """Reduce the part, gather what the workers found, and reduce that.
+
+    Args:
+        x: the part.
+        layout: of the tensor.
+        dims: what is reduced.
+        first: reduces these dimensions of a part, and keeps them with length one.
+        second: reduces the results; it gets a tensor and the dimensions.
+        keepdim: whether the result has them, too.
+    """
+    results = _results(layout, dims)
+    if all(x.shape[dim] for dim in dims):
+        own = first(x)
+    else:  # no values, no result: it hangs on the part, so that graphs are alike
+        own = (
+            x.reshape(-1)[:0]
+            .to(first(x.new_zeros((1,) * x.dim())).dtype)
+            .reshape(results.local_shape)
         )
-        return made(result, replace(layout, shape=halved, cuts=cuts))
-    if isinstance(result, tuple):
-        return rebuilt(result, [made(each, layout) for each in result])
-    return made(result, layout)
+    everyones = move(results, gathered(results, dims)).apply(own)
+    _, shared = without(layout, dims, keepdim)
+    return made(second(everyones), shared)
 
 
-@rule(
-    *("amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "var", "std", "prod", "all"),
-    *("any", "norm", "var_mean", "std_mean", "median", "count_nonzero", "aminmax", "mode"),
-)
-def over_whole_dims(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What reduces some dimensions, which must be whole."""
-    if len(args) > 1 and isinstance(args[1], Tensor):
+@rule("amax", "amin", "all", "any", "prod", "logsumexp")
+def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What is associative: the parts first, then their results."""
+    x, layout = opened(args[0])
+    dims = dims_of(_reduced_dims(args, kwargs), layout)
+    keepdim = argument(args, kwargs, 2, "keepdim", False)
+    dtype = kwargs.get("dtype")
+    if not _are_split(layout, dims):
+        _, shared = without(layout, dims, keepdim)
+        return made(func(x, *args[1:], **kwargs), shared)
+    if 0 in layout.shape:
+        raise unsupported(name, "an empty tensor must be whole", layout)
+    if dtype is not None:
+        x = x.to(dtype)
+    stage = _STAGES[name]
+
+    def in_stages(part: torch.Tensor) -> Tensor:
+        return _stages(
+            part,
+            layout,
+            dims,
+            lambda y: stage(y, dims, True),
+            lambda y: stage(y, dims, keepdim),
+            keepdim,
+        )
+
+    if name in ("amax", "amin") and x.requires_grad and torch.is_grad_enabled():
+        return _shared_by_ties(args[0], in_stages(x.detach()), dims, keepdim)
+    return in_stages(x)
+
+
+def _shared_by_ties(x: Tensor, extreme: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """An extreme value whose gradient goes, in equal shares, to all places that have it.
+
+    So torch has it. In stages it would go to all parts that have it, in equal shares.
+    """
+    shape = tuple(1 if dim in dims else length for dim, length in enumerate(x._layout.shape))
+    ties = x.detach() == extreme.reshape(shape)
+    mean = torch.where(ties, x, 0).sum(dims, keepdim) / ties.sum(dims, keepdim)
+    # a mean of equal numbers may be rounded: only its derivative is wanted
+    return torch.where(extreme.isfinite(), extreme + (mean - mean.detach()), mean)
+
+
+def _each(function: Any) -> Any:
+    """A function of one dimension, for several."""
+
+    def over(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+        for dim in reversed(dims):
+            x = function(x, dim, keepdim=keepdim)
+        return x
+
+    return over
+
+
+_STAGES: dict[str, Any] = {
+    "amax": lambda x, dims, keepdim: x.amax(dims, keepdim),
+    "amin": lambda x, dims, keepdim: x.amin(dims, keepdim),
+    "logsumexp": lambda x, dims, keepdim: x.logsumexp(dims, keepdim),
+    "all": _each(torch.all),
+    "any": _each(torch.any),
+    "prod": _each(torch.prod),
+}
+
+
+@rule("max", "min")
+def extremes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Of two tensors, of all values, or along a dimension with the places."""
+    other = argument(args, kwargs, 1, "other")
+    if isinstance(other, torch.Tensor):
         return pointwise(name, func, args, kwargs)
     x, layout = opened(args[0])
-    if name == "norm":  # its second argument is an exponent
-        dims = _dims(layout, (None, *args[2:3]), kwargs)
+    dim = argument(args, kwargs, 1, "dim")
+    if dim is None:
+        dims = tuple(range(len(layout.shape)))
+        if not _are_split(layout, dims):
+            return made(func(x), without(layout, dims, False)[1])
+        return args[0].amax(dims) if name == "max" else args[0].amin(dims)
+    keepdim = argument(args, kwargs, 2, "keepdim", False)
+    return _with_places(func, args[0], dims_of(dim, layout)[0], keepdim)
+
+
+def _with_places(func: Any, x: Tensor, dim: int, keepdim: bool) -> Any:
+    """Values and places along a dimension: of each part, then of what these are."""
+    part, layout = opened(x)
+    _, shared = without(layout, (dim,), keepdim)
+    if not is_split(layout, dim):
+        values, places = func(part, dim, keepdim)
+        return _pair(func, made(values, shared), made(places, shared))
+    if layout.shape[dim] == 0:
+        func(torch.empty(layout.shape, device="meta"), dim, keepdim)  # torch's own error
+    box = layout.box()
+    assert box is not None
+    results = _results(layout, (dim,))
+    if part.shape[dim]:
+        values, places = func(part, dim, True)
+        places = places + box[dim][0]
     else:
-        dims = _dims(layout, args, kwargs)
-    if any(is_split(layout, dim) for dim in dims):
-        raise unsupported(name, f"dimensions {dims} must be whole", layout)
-    result = func(x, *args[1:], **kwargs)
-    first = result[0] if isinstance(result, tuple) else result
-    _, shared = _without(layout, dims, first.dim() == len(layout.shape))
-    if isinstance(result, tuple):
-        return rebuilt(result, [made(each, shared) for each in result])
-    return made(result, shared)
+        values = part.reshape(results.local_shape)
+        places = torch.empty(results.local_shape, dtype=torch.int64, device=part.device)
+    everyones = gathered(results, (dim,))
+    values = move(results, everyones).apply(values)
+    places = move(results, everyones).apply(places)
+    values, chosen = func(values, dim, True)
+    places = places.gather(dim, chosen)
+    if not keepdim:
+        values, places = values.squeeze(dim), places.squeeze(dim)
+    return _pair(func, made(values, shared), made(places, shared))
 
 
-def rebuilt(result: Any, members: list[Any]) -> Any:
-    """A tuple, or a named tuple as torch has them, with other members."""
-    return tuple(members) if type(result) is tuple else type(result)(members)
+def _pair(func: Any, values: Tensor, places: Tensor) -> Any:
+    kind = (
+        torch.return_types.max if func in (torch.max, torch.Tensor.max) else torch.return_types.min
+    )
+    return kind((values, places))
+
+
+@rule("argmax", "argmin")
+def place_of_extreme(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The place in one dimension, or in the tensor as one row."""
+    x = args[0]
+    dim = argument(args, kwargs, 1, "dim")
+    keepdim = argument(args, kwargs, 2, "keepdim", False)
+    if dim is None:
+        if keepdim:
+            raise unsupported(name, "keepdim without a dimension is not known", x._layout)
+        return getattr(x.flatten(), name)(0)
+    extreme = torch.max if name == "argmax" else torch.min
+    return _with_places(extreme, x, dims_of(dim, x._layout)[0], keepdim)[1]
+
+
+@rule("aminmax")
+def both_extremes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    x, dim = args[0], kwargs.get("dim")
+    keepdim = kwargs.get("keepdim", False)
+    return torch.return_types.aminmax((x.amin(dim, keepdim), x.amax(dim, keepdim)))  # type: ignore[attr-defined]
+
+
+@rule("count_nonzero")
+def count_nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    return (args[0] != 0).sum(argument(args, kwargs, 1, "dim"))
+
+
+# -- moments and norms ----------------------------------------------------------------------------
+
+
+@rule("var", "std", "var_mean", "std_mean")
+def moments(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Squares around the mean of the whole tensor, summed."""
+    x, layout = args[0], args[0]._layout
+    given, correction, keepdim = _moment_arguments(args, kwargs)
+    dims = dims_of(given, layout)
+    if not _are_split(layout, dims):
+        part, _ = opened(x)
+        result = func(part, *args[1:], **kwargs)
+        _, shared = without(layout, dims, keepdim)
+        if isinstance(result, tuple):
+            return tuple(made(each, shared) for each in result)
+        return made(result, shared)
+    mean = x.mean(dims, True)
+    offsets = x - mean
+    squares = (offsets * offsets.conj()).real if x.is_complex() else offsets * offsets
+    count = prod(layout.shape[dim] for dim in dims)
+    spread = squares.sum(dims, keepdim) / max(0, count - correction)
+    spread = spread.sqrt() if name.startswith("std") else spread
+    if not name.endswith("_mean"):
+        return spread
+    return spread, mean if keepdim else mean.reshape(spread.shape)
+
+
+def _moment_arguments(args: Arguments, kwargs: Settings) -> tuple[Any, float, bool]:
+    """Dimensions, correction and keepdim, in the three ways in which torch takes them."""
+    rest = list(args[1:])
+    if rest and isinstance(rest[0], bool):  # var(unbiased)
+        kwargs = {"unbiased": rest.pop(0), **kwargs}
+    dim = rest.pop(0) if rest else kwargs.get("dim")
+    if rest:  # var(dim, unbiased, keepdim)
+        kwargs = {"unbiased": rest.pop(0), **kwargs}
+    keepdim = rest.pop(0) if rest else kwargs.get("keepdim", False)
+    correction = kwargs.get("correction")
+    if correction is None:
+        correction = int(kwargs.get("unbiased", True))
+    return dim, correction, keepdim
+
+
+@rule("norm", "linalg_vector_norm", "vector_norm")
+def norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The p-norm of the parts' p-norms."""
+    x, layout = opened(args[0])
+    first = "p" if name == "norm" else "ord"
+    p = argument(args, kwargs, 1, first, 2)
+    p = 2 if p in (None, "fro") else p
+    dims = dims_of(argument(args, kwargs, 2, "dim"), layout)
+    keepdim = argument(args, kwargs, 3, "keepdim", False)
+    dtype = argument(args, kwargs, 5 if name == "norm" else 4, "dtype")
+    if isinstance(p, str):
+        raise unsupported(name, f"a norm of kind {p!r} is not known", layout)
+    if not _are_split(layout, dims):
+        return made(func(x, *args[1:], **kwargs), without(layout, dims, keepdim)[1])
+
+    def stage(values: torch.Tensor, keep: bool) -> torch.Tensor:
+        return torch.linalg.vector_norm(values, p, dims, keep, dtype=dtype)
+
+    if abs(p) == float("inf"):  # ties share their gradient
+        size = args[0].abs() if dtype is None else args[0].to(dtype).abs()
+        return size.amax(dims, keepdim) if p > 0 else size.amin(dims, keepdim)
+    if p == 0:  # a number of values, not a norm: these add
+        return (args[0] != 0).sum(dims, keepdim).to(dtype or x.abs().dtype)
+    if 0 in layout.shape:
+        raise unsupported(name, "an empty tensor must be whole", layout)
+    return _stages(
+        x, layout, dims, lambda part: stage(part, True), lambda y: stage(y, keepdim), keepdim
+    )
+
+
+@rule("dist")
+def distance(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    p = argument(args, kwargs, 2, "p", 2)
+    return torch.linalg.vector_norm(args[0] - argument(args, kwargs, 1, "other"), p)
+
+
+@rule("normalize")
+def normalize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    x = args[0]
+    p, dim = argument(args, kwargs, 1, "p", 2.0), argument(args, kwargs, 2, "dim", 1)
+    eps = argument(args, kwargs, 3, "eps", 1e-12)
+    return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
+
+
+# -- softmax --------------------------------------------------------------------------------------
+
+
+@rule("softmax", "log_softmax", "softmin")
+def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Along a split dimension: the largest value and the sum of all travel, nothing else."""
+    x = args[0]
+    dim = argument(args, kwargs, 1, "dim")
+    part, layout = opened(x)
+    if dim is None or isinstance(dim, torch.dtype):
+        raise unsupported(name, "the dimension must be named", layout)
+    (dim,) = dims_of(dim, layout) or (0,)
+    if not layout.shape or not is_split(layout, dim):
+        return made(func(part, *args[1:], **kwargs), layout)
+    dtype = kwargs.get("dtype")
+    x = x if dtype is None else x.to(dtype)
+    x = -x if name == "softmin" else x
+    offset = x - x.detach().amax(dim, True)
+    if name == "log_softmax":
+        return offset - offset.exp().sum(dim, True).log()
+    powers = offset.exp()
+    return powers / powers.sum(dim, True)
+
+
+# -- through a host -------------------------------------------------------------------------------
+
+_ALONG = {  # where the dimension stands among the arguments, and which it is by default
+    "cumsum": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None),
+    "logcumsumexp": (1, None), "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0),
+    "topk": (2, -1), "glu": (1, -1), "diff": (2, -1), "kthvalue": (2, -1), "median": (1, None),
+    "nanmedian": (1, None), "mode": (1, -1), "quantile": (2, None), "nanquantile": (2, None),
+}  # fmt: skip
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "glu")
+def mix_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What needs all values along a dimension, and keeps the others as they are."""
+    x = args[0]
+    place, usual = _ALONG[name]
+    kwargs = dict(kwargs)
+    given = argument(args, kwargs, place, "dim", usual)
+    if name in ("sort", "argsort") and isinstance(given, bool):
+        given = -1  # sort(descending)
+    (dim,) = dims_of(given, x._layout) or (0,)
+    if not x._layout.shape:
+        part, layout = opened(x)
+        result = func(part, *args[1:], **kwargs)
+        if isinstance(result, tuple):
+            return type(result)([made(each, layout) for each in result])
+        return made(result, layout)
+    return along(x, (dim,), lambda part: func(part, *args[1:], **kwargs))
+
+
+@rule("topk")
+def topk(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The largest values along a dimension, and their places."""
+    x = args[0]
+    (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout) or (0,)
+    return along(x, (dim,), lambda part: func(part, *args[1:], **kwargs))
+
+
+@rule("median", "nanmedian", "mode", "kthvalue")
+def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """One value of each row, which has to be in one place."""
+    x = args[0]
+    place, usual = _ALONG[name]
+    given = argument(args, kwargs, place, "dim", usual)
+    if given is None:
+        layout = x._layout
+        whole = gathered(layout, tuple(range(len(layout.shape))))
+        return made(
+            func(moved(x, whole)), without(whole, tuple(range(len(layout.shape))), False)[1]
+        )
+    (dim,) = dims_of(given, x._layout) or (0,)
+    there = hosted(x._layout, (dim,)) if is_split(x._layout, dim) else x._layout
+    keepdim = argument(args, kwargs, place + 1, "keepdim", False)
+    result = func(moved(x, there), *args[1:], **kwargs)
+    _, shared = without(there, (dim,), keepdim)
+    return type(result)([made(each, shared) for each in result])
+
+
+@rule("diff")
+def diff(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Neighbours along a dimension."""
+    x = args[0]
+    if next(tensors(args[1:], kwargs), None) is not None:
+        raise unsupported(name, "values to put before or behind are not known", x._layout)
+    n = argument(args, kwargs, 1, "n", 1)
+    (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout)
+    for _ in range(n):
+        length = max(0, x.shape[dim] - 1)
+        x = x.narrow(dim, x.shape[dim] - length, length) - x.narrow(dim, 0, length)
+    return x

@@ -1,0 +1,268 @@
+"""Products: sums over some indices of products of tensors, as `torch.einsum` writes them.
+
+Each index of a product is split by the axes that split it in the largest operand that has it. An
+operand without the index is copied along these axes; where an index is summed over, workers have
+terms of the sum, which one movement adds. Matrix products, batched or not, inner and outer products
+and linear maps are all of this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_letters
+from typing import Any
+
+import torch
+
+from tessel.layout import Cut, Layout, Shape
+from tessel.partition import Partition
+from tessel.tensor.rules.reductions import argument
+from tessel.tensor.table import Arguments, Settings, made, moved, rule, unsupported
+from tessel.tensor.tensor import Tensor, move
+from tessel.tensor.use import used
+from tessel.transport import kept_in_job
+
+
+@dataclass(frozen=True)
+class Product:
+    """How a product is computed on parts.
+
+    Attributes:
+        inputs: how each operand lies, copied along axes that split an index that it has not.
+        terms: how the terms of the result lie, separate along axes that split a summed index.
+        result: how the result lies.
+    """
+
+    inputs: tuple[Layout, ...]
+    terms: Layout
+    result: Layout
+
+
+@kept_in_job
+def planned(
+    partition: Partition,
+    indices: tuple[str, ...],
+    output: str,
+    shapes: tuple[Shape, ...],
+    layouts: tuple[Layout | None, ...],
+) -> Product:
+    """Plan a product.
+
+    Args:
+        partition: the workers.
+        indices: a letter for each dimension of each operand.
+        output: the letters of the result.
+        shapes: of the operands; a dimension of length one is there for every index.
+        layouts: of the operands, None for plain ones.
+    """
+    lengths: dict[str, int] = {}
+    for letters, shape in zip(indices, shapes, strict=True):
+        for letter, length in zip(letters, shape, strict=True):
+            if lengths.setdefault(letter, length) == 1:
+                lengths[letter] = length
+    cuts = _cuts(indices, lengths, shapes, layouts)
+    taken = {axis for cut in cuts.values() for axis in cut.axes}
+    shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
+
+    def lies(letters: str, shape: Shape) -> Layout:
+        found = tuple(
+            cuts[letter]
+            if letter in cuts and length == lengths[letter]
+            else Cut((), ((0, length),))
+            for letter, length in zip(letters, shape, strict=True)
+        )
+        return Layout(partition, shape, found, shared)
+
+    inputs = tuple(lies(*each) for each in zip(indices, shapes, strict=True))
+    terms = lies(output, tuple(lengths[letter] for letter in output))
+    return Product(inputs, terms, terms.summed)
+
+
+def _cuts(
+    indices: tuple[str, ...],
+    lengths: dict[str, int],
+    shapes: tuple[Shape, ...],
+    layouts: tuple[Layout | None, ...],
+) -> dict[str, Cut]:
+    """How each index is split: as in the largest operand that splits it; an axis splits one."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    order = sorted(range(len(shapes)), key=lambda k: -sizes[k])
+    found: dict[str, Cut] = {}
+    taken: set[int] = set()
+    for k in order:
+        layout = layouts[k]
+        if layout is None:
+            continue
+        for letter, length, cut in zip(indices[k], shapes[k], layout.cuts, strict=True):
+            if length != lengths[letter]:  # one value, for every index of the others
+                continue
+            if len(cut.intervals) > 1 and letter not in found and not taken & {*cut.axes}:
+                found[letter] = cut
+                taken |= {*cut.axes}
+    return found
+
+
+def multiply(
+    name: str,
+    equation: tuple[tuple[str, ...], str],
+    operands: Sequence[torch.Tensor],
+    compute: Any,
+) -> Tensor:
+    """A product of tensors, of which some are spread and plain ones whole on all workers.
+
+    Args:
+        name: of the function.
+        equation: the letters of the operands, and those of the result.
+        operands: the tensors.
+        compute: gives, of parts of the operands, the part of the result.
+    """
+    indices, output = equation
+    if any(len(set(letters)) < len(letters) for letters in indices):
+        raise unsupported(
+            name,
+            "an index twice is a diagonal",
+            *(x._layout for x in operands if isinstance(x, Tensor)),
+        )
+    layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
+    partition = next(layout for layout in layouts if layout is not None).partition
+    if any(layout is not None and layout.partition != partition for layout in layouts):
+        raise ValueError(f"{name}: tensors on different partitions: {layouts}; use x.move_to(...)")
+    shapes = tuple(tuple(each.shape) for each in operands)
+    plan = planned(partition, indices, output, shapes, layouts)
+    values = [_operand(*each) for each in zip(operands, plan.inputs, strict=True)]
+    part = compute(*values)
+    if plan.terms is not plan.result:
+        part = move(plan.terms, plan.result).apply(part)
+    return made(part, plan.result)
+
+
+def _operand(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This worker's part of an operand."""
+    if isinstance(value, Tensor):
+        return moved(value, layout)
+    part = used(value, layout)
+    box = layout.box()
+    assert part is not None and box is not None
+    for dim, cut in enumerate(layout.cuts):
+        if len(cut.intervals) > 1:
+            start, stop = box[dim]
+            part = part.narrow(dim, start, stop - start)
+    return part
+
+
+@rule("einsum", plain=True)
+def einsum(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The product that the equation says."""
+    text, *operands = args
+    if isinstance(text, torch.Tensor) or not isinstance(text, str):
+        raise unsupported(name, "the equation must be text", *_layouts(args))
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    indices, output = _parsed(text, tuple(each.dim() for each in operands))
+    plain = f"{','.join(indices)}->{output}"
+    return multiply(name, (indices, output), operands, lambda *parts: func(plain, *parts))
+
+
+def _layouts(values: Any) -> list[Layout]:
+    return [each._layout for each in values if isinstance(each, Tensor)]
+
+
+def _parsed(text: str, ndims: tuple[int, ...]) -> tuple[tuple[str, ...], str]:
+    """The letters of the operands and of the result, with letters in the place of dots."""
+    left, arrow, right = text.replace(" ", "").partition("->")
+    terms = left.split(",")
+    free = [letter for letter in ascii_letters if letter not in text]
+    most = max(
+        (ndim - len(term.replace("...", "")) for term, ndim in zip(terms, ndims, strict=True)),
+        default=0,
+    )
+    dots = "".join(free[: max(0, most)])
+
+    def without_dots(term: str, ndim: int) -> str:
+        count = ndim - len(term.replace("...", ""))
+        return term.replace("...", dots[len(dots) - count :] if count else "")
+
+    indices = tuple(without_dots(term, n) for term, n in zip(terms, ndims, strict=True))
+    if arrow:
+        return indices, right.replace("...", dots)
+    letters = "".join(term.replace("...", "") for term in terms)
+    once = sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+    return indices, (dots if "..." in left else "") + "".join(once)
+
+
+@rule(
+    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "inner", "outer", "ger"),
+    "vdot",
+    plain=True,
+)
+def matmul(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Matrix products of all kinds."""
+    a, b = args[0], argument(args, kwargs, 1, "other")
+    for key in ("mat2", "vec", "vec2", "tensor"):
+        b = kwargs.get(key, b) if b is None else b
+    if name == "__rmatmul__":
+        a, b, func, name = b, a, torch.matmul, "matmul"
+    if not isinstance(b, torch.Tensor):
+        raise unsupported(name, "two tensors are needed", *_layouts(args))
+    equation = _equation(name, a.dim(), b.dim())
+    if equation is None:
+        raise unsupported(name, f"tensors of {a.dim()} and {b.dim()} dimensions", *_layouts((a, b)))
+    _check_lengths(name, equation, a, b)
+    return multiply(name, equation, (a, b), func)
+
+
+def _check_lengths(name: str, equation: Any, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Torch's own error, for the whole tensors."""
+    whole = (torch.empty(tuple(each.shape), device="meta") for each in (a, b))
+    getattr(torch, name.strip("_"))(*whole)
+
+
+def _equation(name: str, m: int, n: int) -> tuple[tuple[str, ...], str] | None:
+    """The letters of a matrix product of tensors with so many dimensions."""
+    if name in ("outer", "ger"):
+        return (("i", "j"), "ij")
+    if name == "inner":
+        left, right = ascii_letters[: m - 1], ascii_letters[m - 1 : m + n - 2]
+        return ((left + "Z", right + "Z"), left + right) if m and n else None
+    if not m or not n:
+        return None
+    batch = ascii_letters[: max(m, n) - 2] if max(m, n) > 2 else ""
+    left = "Z" if m == 1 else batch[len(batch) - (m - 2) :] + "XZ" if m > 2 else "XZ"
+    right = "Z" if n == 1 else batch[len(batch) - (n - 2) :] + "ZY" if n > 2 else "ZY"
+    return (left, right), batch + ("" if m == 1 else "X") + ("" if n == 1 else "Y")
+
+
+@rule("tensordot", plain=True)
+def tensordot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    a, b, dims = args[0], args[1], argument(args, kwargs, 2, "dims", 2)
+    if isinstance(dims, int):
+        dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
+    over = [[dim % each.dim() for dim in given] for each, given in zip((a, b), dims, strict=True)]
+    left = list(ascii_letters[: a.dim()])
+    right = list(ascii_letters[a.dim() : a.dim() + b.dim()])
+    for i, j in zip(*over, strict=True):
+        right[j] = left[i]
+    output = [c for c in left if c not in right] + [c for c in right if c not in left]
+    equation = ("".join(left), "".join(right)), "".join(output)
+    return multiply(name, equation, (a, b), lambda x, y: torch.tensordot(x, y, dims=over))  # type: ignore[arg-type]
+
+
+@rule("addmm", "addmv", "baddbmm", "addbmm", "addr", plain=True)
+def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """β · input + α · a @ b."""
+    x, a, b = args[:3]
+    product = {"addmm": torch.mm, "addmv": torch.mv, "baddbmm": torch.bmm, "addr": torch.outer}
+    found = product[name](a, b) if name in product else torch.einsum("bij,bjk->ik", a, b)
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    found = found if alpha == 1 else alpha * found
+    return found if beta == 0 else found + (x if beta == 1 else beta * x)
+
+
+@rule("bilinear", plain=True)
+def bilinear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """y[…, o] = Σ a[…, i] w[o, i, j] b[…, j] + bias[o]."""
+    a, b = args[0], argument(args, kwargs, 1, "input2")
+    weight, bias = argument(args, kwargs, 2, "weight"), argument(args, kwargs, 3, "bias")
+    y = torch.einsum("...i,oij,...j->...o", a, weight, b)
+    return y if bias is None else y + bias

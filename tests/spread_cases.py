@@ -1,0 +1,165 @@
+"""Functions for `test_spread.py`: each with the shapes of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from parity import values
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, and what it is called with.
+
+    Attributes:
+        does: the function of the operands.
+        shapes: of the operands; the first lies in all ways, the others in some.
+        make: makes an operand from its shape and number, by default real numbers around zero.
+        order: up to which order derivatives are compared.
+        plain_others: whether all operands but the first are plain tensors.
+        may_gather: whether operands may be gathered, with a warning.
+        may_raise: whether it may be refused.
+    """
+
+    does: Callable[..., Any]
+    shapes: tuple[Shape, ...] = ((4, 5, 6),)
+    make: Callable[[Shape, int], Tensor] | None = None
+    order: int = 2
+    derives: bool = True
+    plain_others: bool = False
+    may_gather: bool = False
+    may_raise: bool = False
+    tolerance: float = 1e-11
+
+    def operand(self, number: int) -> Tensor:
+        shape = self.shapes[number]
+        return values(shape, 3 + number) if self.make is None else self.make(shape, number)
+
+
+def whole_numbers(shape: Shape, number: int) -> Tensor:
+    """With many ties."""
+    return (values(shape, 3 + number) * 2).round()
+
+
+def positive(shape: Shape, number: int) -> Tensor:
+    return values(shape, 3 + number).abs() + 0.5
+
+
+REDUCTIONS = {
+    "sum": Case(lambda x: x.sum()),
+    "sum of one": Case(lambda x: x.sum(1)),
+    "sum of two": Case(lambda x: x.sum((0, -1), keepdim=True)),
+    "mean": Case(lambda x: x.mean((0, 2))),
+    "nansum": Case(lambda x: torch.nansum(torch.where(x > 0, x, float("nan")), 1)),
+    "nanmean": Case(lambda x: torch.nanmean(torch.where(x > -0.5, x, float("nan")), 2)),
+    **{
+        f"{name} over {dims}": Case(lambda x, name=name, dims=dims: getattr(x, name)(dims))
+        for name in ("amax", "amin", "logsumexp", "var", "std", "norm_dims")
+        for dims in (0, -1, (0, 2), (0, 1, 2))
+        if name != "norm_dims"
+    },
+    "amax of ties": Case(lambda x: x.amax((0, 1)), make=whole_numbers),
+    "amin of ties": Case(lambda x: x.amin(2, keepdim=True), make=whole_numbers),
+    "max of ties": Case(lambda x: x.max() + x.min(), make=whole_numbers),
+    "max": Case(lambda x: x.max()),
+    "min": Case(lambda x: torch.min(x)),
+    **{
+        f"{name} along {dim}": Case(lambda x, name=name, dim=dim: tuple(getattr(x, name)(dim)))
+        for name in ("max", "min")
+        for dim in (0, 1, -1)
+    },
+    "max with keepdim": Case(lambda x: tuple(torch.max(x, dim=1, keepdim=True))),
+    "max along of ties": Case(lambda x: tuple(x.max(1)), make=whole_numbers),
+    "argmax": Case(lambda x: x.argmax()),
+    "argmin along": Case(lambda x: (x.argmin(0), x.argmin(1), x.argmin(2, keepdim=True))),
+    "aminmax": Case(lambda x: tuple(torch.aminmax(x, dim=1))),
+    "all and any": Case(lambda x: ((x > -2).all(), (x > 1).any(1), (x > 0).all(2), (x > 9).any())),
+    "prod": Case(lambda x: (x.prod(), x.prod(1), x.prod(2, keepdim=True))),
+    "count_nonzero": Case(lambda x: (x > 0).count_nonzero(1)),
+    "var without correction": Case(lambda x: torch.var(x, (0, 1), correction=0, keepdim=True)),
+    "var of all": Case(lambda x: torch.var(x) + torch.std(x, unbiased=False)),
+    "var_mean": Case(lambda x: torch.var_mean(x, 1)),
+    "std_mean": Case(lambda x: torch.std_mean(x, (0, 2), keepdim=True)),
+    **{
+        f"norm {p}": Case(lambda x, p=p: torch.linalg.vector_norm(x, p, dim=(0, 1)), make=positive)
+        for p in (1, 2, 3, float("inf"), -float("inf"))
+    },
+    "norm 0": Case(
+        lambda x: torch.linalg.vector_norm(x, 0, dim=(0, 1)), make=whole_numbers, derives=False
+    ),
+    "norm of all": Case(lambda x: x.norm() + torch.norm(x, 1)),
+    "norm along": Case(lambda x: x.norm(dim=1, keepdim=True) + x.norm(2, 2, True)),
+    "dist": Case(lambda x, y: torch.dist(x, y), ((4, 5), (4, 5))),
+    "normalize": Case(lambda x: F.normalize(x, dim=0) + F.normalize(x, p=1.0, dim=2)),
+    **{
+        f"{name} along {dim}": Case(lambda x, name=name, dim=dim: getattr(F, name)(x, dim=dim))
+        for name in ("softmax", "log_softmax", "softmin")
+        for dim in (0, 1, -1)
+    },
+    "softmax with type": Case(lambda x: torch.softmax(x.float(), 1, dtype=torch.float64)),
+    **{
+        f"{name} along {dim}": Case(lambda x, name=name, dim=dim: getattr(x, name)(dim))
+        for name in ("cumsum", "cumprod", "logcumsumexp")
+        for dim in (0, 1, -1)
+    },
+    "cummax": Case(lambda x: tuple(x.cummax(1))),
+    "cummin": Case(lambda x: tuple(torch.cummin(x, dim=0))),
+    "sort": Case(lambda x: (*x.sort(), *torch.sort(x, dim=0, descending=True))),
+    "argsort": Case(lambda x: (x.argsort(1), torch.argsort(x, dim=-1, descending=True))),
+    "msort": Case(lambda x: torch.msort(x)),
+    "topk": Case(lambda x: (*x.topk(2), *torch.topk(x, 3, dim=0, largest=False))),
+    "kthvalue": Case(lambda x: tuple(x.kthvalue(2, 1))),
+    "median": Case(lambda x: (x.median(), *x.median(1), *x.median(dim=0, keepdim=True))),
+    "mode": Case(lambda x: tuple(x.mode(1)), make=whole_numbers),
+    "diff": Case(lambda x: x.diff() + 0),
+    "diff along": Case(lambda x: torch.diff(x, n=2, dim=1)),
+    "glu": Case(lambda x: F.glu(x) + F.glu(x, -1)),
+}
+
+PRODUCTS = {
+    "matmul": Case(lambda a, b: a @ b, ((4, 5), (5, 6))),
+    "batched matmul": Case(lambda a, b: torch.matmul(a, b), ((3, 4, 5), (3, 5, 6))),
+    "broadcast matmul": Case(lambda a, b: a @ b, ((3, 4, 5), (5, 6))),
+    "matmul of more dims": Case(lambda a, b: a @ b, ((2, 1, 4, 5), (3, 5, 2))),
+    "matrix and vector": Case(lambda a, b: a @ b, ((4, 5), (5,))),
+    "vector and matrix": Case(lambda a, b: a @ b, ((5,), (5, 6))),
+    "vectors": Case(lambda a, b: a @ b + torch.dot(a, b), ((7,), (7,))),
+    "vector and batch": Case(lambda a, b: torch.matmul(a, b), ((5,), (3, 5, 4))),
+    "mm": Case(lambda a, b: torch.mm(a, b) + a.mm(b), ((4, 5), (5, 6))),
+    "mv": Case(lambda a, b: torch.mv(a, b), ((4, 5), (5,))),
+    "bmm": Case(lambda a, b: torch.bmm(a, b), ((3, 4, 5), (3, 5, 6))),
+    "outer": Case(lambda a, b: torch.outer(a, b), ((5,), (7,))),
+    "inner": Case(lambda a, b: torch.inner(a, b), ((3, 5), (4, 5))),
+    "einsum": Case(lambda a, b: torch.einsum("bij,bjk->bik", a, b), ((3, 4, 5), (3, 5, 2))),
+    "einsum with a sum": Case(
+        lambda a, b: torch.einsum("bij,bjk->k", a, b), ((3, 4, 5), (3, 5, 2))
+    ),
+    "einsum implicit": Case(lambda a, b: torch.einsum("ij,jk", a, b), ((4, 5), (5, 3))),
+    "einsum with dots": Case(
+        lambda a, b: torch.einsum("...ij,jk->...ik", a, b), ((2, 3, 4, 5), (5, 3))
+    ),
+    "einsum of one": Case(lambda a: torch.einsum("ijk->kj", a), ((4, 5, 6),)),
+    "einsum of three": Case(
+        lambda a, b, c: torch.einsum("bi,ij,bj->b", a, b, c), ((3, 4), (4, 5), (3, 5))
+    ),
+    "tensordot": Case(lambda a, b: torch.tensordot(a, b, 2), ((3, 4, 5), (4, 5, 2))),
+    "tensordot by dims": Case(
+        lambda a, b: torch.tensordot(a, b, dims=([0, 2], [1, 0])), ((3, 4, 5), (5, 3, 2))
+    ),
+    "addmm": Case(
+        lambda x, a, b: torch.addmm(x, a, b, beta=0.5, alpha=2), ((4, 6), (4, 5), (5, 6))
+    ),
+    "baddbmm": Case(lambda x, a, b: torch.baddbmm(x, a, b), ((3, 4, 6), (3, 4, 5), (3, 5, 6))),
+    "linear": Case(lambda x, w, b: F.linear(x, w, b), ((3, 4, 5), (6, 5), (6,)), plain_others=True),
+    "bilinear": Case(lambda a, b, w: F.bilinear(a, b, w), ((4, 3), (4, 5), (2, 3, 5))),
+}
+
+FAMILIES: dict[str, dict[str, Case]] = {"reductions": REDUCTIONS, "products": PRODUCTS}
