@@ -17,6 +17,7 @@ import torch
 
 from tessel.layout import Layout, Shape
 from tessel.partition import Partition
+from tessel.shared import nothing
 from tessel.tensor.tensor import Tensor, move, open_part
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
@@ -105,6 +106,26 @@ def made(part: torch.Tensor, layout: Layout) -> Tensor:
     """The spread tensor of a part, which must have the shape that the layout says."""
     assert tuple(part.shape) == layout.local_shape, (tuple(part.shape), layout)
     return Tensor(part, layout)
+
+
+def computed(compute: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Any:
+    """What a differentiable function makes of a part; of an empty one, zeros that hang on it.
+
+    For empty tensors torch's derivatives are constants in some cases. A worker whose graph ends
+    there would skip the exchanges that come in the backward passes of the others.
+    """
+    if part.numel() or not (part.requires_grad and torch.is_grad_enabled()):
+        return compute(part)
+    result = compute(part.detach())
+    if isinstance(result, torch.Tensor):
+        return _attached(result, part)
+    return type(result)([_attached(each, part) for each in result])
+
+
+def _attached(result: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if result.is_floating_point() or result.is_complex():
+        return nothing(tuple(result.shape), part).to(result.dtype)
+    return result
 
 
 def as_spread(value: torch.Tensor, partition: Partition) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from tessel import boxes
 from tessel.layout import Cut, Layout, Shape
-from tessel.tensor.table import made, moved
+from tessel.tensor.table import computed, made, moved
 from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
@@ -85,7 +85,7 @@ def along(x: Tensor, dims: Sequence[int], compute: Callable[[torch.Tensor], Any]
     mixed = tuple(dims)
     layout = x._layout
     there = hosted(layout, mixed) if any(layout.is_split(dim) for dim in mixed) else layout
-    result = compute(moved(x, there))
+    result = computed(compute, moved(x, there))
     if isinstance(result, tuple):
         members = [_back(each, layout, there, mixed) for each in result]
         return tuple(members) if type(result) is tuple else type(result)(members)

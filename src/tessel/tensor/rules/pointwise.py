@@ -147,21 +147,34 @@ def _target(name: str, args: Arguments, kwargs: Settings) -> Layout:
         return first
     layouts = tuple(each._layout for each in operands if isinstance(each, Tensor))
     plain = tuple(tuple(each.shape) for each in operands if not isinstance(each, Tensor))
-    target = _common(layouts, plain)
-    if target is None:
-        shape = torch.broadcast_shapes(*plain, *(each.shape for each in layouts))
-        raise unsupported(
-            name, f"one operand must have the shape {tuple(shape)} of the result", *layouts
+    if any(each.partition != first.partition for each in layouts):
+        raise ValueError(
+            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
+            f"bring them together by x.move_to(...)"
         )
-    return target
+    return _common(layouts, plain)
 
 
 @kept_in_job
-def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout | None:
+def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
+    """The layout of an operand of the whole shape; else, each dimension as some operand has it."""
     shape = tuple(torch.broadcast_shapes(*plain, *(each.shape for each in layouts)))
     fitting = [layout for layout in layouts if layout.shape == shape]
-    balanced = (each for each in fitting if each.cuts == each.resized(shape).cuts)
-    return next(balanced, fitting[0] if fitting else None)
+    if fitting:
+        balanced = (each for each in fitting if each.cuts == each.resized(shape).cuts)
+        return next(balanced, fitting[0])
+    partition = layouts[0].partition
+    cuts = [Cut((), ((0, length),)) for length in shape]
+    taken: set[int] = set()
+    for layout in sorted(layouts, key=lambda each: -torch.Size(each.shape).numel()):
+        first = len(shape) - len(layout.shape)
+        for dim, cut in enumerate(layout.cuts, first):
+            is_free = not cuts[dim].axes and not taken & {*cut.axes}
+            if len(cut.intervals) > 1 and layout.shape[dim - first] == shape[dim] and is_free:
+                cuts[dim] = cut
+                taken |= {*cut.axes}
+    shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
+    return Layout(partition, shape, tuple(cuts), shared)
 
 
 def _fitted(value: Any, target: Layout) -> Any:

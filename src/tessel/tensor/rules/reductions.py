@@ -19,6 +19,7 @@ from tessel.tensor.rules.pointwise import pointwise
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    computed,
     gathered,
     is_split,
     made,
@@ -118,6 +119,11 @@ def _results(layout: Layout, dims: tuple[int, ...]) -> Layout:
     return replace(layout, shape=tuple(shape), cuts=tuple(cuts))
 
 
+def _cut(results: Layout) -> tuple[slice, ...]:
+    """What a worker keeps of its results: nothing along a dimension of which it has no values."""
+    return tuple(slice(0, length) for length in results.local_shape)
+
+
 def _stages(
     x: torch.Tensor, layout: Layout, dims: tuple[int, ...], first: Any, second: Any, keepdim: bool
 ) -> Tensor:
@@ -132,17 +138,25 @@ def _stages(
         keepdim: whether the result has them, too.
     """
     results = _results(layout, dims)
-    if all(x.shape[dim] for dim in dims):
-        own = first(x)
-    else:  # no values, no result: it hangs on the part, so that graphs are alike
-        own = (
-            x.reshape(-1)[:0]
-            .to(first(x.new_zeros((1,) * x.dim())).dtype)
-            .reshape(results.local_shape)
-        )
+    own = first(filled(x, dims))
+    if tuple(own.shape) != results.local_shape:  # no values, no result
+        own = own[_cut(results)]
     everyones = move(results, gathered(results, dims)).apply(own)
     _, shared = without(layout, dims, keepdim)
     return made(second(everyones), shared)
+
+
+def filled(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """A part with at least one value along some dimensions, so that it can be reduced.
+
+    A worker without values reduces a zero and drops the result: its graph has to be that of the
+    others, or its backward passes would skip their exchanges.
+    """
+    for dim in dims:
+        if not x.shape[dim]:
+            shape = [1 if d == dim else length for d, length in enumerate(x.shape)]
+            x = torch.cat([x, x.new_zeros(shape)], dim)
+    return x
 
 
 @rule("amax", "amin", "all", "any", "prod", "logsumexp")
@@ -238,12 +252,8 @@ def _with_places(func: Any, x: Tensor, dim: int, keepdim: bool) -> Any:
     box = layout.box()
     assert box is not None
     results = _results(layout, (dim,))
-    if part.shape[dim]:
-        values, places = func(part, dim, True)
-        places = places + box[dim][0]
-    else:
-        values = part.reshape(results.local_shape)
-        places = torch.empty(results.local_shape, dtype=torch.int64, device=part.device)
+    values, places = func(filled(part, (dim,)), dim, True)
+    values, places = values[_cut(results)], places[_cut(results)] + box[dim][0]
     everyones = gathered(results, (dim,))
     values = move(results, everyones).apply(values)
     places = move(results, everyones).apply(places)
@@ -449,7 +459,7 @@ def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     (dim,) = dims_of(given, x._layout) or (0,)
     there = hosted(x._layout, (dim,)) if is_split(x._layout, dim) else x._layout
     keepdim = argument(args, kwargs, place + 1, "keepdim", False)
-    result = func(moved(x, there), *args[1:], **kwargs)
+    result = computed(lambda part: func(part, *args[1:], **kwargs), moved(x, there))
     _, shared = without(there, (dim,), keepdim)
     return type(result)([made(each, shared) for each in result])
 
