@@ -54,12 +54,12 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Rule:
-    """What a forward does, and which dimensions must be whole for that; else it raises."""
+    """What a forward does, and where it may raise: else, and otherwise too, it is right."""
 
     does: Function
-    whole: Shape = ()
+    whole: Shape = ()  # dimensions that must be whole, or it may raise
     only_even: bool = False
-    never: bool = False  # it has no rule for any tensor that is split
+    never: bool = False  # it may raise for any tensor that is split
 
 
 class Body(nn.Module):
@@ -97,25 +97,26 @@ def bodies(place: Place) -> tuple[Body, Body]:
     torch.manual_seed(0)
     alone = Body(place.shape)
     torch.manual_seed(0)
-    return alone, tessel.nn.distribute_module(Body(place.shape), place.layout().partition)
+    return alone, tessel.nn.distribute_module(
+        Body(place.shape), place.layout().partition, fallback="raise"
+    )
 
 
 def check(case: Rule, layout: Layout, alone: Body, spread: Body) -> None:
-    """One rule on one grid: equal to torch in one process, or NotImplementedError on all."""
+    """One rule on one grid: equal to torch in one process, or the same error on all."""
     alone.does = spread.does = case.does
     x = values(layout.shape, 3)
     whole, part = x.clone().requires_grad_(), layout.local_part(x).clone().requires_grad_()
     split = {dim for dim, cut in enumerate(layout.cuts) if len(cut.intervals) > 1}
-    must_raise = split & set(case.whole) or (case.never and split)
+    may_raise = split & set(case.whole) or (case.never and split)
     try:
         got = spread(part)
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:
         said = layout.partition.group.share_objects(str(error))
-        assert must_raise, f"raised {error}"
-        assert "in a converted model" in str(error), f"says {error}"
+        assert may_raise, f"raised {error}"
+        assert "in a converted model" in str(error) or "x.full()" in str(error), f"says {error}"
         assert len(set(said)) == 1, f"workers say different things: {said}"
         return
-    assert not must_raise, f"no error, though dimensions {must_raise} are split"
     expected = alone(whole)
     if isinstance(expected, torch.Size | int | float | bool | str | torch.dtype):
         assert got == expected, f"{got} is not {expected}"

@@ -17,47 +17,12 @@ from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape, zero_volume_tensor
 from tessel.nn import functions, fusion  # noqa: F401  (functions enter their rules)
-from tessel.nn.adaptive import (
-    DistributedAdaptiveAvgPool1d,
-    DistributedAdaptiveAvgPool2d,
-    DistributedAdaptiveAvgPool3d,
-    DistributedAdaptiveMaxPool1d,
-    DistributedAdaptiveMaxPool2d,
-    DistributedAdaptiveMaxPool3d,
-)
-from tessel.nn.conv_transpose import (
-    DistributedConvTranspose1d,
-    DistributedConvTranspose2d,
-    DistributedConvTranspose3d,
-)
-from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from tessel.nn.layer import Entry, Layer, alone, needs_of
-from tessel.nn.linear import DistributedLinear
-from tessel.nn.norm import (
-    DistributedBatchNorm,
-    DistributedBatchNorm1d,
-    DistributedBatchNorm2d,
-    DistributedBatchNorm3d,
-    DistributedGroupNorm,
-    DistributedInstanceNorm1d,
-    DistributedInstanceNorm2d,
-    DistributedInstanceNorm3d,
-    DistributedLayerNorm,
-    DistributedRMSNorm,
-)
-from tessel.nn.pooling import (
-    DistributedAvgPool1d,
-    DistributedAvgPool2d,
-    DistributedAvgPool3d,
-    DistributedMaxPool1d,
-    DistributedMaxPool2d,
-    DistributedMaxPool3d,
-)
-from tessel.nn.upsample import DistributedUpsample
 from tessel.partition import Partition
 from tessel.shared import equalize, even
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor import fallback
+from tessel.tensor.gathering import check_choice
+from tessel.tensor.gathering import fallback as choose_fallback
 from tessel.tensor.passes import in_backward
 from tessel.tensor.stream import common_seed
 from tessel.tensor.table import gathered, is_split, running, spread_among, tensors
@@ -65,80 +30,34 @@ from tessel.transport import kept_in_job
 
 nn = torch.nn
 
-REPLACEMENTS: dict[type[nn.Module], type[Layer]] = {
-    nn.Conv1d: DistributedConv1d,
-    nn.Conv2d: DistributedConv2d,
-    nn.Conv3d: DistributedConv3d,
-    nn.ConvTranspose1d: DistributedConvTranspose1d,
-    nn.ConvTranspose2d: DistributedConvTranspose2d,
-    nn.ConvTranspose3d: DistributedConvTranspose3d,
-    nn.AvgPool1d: DistributedAvgPool1d,
-    nn.AvgPool2d: DistributedAvgPool2d,
-    nn.AvgPool3d: DistributedAvgPool3d,
-    nn.MaxPool1d: DistributedMaxPool1d,
-    nn.MaxPool2d: DistributedMaxPool2d,
-    nn.MaxPool3d: DistributedMaxPool3d,
-    nn.AdaptiveAvgPool1d: DistributedAdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d: DistributedAdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d: DistributedAdaptiveAvgPool3d,
-    nn.AdaptiveMaxPool1d: DistributedAdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d: DistributedAdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d: DistributedAdaptiveMaxPool3d,
-    nn.BatchNorm1d: DistributedBatchNorm1d,
-    nn.BatchNorm2d: DistributedBatchNorm2d,
-    nn.BatchNorm3d: DistributedBatchNorm3d,
-    nn.SyncBatchNorm: DistributedBatchNorm,
-    nn.InstanceNorm1d: DistributedInstanceNorm1d,
-    nn.InstanceNorm2d: DistributedInstanceNorm2d,
-    nn.InstanceNorm3d: DistributedInstanceNorm3d,
-    nn.GroupNorm: DistributedGroupNorm,
-    nn.LayerNorm: DistributedLayerNorm,
-    nn.RMSNorm: DistributedRMSNorm,
-    nn.Linear: DistributedLinear,
-    nn.Upsample: DistributedUpsample,
-    nn.UpsamplingNearest2d: DistributedUpsample,
-    nn.UpsamplingBilinear2d: DistributedUpsample,
-}
 
-# layers of torch that treat each element on its own, or whose functions have rules
-UNCHANGED: tuple[type[nn.Module], ...] = (
-    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.Softmin),
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU),
-    *(nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish),
-    *(nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink, nn.Threshold),
-    *(nn.GLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
-    *(nn.FeatureAlphaDropout, nn.PixelShuffle, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
-    *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, nn.ReflectionPad1d, nn.ReflectionPad2d),
-    *(nn.ReflectionPad3d, nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
-    *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d, nn.ParameterList, nn.ParameterDict),
-    *(nn.Sequential, nn.ModuleList, nn.ModuleDict),
-)
-
-
-def distribute_module(model: nn.Module, P_x: Partition) -> nn.Module:
+def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather") -> nn.Module:
     """Let a torch model work on tensors that are spread over `P_x`.
 
-    Every supported layer, at any depth, is replaced by its distributed form, in place, and the
-    model is returned. It keeps its parameters (tied ones stay tied), buffers, `state_dict`, hooks
-    and flags. All workers get the parameters and buffers of the first. The model's own code may
-    stay as it is: inside of the model `x.shape` is the global shape; additions, activations,
-    `torch.cat`, `flatten`, means, slices, functional pools and interpolations do what they do in
-    one process; and a function that is not known raises and names itself.
+    The model is changed in place and returned. It keeps its layers, parameters (tied ones stay
+    tied), buffers, `state_dict`, hooks and flags; all workers get the parameters and buffers of the
+    first. Its own code runs as it is, on spread tensors: `x.shape` is the global shape, and torch's
+    functions do what they do in one process, see `tessel.Tensor`.
 
     Workers pass their parts of the input, tensors with as many dimensions as `P_x` has axes; what
     else they pass must be the same on all of them. They agree on the shapes once for each call of
     the model. An output that has the dimensions of the input is spread as the input is, in balanced
-    parts. After `flatten` or a mean over split dimensions a tensor is *shared*: every worker has it
-    whole and computes the same with it. A loss of it is the loss of the whole, and every worker
-    calls `backward()`. If the batch is split, each worker has the rows of its part, and its loss is
-    a share: the sum over its rows, divided by what one process would divide by.
+    parts. After a mean over split dimensions, and mostly after `flatten`, a tensor is *shared*:
+    every worker has it whole and computes the same with it. A loss of it is the loss of the whole,
+    and every worker calls `backward()`. If the batch is split, each worker has the rows of its
+    part, and its loss is a share: the sum over its rows, divided by what one process would divide
+    by. To spread tensors the model answers with spread tensors, whose losses are those of the
+    whole, whatever is split.
 
     From the second call on, gradients of the parameters are summed in few messages, while others
     are computed: see `fuse_gradients`.
 
     Args:
-        model: a torch model; a single layer is returned in its distributed form.
+        model: a torch model.
         P_x: where the input lies; axis d splits dimension d.
+        fallback: what is done with functions that have no rule for split tensors: `"gather"` lets
+            every worker compute with whole operands, with a warning; `"raise"` raises
+            NotImplementedError.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -146,58 +65,16 @@ def distribute_module(model: nn.Module, P_x: Partition) -> nn.Module:
     >>> tessel.nn.distribute_module(model, P)(torch.ones(2, 3, 16, 16)).shape
     torch.Size([2, 8, 16, 16])
     """
-    _check_layers(model)
+    check_choice(fallback)
     seed = _agree_on_model(model, P_x)
     equalize([value for _, value in _values(model)], P_x)
-    return _converted(model, P_x, Stream(seed), {})
-
-
-def _converted(
-    module: nn.Module, P_x: Partition, stream: Stream, done: dict[int, nn.Module]
-) -> nn.Module:
-    """A module over `P_x`; one that occurs twice is converted once."""
-    if id(module) in done:
-        return done[id(module)]
-    replacement: Any = REPLACEMENTS.get(type(module))
-    new: nn.Module = module if replacement is None else replacement.from_torch(module, P_x)
-    done[id(module)] = new
-    for name, child in module._modules.items():
-        if child is not None:
-            new._modules[name] = _converted(child, P_x, stream, done)
-    if not isinstance(new, Layer):
-        new.forward = Entrance(new, P_x, stream)
-    return new
-
-
-def _check_layers(model: nn.Module) -> None:
-    """Raise if a layer is not supported, naming all of them."""
-    modules = [(path or "the model", module) for path, module in model.named_modules()]
-    changed = [path for path, module in modules if _is_changed(module)]
-    if changed:
-        raise NotImplementedError(
-            f"these modules have a forward of their own: {', '.join(changed)}; write it into a "
-            f"class"
-        )
-    wrong = [
-        f"{path} ({type(module).__name__})" for path, module in modules if not _is_supported(module)
-    ]
-    if wrong:
-        raise NotImplementedError(
-            f"these layers have no distributed form: {', '.join(wrong)}; replace them, or convert "
-            f"only the parts of the model that do not hold them"
-        )
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Whether somebody put another forward into a module."""
-    return not isinstance(module.__dict__.get("forward"), Entrance | None)
-
-
-def _is_supported(module: nn.Module) -> bool:
-    if type(module) in REPLACEMENTS or type(module) in UNCHANGED or isinstance(module, Layer):
-        return True
-    of_torch = type(module).__module__.startswith("torch.")
-    return not of_torch and not isinstance(module, tuple(REPLACEMENTS))
+    stream = Stream(seed)
+    for module in model.modules():
+        own = module.__dict__.get("forward")
+        elsewhere = isinstance(own, Entrance) and own.P_x != P_x  # converted for other workers
+        if not isinstance(module, Layer) and not elsewhere:
+            module.forward = Entrance(module, P_x, stream, fallback)
+    return model
 
 
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
@@ -263,32 +140,42 @@ class Entrance:
         module: whose own forward it calls.
         P_x: where the input lies.
         stream: the random numbers of the model.
+        fallback: what is done with functions that have no rule.
     """
 
-    def __init__(self, module: nn.Module, P_x: Partition, stream: Stream) -> None:
-        self.module, self.P_x, self.stream = module, P_x, stream
+    def __init__(self, module: nn.Module, P_x: Partition, stream: Stream, fallback: str) -> None:
+        own = module.__dict__.get("forward")  # somebody may have put one into this module
+        self.own: Any = own.own if isinstance(own, Entrance) else own
+        self.module, self.P_x, self.stream, self.fallback = module, P_x, stream, fallback
         self.habit = fusion.Habit()
         self._meetings: dict[Any, Meeting[Entry]] = {}
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        if isinstance(self.module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
+            return nn.modules.batchnorm._BatchNorm.forward(self.module, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward
         spread = next(spread_among(args, kwargs), None) is not None
         if running.get() is not None or (spread and in_backward()):
-            return forward(self.module, *args, **kwargs)  # inside of a model, or of a checkpoint
+            return self.forward(*args, **kwargs)  # inside of a model, or of a checkpoint
         if not self.P_x.active:
             return zero_volume_tensor(*_kind(args, kwargs))
         if self.P_x.size == 1 and not spread:
             with _set(alone, True):
-                return forward(self.module, *args, **kwargs)
+                return self.forward(*args, **kwargs)
         with (
             fusion.guided(self.habit, self.module.parameters()),
             self.stream.flowing(),
             _set(running, self.P_x),
-            fallback("raise"),
+            choose_fallback(self.fallback),
         ):
             args, kwargs = self._entered(args, kwargs)
-            result = forward(self.module, *args, **kwargs)
+            result = self.forward(*args, **kwargs)
         return result if spread else tree_map(_left, result)
 
     def _entered(self, args: Any, kwargs: Any) -> Any:

@@ -43,6 +43,7 @@ from tessel.nn.pooling import (
 )
 from tessel.nn.upsample import DistributedUpsample
 from tessel.nn.windowed import tuple_of
+from tessel.partition import Partition
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -57,6 +58,7 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.use import used
+from tessel.transport import kept_in_job
 
 
 def _named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
@@ -72,11 +74,19 @@ def _computed(kind: type[Layer], name: str, x: Any, **attributes: Any) -> Any:
     """
     check_whole(name, attributes)
     part, layout = opened(x)
-    layer = kind.__new__(kind)
-    torch.nn.Module.__init__(layer)  # type: ignore[arg-type]
+    layer: Any = object.__new__(kind)
+    layer.__dict__.update(_blank(kind, layout.partition))
     layer.__dict__.update(parts(attributes))
-    layer.place_on(layout.partition)
     return spread_result(*layer.compute(part, layout))
+
+
+@kept_in_job
+def _blank(kind: type[Layer], partition: Partition) -> dict[str, Any]:
+    """A layer on a partition, without parameters: what `torch.nn.Module` gives every module."""
+    layer: Any = object.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.place_on(partition)
+    return dict(layer.__dict__)
 
 
 _CONVOLUTIONS: dict[str, type[Layer]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import facts
 from tessel.tensor.gathering import without_rule
@@ -14,7 +15,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     reductions,
     shapes,
 )
-from tessel.tensor.rules.pointwise import is_pointwise, pointwise
+from tessel.tensor.rules.pointwise import is_in_place, is_pointwise, pointwise
 from tessel.tensor.table import (
     PLAIN,
     RULES,
@@ -62,7 +63,37 @@ def _rule(name: str) -> Rule:
     found = RULES.get(name)
     if found is not None and found.__module__ == facts.__name__:
         return found
+    if found is None and is_pointwise(name) and not is_in_place(name):
+        return at_once
     return follow
+
+
+def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A pointwise function of tensors that lie alike, and numbers: what most calls are.
+
+    This is `follow` with nothing to decide, in a few microseconds.
+    """
+    layout = None
+    operands = []
+    with DisableTorchFunctionSubclass():
+        for each in args:
+            kind = type(each)
+            if kind is Tensor:
+                if layout is None:
+                    layout = each._layout
+                if each._layout is not layout or each.grad_fn is not None:
+                    break
+                operands.append(each._part)
+            elif kind is float or kind is int:
+                operands.append(each)
+            else:
+                break
+        else:
+            if layout is not None and not kwargs and layout.summed is layout:
+                part = func(*operands)
+                if type(part) is torch.Tensor:
+                    return Tensor(part, layout)
+    return follow(name, func, args, kwargs)
 
 
 def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+from torch._C import DisableTorchFunctionSubclass
 
 from tessel import transport
 from tessel.layout import Layout

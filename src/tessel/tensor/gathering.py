@@ -32,6 +32,13 @@ class GatherWarning(UserWarning):
     """That a function gathered its operands, since it has no rule for such layouts."""
 
 
+def check_choice(choice: str) -> None:
+    """Raise ValueError for what is no fallback."""
+    if choice not in _CHOICES:
+        choices = " or ".join(map(repr, _CHOICES))
+        raise ValueError(f"fallback must be {choices}, got {choice!r}")
+
+
 @contextmanager
 def fallback(choice: str) -> Iterator[None]:
     """What torch functions without a rule do with spread tensors.
@@ -44,10 +51,7 @@ def fallback(choice: str) -> Iterator[None]:
     >>> with tessel.fallback("raise"):
     ...     pass
     """
-    if choice not in _CHOICES:
-        raise ValueError(
-            f"fallback must be one of {', '.join(map(repr, _CHOICES))}, got {choice!r}"
-        )
+    check_choice(choice)
     mark = _choice.set(choice)
     try:
         yield

@@ -24,7 +24,7 @@ from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
-from torch._C import DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+from torch._C import DisableTorchFunctionSubclass
 
 from tessel.layout import Layout
 from tessel.linop import record_product
@@ -57,7 +57,7 @@ class Tensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, part: torch.Tensor, layout: Layout, records: bool = True) -> Tensor:
-        new: Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        new: Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             layout.shape,
             dtype=part.dtype,
@@ -77,12 +77,12 @@ class Tensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for each in types:
-            if each not in _FRIENDS and not issubclass(each, Tensor):
+            if each is not Tensor and each not in _FRIENDS and not issubclass(each, Tensor):
                 return NotImplemented
         return Tensor.above(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return Tensor.below(func, args, kwargs or {})
@@ -135,14 +135,14 @@ def restored(part: torch.Tensor, layout: Layout, is_parameter: bool) -> Tensor:
     """A spread tensor as it was written into a file."""
     new = Tensor(part, layout)
     if is_parameter:
-        new._is_param = True  # type: ignore[attr-defined]
+        new._is_param = True
     return new
 
 
 def _like_parameter(old: Tensor, new: Tensor) -> Tensor:
     """The new one is a `torch.nn.Parameter`, in torch's way of saying so, if the old one is."""
     if getattr(old, "_is_param", False):
-        new._is_param = True  # type: ignore[attr-defined]
+        new._is_param = True
     return new
 
 

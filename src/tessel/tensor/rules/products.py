@@ -245,14 +245,19 @@ def tensordot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         right[j] = left[i]
     output = [c for c in left if c not in right] + [c for c in right if c not in left]
     equation = ("".join(left), "".join(right)), "".join(output)
-    return multiply(name, equation, (a, b), lambda x, y: torch.tensordot(x, y, dims=over))  # type: ignore[arg-type]
+    return multiply(name, equation, (a, b), lambda x, y: torch.tensordot(x, y, dims=over))
 
 
 @rule("addmm", "addmv", "baddbmm", "addbmm", "addr", plain=True)
 def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """β · input + α · a @ b."""
     x, a, b = args[:3]
-    product = {"addmm": torch.mm, "addmv": torch.mv, "baddbmm": torch.bmm, "addr": torch.outer}
+    product: dict[str, Any] = {
+        "addmm": torch.mm,
+        "addmv": torch.mv,
+        "baddbmm": torch.bmm,
+        "addr": torch.outer,
+    }
     found = product[name](a, b) if name in product else torch.einsum("bij,bjk->ik", a, b)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     found = found if alpha == 1 else alpha * found

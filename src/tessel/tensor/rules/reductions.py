@@ -190,7 +190,7 @@ def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) ->
     return in_stages(x)
 
 
-def _shared_by_ties(x: Tensor, extreme: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+def _shared_by_ties(x: Tensor, extreme: Tensor, dims: tuple[int, ...], keepdim: bool) -> Any:
     """An extreme value whose gradient goes, in equal shares, to all places that have it.
 
     So torch has it. In stages it would go to all parts that have it, in equal shares.
@@ -289,7 +289,7 @@ def place_of_extreme(name: str, func: Any, args: Arguments, kwargs: Settings) ->
 def both_extremes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x, dim = args[0], kwargs.get("dim")
     keepdim = kwargs.get("keepdim", False)
-    return torch.return_types.aminmax((x.amin(dim, keepdim), x.amax(dim, keepdim)))  # type: ignore[attr-defined]
+    return torch.return_types.aminmax((x.amin(dim, keepdim), x.amax(dim, keepdim)))
 
 
 @rule("count_nonzero")

@@ -133,7 +133,7 @@ def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         aligned = [moved(each, target.resized(_with(shape, dim, each))) for each in tensors]
         return made(torch.cat(aligned, dim), target)
     starts = [0, *accumulate(each._layout.shape[dim] for each in tensors)]
-    total = None
+    total: Any = None
     for start, each in zip(starts, tensors, strict=False):
         layout = each._layout
         before = [start if d == dim else 0 for d in range(len(shape))]
