@@ -69,7 +69,7 @@ class Tensor(torch.Tensor):
         new._originals = ()
         return new
 
-    def __init__(self, part: torch.Tensor, layout: Layout, records: bool = True) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass  # torch's own would take the arguments for values
 
     @classmethod

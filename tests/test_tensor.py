@@ -1,0 +1,379 @@
+"""The spread tensor itself: what it says, what it holds, and what reaches it and its gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tessel
+from parity import close, values
+from tessel import Layout, Partition
+from tessel.tensor import gathering
+from tessel.testing import count_traffic
+
+Run = Callable[..., list[Any]]
+SHAPE = (6, 5, 4)
+
+
+def rows(ndim: int = 3) -> Partition:
+    """All workers along the first dimension."""
+    world = tessel.world()
+    return world.create_cartesian_topology_partition([world.size] + [1] * (ndim - 1))
+
+
+def spread(seed: int = 1, shape: tuple[int, ...] = SHAPE, grad: bool = False) -> tessel.Tensor:
+    return tessel.spread(values(shape, seed).requires_grad_(grad), rows(len(shape)))
+
+
+def check_facts() -> None:
+    x = spread()
+    assert x.shape == x.size() == torch.Size(SHAPE) and x.size(1) == 5 and len(x) == 6
+    assert (x.ndim, x.dim(), x.numel(), x.nelement()) == (3, 3, 120, 120)
+    assert x.dtype == torch.float64 and x.device.type == "cpu" and x.is_floating_point()
+    assert isinstance(x.layout, Layout) and x.layout.shape == SHAPE
+    assert type(x.local) is Tensor and tuple(x.local.shape) == x.layout.local_shape
+    close("local", x.local, x.layout.local_part(values(SHAPE, 1)))
+    close("full", x.full(), values(SHAPE, 1))
+    assert type(x.full()) is Tensor and isinstance(x, Tensor) and torch.is_tensor(x)
+    whole = x.sum()
+    assert isinstance(whole, tessel.Tensor) and f"{whole:.3f}" == f"{values(SHAPE, 1).sum():.3f}"
+
+
+def check_text() -> None:
+    """Printing sends nothing, and names the shape, the layout and this worker's values."""
+    x = spread()
+    with count_traffic() as traffic:
+        text = repr(x) + str(x) + f"{x}"
+    assert traffic.bytes_sent == 0 and traffic.agreements == 0
+    assert "shape=(6, 5, 4)" in text
+    assert ("Layout(" in text and "holds" in text) == (tessel.world().size > 1)
+
+
+def check_values() -> None:
+    """Numbers of what every worker has; else an error that says what to write, on all workers."""
+    x, y = spread(), spread().mean()
+    expected = values(SHAPE, 1).mean().item()
+    assert y.item() == pytest.approx(expected) and float(y) == pytest.approx(expected)
+    assert y.tolist() == pytest.approx(expected) and bool(y > -9) and int(y * 0 + 3.2) == 3
+    assert float(y.numpy()) == pytest.approx(expected) == float(np.asarray(y))
+    if tessel.world().size == 1:
+        return
+    for read in (
+        lambda: x.tolist(),
+        lambda: x.numpy(),
+        lambda: np.asarray(x),
+        lambda: x[0, 0, :1].squeeze().item() if False else x.sum((1, 2))[:1].tolist(),
+        lambda: bool((x > 0).all(2).all(1)),
+    ):
+        with pytest.raises(ValueError, match=r"x\.full\(\)"):
+            read()
+
+
+def check_moves() -> None:
+    """Other layouts, there and back, with gradients; the least is sent."""
+    world = tessel.world()
+    x = spread(grad=True)
+    columns = world.create_cartesian_topology_partition([1, world.size, 1])
+    y = x.move_to(columns)
+    close("moved", y.local, Layout.balanced(columns, SHAPE).local_part(values(SHAPE, 1)))
+    with count_traffic() as traffic:
+        again = y.move_to(columns)
+    assert again is y and traffic.bytes_sent == 0
+    whole = y.move_to(Layout.whole(columns, SHAPE, shared=True))
+    close("whole", whole.local, values(SHAPE, 1))
+    with pytest.raises(ValueError, match="a layout of shape"):
+        x.move_to(Layout.balanced(columns, (1, 2, 3)))
+    with pytest.raises(TypeError, match="where"):
+        x.move_to([2, 1])  # type: ignore[arg-type]
+
+
+def check_gradients() -> None:
+    """Of leaves that are plain, of parts and of spread leaves: all of one process."""
+    weights = values(SHAPE, 7)
+    expected = 2 * values(SHAPE, 1) * weights
+    root = values(SHAPE, 1).requires_grad_()
+    (tessel.spread(root, rows()).square() * weights).sum().backward()
+    close("of a whole tensor", root.grad, expected)
+    layout = Layout.balanced(rows(), SHAPE)
+    part = layout.local_part(values(SHAPE, 1)).clone().requires_grad_()
+    (tessel.from_local(part, rows()).square() * weights).sum().backward()
+    close("of a part", part.grad, layout.local_part(expected))
+    leaf = spread().detach().requires_grad_()
+    assert leaf.is_leaf and leaf.grad is None
+    for factor in (1, 2):
+        (leaf.square() * weights).sum().backward()
+        assert isinstance(leaf.grad, tessel.Tensor) and leaf.grad.layout == leaf.layout
+        close("of a spread leaf", leaf.grad.full(), factor * expected)
+    leaf.grad.zero_()
+    close("zeroed", leaf.grad.full(), torch.zeros(SHAPE, dtype=torch.float64))
+    leaf.grad = None
+    assert leaf.grad is None
+    (grad,) = torch.autograd.grad((leaf.square() * weights).sum(), leaf)
+    close("by autograd.grad", grad.full(), expected)
+    (first,) = torch.autograd.grad((leaf**3).sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), leaf)
+    close("second order", second.full(), 6 * values(SHAPE, 1))
+    torch.autograd.backward([(leaf * 2).sum(), (leaf * 3).sum()])
+    close("by autograd.backward", leaf.grad.full(), torch.full(SHAPE, 5.0, dtype=torch.float64))
+    (leaf * 2).backward(tessel.spread(weights, rows()))
+    close("with a gradient", leaf.grad.full(), 5 + 2 * weights)
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        (leaf * 2).backward()
+
+
+def check_hooks() -> None:
+    x = spread().detach().requires_grad_()
+    seen: list[Any] = []
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(grad) or 10 * grad)
+    x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf))
+    y.sum().backward()
+    assert isinstance(seen[0], tessel.Tensor) and seen[0].shape == SHAPE and seen[1] is x
+    close("gradient", x.grad.full(), torch.full(SHAPE, 20.0, dtype=torch.float64))
+    y = x * 3
+    y.retain_grad()
+    y.sum().backward()
+    close("retained", y.grad.full(), torch.ones(SHAPE, dtype=torch.float64))
+
+
+def check_copies() -> None:
+    """deepcopy, pickle and torch.save keep the part and its layout, also of parameters."""
+    x = spread().detach().requires_grad_()
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for each in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), loaded):
+        assert type(each) is tessel.Tensor and each.layout == x.layout and each.requires_grad
+        assert each.local.data_ptr() != x.local.data_ptr()
+        close("copy", each.full(), x.full())
+    parameter = nn.Parameter(spread())
+    assert isinstance(parameter, nn.Parameter) and isinstance(parameter, tessel.Tensor)
+    assert isinstance(copy.deepcopy(parameter), nn.Parameter)
+    module = nn.Module()
+    module.weight = parameter
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    (module.weight.square()).sum().backward()
+    optimizer.step()
+    close("a step", module.weight.full(), torch.zeros(SHAPE, dtype=torch.float64))
+
+
+class Cube(torch.autograd.Function):
+    """A function with a backward pass of its own, which mixes values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return scale * x**3 - x.mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return 3 * scale * x**2 * grad - grad.mean(), (x**3 * grad).sum()
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return torch.tanh(x) - x.mean()
+
+
+def check_round_ways() -> None:
+    """Code that goes round torch's functions: right, or an error; never a part for the whole."""
+    for does in (
+        lambda x, s: Cube.apply(x, s) * 2,
+        lambda x, s: scripted(x) * s,
+        lambda x, s: torch.ops.aten.softmax(x, 0) * s,
+        lambda x, s: torch.ops.aten.cumsum.default(x, 0) * s,
+    ):
+        results = []
+        for x in (values(SHAPE, 1).requires_grad_(), spread().detach().requires_grad_()):
+            scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+            y = does(x, scale)
+            (y * values(SHAPE, 9)).sum().backward()
+            grad = x.grad.full() if isinstance(x, tessel.Tensor) else x.grad
+            y = y.full() if isinstance(y, tessel.Tensor) else y
+            results.append((y.detach(), grad, scale.grad))
+        for what, a, b in zip(("output", "gradient", "of the scale"), *results, strict=True):
+            close(what, b, a, 1e-11)
+    x = spread()
+    with torch.no_grad():
+        close("scripted", scripted(x).full(), scripted(values(SHAPE, 1)))
+    for again in (torch.Tensor(x), x.as_subclass(Tensor), torch.as_tensor(x), nn.Parameter(x)):
+        assert isinstance(again, tessel.Tensor) and again.shape == SHAPE
+    for taken in (
+        lambda: x.data_ptr(),
+        lambda: x.untyped_storage(),
+        lambda: np.from_dlpack(x),
+    ):
+        with pytest.raises((ValueError, RuntimeError, TypeError, BufferError)):
+            taken()
+
+
+def check_transforms() -> None:
+    """`torch.func`: of functions that spread their input, and of functional calls."""
+    weights, P = values(SHAPE, 5), rows()
+
+    def loss(x: Tensor) -> Tensor:
+        y: Any = tessel.spread(x, P)
+        return ((y.square() - y.mean()) * weights).sum().full()
+
+    x = values(SHAPE, 1)
+
+    def alone(x: Tensor) -> Tensor:
+        return ((x.square() - x.mean()) * weights).sum()
+
+    close("grad", torch.func.grad(loss)(x), torch.func.grad(alone)(x))
+    torch.manual_seed(0)  # plain tensors are the same on all workers
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+    parameters = {k: v.detach() for k, v in model.named_parameters()}
+    y = torch.func.functional_call(model, parameters, (spread(),))
+    close("functional_call", y.full(), torch.func.functional_call(model, parameters, (x,)))
+
+
+def check_modes() -> None:
+    x = spread(grad=True)
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+    with torch.inference_mode():
+        close("inference", (spread() + 1).sum(0).full(), (values(SHAPE, 1) + 1).sum(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.Linear(4, 2)(spread().float()).dtype == torch.bfloat16
+    y = x.clone()
+    y += 1
+    y.mul_(2).clamp_(min=0)
+    y.sum().backward()
+    y = torch.zeros(3, dtype=torch.float64)
+    y.add_(x.detach().sum())
+    close("in place of a plain one", y, values(SHAPE, 1).sum().expand(3))
+
+
+def check_fallback() -> None:
+    """What has no rule gathers, says so once for each place, or raises."""
+    x = spread()
+    expected = torch.logdet(torch.eye(6, dtype=torch.float64) * 2)
+
+    def call() -> Any:
+        y = tessel.spread(torch.eye(6, dtype=torch.float64) * 2, rows(2))
+        return torch.logdet(y)
+
+    gathering._said.clear()
+    if tessel.world().size > 1:
+        with pytest.warns(tessel.tensor.GatherWarning, match=r"`logdet` has no rule .*288 bytes"):
+            close("gathered", call().full(), expected)
+        with tessel.fallback("raise"), pytest.raises(NotImplementedError, match="`logdet`"):
+            call()
+        with pytest.raises(NotImplementedError, match="no rule"):
+            x.clone().resize_(2)
+    with pytest.raises(ValueError, match="fallback must be"), tessel.fallback("maybe"):
+        pass
+
+
+def check_making() -> None:
+    """Factories make parts only; random values do not depend on how the tensor lies."""
+    world = tessel.world()
+    P = rows(2)
+    for made, alone in (
+        (tessel.zeros(6, 4, where=P), torch.zeros(6, 4)),
+        (tessel.ones((6, 4), where=P, dtype=torch.int64), torch.ones(6, 4, dtype=torch.int64)),
+        (tessel.full((6, 4), 2.5, where=P), torch.full((6, 4), 2.5)),
+        (tessel.arange(7, where=world), torch.arange(7)),
+        (tessel.arange(1, 9, 3, where=world), torch.arange(1, 9, 3)),
+        (tessel.linspace(0, 1, 7, where=world), torch.linspace(0, 1, 7)),
+    ):
+        assert made.dtype == alone.dtype
+        close("made", made.full(), alone)
+    assert tessel.empty(6, 4, where=P).shape == (6, 4)
+    assert tessel.zeros(3, 3, where=P, requires_grad=True).requires_grad
+    other = world.create_cartesian_topology_partition([1, world.size])
+    for draw in (
+        lambda where: tessel.rand(60, 40, where=where),
+        lambda where: tessel.randn((60, 40), where=where, dtype=torch.float64),
+        lambda where: tessel.randn(60, 40, where=where, dtype=torch.complex64),
+        lambda where: tessel.randint(-3, 4, (60, 40), where=where),
+        lambda where: tessel.randint(9, (60, 40), where=where),
+    ):
+        torch.manual_seed(world.rank)  # the first worker's counts
+        a = draw(P).full()
+        b = draw(P).full()
+        torch.manual_seed(world.rank)
+        assert torch.equal(a, draw(other).full()) and not torch.equal(a, b)
+    u, n = tessel.rand(400, 50, where=P).full(), tessel.randn(400, 50, where=P).full()
+    assert u.min() >= 0 and u.max() < 1 and abs(u.mean() - 0.5) < 0.01
+    assert abs(n.mean()) < 0.03 and abs(n.std() - 1) < 0.02
+    k = tessel.randint(-3, 4, (400, 50), where=P).full()
+    assert k.unique().tolist() == [-3, -2, -1, 0, 1, 2, 3]
+
+
+def check_bad_input() -> None:
+    """One worker's wrong tensor raises on all, with the same words, and nothing is lost."""
+    world = tessel.world()
+    if world.size == 1:
+        return
+    mine = (3, 4) if world.rank else (3, 5)
+    for call in (
+        lambda: tessel.spread(torch.ones(mine), rows(2)),
+        lambda: tessel.from_local(torch.ones(mine), rows(2)),
+        lambda: tessel.spread(torch.ones(3, 4, dtype=torch.float32 if world.rank else None), world),
+        lambda: tessel.from_local(torch.ones(2, 2, 2), rows(2)),
+        lambda: tessel.from_local(torch.ones(2), Layout.balanced(world, (3,))),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        said = world.group.share_objects(str(error.value))
+        assert len(set(said)) == 1, said
+    with pytest.raises(TypeError, match="where"):
+        tessel.spread(torch.ones(3), 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="different workers or grids"):
+        spread() + tessel.spread(
+            values(SHAPE, 1), world.create_cartesian_topology_partition([1, world.size, 1])
+        )
+    close("afterwards", spread().full(), values(SHAPE, 1))
+
+
+def check_layers() -> None:
+    """Layers over partitions take spread tensors, and give them."""
+    P = rows(3)
+    torch.manual_seed(0)
+    conv = tessel.nn.DistributedConv1d(P, 5, 3, 3, padding=1).double()
+    y = conv(spread())
+    assert isinstance(y, tessel.Tensor) and y.shape == (6, 3, 4)
+    close("layer", y.local, conv(spread().local))
+    model = tessel.nn.distribute_module(nn.Sequential(nn.Conv1d(5, 3, 3).double(), nn.ReLU()), P)
+    y = model(spread())
+    assert isinstance(y, tessel.Tensor) and y.shape == (6, 3, 2)
+    close("model", y.local, model(spread().local))
+
+
+def check_outside() -> None:
+    """A partition of some workers: the others hold the tensor, too, without a part."""
+    world = tessel.world()
+    if world.size < 3:
+        return
+    some = world.create_partition_inclusive([0, 1])
+    x = tessel.spread(values((5,), 1), some)
+    assert x.shape == (5,) and x.local.numel() == (0 if world.rank > 1 else 3 - world.rank)
+    y = x.move_to(world)
+    close("over all", y.full(), values((5,), 1))
+    if some.active:
+        close("function", (x * 2).full(), 2 * values((5,), 1))
+
+
+CHECKS = (
+    *(check_facts, check_text, check_values, check_moves, check_gradients, check_hooks),
+    *(check_copies, check_round_ways, check_transforms, check_modes, check_fallback),
+    *(check_making, check_bad_input, check_layers, check_outside),
+)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("check", CHECKS, ids=[each.__name__[6:] for each in CHECKS])
+def test_tensor(run: Run, check: Callable[[], None], nprocs: int) -> None:
+    run(check, nprocs=nprocs, timeout=60)
