@@ -14,8 +14,10 @@ import torch
 
 import tessel
 from tessel import (
+    ParDCT,
     ParDFT,
     ParDiagonal,
+    ParDST,
     ParIdentity,
     ParMatrix,
     ParMultilinear,
@@ -77,6 +79,10 @@ OPERATORS: dict[str, Make] = {
     "one dimension there and back": lambda: ParDFT(C64, 10).inv
     @ ParDiagonal(C64, 10)
     @ ParDFT(C64, 10),
+    "cosines": lambda: kron(ParDCT(F32, 6), ParDST(F32, 5, 1), ParDCT(F32, 7, 4)),
+    "cosines and waves": lambda: kron(ParDCT(F64, 6, 3), ParDFT(F64, 8), ParDFT(C128, 5)),
+    "padded": lambda: kron(*(ParDFT(C64, n, 1.5) for n in (4, 5)), ParDFT(F32, 6, 1.5)),
+    "padded back": lambda: kron(*(ParDFT(C64, n, 1.5) for n in (4, 5)), ParDFT(F32, 6, 1.5)).inv,
     "short": lambda: transform(2, 3, 2),
     "spectral layer": lambda: build("fno", (8, 10), F32, 3, (3,)),
     "convolution": lambda: build("convolution", (6, 7), F64, 2),

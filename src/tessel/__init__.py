@@ -14,8 +14,10 @@ from tessel.layout import Layout as Layout
 from tessel.layout import zero_volume_tensor as zero_volume_tensor
 from tessel.linop import LinearOperator as LinearOperator
 from tessel.move import Move as Move
+from tessel.operators import ParDCT as ParDCT
 from tessel.operators import ParDFT as ParDFT
 from tessel.operators import ParDiagonal as ParDiagonal
+from tessel.operators import ParDST as ParDST
 from tessel.operators import ParIdentity as ParIdentity
 from tessel.operators import ParMatrix as ParMatrix
 from tessel.operators import ParMultilinear as ParMultilinear

@@ -280,6 +280,19 @@ class Layout:
         places = self.places(coordinates)
         return tuple(cut.intervals[k] for cut, k in zip(self.cuts, places, strict=True))
 
+    def local_slice(self, worker: int | None = None) -> tuple[slice, ...]:
+        """The indices of a worker's part (this one's by default) in the global tensor.
+
+        They pick a part out of anything that is indexed as the tensor is: a grid of coordinates,
+        wave numbers, an array in a file. A worker that stores nothing gets empty slices.
+
+        >>> import tessel
+        >>> tessel.Layout.balanced(tessel.world(), (6,)).local_slice()
+        (slice(0, 6, None),)
+        """
+        box = self.box(worker)
+        return tuple(slice(*part) for part in box or ((0, 0),) * len(self.shape))
+
     @cached_property
     def local_shape(self) -> Shape:
         """The shape of this worker's tensor; `(0,)` on workers outside of the partition."""

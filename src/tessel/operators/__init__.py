@@ -4,6 +4,8 @@ from tessel.operators.algebra import ParOperator as ParOperator
 from tessel.operators.algebra import kron as kron
 from tessel.operators.choose import Choice as Choice
 from tessel.operators.choose import best_partition as best_partition
+from tessel.operators.dct import ParDCT as ParDCT
+from tessel.operators.dct import ParDST as ParDST
 from tessel.operators.dft import ParDFT as ParDFT
 from tessel.operators.diagonal import ParDiagonal as ParDiagonal
 from tessel.operators.distributed import ANYWHERE as ANYWHERE

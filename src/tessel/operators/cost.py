@@ -15,6 +15,7 @@ import torch
 
 from tessel import boxes
 from tessel.operators.arrangement import Arrangement, Parts, num_messages, numel_sent
+from tessel.operators.dct import Trigonometric
 from tessel.operators.dft import ParDFT
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrix import ParMatrix
@@ -174,7 +175,12 @@ class Counter:
             last = len(line.before.parts) - 1
             has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
+            weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
             return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
+        if isinstance(actor, Trigonometric):  # numbers change places before and behind a transform
+            last = len(line.before.parts) - 1
+            has_rows = self.columns == 1 and last in line.group[0].dims
+            return flops / (rates.fft if has_rows else rates.fft_across) + 3 * passing
         if isinstance(actor, ParMultilinear):
             return passing + flops / rates.matrix + weights / rates.weights
         if isinstance(actor, ParMatrix):
