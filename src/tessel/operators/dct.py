@@ -85,8 +85,8 @@ class ParDCT(Trigonometric):
     >>> import tessel, torch
     >>> C = tessel.ParDCT(torch.float64, 4, norm="ortho")
     >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    >>> (C * x)[0], torch.allclose(C.H * (C * x), x)
-    (tensor(5., dtype=torch.float64), True)
+    >>> torch.allclose(C.H * (C * x), x)
+    True
     """
 
     is_sine = False
