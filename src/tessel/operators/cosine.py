@@ -111,7 +111,7 @@ class Kernel:
         """Type 3, which undoes type 2: all steps of it backwards."""
         indices, factors, places = self._tables(x)
         pairs = _picked(x, indices)
-        pairs[..., 1] = 0.0  # the imaginary part of the first, which stands for x[n]
+        pairs[..., 1] = 0.0  # x[n], an imaginary part that not all devices leave out by themselves
         spectrum = _joined(pairs).mul_(factors)
         v = torch.fft.irfft(spectrum, n=self.n, norm="forward")
         if self.is_sine:
@@ -258,7 +258,8 @@ def _by_residues(kernel: Kernel) -> tuple[Tensor, ...]:
     residues, signs = _ones_modulo_eight(n)
     indices = residues.argsort()
     signs_before = signs[indices]
-    u, w = n % 8, pow(8, -1, n)
+    u = n % 8  # n n is 1 modulo 8, as the square of any odd number
+    w = (1 - u * n) // 8 % n
     at = residues * w % n
     places = torch.where(at <= n // 2, 2 * at, 2 * (n - at) + 1)
     # Of a conjugate, Re(e^{-iπu/4} conj V) = Re(e^{iπu/2} e^{-iπu/4} V), and e^{iπu/2} is i or -i.
