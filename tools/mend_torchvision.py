@@ -1,13 +1,13 @@
 """Let torchvision load beside a torch without CUDA, in the virtual environment that runs this file.
 
-PyPI's wheels of torchvision for Linux are built for CUDA. Beside a CPU build of torch their compiled
-operators do not load, which torchvision allows; but then it registers shapes for two of them, `nms`
-and `qnms`, that only the compiled part defines, and `import torchvision` fails, and with it that of
-deepinv and heat. This adds the definitions of the two to the torchvision that is installed here.
-Neither has a kernel then: to call one still raises.
+PyPI's wheels of torchvision for Linux are built for CUDA. Beside a CPU build of torch their
+compiled operators do not load, which torchvision allows; but it then registers shapes for two of
+them, `nms` and `qnms`, that only the compiled part defines: `import torchvision` fails, and with it
+`import deepinv`. This adds the definitions of the two to the torchvision that is installed here.
+They have no kernels: to call one of them still raises.
 
 `make venv` runs it on `.venv`, and `benchmarks/setup_peers.sh` on `build/peers`. Nothing happens
-where torchvision is missing, loads already (a second run, too), or fails for another reason.
+where torchvision is missing, loads already (as in a second run), or fails for another reason.
 """
 
 from __future__ import annotations
