@@ -106,8 +106,6 @@ def python_cases() -> list[tuple[Path, int]]:
 
 def execute(sources: list[tuple[str, int, str]]) -> list[str]:
     """Run blocks one after the other in one module; what each of them printed."""
-    if any("deepinv" in source for _, _, source in sources):
-        import deepinv_first  # noqa: F401
     module = types.ModuleType("page")
     sys.modules["page"] = module
     printed = []
