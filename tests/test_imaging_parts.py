@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import deepinv_first  # noqa: F401
 import tessel
 from parity import close, values
 from tessel import Layout, Partition

@@ -7,12 +7,12 @@ from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 
+import deepinv
 import pytest
 import torch
 from torch import Tensor
 
 import tessel
-from deepinv_first import deepinv
 from parity import close, values
 from tessel.imaging import (
     DistributedContext,

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import deepinv
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepinv_first import deepinv
 from parity import close, values
 from tessel import boxes
 from tessel.imaging import (

@@ -10,11 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import deepinv
 import pytest
 import torch
 from torch import Tensor
 
-from deepinv_first import deepinv
 from tessel.imaging import (
     DistributedContext,
     DistributedDataFidelity,
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gaus
 BEFORE = """
 import sys
 import torch
-from deepinv_first import deepinv
+import deepinv
 from test_imaging_seed import picture, Median
 
 deepinv.models.DRUNet = Median

@@ -274,7 +274,8 @@ class Entrance:
             with running.module():
                 return forward(self.module, *args, **kwargs)
         if not self.P_x.active:
-            return zero_volume_tensor(*_kind(args, kwargs))
+            dtype, device = _kind(args, kwargs)
+            return zero_volume_tensor(dtype=dtype, device=device)
         if self.P_x.size == 1:
             with ledger.alone():
                 return forward(self.module, *args, **kwargs)
