@@ -39,6 +39,7 @@ from tessel.distributed.sharing import (
     settled,
     traced_state,
 )
+from tessel.distributed.wrapping import guard_wrappers
 from tessel.graph import eagerly
 from tessel.partition import Partition
 
@@ -114,7 +115,7 @@ class Shard(Tensor):
             inner = plain.clone() if self._is_param else deepcopy(plain, memo)
             copied = _become(inner.requires_grad_(self.requires_grad), self._tessel_mark)
             if self._is_param:  # torch's own leave their gradients behind
-                copied._is_param = True
+                _as_parameter(copied)
             elif self.grad is not None:
                 copied.grad = deepcopy(self.grad, memo)
         memo[id(self)] = copied
@@ -137,9 +138,7 @@ class Shard(Tensor):
 def restored(plain: Tensor, requires_grad: bool, is_parameter: bool, values: Values) -> Shard:
     """A shard as it was written into a file."""
     shard = _become(plain.detach().requires_grad_(requires_grad), of_values(values))
-    if is_parameter:
-        shard._is_param = True
-    return shard
+    return _as_parameter(shard) if is_parameter else shard
 
 
 torch.serialization.add_safe_globals([restored])
@@ -181,6 +180,7 @@ def _check(call: keeping.Call) -> None:
 @eagerly
 def marked(x: Tensor, mark: Mark | Unknown) -> Shard:
     """The same tensor, marked; gradients pass. `x` itself stays as it is."""
+    guard_wrappers()  # it may become a buffer
     with torch._C.DisableTorchFunctionSubclass():
         return _become(x.as_subclass(Tensor), mark)
 
@@ -270,10 +270,18 @@ def _note_parameter(x: Tensor, mark: Mark | Unknown | None) -> Tensor:
         for name in (ATTRIBUTE, "_is_param"):
             x.__dict__.pop(name, None)
     elif type(x) in (torch.nn.Parameter, Shard):
-        _become(x, mark)._is_param = True
+        _as_parameter(_become(x, mark))
     else:  # a kind of parameter of somebody else's
+        guard_wrappers()
         setattr(x, ATTRIBUTE, mark)
     return x
+
+
+def _as_parameter(shard: Shard) -> Shard:
+    """The same shard, as a parameter; from the first one on, wrappers of modules look for them."""
+    guard_wrappers()
+    shard._is_param = True
+    return shard
 
 
 def share(parameter: Tensor, partition: Partition) -> Tensor:
