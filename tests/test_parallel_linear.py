@@ -22,7 +22,7 @@ from tessel.distributed.marks import Mark, mark_of, marked, unmarked
 from tessel.move import Move
 from tessel.nn.functional import parallel_linear
 from tessel.nn.init import shard_init_helper_
-from tessel.nn.parallel import ParallelLinear
+from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
 from tessel.nn.parallel.drawing import shard_layout
 from tessel.testing import count_memory, count_traffic
 from windowed_cases import raised
@@ -148,13 +148,13 @@ def draw() -> tuple[list[Tensor], list[Tensor]]:
     after = torch.rand(3)
     torch.manual_seed(100)
     expected = [torch.nn.Linear(7, 9) for _ in range(3)]
-    for layer, alone in zip(layers[:2], expected[:2], strict=True):
+    for layer, alone in zip(layers, expected, strict=True):
         for name, value in alone.named_parameters():
             assert torch.equal(getattr(layer, name), part(layer, name, value))
     torch.manual_seed(100 + (P.rank or 0))
     own = [torch.nn.Linear(7, 9) for _ in range(3)]
     assert torch.equal(torch.rand(3), after)  # each generator goes on as in one process
-    assert torch.equal(layers[2].weight, own[2].weight)  # not split: each worker's own
+    assert P.size == 1 or P.rank == 0 or not torch.equal(layers[2].weight, own[2].weight)
     layers[0].reset_parameters()
     biases = [layers[0].bias.detach().clone()]
     optimizer = torch.optim.Adam([p for each in layers[:2] for p in each.parameters()], 0.1)
@@ -174,13 +174,18 @@ def test_unequal_seeds_give_shared_values(run: Run, nprocs: int) -> None:
 
 
 def whole_is_torch() -> None:
-    """`dim=None` sends nothing, agrees on nothing, and is the same to the last bit."""
+    """`dim=None` draws the same values on all workers; then it sends nothing, to the last bit."""
     rank = tessel.world().rank or 0
+    torch.manual_seed(rank)
+    layer = ParallelLinear(5, 3, True, None)
+    torch.manual_seed(0)
+    alone = torch.nn.Linear(5, 3)
+    torch.manual_seed(rank)
+    other = torch.nn.Linear(5, 3)
+    before = other.weight
+    converted = ParallelLinear.convert_parallel_linear(other)
+    assert converted.weight is before and torch.equal(before, alone.weight)
     with count_traffic() as traffic:
-        torch.manual_seed(rank)
-        layer = ParallelLinear(5, 3, True, None)
-        torch.manual_seed(rank)
-        alone = torch.nn.Linear(5, 3)
         x = torch.randn(rank, 4, 5, requires_grad=True)
         y = x.detach().clone().requires_grad_()
         assert torch.equal(layer(x), alone(y))
@@ -188,8 +193,7 @@ def whole_is_torch() -> None:
         alone(y).square().sum().backward()
         for a, b in zip([x, *layer.parameters()], [y, *alone.parameters()], strict=True):
             assert torch.equal(a, b) and torch.equal(a.grad, b.grad)
-        converted = ParallelLinear.convert_parallel_linear(alone)
-        assert converted.weight is alone.weight and torch.equal(converted(x), alone(x))
+        assert torch.equal(converted(x), alone(x))
         z = parallel_linear(x, alone.weight, alone.bias)
         assert torch.equal(z, alone(x))
     assert traffic.messages == traffic.agreements == 0
@@ -652,19 +656,70 @@ def initialize(dtype: torch.dtype) -> None:
     for name, settings in METHODS.items():
         method = getattr(torch.nn.init, name)
         for layer in layers:
-            torch.manual_seed(5 if layer.dim is None else 5 + (P.rank or 0))
+            torch.manual_seed(5 + (P.rank or 0))
             assert shard_init_helper_(method, layer.weight, **settings) is layer.weight
             torch.manual_seed(5)
             expected = method(torch.empty(9, 7, dtype=dtype), **settings)
             assert torch.equal(layer.weight, part(layer, "weight", expected)), name
             assert layer.weight.requires_grad
-    for layer in layers[:2]:
+    for layer in layers:
         torch.manual_seed(5 + (P.rank or 0))
         shard_init_helper_(torch.nn.init.normal_, layer.bias, std=2.0)
         torch.manual_seed(5)
         expected = torch.nn.init.normal_(torch.empty(9, dtype=dtype), std=2.0)
         assert torch.equal(layer.bias, part(layer, "bias", expected))
     check_by_hand(P, dtype)
+
+
+def other_seeds() -> list[Tensor]:
+    """All whole values that a parallel layer has, or that its helper draws, with other seeds."""
+    torch.manual_seed(tessel.world().rank)
+    linear, table = ParallelLinear(5, 3), ParallelEmbedding(7, 3, padding_idx=2)
+    found = [*linear.parameters(), *table.parameters()]
+    found = [each.detach().clone() for each in found]
+    for layer in (linear, table):
+        layer.reset_parameters()
+        found += [each.detach().clone() for each in layer.parameters()]
+    assert not torch.equal(found[0], found[3]) and not table.weight[2].any()
+    shard_init_helper_(torch.nn.init.normal_, linear.bias)
+    plain = torch.empty(4, 3, dtype=torch.float64)
+    assert shard_init_helper_(torch.nn.init.xavier_normal_, plain) is plain
+    own = torch.nn.Parameter(torch.empty(0, 3))
+    shard_init_helper_(torch.nn.init.normal_, own)
+    given = ParallelEmbedding.from_pretrained(torch.randn(4, 2))
+    converted = ParallelEmbedding.convert_parallel_embedding(torch.nn.Embedding(3, 2))
+    empty = torch.empty(3, 2, device="meta")
+    assert shard_init_helper_(torch.nn.init.normal_, empty) is empty
+    return [
+        each.detach() for each in (*found, linear.bias, plain, own, given.weight, converted.weight)
+    ]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_whole_values_are_equal_whatever_the_seeds(run: Run, nprocs: int) -> None:
+    first, *others = run(other_seeds, nprocs=nprocs)
+    torch.manual_seed(0)
+    assert torch.equal(first[0], torch.nn.Linear(5, 3).weight)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def one_initializes(kind: str) -> tuple[type[BaseException], str] | None:
+    """One worker fills a tensor and another does something else."""
+    first = tessel.world().rank == 0
+    if kind == "shape":
+        x = torch.empty(3 if first else 4)
+        return raised(lambda: shard_init_helper_(torch.nn.init.normal_, x))
+    if first:
+        return raised(lambda: shard_init_helper_(torch.nn.init.normal_, torch.empty(3)))
+    return raised(lambda: ParallelLinear(3, 4))
+
+
+@pytest.mark.parametrize("kind", ["shape", "other call"])
+def test_one_worker_alone_cannot_fill_a_whole_tensor(run: Run, kind: str) -> None:
+    results = run(one_initializes, kind, nprocs=2)
+    assert len(set(results)) == 1 and results[0] is not None and results[0][0] is ValueError
+    assert "shard_init_helper_ of a tensor of shape (3,)" in results[0][1]
 
 
 def check_by_hand(P: Partition, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from torch.nn import Module, Parameter
 
 from tessel.distributed.agreeing import agree_on_call
 from tessel.layout import Layout
-from tessel.nn.parallel.drawing import keep_part_
+from tessel.nn.parallel.drawing import equalize_, keep_part_
 from tessel.partition import Partition
 
 
@@ -26,7 +26,7 @@ class Conversion:
         make: the new layer for one of torch's, with all that it has but parameters.
         layouts: where the parameters of a new layer lie, by name; nothing if they stay whole.
         refused: modules that use such layers in a way of their own.
-        splits: whether parameters become shards; else every worker converts by itself.
+        splits: whether parameters become shards; else they stay, with values of the first worker.
         also: another type of layers, which compute as torch's do where they are not split.
     """
 
@@ -45,13 +45,15 @@ def convert(module: Module, conversion: Conversion) -> Module:
     """Replace all wanted layers of a module, in place; if it is one itself, return the new one."""
     layers = [(name, each) for name, each in module.named_modules() if _is_wanted(each, conversion)]
     problem = "; ".join(_problems(module, layers, conversion))
-    if conversion.splits:
-        listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
-        agree_on_call(conversion.partition, f"{conversion.name} {problem}\n{listing}")
+    listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
+    agree_on_call(conversion.partition, f"{conversion.name} {problem}\n{listing}")
     if problem:
         raise NotImplementedError(f"{conversion.name}: {problem}; nothing was converted")
     known: dict[Any, Parameter] = {}
     new = {id(layer): _converted(layer, conversion, known) for _, layer in layers}
+    if not conversion.splits:
+        whole = {id(p): p for _, layer in layers for p in layer.parameters(recurse=False)}
+        equalize_(whole.values(), conversion.partition)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is not None and id(child) in new:

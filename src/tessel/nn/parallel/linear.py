@@ -35,7 +35,7 @@ from tessel.linop import LinearOperator
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.column import can_overlap, multiply_overlapping
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, shard_layout
+from tessel.nn.parallel.drawing import draw_, equalize_, shard_layout
 from tessel.partition import Partition
 from tessel.shared import Spread, even
 from tessel.transport import kept_in_job
@@ -354,7 +354,7 @@ class ParallelLinear(torch.nn.Linear):
 
     Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
 
-    - `dim=None`: `torch.nn.Linear`, on each worker by itself.
+    - `dim=None`: `torch.nn.Linear`, with the same values on all workers. Nothing moves.
     - `dim=1` or `-1`, *column*: each worker has the rows of the weight, and the bias, of its part
       of the outputs. The input is whole on all workers, the output a shard, marked as one. Nothing
       moves forward; the gradient of the input takes one all-reduce.
@@ -397,13 +397,13 @@ class ParallelLinear(torch.nn.Linear):
         partition: Partition | None = None,
     ) -> None:
         row = row_of(partition)
-        if dim is None:
-            super().__init__(in_features, out_features, bias, device, dtype)
-            self.dim, self.partition = dim, row
-            return
         name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
         agree_on_call(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
         checked_dim(dim, name)
+        if dim is None:
+            self.partition = row  # which torch's layer needs when it draws its values
+            super().__init__(in_features, out_features, bias, device, dtype)
+            return
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.dim, self.partition = dim, row
@@ -424,9 +424,10 @@ class ParallelLinear(torch.nn.Linear):
         return layouts_of(self.partition, split, (self.in_features, self.out_features))
 
     def reset_parameters(self) -> None:
-        """Draw all values anew, as `torch.nn.Linear` does."""
+        """Draw all values anew, as `torch.nn.Linear` does; a call of all workers of the group."""
         if self.dim is None:
             super().reset_parameters()
+            equalize_(self._parameters.values(), self.partition)
             return
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         layouts = self.layouts
@@ -514,10 +515,14 @@ class ParallelLinear(torch.nn.Linear):
 
     def _mark_parameters(self) -> None:
         """Let the parameters say which shards they are; others than ours may have come."""
-        for name, layout in self.layouts.items():
-            parameter = self._parameters.get(name)
-            if parameter is None:
+        layouts = self.layouts
+        for name, parameter in self._parameters.items():
+            if parameter is None or (layouts and name not in layouts):
                 continue
+            if not layouts:
+                share(parameter, self.partition)
+                continue
+            layout = layouts[name]
             split = [dim for dim, cut in enumerate(layout.cuts) if cut.axes]
             if split:
                 note(parameter, Mark(split[0], self.partition, layout.shape[split[0]]))
