@@ -14,6 +14,7 @@ from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
     Mark,
+    call,
     describe,
     note,
     share,
@@ -56,10 +57,10 @@ class ParallelEmbedding(torch.nn.Embedding):
         scale_grad_by_freq: whether gradients are divided by how often an id is in the batch.
         sparse: whether the gradient of the shard is a sparse tensor.
         _weight: the whole table; that of the first worker is taken.
+        dim: which dimension of the table is split; None for none.
         _freeze: whether the table gets no gradient.
         device: of the shard.
         dtype: of the shard.
-        dim: which dimension of the table is split; None for none.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -78,10 +79,11 @@ class ParallelEmbedding(torch.nn.Embedding):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
         _weight: Tensor | None = None,
+        dim: int | None = None,
+        *,
         _freeze: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        dim: int | None = None,
         partition: Partition | None = None,
     ) -> None:
         row = row_of(partition)
@@ -294,6 +296,7 @@ class ParallelEmbedding(torch.nn.Embedding):
         else:
             size = self._whole_shape[self._place]
             note(self.weight, Mark(self._place, self.partition, size))
+            call(self.weight, self.dim)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -311,6 +314,9 @@ class ParallelEmbedding(torch.nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dim={self.dim}"
+
+
+Embedding = ParallelEmbedding  # torchshard has both names
 
 
 @eagerly

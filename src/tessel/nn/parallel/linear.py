@@ -18,6 +18,7 @@ from tessel.distributed.marks import (
     Mark,
     State,
     Unknown,
+    call,
     check_known,
     describe,
     marked,
@@ -106,9 +107,22 @@ class Product:
         if self.dim == COLUMN:
             return Entry(copying(self.partition, shape), None, terms)
         leave = reducing(self.partition, result)
-        if self.state is None:
+        if self.state is None and not self._are_shards(shapes):
             return Entry(scattering(self.partition, shape, len(shape) - 1), leave, terms)
         return Entry(None, leave, terms)
+
+    def _are_shards(self, shapes: dict[int, Shape]) -> bool:
+        """Whether the lengths of inputs say that they are shards, where no mark does.
+
+        Whole inputs are as long as the weight on every worker. So shards that are so, too, are
+        whole: those on one worker, and those of nothing.
+        """
+        if self.dim == COLUMN or isinstance(self.state, Mark):
+            return self.dim == ROW
+        lengths = [shapes[worker][-1] for worker in self.partition.ranks]
+        parts = boxes.balanced(self.sizes[0], self.partition.size)
+        fits = lengths == [stop - start for start, stop in parts]
+        return fits and any(length != self.sizes[0] for length in lengths)
 
     def _check_kind(self, terms: Terms) -> None:
         """Raise as torch does if the weight is of another kind than the input."""
@@ -132,7 +146,7 @@ class Product:
         same({w: shape[:-1] for w, shape in shapes.items()}, "shape before the last", self.label)
         parts = boxes.balanced(length, self.partition.size)
         for worker, (start, stop) in zip(self.partition.ranks, parts, strict=True):
-            expected = length if self.state is None else stop - start
+            expected = stop - start if self._are_shards(shapes) else length
             if shapes[worker][-1] != expected:
                 raise ValueError(f"{self.label}: {self._sizes(worker, shapes[worker], expected)}")
         return (*first[:-1], length)
@@ -143,7 +157,10 @@ class Product:
             f"last dimension, got shape {shape}"
         )
         if self.state is None and self.dim == ROW:
-            text += "; if it is a shard, write x = tessel.register_parallel_dim(x, -1) before"
+            text += (
+                "; all workers pass the whole input, or each its shard, which may be marked by "
+                "tessel.register_parallel_dim(x, -1)"
+            )
         return text
 
     def _check_mark(self, ndim: int) -> None:
@@ -462,7 +479,12 @@ class ParallelLinear(torch.nn.Linear):
 
     @classmethod
     def convert_parallel_linear(
-        cls, module: torch.nn.Module, dim: int | None = None, partition: Partition | None = None
+        cls,
+        module: torch.nn.Module,
+        dim: int | None = None,
+        partition: Partition | None = None,
+        *,
+        strict: bool = False,
     ) -> torch.nn.Module:
         """Make a `ParallelLinear` of each `torch.nn.Linear` in a module, with the same values.
 
@@ -472,10 +494,15 @@ class ParallelLinear(torch.nn.Linear):
         in several places stays one, and so does a parameter that several layers use. Layers that
         are split already stay as they are.
 
+        What cannot be converted exactly stays, too, and one warning names it: attention, which
+        reads the weights of its layers itself, subclasses with methods of their own, lazy layers
+        that have seen no input, parametrized layers, those with gradients or hooks of parameters.
+
         Args:
             module: contains one or more `torch.nn.Linear`.
             dim: as in `ParallelLinear`.
             partition: the workers; None for the default group.
+            strict: whether to raise NotImplementedError instead, and convert nothing.
 
         >>> import tessel, torch
         >>> tessel.nn.ParallelLinear.convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
@@ -483,8 +510,7 @@ class ParallelLinear(torch.nn.Linear):
         """
         row = row_of(partition)
         name = f"convert_parallel_linear(module, dim={dim!r}) over {row}"
-        if dim is not None:
-            agree_on_call(row, name)
+        agree_on_call(row, f"{name}, {strict=}")
         checked_dim(dim, name)
         conversion = Conversion(
             name=name,
@@ -498,6 +524,7 @@ class ParallelLinear(torch.nn.Linear):
             layouts=lambda layer: layer.layouts,
             refused=(torch.nn.MultiheadAttention,),
             also=ParallelLinear,
+            is_strict=strict,
         )
         return convert(module, conversion)
 
@@ -526,6 +553,7 @@ class ParallelLinear(torch.nn.Linear):
             split = [dim for dim, cut in enumerate(layout.cuts) if cut.axes]
             if split:
                 note(parameter, Mark(split[0], self.partition, layout.shape[split[0]]))
+                call(parameter, self.dim)
             else:
                 share(parameter, self.partition)
 
