@@ -468,6 +468,31 @@ def test_fsdp_refuses_shards_and_may_leave_them_out(run: Run, kind: int) -> None
         assert result is not None and "would drift apart" in result[1]
 
 
+def redundant() -> tuple[type[BaseException], str] | None:
+    """A step by an optimizer that keeps its state on one worker for each parameter."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = split_model(plain_model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    loss_of(model, *batch()).backward()
+    before = model.pair[0].weight.detach().clone()
+    found = raised(optimizer.step)
+    assert torch.equal(model.pair[0].weight, before)
+    replicas = get_data_parallel_group()
+    if replicas.size > 1:
+        ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=replicas.group.handle, lr=0.1
+        ).step()
+    return found
+
+
+def test_an_optimizer_that_sends_shards_around_raises(run: Run) -> None:
+    results = run(redundant, nprocs=2)
+    assert len(set(results)) == 1 and results[0] is not None and results[0][0] is ValueError
+    assert "ZeroRedundancyOptimizer over workers [0, 1]" in results[0][1]
+    run(in_groups_of_two, redundant, nprocs=4)
+
+
 LAZY = """
 import torch, tessel
 from torch.nn.parallel import DistributedDataParallel

@@ -40,7 +40,7 @@ from tessel.distributed.sharing import (
     settled,
     traced_state,
 )
-from tessel.distributed.wrapping import guard_wrappers
+from tessel.distributed.wrapping import check_sent, guard_wrappers
 from tessel.graph import eagerly
 from tessel.partition import Partition
 
@@ -512,13 +512,19 @@ def _make_plain(stepped: Optimizer, args: Any, kwargs: Any) -> None:
 def _check_optimizer(stepping: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise for an optimizer that makes one step of all parameters, by products over them.
 
-    Each worker would have other products, and what all of them share would drift apart.
+    Each worker would have other products, and what all of them share would drift apart. So would
+    one be wrong that sends each parameter from one worker to the others.
     """
-    if not isinstance(stepping, LBFGS):
+    sends = any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(stepping).__mro__)
+    if not isinstance(stepping, LBFGS) and not sends:
         return
     for parameter in (each for group in stepping.param_groups for each in group["params"]):
         mark = state_of(parameter)
-        if isinstance(mark, Mark) and mark.partition.size > 1:
+        if not isinstance(mark, Mark) or mark.partition.size == 1:
+            continue
+        if sends:
+            check_sent(stepping, mark)
+        else:
             raise ValueError(
                 f"{type(stepping).__name__} of a parameter that is {mark}: it takes products over "
                 f"all parameters, of which each worker has its shards only; take an optimizer "

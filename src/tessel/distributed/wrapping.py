@@ -394,3 +394,16 @@ def _check_left_out(
                 f"drift apart; apply FSDP over workers {list(state.partition.ranks)} alone, or "
                 f"wrap the model by {_REPLICAS}"
             )
+
+
+def check_sent(optimizer: Any, mark: Mark) -> None:
+    """Raise ValueError if an optimizer sends a shard to workers that hold others."""
+    workers = _workers_of(optimizer.process_group)
+    others = {*workers} & {*mark.partition.ranks}
+    if len(others) > 1:
+        raise ValueError(
+            f"{type(optimizer).__name__} over workers {workers} of a parameter that is {mark}: it "
+            f"sends each parameter from one worker to all others, which have other shards; take "
+            f"the optimizer of torch that it is made of, or as process_group= the workers that "
+            f"hold the same shards"
+        )
