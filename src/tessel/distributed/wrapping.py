@@ -11,6 +11,7 @@ program without shards has torch as it is.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
@@ -90,10 +91,19 @@ def _guard_fsdp() -> None:
     the parameters of a module is a class, which can be guarded at any time.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     _guard(FullyShardedDataParallel, _refusing_flat)
-    _guard(FSDPParamGroup, _refusing_group)
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    except ImportError:
+        known = False
+    else:
+        known = {"params", "modules", "mesh_info"} <= {*signature(FSDPParamGroup).parameters}
+    if known:
+        _guard(FSDPParamGroup, _refusing_group)
+    else:  # torch's own and no promise: a program that imports it must not fail for that
+        text = "fully_shard of this version of torch is not known to Tessel and may mix up shards"
+        warnings.warn(text, stacklevel=2)
 
 
 class Held(NamedTuple):
@@ -378,10 +388,10 @@ def _check_left_out(
         return
     for name, value in (each for module in modules for each in module.named_parameters()):
         state = state_of(value)
+        if state is None or (state.partition is not None and state.partition.size == 1):
+            continue
         if isinstance(state, Unknown):
             raise ValueError(f"{label}: of {name} {state.remedy}")
-        if state is None or state.partition.size == 1:
-            continue
         if not is_left_out(value):
             raise ValueError(
                 f"{label}: {name} is {state}, and FSDP would take shards of different workers for "
