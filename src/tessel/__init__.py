@@ -7,13 +7,20 @@ from tessel import nn as nn
 from tessel import operators as operators
 from tessel import testing as testing
 from tessel.distributed import get_parallel_dim as get_parallel_dim
+from tessel.distributed import register_parallel_attribute as register_parallel_attribute
 from tessel.distributed import register_parallel_dim as register_parallel_dim
+from tessel.distributed.slices import slices as _slices
 from tessel.errors import WorkerLost as WorkerLost
 from tessel.launch import launch as launch
 from tessel.layout import Layout as Layout
 from tessel.layout import zero_volume_tensor as zero_volume_tensor
 from tessel.linop import LinearOperator as LinearOperator
 from tessel.move import Move as Move
+from tessel.nn.parallel import collect_state_dict as collect_state_dict
+from tessel.nn.parallel import (
+    register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore,
+)
+from tessel.nn.parallel import relocate_state_dict as relocate_state_dict
 from tessel.operators import ParDCT as ParDCT
 from tessel.operators import ParDFT as ParDFT
 from tessel.operators import ParDiagonal as ParDiagonal
@@ -36,5 +43,7 @@ from tessel.partition import world as world
 from tessel.primitives.repartition import all_gather as all_gather
 from tessel.primitives.repartition import gather as gather
 from tessel.primitives.repartition import scatter as scatter
+
+slice = _slices  # bound here alone, so that no module of the package loses the builtin
 
 __version__ = "0.1.0"
