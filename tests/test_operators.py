@@ -578,8 +578,8 @@ REFUSED: dict[str, Refusal] = {
     "no rows": (lambda: ParMatrix(F32, 0, 3), "m must be a whole number"),
     "no columns": (lambda: ParMatrix(F32, 3, 0), "n must be a whole number"),
     "no modes": (lambda: ParMultilinear(F32, 2, 2, [3, 0]), "modes must be a whole number"),
-    "an integer dtype": (lambda: ParMatrix(torch.int64, 2, 2), "T must be one of torch.float32"),
-    "half precision": (lambda: ParDFT(torch.float16, 2), "T must be one of"),
+    "an integer dtype": (lambda: ParMatrix(torch.int64, 2, 2), "T must be one of torch.float16"),
+    "complex bfloat16": (lambda: ParDFT(torch.bfloat16, 2), "no complex numbers of bfloat16"),
     "no dtype": (lambda: ParIdentity(float, 2), "T must be one of"),
     "numbers swapped": (lambda: ParMatrix(3, 3, F32), "T must be one of"),
     "a range too long": (

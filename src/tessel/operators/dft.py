@@ -30,6 +30,8 @@ class ParDFT(Leaf):
 
     def __init__(self, T: Any, n: int) -> None:
         dtype = checked_dtype("ParDFT", T)
+        if dtype is torch.bfloat16:
+            raise ValueError("ParDFT: torch has no complex numbers of bfloat16; use float32")
         length = checked_length("ParDFT", "n", n)
         self.source = Space((length,), dtype)
         half = length if self.source.is_complex else length // 2 + 1
