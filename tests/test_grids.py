@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
+from math import prod
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -32,6 +35,7 @@ from operator_cases import (
     num_transfers,
     parameters,
     plan_of,
+    random_spread,
     restriction,
     text_of,
     values,
@@ -111,6 +115,36 @@ def test_any_two_grids_of_six_workers(run: Run, part: int) -> None:
     for case in cases:
         assert case.out is not None and refinement(case.grid, case.out) is None
     assert run(check_spreads, cases, nprocs=6) == [len(cases)] * 6
+
+
+def random_apart(rng: Random) -> Spread:
+    """A random tree between grids of six workers without a common refinement."""
+    while True:
+        case = random_spread(rng, 6)
+        ndim = len(build(case.spec, {}).domain.shape)
+        pairs = [
+            (grid, out) for grid, out in product(grids(6, ndim), repeat=2) if is_apart(grid, out)
+        ]
+        if pairs:
+            grid, out = rng.choice(pairs)
+            ranks = tuple(rng.sample(range(6), 6))
+            batch = None if case.batch is None else case.batch[:1]
+            vector = case.vector and batch != (1,)
+            return replace(case, grid=grid, out=out, batch=batch, ranks=ranks, vector=vector)
+
+
+def is_apart(some: Shape, other: Shape) -> bool:
+    """Whether no grid is finer than both: some products of last sizes do not divide each other."""
+    marks = sorted({prod(g[k:]) for g in (some, other) for k in range(len(g) + 1)})
+    return any(b % a for a, b in pairwise(marks))
+
+
+def test_random_trees_between_grids_apart(run: Run) -> None:
+    rng = Random(6)
+    cases = [random_apart(rng) for _ in range(24)]
+    for start in range(0, len(cases), 8):
+        some = cases[start : start + 8]
+        assert run(check_spreads, some, nprocs=6) == [len(some)] * 6
 
 
 def with_columns() -> None:
