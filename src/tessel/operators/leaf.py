@@ -154,15 +154,16 @@ class Leaf(ParOperator):
         return base._other(self.is_adjoint, self.is_inverse)
 
     def try_on(self, device: str) -> None:
-        """Act on a small tensor, and derive that: torch raises if it cannot."""
+        """Act on a small tensor and on a batch, and derive that: torch raises if it cannot."""
         small = self.miniature()
         space, shape = small.domain, small.parameter_shape
-        x = torch.zeros(space.shape, dtype=space.dtype, device=device)
-        value = None if shape is None else torch.ones(shape, dtype=space.dtype, device=device)
-        inputs = [each.requires_grad_() for each in (x, value) if each is not None]
-        with torch.enable_grad():
-            y = small.act(x, 0, value)
-            torch.autograd.grad(y, inputs, torch.ones_like(y))
+        for batch in ((), (2,)):
+            x = torch.zeros((*space.shape, *batch), dtype=space.dtype, device=device)
+            value = None if shape is None else torch.ones(shape, dtype=space.dtype, device=device)
+            inputs = [each.requires_grad_() for each in (x, value) if each is not None]
+            with torch.enable_grad():
+                y = small.act(x, 0, value)
+                torch.autograd.grad(y, inputs, torch.ones_like(y))
 
     # ---------------------------------------------------------------------------------------------
 
