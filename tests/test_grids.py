@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
@@ -145,6 +147,39 @@ def test_random_trees_between_grids_apart(run: Run) -> None:
     for start in range(0, len(cases), 8):
         some = cases[start : start + 8]
         assert run(check_spreads, some, nprocs=6) == [len(some)] * 6
+
+
+def test_six_of_seven_workers(run: Run) -> None:
+    spec = kron(dft(5, F64), matrix(4, 6, C128))
+    cases = [Spread(spec, *way, ranks=(6, 1, 0, 3, 2, 4)) for way in APART]
+    assert run(check_spreads, cases, nprocs=7) == [2] * 7
+
+
+def copies() -> None:
+    """Of an operator between two grids, with its parameters."""
+    S = distribute(tessel.kron(ParDiagonal(F64, 7), ParDiagonal(F64, 6)), [2, 3], [3, 2])
+    theta = init(S)
+    x = cast(Any, S).layout_in.local_part(values((7, 6), F64, 1))
+    expected = S(theta) * x
+    for other, same in (copy.deepcopy((S, theta)), pickle.loads(pickle.dumps((S, theta)))):
+        assert vars(plan_of(other).target).keys() == {"grid", "parts"}, "no hash of another process"
+        close("copy", other(same) * x, expected)
+        assert plan_of(other).source == plan_of(S).source and same[other.leaves[0]].requires_grad
+
+
+def test_copies_of_operators_between_two_grids(run: Run) -> None:
+    run(copies, nprocs=6)
+
+
+def another_order() -> str:
+    A = tessel.kron(ParDFT(C128, 6), ParDFT(C128, 7))
+    P, Q = (tessel.Partition(ranks, (2, 1)) for ranks in ((0, 1), (1, 0)))
+    return text_of(lambda: distribute(A, P, Q))
+
+
+def test_another_order_of_workers_is_refused(run: Run) -> None:
+    found = run(another_order, nprocs=2)
+    assert found == [found[0]] * 2 and "the same workers in the same order" in found[0]
 
 
 def with_columns() -> None:

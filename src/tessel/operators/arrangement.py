@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from math import gcd, prod
+from typing import Any
 
 from tessel import boxes
 from tessel.boxes import Box, Interval
@@ -72,6 +73,10 @@ class Parts:
 
     def __hash__(self) -> int:
         return self._hash  # of many bounds, once
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is derived: hashes differ between processes."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def is_whole(self) -> bool:
@@ -180,6 +185,9 @@ class Arrangement:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def part_at(self, dim: int, place: int) -> int:
         """Which part of a dimension the worker at a place has."""

@@ -370,7 +370,10 @@ def distribute(
     if sorted(start.ranks) != sorted(end.ranks):
         raise ValueError(f"the result must lie on the same workers: {start} and {end}")
     if start.ranks != end.ranks:
-        raise ValueError(f"the result must lie on the same workers in one order: {start} and {end}")
+        raise ValueError(
+            f"the result must lie on the same workers in the same order: {start} and {end}; "
+            f"distribute to one of them and bring the result to the other with a tessel.Move"
+        )
     source = _arrangement(operator.domain.shape, partition_in, start.shape)
     if is_anywhere:
         return Distributed(operator, start, source, None)
