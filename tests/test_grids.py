@@ -182,6 +182,26 @@ def test_another_order_of_workers_is_refused(run: Run) -> None:
     assert found == [found[0]] * 2 and "the same workers in the same order" in found[0]
 
 
+def different_calls() -> list[str]:
+    """One worker calls the operator that ends on another grid, or another in another way."""
+    A = tessel.kron(ParDFT(C128, 6), ParDFT(C128, 6))
+    S, T = distribute(A, [2, 3], [3, 2]), distribute(A, [2, 3])
+    x = cast(Any, S).layout_in.local_part(values((6, 6), C128, 1))
+    odd = tessel.world().rank == 4
+    short = x[:1] if odd else x
+    texts = [text_of(lambda: (S if odd else T) * x), text_of(lambda: S * short)]
+    expected = cast(Any, S).layout_out.local_part(torch.fft.fft2(values((6, 6), C128, 1)))
+    close("the next call", S * x, expected)
+    return texts
+
+
+def test_what_does_not_fit_raises_on_all(run: Run) -> None:
+    found = run(different_calls, nprocs=6)
+    assert found == [found[0]] * 6
+    assert "all workers must make the same calls in the same order" in found[0][0]
+    assert "worker 4: expected a tensor of shape (3, 2)" in found[0][1]
+
+
 def with_columns() -> None:
     """A batch in parts stays in these, whatever grid the rest lies on."""
     A = tessel.kron(ParDFT(C128, 6), ParDFT(C128, 7))

@@ -208,6 +208,21 @@ class Arrangement:
     def local_shape(self, place: int) -> Shape:
         return boxes.extent(self.box(place))
 
+    def following(self, shape: Shape, dims: tuple[int | None, ...]) -> Arrangement:
+        """How a tensor lies each of whose dimensions follows one of these, or is whole."""
+        key = shape, dims
+        if key not in self._following:
+            parts = (
+                Parts(length) if dim is None else self.parts[dim]
+                for length, dim in zip(shape, dims, strict=True)
+            )
+            self._following[key] = Arrangement(self.grid, tuple(parts))
+        return self._following[key]
+
+    @cached_property
+    def _following(self) -> dict[Hashable, Arrangement]:
+        return {}  # parameters ask for the same each time they are used
+
     def on(self, grid: Shape) -> Arrangement:
         """The same on a finer grid, of which the axes here are groups."""
         if grid == self.grid:

@@ -235,7 +235,8 @@ class Distributed(ParOperator):
     def _meeting(self, state: str) -> Meeting[Entry]:
         if state not in self._meetings:
             label = f"{self._label} with {state}" if state else self._label
-            identity = f"{label} {self.plan.source.parts} {self.plan.target.parts}"
+            ends = self.plan.source, self.plan.target
+            identity = f"{label} {[(each.grid, each.parts) for each in ends]}"
             self._meetings[state] = Meeting(
                 self._group, label, self.partition.ranks, self._conclude, identity
             )

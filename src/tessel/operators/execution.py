@@ -97,7 +97,7 @@ class Execution:
             return value
         stored = self.storage[leaf]
         if tuple(value.shape) == leaf.parameter_shape:  # no part is as large, on no worker
-            stored = whole(leaf, here.grid)
+            stored = whole(leaf, here)
         return _using(self.partition, stored, needed(leaf, task, here)).apply(value)
 
 

@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 
 from tessel import boxes
-from tessel.operators.arrangement import Arrangement, Parts, common_numel
+from tessel.operators.arrangement import Arrangement, common_numel
 from tessel.operators.leaf import Leaf
 from tessel.operators.planning import Local, Plan
 from tessel.operators.space import Shape
@@ -23,10 +23,11 @@ def leaves_of(task: Task) -> tuple[Leaf, ...]:
     return found
 
 
-def whole(leaf: Leaf, grid: Shape) -> Arrangement:
-    """All of a parameter on every worker."""
-    assert leaf.parameter_shape is not None
-    return Arrangement(grid, tuple(Parts(length) for length in leaf.parameter_shape))
+def whole(leaf: Leaf, here: Arrangement) -> Arrangement:
+    """All of a parameter on every worker of a grid."""
+    shape = leaf.parameter_shape
+    assert shape is not None
+    return here.following(shape, (None,) * len(shape))
 
 
 def needed(leaf: Leaf, task: Task, here: Arrangement) -> Arrangement:
@@ -34,12 +35,9 @@ def needed(leaf: Leaf, task: Task, here: Arrangement) -> Arrangement:
     shape = leaf.parameter_shape
     assert shape is not None
     if isinstance(task.actor, Terms):
-        return whole(leaf, here.grid)
-    parts = (
-        Parts(length) if dim is None else here.parts[task.dims[dim]]
-        for length, dim in zip(shape, leaf.parameter_dims, strict=True)
-    )
-    return Arrangement(here.grid, tuple(parts))
+        return whole(leaf, here)
+    dims = (None if dim is None else task.dims[dim] for dim in leaf.parameter_dims)
+    return here.following(shape, tuple(dims))
 
 
 def storage_of(plan: Plan) -> Storage:
@@ -50,7 +48,7 @@ def storage_of(plan: Plan) -> Storage:
             for leaf in leaves_of(task):
                 if leaf not in found:
                     used = needed(leaf, task, step.before)
-                    found[leaf] = used if _is_worth_splitting(used) else whole(leaf, used.grid)
+                    found[leaf] = used if _is_worth_splitting(used) else whole(leaf, used)
     return found
 
 
