@@ -1006,7 +1006,6 @@ def random_spread(rng: Random, workers: int, depth: int = 3) -> Spread:
     ranks = tuple(rng.sample(range(workers), size))
     same_axes = grid[ndim:]
     outs = [(*g, *same_axes) for g in grids(prod(grid[:ndim]), ndim)]
-    outs = [g for g in outs if is_refined(grid, g)]
     out = rng.choice([None, None, "anywhere", rng.choice(outs)])
     return Spread(
         spec,
@@ -1020,12 +1019,6 @@ def random_spread(rng: Random, workers: int, depth: int = 3) -> Spread:
         second=rng.random() < 0.5 and precision == torch.float64,
         fixed=rng.random() < 0.15,
     )
-
-
-def is_refined(some: Shape, other: Shape) -> bool:
-    """Whether two grids have a common refinement, found by trying: their suffix products divide."""
-    marks = sorted({prod(g[k:]) for g in (some, other) for k in range(len(g) + 1)})
-    return all(b % a == 0 for a, b in pairwise(marks))
 
 
 def text_of(function: Callable[[], Any]) -> str:

@@ -124,7 +124,7 @@ def compared(S: Any, theta: Any, columns: int) -> Any:
     if explanation.lines:
         last = explanation.lines[-1]
         assert last.dtype_after == y.dtype
-        assert last.after.local_shape(explanation.coordinates[mine]) == y.shape[: len(shape)]
+        assert last.after.local_shape(explanation.places[mine]) == y.shape[: len(shape)]
     return (total.bytes_sent, total.num_messages), (traffic.bytes_sent, traffic.messages)
 
 
@@ -173,7 +173,7 @@ def test_memory_is_input_output_and_what_travels() -> None:
     first, transfer, *_ = explanation.costs
     assert [cost.memory for cost in first] == [2 * 30 * 4 * 8, 2 * 30 * 3 * 8]
     line = explanation.lines[1]
-    for at, cost in zip(explanation.coordinates, transfer, strict=True):
+    for at, cost in zip(explanation.places, transfer, strict=True):
         before, after = prod(line.before.local_shape(at)), prod(line.after.local_shape(at))
         kept = before - cost.bytes_sent // 8
         given = before  # the user's input, which is still there
@@ -365,7 +365,7 @@ def plans_of(name: str, grid: tuple[int, ...], out: str | None) -> tuple[Any, An
     operator = OPERATORS[name]()
     spread = distribute(operator, list(grid), out)
     assert isinstance(spread, Distributed)
-    chosen = plan_on(operator, grid, out is None)
+    chosen = plan_on(operator, grid, out)
     return [(s.before, s.after) for s in chosen.every_step()], [
         (s.before, s.after) for s in spread.plan.every_step()
     ]

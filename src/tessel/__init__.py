@@ -35,6 +35,7 @@ from tessel.operators import ParRestriction as ParRestriction
 from tessel.operators import best_partition as best_partition
 from tessel.operators import distribute as distribute
 from tessel.operators import explain as explain
+from tessel.operators import gradient as gradient
 from tessel.operators import init as init
 from tessel.operators import kron as kron
 from tessel.operators import vec as vec

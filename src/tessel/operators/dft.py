@@ -44,6 +44,8 @@ class ParDFT(Leaf):
 
     def __init__(self, T: Any, n: int, padding: float = 1) -> None:
         dtype = checked_dtype("ParDFT", T)
+        if dtype is torch.bfloat16:
+            raise ValueError("ParDFT: torch has no complex numbers of bfloat16; use float32")
         self.modes = checked_length("ParDFT", "n", n)
         self.source = Space((_num_points(self.modes, padding),), dtype)
         half = self.modes if self.source.is_complex else self.modes // 2 + 1
