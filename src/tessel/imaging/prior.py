@@ -121,7 +121,7 @@ class DistributedPrior:
     def _cores(self) -> Cores | None:
         """The cores of windows that do not overlap, of which each worker has some."""
         strategy = self.strategy
-        if type(strategy) not in (SmartTilingStrategy, BasicStrategy) or not self.ctx.is_dist:
+        if type(strategy) not in (SmartTilingStrategy, BasicStrategy) or self.ctx.world_size == 1:
             return None  # what a strategy of a user puts together may overlap
         assert isinstance(strategy, WindowStrategy)
         if strategy.overlap:
