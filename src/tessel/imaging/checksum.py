@@ -31,7 +31,7 @@ def checksum(tensor: Tensor) -> int:
     with _DisableFuncTorch():  # which would wrap all that is made from values again
         flat = _plain(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
         if flat.device.type == "cpu":
-            return zlib.crc32(flat.view(torch.uint8).numpy())
+            return zlib.crc32(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         return mixed_sum(flat)
 
 

@@ -22,7 +22,7 @@ from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
 from tessel.imaging.parts.operators import normal, vjp
 from tessel.imaging.parts.physics import PartitionedPhysics
 from tessel.imaging.random import wave_in
-from tessel.imaging.signal import DistributedSignal, is_whole, local_data
+from tessel.imaging.signal import DistributedSignal, checked_data, is_whole, local_data
 from tessel.imaging.uses import (
     Leaves,
     check_common,
@@ -105,7 +105,7 @@ class DistributedPhysics:
         if self.parts is not None:
             self.check_parameters(())
             self._check_plain("A", settings)
-            return LocalTensors(*self.parts.A(local_data(x)))
+            return LocalTensors(*self.parts.A(self._part(x, "A")))
         with using(self.ctx, f"{self!r}.A", local_data(x), *self._shared(settings)) as use:
             ys = [operator.A(use.x, **use.settings) for operator in self.local_operators]
         self._check_leaves("A", ys)
@@ -122,7 +122,9 @@ class DistributedPhysics:
         if self.parts is not None:
             self.check_parameters(())
             self._check_plain("__call__", settings)
-            ys, anchor = self.parts.measure(local_data(x), lambda i: self.ctx.drawing(i, call))
+            ys, anchor = self.parts.measure(
+                self._part(x, "__call__"), lambda i: self.ctx.drawing(i, call)
+            )
             return LocalTensors(ys, anchor)
         with using(self.ctx, f"{self!r}", local_data(x), *self._shared(settings)) as use:
             ys = []
@@ -143,7 +145,7 @@ class DistributedPhysics:
         v = self._checked(v, "A_vjp")
         if self.parts is not None:
             self.check_parameters(())
-            return self.parts.A_vjp(local_data(x), v, anchor_of(v))
+            return self.parts.A_vjp(self._part(x, "A_vjp"), v, anchor_of(v))
         with using(self.ctx, f"{self!r}.A_vjp", local_data(x), *self._shared({})) as use:
             shares = [
                 vjp(each, use.x, part) for each, part in zip(self.local_operators, v, strict=True)
@@ -151,6 +153,10 @@ class DistributedPhysics:
         self._check_leaves("A_vjp", shares, v)
         share = hang(image_of(shares, use.x, f"{self!r}.A_vjp"), anchor_of(v))
         return totalled(use.hang(share), self.ctx)
+
+    def _part(self, x: DistributedSignal | Tensor, method: str) -> Tensor:
+        assert self.parts is not None
+        return checked_data(self.ctx, x, self.parts.layout, f"{self!r}.{method}")
 
     def _kept(self, factory: Factory | None, item: int) -> Any:
         self.local_operators.append(self._made(factory, item))
@@ -201,14 +207,19 @@ class DistributedPhysics:
                 f"got {dict(settings)}"
             )
 
-    def everywhere(self, number: Tensor) -> Tensor:
-        """A shared number of the workers that have parts of the image, on all workers."""
+    def everywhere(self, value: Tensor) -> Tensor:
+        """A shared value of the workers that have parts of the image, on all workers."""
         ours = self.ctx.partition
         theirs = ours if self.parts is None else self.parts.layout.partition
         if theirs.size == ours.size:
-            return number
-        move = Move(Layout.whole(theirs, (), shared=True), Layout.whole(ours, (), shared=True))
-        return move(number if theirs.active else number.new_empty(0))
+            return value
+        meeting = Meeting(ours.group, f"a value of {self!r}", theirs.ranks, _same_value)
+        shape = meeting.reach(Claim.of(value))
+        ours.group.number_call()
+        move = Move(
+            Layout.whole(theirs, shape, shared=True), Layout.whole(ours, shape, shared=True)
+        )
+        return move(value if theirs.active else value.new_empty(0))
 
     def _checked(self, values: Sequence[Tensor], method: str) -> Sequence[Tensor]:
         """As many tensors as this worker has operators; all workers raise if one has others."""
@@ -295,7 +306,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         if self.parts is not None:
             self.check_parameters(())
             self._check_plain("A_adjoint_A", settings)
-            return self.parts.A_adjoint_A(local_data(x))
+            return self.parts.A_adjoint_A(self._part(x, "A_adjoint_A"))
         label = f"{self!r}.A_adjoint_A"
         with using(self.ctx, label, local_data(x), *self._shared(settings)) as use:
             shares = [normal(each, use.x, **use.settings) for each in self.local_operators]
@@ -399,6 +410,11 @@ class DistributedLinearPhysics(DistributedPhysics):
 
 def _same_shape(shapes: dict[int, Shape], terms: Terms) -> tuple[Shape, Terms]:
     return same(shapes, "shape of the image that A_adjoint gives", "DistributedPhysics"), terms
+
+
+def _same_value(shapes: dict[int, Shape], terms: Terms) -> Shape:
+    found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
+    return found
 
 
 def image_of(shares: Sequence[Tensor], x: Tensor, call: str) -> Tensor:

@@ -21,8 +21,8 @@ from tessel.imaging.distribution_strategies.strategies import (
 )
 from tessel.imaging.parts.prior import PartitionedPrior, taken_apart
 from tessel.imaging.sharding import local_indices
-from tessel.imaging.signal import DistributedSignal, is_whole, local_data
-from tessel.imaging.uses import Use, totalled, unshared_leaf, using
+from tessel.imaging.signal import DistributedSignal, checked_data, is_whole, local_data
+from tessel.imaging.uses import Use, state_of, totalled, unshared_leaf, using
 from tessel.layout import Layout
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
@@ -34,8 +34,9 @@ class DistributedPrior:
     Forward:  x ↦ Σ_k R_kᵀ prox(R_k x), where R_k cuts out patch k; each worker has some of them.
 
     A prior is any object with `prox(x, …)` or `grad(x, …)`, as those of deepinv, or a denoiser: a
-    function whose result stands for the prox. All workers hold the same one. Its parameters get
-    the gradient of all patches, on every worker.
+    function whose result stands for the prox. All workers hold the same one: if parameters or
+    buffers of a module differ, as those of networks that each worker initialised for itself, all
+    workers raise. Its parameters get the gradient of all patches, on every worker.
 
     Args:
         ctx: the workers.
@@ -75,6 +76,7 @@ class DistributedPrior:
                 f"DistributedPrior: a prior with prox or grad, or a denoiser, is needed, "
                 f"got {prior!r}"
             )
+        ctx.check_same_state(state_of(prior), f"DistributedPrior: the prior {type(prior).__name__}")
         self.ctx = ctx
         self.prior = prior
         self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
@@ -108,6 +110,7 @@ class DistributedPrior:
     ) -> Tensor:
         call, data = f"{self!r}.{name}", local_data(x)
         if self.parts is not None:
+            data = checked_data(self.ctx, x, self.parts.layout, call)
             checked = partial(_checked, self.prior, function)
             return self.parts.apply(call, checked, data, self.prior, args, settings)
         with using(self.ctx, call, data, self.prior, args, settings) as use:

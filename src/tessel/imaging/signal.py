@@ -252,6 +252,16 @@ def local_data(value: DistributedSignal | Tensor) -> Tensor:
     return value.data if isinstance(value, DistributedSignal) else value
 
 
+def checked_data(
+    ctx: DistributedContext, value: DistributedSignal | Tensor, layout: Layout, call: str
+) -> Tensor:
+    """This worker's part of an image; in debug mode all raise if copies of it differ."""
+    data = local_data(value)
+    if ctx.debug and layout.shared:
+        ctx.check_same(data, layout, f"the input of {call}")
+    return data
+
+
 def is_whole(layout: Layout) -> bool:
     """Whether every worker holds the whole tensor, as one shared value."""
     return len(layout.shared) == layout.partition.dim

@@ -72,7 +72,7 @@ def _rendezvous() -> tuple[Any, int, int]:
     if key not in _places:
         _places.clear()
         limit = time_limit()
-        settings = {} if limit is None else {"timeout": limit}
+        settings: dict[str, Any] = {} if limit is None else {"timeout": limit}
         _places[key] = _Place(*next(dist.rendezvous("env://", **settings)))
     place = _places[key]
     place.jobs += 1
