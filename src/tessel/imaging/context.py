@@ -303,6 +303,10 @@ class DistributedContext:
             )
         return torch.device("cuda", place % gpus), ""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Itself: what is copied, as a module that works in patches, stays among the workers."""
+        return self
+
     def __repr__(self) -> str:
         where = "outside" if self._partition is None else f"worker {self.rank} of {self.world_size}"
         return f"DistributedContext({where}, sharding={self.sharding!r}, seed={self.seed})"

@@ -10,12 +10,21 @@ from torch import Tensor
 
 from tessel.agreement import Claim, Meeting, Terms, same
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.measurements import DistributedMeasurements, check_counts
+from tessel.imaging.measurements import DistributedMeasurements, anchor_of, check_counts
 from tessel.imaging.parts.fidelity import gradient
 from tessel.imaging.parts.operators import vjp
 from tessel.imaging.physics import WAY_OUT, DistributedPhysics, image_of, square, sum_of
 from tessel.imaging.signal import DistributedSignal, checked_data, local_data
-from tessel.imaging.uses import Leaves, Use, check_common, in_common, tensors_of, totalled, using
+from tessel.imaging.uses import (
+    Leaves,
+    Use,
+    check_common,
+    hang,
+    in_common,
+    tensors_of,
+    totalled,
+    using,
+)
 from tessel.layout import Shape
 
 REDUCTIONS = ("sum", "mean")
@@ -107,9 +116,18 @@ class DistributedDataFidelity:
         self._common = in_common(ctx, held, {place: self.local_fidelities})
         self._leaves = Leaves(ctx)
 
-    def __call__(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
-        """The loss f(x) of each image, a shared value: every worker may derive its sum."""
+    def __call__(
+        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
+    ) -> Tensor:
+        """The loss f(x) of each image, a shared value: every worker may derive its sum.
+
+        Args:
+            x: the image.
+            args, settings: of the data fidelities.
+            gather: False: the share of this worker's operators, whose sum over workers is the loss.
+        """
         if self.physics.parts is not None:
+            self._check_gather(gather)
             loss = self._in_parts(self.physics.parts.loss, x, args, settings)
             return self.physics.everywhere(loss)
         with self._using("__call__", x, args, settings) as use:
@@ -120,7 +138,7 @@ class DistributedDataFidelity:
         kind = use.x.real.dtype
         shape = self._shape_of(losses)
         zero = use.x.new_zeros(shape, dtype=kind)
-        return self._reduced(sum_of(losses, zero).to(kind), use)
+        return self._reduced(sum_of(losses, zero).to(kind), use, gather)
 
     def _shape_of(self, losses: Sequence[Tensor]) -> Shape:
         """The shape of all losses on all workers, some of which may have none."""
@@ -137,9 +155,12 @@ class DistributedDataFidelity:
             raise ValueError(call)
         return next(iter(shapes))
 
-    def grad(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
-        """The gradient ∇f(x)."""
+    def grad(
+        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
+    ) -> Tensor:
+        """The gradient ∇f(x); with `gather=False` the share of this worker's operators."""
         if self.physics.parts is not None:
+            self._check_gather(gather)
             return self._in_parts(self.physics.parts.grad, x, args, settings)
         with self._using("grad", x, args, settings) as use:
             gradients = [
@@ -147,7 +168,14 @@ class DistributedDataFidelity:
                 for f, y, operator in self._terms
             ]
         self._check_leaves("grad", gradients)
-        return self._reduced(image_of(gradients, use.x, f"{self!r}.grad"), use)
+        return self._reduced(image_of(gradients, use.x, f"{self!r}.grad"), use, gather)
+
+    def _check_gather(self, gather: bool) -> None:
+        if not gather:
+            raise NotImplementedError(
+                f"{self!r}: gather=False is for a whole image on every worker; of one in parts "
+                f"each worker gets its part"
+            )
 
     def _in_parts(
         self, method: Callable[..., Tensor], x: DistributedSignal | Tensor, args: Any, settings: Any
@@ -185,8 +213,9 @@ class DistributedDataFidelity:
         given = self.measurements.local
         self._leaves.check(f"{self!r}.{method}", results, users, shared, given)
 
-    def _reduced(self, share: Tensor, use: Use) -> Tensor:
-        whole = totalled(use.hang(share), self.ctx)
+    def _reduced(self, share: Tensor, use: Use, gather: bool) -> Tensor:
+        hung = use.hang(hang(share, anchor_of(self.measurements.local)))
+        whole = totalled(hung, self.ctx) if gather else hung
         return whole if self.reduction == "sum" else whole / self.physics.num_ops
 
     def __repr__(self) -> str:

@@ -79,6 +79,7 @@ class DistributedPrior:
         ctx.check_same_state(state_of(prior), f"DistributedPrior: the prior {type(prior).__name__}")
         self.ctx = ctx
         self.prior = prior
+        self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
         self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
         self.parts: PartitionedPrior | None = None
         if layout is None or is_whole(layout):
@@ -89,16 +90,23 @@ class DistributedPrior:
             self.num_patches = self.parts.num_patches
             self.local_indices = self.parts.local_indices
 
-    def prox(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
-        """The proximal operator or denoiser of each patch, which gets the further arguments."""
-        own = self.prior.prox if hasattr(self.prior, "prox") else self.prior
-        return self._apply("prox", own, x, args, settings)
+    def prox(
+        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
+    ) -> Tensor:
+        """The proximal operator or denoiser of each patch, which gets the further arguments.
 
-    def grad(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
+        With `gather=False` this worker's patches in their places, and zeros elsewhere.
+        """
+        own = self.apply_to or (self.prior.prox if hasattr(self.prior, "prox") else self.prior)
+        return self._apply("prox", own, x, args, settings, gather)
+
+    def grad(
+        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
+    ) -> Tensor:
         """The gradient of each patch; the prior gets the further arguments."""
         if not hasattr(self.prior, "grad"):
             raise NotImplementedError(f"{self!r}: the prior {self.prior!r} has no method grad")
-        return self._apply("grad", self.prior.grad, x, args, settings)
+        return self._apply("grad", self.prior.grad, x, args, settings, gather)
 
     def _apply(
         self,
@@ -107,14 +115,22 @@ class DistributedPrior:
         x: DistributedSignal | Tensor,
         args: tuple[Any, ...],
         settings: Mapping[str, Any],
+        gather: bool,
     ) -> Tensor:
         call, data = f"{self!r}.{name}", local_data(x)
         if self.parts is not None:
+            if not gather:
+                raise NotImplementedError(
+                    f"{call}: gather=False is for a whole image on every worker; of one in parts "
+                    f"each worker gets its part"
+                )
             data = checked_data(self.ctx, x, self.parts.layout, call)
             checked = partial(_checked, self.prior, function)
             return self.parts.apply(call, checked, data, self.prior, args, settings)
         with using(self.ctx, call, data, self.prior, args, settings) as use:
             self._check_shape(call, use.x)
+            if not gather:
+                return use.hang(self._put_together(function, use))
             cores = self._cores
             if cores is not None:
                 return cores.put_together(use.hang(self._put_together(function, use, cores)))
