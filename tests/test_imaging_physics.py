@@ -119,14 +119,15 @@ def compare_fidelity(name: str, batch: int, reduction: str) -> list[Tensor]:
         )
         scale = 1 if reduction == "sum" else 1 / 3
         pairs = list(zip(operators, targets, strict=True))
-        loss = scale * sum(alone(x, y, each).sum() for each, y in pairs)
+        loss = scale * sum(alone(x, y, each) for each, y in pairs)
+        assert loss.shape == (batch,)  # a number for each image
         slope = scale * sum(alone.grad(x, y, each) for each, y in pairs)
         close("loss", fidelity(x), loss, TOLERANCE)
         signal = DistributedSignal(ctx, x.shape, torch.float64, init=x)
         grad = fidelity.grad(signal)
         close("grad", grad, slope, TOLERANCE)
         leaf, twin = (x.clone().requires_grad_() for _ in range(2))
-        (derived,) = torch.autograd.grad(fidelity(leaf), leaf)
+        (derived,) = torch.autograd.grad(fidelity(leaf).sum(), leaf)
         theirs = scale * sum(alone(twin, y, each).sum() for each, y in pairs)
         close("autograd of the loss", derived, torch.autograd.grad(theirs, twin)[0], TOLERANCE)
         if name != "poisson":  # of which deepinv's gradient is not that of its value
@@ -268,7 +269,7 @@ def derive(mode: str) -> None:
         held = [ours, twin, *(operators[i].own for i in here)]
         names = ["image", "common parameter", *(f"parameter of {i}" for i in here)]
         first = torch.autograd.grad(sum(losses), wanted, create_graph=True)
-        loss = fidelity(ours)
+        loss = fidelity(ours).sum()
         got = torch.autograd.grad(loss, held, create_graph=True)
         check(names, got, first)
         slope = fidelity.grad(ours)
@@ -323,7 +324,7 @@ def closed_over() -> tuple[list[str], list[float]]:
             texts.append(str(error.value))
         with torch.no_grad():
             physics.A(x), known.A(x) * factor
-        loss = DistributedDataFidelity(ctx, known, ys)(x)
+        loss = DistributedDataFidelity(ctx, known, ys)(x).sum()
         back = known.A_adjoint(known.A(x) * tessel.distributed.copy(factor)).sum()
         slopes = torch.autograd.grad(loss, scale), torch.autograd.grad(back, factor)
         return texts, [slope.item() for (slope,) in slopes]

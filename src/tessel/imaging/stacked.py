@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.collecting import Collector
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
@@ -130,10 +131,12 @@ class DistributedStackedPhysics(DistributedPhysics):
             return LocalTensors([ys[i] for i in self.local_indices], _anchor_of_all(ys))
         if len(ys) == len(self.local_indices):
             return ys
-        raise ValueError(
+        call = (
             f"{self!r}: {self.num_ops} measurements are needed, one for each operator, or the "
             f"{len(self.local_indices)} of worker {self.ctx.rank}, got {len(ys)}"
         )
+        agree_on_call(self.ctx.partition, call)  # all workers raise, or those that fit would wait
+        raise ValueError(call)
 
     def _finished(
         self,
@@ -151,16 +154,16 @@ class DistributedStackedPhysics(DistributedPhysics):
                 return found
             return self._collector.collect(f"{self!r}.{method}", self.local_indices, found)
         share = sum_of(found, like) if found or like is not None else None
-        if share is None or gather:
+        if gather or like is None:  # some may have no operators, and learn the shape from others
             shape, terms = self._agree_on_image(
                 torch.empty(0, device=self.ctx.device) if share is None else share,
                 f"{self!r}.{method}(reduce_op={reduce_op!r})",
             )
             if share is None:
                 share = torch.zeros(shape, dtype=terms.dtype, device=self.ctx.device)
-            share = hang(share, anchor_of(found))
-            return self._scaled(totalled(share, self.ctx, terms) if gather else share, reduce_op)
-        return self._scaled(hang(share, anchor_of(found)), reduce_op)
+        assert share is not None
+        share = hang(share, anchor_of(found))
+        return self._scaled(totalled(share, self.ctx, terms) if gather else share, reduce_op)
 
     def _scaled(self, total: Tensor, reduce_op: str | None) -> Tensor:
         if reduce_op not in REDUCE_OPS:
