@@ -46,7 +46,7 @@ class DistributedStackedPhysics(DistributedPhysics):
     >>> from tessel.imaging import DistributedContext, distribute
     >>> with DistributedContext() as ctx:
     ...     scales = [SimpleNamespace(A=lambda x, i=i: i * x) for i in (1, 2)]
-    ...     distribute(scales, ctx).A(torch.ones(1))
+    ...     list(distribute(scales, ctx).A(torch.ones(1)))
     [tensor([1.]), tensor([2.])]
     """
 
