@@ -291,9 +291,11 @@ def curve(reduction: str) -> list[float]:
         for each in physics:
             each.noise_model = deepinv.physics.GaussianNoise(sigma=0.03)
         stacked = deepinv.physics.stack(*physics)
+        with ctx.shared_random():  # the same noise for any number of workers
+            measurements = stacked(clean)
         bundle = make_distrib_bundle(
             ctx,
-            factory_config=FactoryConfig(stacked, stacked(clean), deepinv.optim.L2()),
+            factory_config=FactoryConfig(stacked, measurements, deepinv.optim.L2()),
             signal_shape=clean.shape,
             reduction=reduction,
             prior=deepinv.optim.PnP(denoiser=Median()),

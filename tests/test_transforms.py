@@ -245,7 +245,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another norm": (lambda: ParDCT(F32, 4, norm="unitary"), "norm must be one of backward, ortho"),
     "a number as norm": (lambda: ParDCT(F32, 4, norm=2), "norm must be one of"),  # type: ignore[arg-type]
     "no length": (lambda: ParDCT(F32, 0), "ParDCT: n must be a whole number from 1 on"),
-    "half precision": (lambda: ParDST(torch.float16, 4), "ParDST: T must be one of"),
+    "whole numbers": (lambda: ParDST(torch.int64, 4), "ParDST: T must be one of"),
+    "half precision": (
+        lambda: ParDST(torch.float16, 4) * torch.ones(4, dtype=torch.float16),
+        "torch cannot do this in float16 on cpu",
+    ),
     "too few points": (lambda: ParDFT(F32, 4, 0.5), "padding must be a number from 1 on"),
     "mpi4py-fft's word for none": (lambda: ParDFT(F32, 4, False), "padding must be a number"),
     "a list": (lambda: ParDFT(F32, 4, [1.5]), "padding must be a number"),  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Tensors spread over processes: distribution as linear algebra."""
 
 from tessel import distributed as distributed
+from tessel import imaging as imaging
 from tessel import interop as interop
 from tessel import models as models
 from tessel import nn as nn
