@@ -18,9 +18,10 @@ bench: $(READY)
 	PYTHON=$(PYTHON) benchmarks/setup_peers.sh
 	$(BIN)/tessel bench $(CLAIMS)
 
-$(READY): pyproject.toml setup.py constraints.txt src/tessel/transport/engine.c
+$(READY): pyproject.toml setup.py constraints.txt src/tessel/transport/engine.c tools/mend_torchvision.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[viz,test,lint]'
+	$(BIN)/python tools/mend_torchvision.py # deepinv needs torchvision, whose wheels need CUDA's torch
 	touch $(READY)
 
 lint: $(READY)

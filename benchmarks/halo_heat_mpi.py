@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import heat
 import torch
 from harness.serve import serve
 from mpi4py import MPI
 from neighbours import Neighbourhood
-
-if not hasattr(torch.ops.torchvision, "nms"):  # heat imports torchvision, whose CUDA builds lack it
-    schemas = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        schemas.define(f"{name}(Tensor dets, Tensor scores, float iou) -> Tensor")
-
-import heat
 
 torch.set_num_threads(1)
 

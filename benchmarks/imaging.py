@@ -55,26 +55,14 @@ class Problem:
 
 
 TINY = Problem(64, 32)
-_LIBRARIES: list[Any] = []
-
-
-def import_deepinv() -> Any:
-    """deepinv, also beside a torch for CPUs, where torchvision's CUDA builds lack two schemas."""
-    if not hasattr(torch.ops.torchvision, "nms"):
-        _LIBRARIES.append(torch.library.Library("torchvision", "DEF"))
-        for name in ("nms", "qnms"):
-            _LIBRARIES[-1].define(f"{name}(Tensor dets, Tensor scores, float iou) -> Tensor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import deepinv
-    return deepinv
 
 
 # --- the problem
 
 
 def operators() -> list[Any]:
-    deepinv = import_deepinv()
+    import deepinv
+
     blur = deepinv.physics.functional.blur.gaussian_blur
     kernels = [blur(sigma=(1.0, 1.0)), blur(sigma=(2.0, 2.0)), blur(sigma=(1.5, 3.0), angle=30)]
     return [deepinv.physics.Blur(filter=each, padding="circular") for each in kernels]
@@ -82,8 +70,10 @@ def operators() -> list[Any]:
 
 def denoiser() -> Any:
     """A small network with weights that make it no more than a little different from x."""
+    import deepinv
+
     torch.manual_seed(0)
-    made = import_deepinv().models.DnCNN(3, 3, depth=DEPTH, nf=WIDTH, pretrained=None)
+    made = deepinv.models.DnCNN(3, 3, depth=DEPTH, nf=WIDTH, pretrained=None)
     with torch.no_grad():
         for each in made.parameters():
             each.mul_(0.5)
@@ -119,8 +109,9 @@ class Peer:
 
 
 def by_tessel(problem: Problem, partition: tuple[int, int] | None) -> Peer:
+    import deepinv
+
     blurs = operators()
-    deepinv = import_deepinv()
     ctx = DistributedContext(device_mode="cpu").__enter__()  # left with the process
     bundle = make_distrib_bundle(
         ctx,
@@ -157,7 +148,7 @@ def by_whole(problem: Problem) -> Peer:
 
 
 def by_deepinv(problem: Problem) -> Peer:
-    deepinv = import_deepinv()
+    import deepinv
     from deepinv.distributed import DistributedContext as TheirContext
     from deepinv.distributed import distribute
 

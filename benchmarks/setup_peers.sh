@@ -25,6 +25,7 @@ build/mpi/bin/python -c "import mpi4py_fft.fftw, mpi4py.MPI; print(mpi4py.MPI.Ge
 # heat asks for an older torch than the pinned one, with which it works, too
 install build/peers "torch torchvision numpy scipy mpi4py pylops-mpi"
 install build/peers "--no-deps heat==1.8.0 torchshard==0.1.0"
+build/peers/bin/python tools/mend_torchvision.py # heat imports it
 build/peers/bin/python - <<'CHECK'
 from importlib.metadata import version
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from math import prod
+from math import pi, prod
 from random import Random
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 class Leaf:
     """A leaf by its name and arguments; leaves of one key are one operator."""
 
-    name: str  # Identity, Matrix, Diagonal, DFT, Restriction, Multilinear
+    name: str  # Identity, Matrix, Diagonal, DFT, DCT, DST, Restriction, Multilinear
     dtype: torch.dtype
     args: tuple[Any, ...]
     key: int = 0
@@ -68,8 +68,16 @@ def diagonal(n: int, T: torch.dtype = torch.float64, key: int = 0) -> Leaf:
     return Leaf("Diagonal", T, (n,), key)
 
 
-def dft(n: int, T: torch.dtype = torch.complex128) -> Leaf:
-    return Leaf("DFT", T, (n,))
+def dft(n: int, T: torch.dtype = torch.complex128, padding: float | None = None) -> Leaf:
+    return Leaf("DFT", T, (n,) if padding is None else (n, padding))
+
+
+def dct(n: int, T: torch.dtype = torch.float64, type: int = 2, norm: str | None = None) -> Leaf:
+    return Leaf("DCT", T, (n, type, norm))
+
+
+def dst(n: int, T: torch.dtype = torch.float64, type: int = 2, norm: str | None = None) -> Leaf:
+    return Leaf("DST", T, (n, type, norm))
 
 
 def restriction(n: int, *ranges: tuple[int, int], T: torch.dtype = torch.float64) -> Leaf:
@@ -196,7 +204,8 @@ class Dense:
     def pinv(self) -> Dense:
         m, c, n, d = self.table.shape
         square = self.square
-        inverse = torch.linalg.inv(square) if m * c == n * d else torch.linalg.pinv(square)
+        is_regular = m * c == n * d == torch.linalg.matrix_rank(square.detach())
+        inverse = torch.linalg.inv(square) if is_regular else torch.linalg.pinv(square)
         return self._like(inverse, (n, d), (m, c))
 
     def __matmul__(self, other: Dense) -> Dense:
@@ -303,12 +312,16 @@ def _dense_leaf(leaf: Leaf, theta: Theta) -> Dense:
     kind = torch.complex128 if is_complex else torch.float64
     value = theta[leaf].to(kind) if leaf in theta else None
     n = leaf.args[0]
+    if leaf.name == "DFT" and len(leaf.args) == 2:
+        return Dense.of(padded_matrix(*leaf.args, is_complex), is_complex, True)
     if leaf.name == "DFT":
         unit = torch.eye(n, dtype=kind)
         M = torch.fft.fft(unit, dim=0) if is_complex else torch.fft.rfft(unit, dim=0)
         return Dense.of(M, is_complex, True)
     if leaf.name == "Identity":
         M = torch.eye(n, dtype=kind)
+    elif leaf.name in ("DCT", "DST"):
+        M = trigonometric_matrix(leaf.name == "DST", *leaf.args).to(kind)
     elif leaf.name == "Restriction":
         M = torch.eye(n, dtype=kind)[[i for a, b in leaf.args[1] for i in range(a, b)]]
     elif leaf.name == "Diagonal":
@@ -323,6 +336,44 @@ def _dense_leaf(leaf: Leaf, theta: Theta) -> Dense:
         K = prod(modes)
         M = torch.diag_embed(value.reshape(o, i, K)).permute(0, 2, 1, 3).reshape(o * K, i * K)
     return Dense.of(M, is_complex, is_complex)
+
+
+def trigonometric_matrix(is_sine: bool, n: int, type: int, norm: str | None) -> Tensor:
+    """Cosines and sines, from the definitions in the documentation of scipy."""
+    k = torch.arange(n, dtype=torch.float64)
+    wave, shift = (torch.sin, 1) if is_sine else (torch.cos, 0)
+    whole, halves = k + shift, k + 0.5
+    period = 2 * (n + 2 * shift - 1) if type == 1 else 2 * n
+    rows, columns = {
+        1: (whole, whole),
+        2: (whole, halves),
+        3: (halves, whole),
+        4: (halves, halves),
+    }[type]
+    M = 2 * wave(2 * pi / period * rows[:, None] * columns)
+    ends = [0, -1] if type == 1 else [-1 if is_sine else 0]
+    has_ends = type in (2, 3) or (type == 1 and not is_sine)
+    if type != 2 and has_ends:
+        M[:, ends] /= 2  # they are not repeated in the periodic sequence
+    if norm == "ortho" and has_ends:
+        if type in (1, 3):
+            M[:, ends] *= 2**0.5
+        if type in (1, 2):
+            M[ends] /= 2**0.5
+    return M / {None: 1, "backward": 1, "ortho": period**0.5, "forward": period}[norm]
+
+
+def padded_matrix(n: int, padding: float, is_complex: bool) -> Tensor:
+    """n/m of the sums over m points with e^{-ikx}; n/2 and -n/2 are one if n is even and m > n."""
+    m = int(padding * n + 1e-9)
+    x = 2 * pi / m * torch.arange(m, dtype=torch.float64)
+    modes = [k - n * (2 * k > n - 1 and is_complex) for k in range(n if is_complex else n // 2 + 1)]
+
+    def wave(k: int) -> Tensor:
+        return torch.polar(torch.ones_like(x), -k * x)
+
+    both = [wave(k) + (wave(-k) if 2 * abs(k) == n and m > n else 0) for k in modes]
+    return n / m * torch.stack(both)
 
 
 def _dense_inverse(spec: Spec, theta: Theta) -> Dense:
@@ -796,14 +847,26 @@ class Growing:
             inv(matrix(n, n, T, key)),
             inv(diagonal(n, T, key)),
             H(self._restriction(longer, T, n)),
+            self._trigonometric(n, T),
+            self._trigonometric(n, T),
         ]
+        modes = [k for k in range(1, n + 1) if int(1.5 * k) == n]
+        choices += [dft(k, T, 1.5) for k in modes]
         if space.is_complex:
             choices += [H(dft(n, T)), inv(dft(n, T)), H(inv(dft(n, T)))]
             half = self.rng.choice([2 * n - 1, max(1, 2 * n - 2)])
             choices += [H(dft(half, self.precision)), inv(dft(half, self.precision))]
+            choices += [H(dft(n, T, 1.5)), inv(dft(n, T, 1.5)), inv(dft(half, self.precision, 1.5))]
         else:
             choices.append(H(inv(dft(n, T))))
         return self.rng.choice(choices)
+
+    def _trigonometric(self, n: int, T: torch.dtype) -> Spec:
+        make, type = self.rng.choice([dct, dst]), self.rng.randint(1, 4)
+        if make is dct and n == 1:
+            type = max(2, type)
+        leaf = make(n, T, type, self.rng.choice([None, "ortho", "forward"]))
+        return self.rng.choice([leaf, H(leaf), inv(leaf), H(inv(leaf))])
 
     def _restriction(self, n: int, T: torch.dtype, kept: int | None = None) -> Leaf:
         count = self.rng.randint(1, n) if kept is None else kept
@@ -943,7 +1006,6 @@ def random_spread(rng: Random, workers: int, depth: int = 3) -> Spread:
     ranks = tuple(rng.sample(range(workers), size))
     same_axes = grid[ndim:]
     outs = [(*g, *same_axes) for g in grids(prod(grid[:ndim]), ndim)]
-    outs = [g for g in outs if is_refined(grid, g)]
     out = rng.choice([None, None, "anywhere", rng.choice(outs)])
     return Spread(
         spec,
@@ -957,12 +1019,6 @@ def random_spread(rng: Random, workers: int, depth: int = 3) -> Spread:
         second=rng.random() < 0.5 and precision == torch.float64,
         fixed=rng.random() < 0.15,
     )
-
-
-def is_refined(some: Shape, other: Shape) -> bool:
-    """Whether two grids have a common refinement, found by trying: their suffix products divide."""
-    marks = sorted({prod(g[k:]) for g in (some, other) for k in range(len(g) + 1)})
-    return all(b % a == 0 for a, b in pairwise(marks))
 
 
 def text_of(function: Callable[[], Any]) -> str:

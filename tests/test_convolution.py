@@ -625,7 +625,7 @@ def move_a_copy_elsewhere() -> None:
     """A copy has groups of its own workers, also where some take no part."""
     P_x, P_y, P_w = (Place(*each).partition() for each in PLACES)
     layer = tessel.nn.DistributedConv1d(P_x, 2, 3, 3, P_y=P_y, P_w=P_w).double()
-    x = values((1, 2, 9), 0) if P_x.active else tessel.zero_volume_tensor(torch.float64)
+    x = values((1, 2, 9), 0) if P_x.active else tessel.zero_volume_tensor(dtype=torch.float64)
     y = pickle.loads(pickle.dumps(layer))(x)
     assert tuple(y.shape) == ((1, 3, 7) if P_y.active else tuple(y.shape))
 

@@ -196,6 +196,36 @@ def check_operators() -> None:
         parity.close("gradient of a parameter", found[leaf].cpu(), value, 1e-9)
 
 
+def check_sixteen_bits() -> None:
+    """Transforms of 16 bits, which a GPU has for lengths that are powers of two, and sums."""
+    n = tessel.world().size
+    real, pair = torch.float16, torch.complex32
+    F = tessel.kron(tessel.ParDFT(real, 8), tessel.ParDFT(pair, 4))
+    wide = tessel.kron(tessel.ParDFT(torch.float64, 8), tessel.ParDFT(torch.complex128, 4))
+    spread = tessel.distribute(F, [1, n])
+    x = parity.values((8, 4), 3).to(real)
+    part = spread.layout_in.local_part(x).cuda().requires_grad_()
+    y = spread * part
+    near = 16 * torch.finfo(real).eps  # a few roundings for each of the two transforms
+    expected = wide * x.double()
+    parity.close(
+        "output", y.detach().cpu().to(expected.dtype), spread.layout_out.local_part(expected), near
+    )
+    (slope,) = torch.autograd.grad(y, part, y.detach())
+    back = spread.layout_in.local_part(wide.H * expected)
+    parity.close("gradient", slope.cpu().double(), back, near)
+    other = tessel.distribute(tessel.ParDFT(real, 6))
+    try:
+        other * torch.ones(6, dtype=real, device="cuda")
+    except ValueError as error:
+        assert "torch cannot do this in float16 on cuda" in str(error)
+    else:
+        raise AssertionError("a length that torch has no transform for")
+    for dtype in (real, torch.bfloat16):
+        total = tessel.ParReduce(dtype) * torch.ones(3, dtype=dtype, device="cuda")
+        assert total.tolist() == [n] * 3
+
+
 def check_fno() -> None:
     """A Fourier neural operator on the GPU gives what it gives on the CPU."""
     n = tessel.world().size
@@ -223,6 +253,7 @@ def check_everything() -> None:
     check_layers()
     check_models()
     check_operators()
+    check_sixteen_bits()
     check_fno()
 
 

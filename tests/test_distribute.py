@@ -23,9 +23,11 @@ from operator_cases import (
     check_spreads,
     complex_of,
     compose,
+    dct,
     dft,
     diagonal,
     draw,
+    dst,
     grids,
     identity,
     inv,
@@ -91,6 +93,14 @@ def one_dim(T: torch.dtype) -> list[Spec]:
         inv(dft(6, T)),
         H(inv(dft(5, T))),
         dft(1, T),
+        dft(5, T, 1.5),
+        H(dft(6, T, 1.5)),
+        inv(dft(4, T, 1.5)),
+        dct(7, T),
+        H(dct(6, T, 1)),
+        inv(dct(5, T, 3)),
+        dst(6, T, 4, "ortho"),
+        H(inv(dst(7, T, 1, "forward"))),
         restriction(7, (0, 2), (3, 4), (6, 7), T=T),
         H(restriction(7, (2, 4), T=T)),
         restriction(3, (2, 3), T=T),
@@ -107,6 +117,10 @@ def two_dims(T: torch.dtype) -> list[Spec]:
         H(F),
         inv(F),
         kron(dft(3, C), dft(2, T)),
+        kron(dft(4, C, 1.5), dft(3, T, 1.5)),
+        inv(kron(dft(4, C, 1.5), dft(3, T, 1.5))),
+        kron(dct(6, T), dst(5, T, 3)),
+        H(kron(dft(5, T), dst(3, C, 1))),
         kron(matrix(2, 3, T, 1), matrix(7, 5, T, 2)),
         kron(identity(3, T), matrix(3, 5, T)),
         multilinear(2, 3, 7, T=T),
@@ -126,6 +140,8 @@ def three_dims(T: torch.dtype) -> list[Spec]:
     return [
         F,
         inv(F),
+        kron(dct(5, T, 1), dft(4, T), dst(3, C, 2, "ortho")),
+        H(kron(dft(2, C, 1.5), dft(3, C, 1.5), dft(4, T, 1.5))),
         compose(inv(F), kron(*(diagonal(n, C, n) for n in (half(5, T), 3, 4))), F),
         kron(identity(5, T), identity(2, T), matrix(3, 4, T)),
         compose(weights, kron(identity(3, C), dft(5, T), dft(3, C))),
@@ -608,8 +624,60 @@ def sharing_example() -> None:
     close("one column", A(theta) * one, value @ one)
 
 
+def fourier_in_the_order_of_julia() -> None:
+    """The lines of an ancestor's document as they stand, its factors in its own order."""
+    T, C = F64, C128
+    gx, gy, gz = 10, 20, 30
+    Fx, Fy, Fz = ParDFT(T, gx), ParDFT(C, gy), ParDFT(C, gz)
+    F = tessel.kron(Fz, Fy, Fx, order="julia")
+    partition = [1, 1, tessel.world().size]
+    F = distribute(F, partition)
+    whole = values((gx, gy, gz), T, 1)
+    x = balanced((gx, gy, gz), partition).local_part(whole).clone().requires_grad_()
+    y = F * vec(x)
+    weights = values((6, gy, gz), C, 2)
+    target = balanced((6, gy, gz), partition)
+    single = whole.clone().requires_grad_()
+    expected = torch.fft.rfftn(single, dim=(2, 1, 0))
+    close("transform", y, vec(target.local_part(expected.detach())))
+    loss_of(y, vec(target.local_part(weights))).backward()
+    loss_of(expected, weights).backward()
+    assert single.grad is not None
+    close("gradient", x.grad, balanced((gx, gy, gz), partition).local_part(single.grad))
+
+
+def convolution_in_the_order_of_julia() -> None:
+    T = F64
+    gx, gy, gc = 10, 30, 50
+    partition = {1: [1, 1, 1], 2: [2, 1, 1], 4: [2, 2, 1]}[tessel.world().size]
+    Sx, Sy, Sc = ParIdentity(T, gx), ParIdentity(T, gy), ParMatrix(T, gc, gc)
+    S = tessel.kron(Sc, Sy, Sx, order="julia")
+    S = distribute(S, partition)
+    theta = init(S)
+    whole, layout = values((gx, gy, gc), T, 1), balanced((gx, gy, gc), partition)
+    x = layout.local_part(whole)
+    matrix = theta[S].detach()
+    assert theta[S] is theta[Sc]
+    expected = torch.einsum("oc,xyc->xyo", matrix, whole)
+    close("convolution", S(theta) * vec(x), vec(layout.local_part(expected)))
+    slope = tessel.gradient(lambda theta: (S(theta) * vec(x)).sum(), theta)
+    close("gradient", slope[S], whole.sum((0, 1)).expand(gc, gc))
+    point = x.clone().requires_grad_()
+    (S(theta) * vec(point)).sum().backward()
+    close("gradient of x", point.grad, matrix.sum(0).expand(point.shape))
+
+
+EXAMPLES = [
+    fourier_example,
+    convolution_example,
+    sharing_example,
+    fourier_in_the_order_of_julia,
+    convolution_in_the_order_of_julia,
+]
+
+
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
-@pytest.mark.parametrize("example", [fourier_example, convolution_example, sharing_example])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples(run: Run, nprocs: int, example: Callable[[], None]) -> None:
     run(example, nprocs=nprocs)
 
@@ -641,6 +709,38 @@ def test_parameters_do_not_depend_on_the_workers(run: Run, nprocs: int) -> None:
             held += value.numel()
         assert torch.equal(whole, expected)
         assert held == expected.numel(), "each number on one worker"
+
+
+def theta_of_the_whole() -> None:
+    """θ of a distributed expression, drawn before or after, bound to its distributed parts."""
+    n = tessel.world().size
+    M, D = ParMatrix(F64, 3, 5), ParDiagonal(F64, 6)
+    S = distribute(tessel.kron(M, D), [1, n])
+    torch.manual_seed(cast(int, tessel.world().rank))
+    theta = init(S)
+    A, E = distribute(M), distribute(D, [n])
+    columns = values((5, 2), F64, 1)
+    matrix = theta[A].detach()
+    assert theta[A] is theta[M] and theta[E] is theta[D]
+    close("shared", A(theta) * columns, matrix @ columns)
+    close("not distributed", M(theta) * columns, matrix @ columns)
+    layout = balanced((6,), [n])
+    part = layout.local_part(values((6,), F64, 2))
+    close("in parts", E(theta) * part, theta[D].detach() * part)
+    slope = tessel.gradient(lambda each: (A(each) * columns).sum(), theta)
+    close("gradient", slope[A], n * columns.sum(1).expand(3, 5))
+    assert slope[E].count_nonzero() == 0 and slope[E].shape == theta[E].shape
+    torch.manual_seed(4)
+    early = init(tessel.kron(M, D))  # the same everywhere, whole
+    close("drawn before", E(early) * part, layout.local_part(early[E].detach()) * part)
+    other = distribute(ParMatrix(F64, 3, 5))
+    text = text_of(lambda: other(theta) * columns)
+    assert "θ belongs to another operator" in text, text
+
+
+@WORKERS
+def test_parameters_of_an_expression_bind_its_parts(run: Run, nprocs: int) -> None:
+    run(theta_of_the_whole, nprocs=nprocs)
 
 
 def drawn_in_chunks() -> tuple[Any, Tensor]:

@@ -106,8 +106,6 @@ def python_cases() -> list[tuple[Path, int]]:
 
 def execute(sources: list[tuple[str, int, str]]) -> list[str]:
     """Run blocks one after the other in one module; what each of them printed."""
-    if any("deepinv" in source for _, _, source in sources):
-        import deepinv_first  # noqa: F401
     module = types.ModuleType("page")
     sys.modules["page"] = module
     printed = []
@@ -192,6 +190,28 @@ def test_links_lead_somewhere(path):
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         assert "://" in target or (path.parent / target).exists(), f"{path}: {target} is missing"
+
+
+PAGES_OF_DOCS = [path.relative_to(ROOT / "docs") for path in PAGES if path.parent != ROOT]
+LISTS = {
+    "README.md": lambda page: f"](docs/{page})",
+    "docs/index.md": lambda page: f"]({page})",
+    "mkdocs.yml": lambda page: f": {page}\n",
+}
+
+
+@pytest.mark.parametrize("page", PAGES_OF_DOCS, ids=str)
+@pytest.mark.parametrize("where", LISTS)
+def test_every_page_is_listed(page, where):
+    """In the README, on the first page and in the navigation."""
+    entry = LISTS[where](page.as_posix())
+    assert entry in (ROOT / where).read_text() or where == f"docs/{page}", f"{page} is not listed"
+
+
+def test_the_navigation_leads_to_pages():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    for page in re.findall(r": (\S+\.md)$", nav, re.MULTILINE):
+        assert (ROOT / "docs" / page).exists(), f"{page} is missing"
 
 
 def test_the_reference_names_everything_that_is_public():

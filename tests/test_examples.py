@@ -1,9 +1,7 @@
-"""The examples: shortened, on one and on several workers."""
+"""The example of Darcy flow: shortened, on one and on several workers."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,24 +67,3 @@ def test_another_seed_gives_another_curve(run: Run, alone: darcy.Curves) -> None
     """So that equal curves say something."""
     (other,) = run(darcy.train, replace(SHORT, seed=2, epochs=1), nprocs=1)
     assert other.losses != pytest.approx(alone.losses[:1], rel=1e-6)
-
-
-@pytest.mark.parametrize("by_torchrun", [False, True])
-def test_the_script_runs(tmp_path: Path, by_torchrun: bool) -> None:
-    """As a user starts it, for one epoch of few samples."""
-    pytest.importorskip("matplotlib")
-    settings = ["--epochs", "1", "--points", "16", "--samples", "20", "--out", str(tmp_path)]
-    script = str(EXAMPLES / "darcy.py")
-    if by_torchrun:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [sys.executable, *launcher, script, *settings]
-    else:
-        command = [sys.executable, script, "--workers", "1", "2", *settings]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, env={**os.environ, "COLUMNS": "200"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert "test error" in done.stdout
-    assert ("losses on 1 and 2 workers" in done.stdout) != by_torchrun
-    for picture in ("loss.png", "prediction.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")

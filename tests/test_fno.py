@@ -372,7 +372,9 @@ def on_some_workers() -> tuple[int, ...]:
     model = FNO(P_x, 2, 3, 4, 2, 2, dtype=torch.float64)
     layout = Layout.balanced(P_x, (2, 2, 6, 5))
     x = values(layout.shape, 1)
-    y = model(layout.local_part(x) if P_x.active else tessel.zero_volume_tensor(torch.float64))
+    y = model(
+        layout.local_part(x) if P_x.active else tessel.zero_volume_tensor(dtype=torch.float64)
+    )
     state = model.state_dict()
     if P_x.active:
         expected = plain(state, x, (2, 2))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from tessel.imaging import DistributedContext
+import tessel
+from tessel import transport
+from tessel.imaging import DistributedContext, DistributedSignal
 from tessel.imaging.random import seed_of
 from tessel.imaging.sharding import local_indices, owner
 
 Run = Callable[..., list[Any]]
+GPUS = [
+    (0, 0, 2, "cpu"),
+    (1, 0, 1, "cuda:0"),
+    (1, 1, 2, "cuda:0"),
+    (2, 0, 4, "cuda:0"),
+    (2, 3, 4, "cuda:1"),
+    (4, 1, 2, "cuda:1"),
+]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
@@ -123,24 +134,181 @@ def test_random_numbers_of_an_item(run: Run) -> None:
     assert seed_of(1, 2) != seed_of(2, 1) != seed_of(1, 2, 1)
 
 
+def own_numbers(settings: dict[str, Any]) -> list[list[float]]:
+    """What a worker draws by itself, twice, and with the others in between."""
+    with DistributedContext(**settings) as ctx:
+        first = torch.rand(2).tolist()
+        state = torch.get_rng_state()
+        with ctx.shared_random():
+            together = torch.rand(2).tolist()
+            torch.rand(ctx.rank)  # one that draws more does not bring the next block out of step
+        assert torch.equal(torch.get_rng_state(), state), "each goes on with its own numbers"
+        with ctx.shared_random():
+            again = torch.rand(2).tolist()
+        return [first, together, again]
+
+
+def test_seeds_are_of_workers_and_numbers_are_shared_where_asked_for(run: Run) -> None:
+    """Worker k draws from seed + k; what all draw together does not depend on their number."""
+    torch.manual_seed(7)
+    alone = torch.rand(2).tolist()
+    together = []
+    for nprocs in (1, 2, 4):
+        found = run(own_numbers, {"seed": 7}, nprocs=nprocs)
+        assert found[0][0] == alone, "worker 0 draws what one process draws"
+        assert len({tuple(each[0]) for each in found}) == nprocs
+        together += [each[1:] for each in found]
+    assert all(each == together[0] for each in together)
+    assert together[0][0] != together[0][1]
+    for found in run(own_numbers, {"seed": 8}, nprocs=2):
+        assert found[1] != together[0][0]
+
+
+def test_one_seed_for_all_workers(run: Run) -> None:
+    found = run(own_numbers, {"seed": 7, "seed_offset": False}, nprocs=2)
+    assert found[0] == found[1]
+
+
+def unseeded(seeds: list[int]) -> list[list[float]]:
+    torch.manual_seed(seeds[transport.this_worker()])
+    return own_numbers({})
+
+
+def test_shared_numbers_without_a_seed(run: Run) -> None:
+    """They follow the generator of worker 0."""
+    first, second = run(unseeded, [3, 4], nprocs=2)
+    assert first[0] != second[0] and first[1:] == second[1:]
+    assert run(unseeded, [3, 5], nprocs=2)[1][1:] == first[1:]
+    assert run(unseeded, [4, 4], nprocs=2)[0][1:] != first[1:]
+
+
+def differing(what: str) -> str:
+    """One worker enters with another argument, or draws alone."""
+    one = transport.this_worker() == 1
+    settings: dict[str, dict[str, Any]] = {
+        "seed": {"seed": 4 + one},
+        "sharding": {"sharding": "block" if one else "round_robin"},
+        "debug": {"debug": one},
+        "random": {"seed": 4},
+    }
+    try:
+        with DistributedContext(**settings[what]) as ctx:
+            if one:
+                with ctx.shared_random():
+                    pass
+            DistributedSignal(ctx, (2, 2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["seed", "sharding", "debug", "random"])
+def test_all_workers_enter_alike(run: Run, what: str) -> None:
+    texts = run(differing, what, nprocs=3)
+    assert len(set(texts)) == 1 and "all workers must make the same calls" in texts[0]
+    assert what in texts[0]
+
+
+def test_cudnn_is_as_before_after_the_context() -> None:
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    with DistributedContext(deterministic=True):
+        assert (cudnn.benchmark, cudnn.deterministic) == (False, True)
+    assert (cudnn.benchmark, cudnn.deterministic) == before
+
+
+@pytest.mark.parametrize(("gpus", "place", "here", "expected"), GPUS)
+def test_workers_share_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, place: int, here: int, expected: str
+) -> None:
+    """As local_rank % gpus, and the first worker of a host says so, once."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    monkeypatch.setenv("LOCAL_RANK", str(place))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    warns = 0 < gpus < here and place == 0
+    for mode in (None, "gpu") if gpus else (None,):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with DistributedContext(device_mode=mode) as ctx:
+                assert str(ctx.device) == expected
+        texts = [str(each.message) for each in caught if "share" in str(each.message)]
+        assert len(texts) == int(warns)
+        assert all(f"{here} workers of this host share {gpus} GPUs" in text for text in texts)
+    with DistributedContext(device_mode="cpu") as ctx:
+        assert str(ctx.device) == "cpu"
+
+
+def stays(nested: bool) -> float:
+    """A context in a job that runs already leaves it as it is."""
+    before = tessel.world()
+    move = tessel.nn.AllSumReduce(before, [0])
+    with DistributedContext() as ctx:
+        signal = DistributedSignal(ctx, (2, 2), init=torch.ones(2, 2))
+        if nested:
+            with DistributedContext() as inner:
+                assert inner.rank == ctx.rank
+            with ctx:
+                pass
+        signal.update_(signal.data + 1)
+    signal.update_(signal.data + 1)
+    assert ctx.partition.size == ctx.world_size == before.size
+    return float(move(signal.data).sum())
+
+
+def test_a_job_of_somebody_else_goes_on(run: Run) -> None:
+    for nested in (False, True):
+        assert run(stays, nested, nprocs=3) == [36.0] * 3
+
+
 SCRIPT = """
-import sys, torch
+import sys, torch, torch.distributed as dist
+import tessel
 from tessel.imaging import DistributedContext, DistributedSignal
-for time in range(2):
-    with DistributedContext(seed=1, backend={backend!r}) as ctx:
-        signal = DistributedSignal(ctx, (2, 2), init=torch.full((2, 2), 3.0 + ctx.rank))
-        print("time", time, "worker", ctx.rank, "of", ctx.world_size, signal.data.sum().item())
-        if {fails} and ctx.rank == 1:
-            raise KeyError("worker 1 gives up")
-        if {fails}:
-            signal.update_(signal.data)
+if {outer}:
+    outer = tessel.nn.AllSumReduce(tessel.world(), [0])
+for time in range(4):
+    try:
+        with DistributedContext(seed=1, backend={backend!r}, debug={debug}) as ctx:
+            assert ctx.is_dist and dist.is_initialized()
+            signal = DistributedSignal(ctx, (2, 2), init=torch.full((2, 2), 3.0 + ctx.rank))
+            total = tessel.nn.AllSumReduce(ctx.partition, [0])(torch.ones(1)).item()
+            assert total == ctx.world_size
+            line = f"time {{time}} worker {{ctx.rank}} of {{ctx.world_size}}"
+            sys.stdout.write(f"{{line}} {{signal.data.sum().item()}}\\n")
+            if {fails} and ctx.rank == 1:
+                raise KeyError("worker 1 gives up")
+            if {fails}:
+                signal.update_(signal.data)
+            if {caught}:
+                signal.update_(signal.data.double())
+    except ValueError as error:
+        assert {caught} and "torch.float32 was expected" in str(error), error
+    assert dist.is_initialized() == {outer}, "it leaves what it joined, and only that"
+    assert ctx.rank == int(sys.argv[1:] and 0 or __import__("os").environ["RANK"])
+    if {outer}:
+        assert outer(torch.ones(1)).item() == ctx.world_size
+        signal.update_(signal.data)
+    elif ctx.world_size > 1:
+        for use in (lambda: signal.update_(signal.data), lambda: ctx.partition):
+            try:
+                use()
+                raise AssertionError("a job that was left is of no use")
+            except RuntimeError as error:
+                assert "has left" in str(error) or "inside of the context" in str(error), error
 """
 
 
 def launched(folder: Path, workers: int, **settings: Any) -> tuple[str, int, float]:
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(**settings))
+    launcher = settings.pop("launcher", "tessel")
+    defaults = {"backend": None, "fails": False, "caught": False, "outer": False, "debug": False}
+    script.write_text(SCRIPT.format(**{**defaults, **settings}))
     command = [sys.executable, "-m", "tessel", "run", "-n", str(workers), str(script)]
+    if launcher == "torchrun":
+        module = ["-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
+        command = [sys.executable, *module, "--standalone", str(script)]
     begin = time.monotonic()
     done = subprocess.run(
         command,
@@ -152,18 +320,30 @@ def launched(folder: Path, workers: int, **settings: Any) -> tuple[str, int, flo
     return done.stdout + done.stderr, done.returncode, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("backend", [None, "gloo"])
-def test_contexts_follow_each_other(tmp_path: Path, backend: str | None) -> None:
-    text, code, _ = launched(tmp_path, 2, backend=backend, fails=False)
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (2, {}),
+        (3, {"backend": "gloo"}),
+        (2, {"outer": True}),
+        (2, {"caught": True}),
+        (1, {"launcher": "torchrun"}),
+        (2, {"launcher": "torchrun", "debug": True}),
+    ],
+    ids=str,
+)
+def test_contexts_follow_each_other(tmp_path: Path, workers: int, settings: dict[str, Any]) -> None:
+    """Each joins the job and leaves it, also on the way of an error that all workers raise."""
+    text, code, _ = launched(tmp_path, workers, **settings)
     assert code == 0, text
-    for number in range(2):
-        for worker in range(2):
-            assert f"time {number} worker {worker} of 2 12.0" in text
+    for number in range(4):
+        for worker in range(workers):
+            assert f"time {number} worker {worker} of {workers} 12.0" in text
 
 
 def test_a_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
     """With its own traceback, while the others wait for it in a movement."""
-    text, code, seconds = launched(tmp_path, 3, backend=None, fails=True)
+    text, code, seconds = launched(tmp_path, 3, fails=True)
     assert code != 0
     assert "KeyError" in text and "worker 1 gives up" in text and "script.py" in text
     assert seconds < 60  # most of which is the start

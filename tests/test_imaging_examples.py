@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,19 +20,11 @@ from tessel.cli.acts.act import Share
 
 Run = Callable[..., list[Any]]
 ROOT = Path(__file__).parent.parent
-START = """
-import runpy, sys
-sys.path.insert(0, {tests!r})
-import deepinv_first
-sys.argv[0] = {example!r}
-runpy.run_path({example!r}, run_name="__main__")
-"""
 
 
 def curve_of(parts: tuple[int, int] | None) -> list[float]:
     """The PSNR of ten iterations at lr = 1.0, in double precision."""
     sys.path.insert(0, str(ROOT / "examples"))
-    importlib.import_module("deepinv_first")  # before the example, which imports deepinv
     example = importlib.import_module("deblur")
     settings = example.Settings(size=60, patch=24, parts=parts, dtype=torch.float64)
     assert settings.iterations == 10 and settings.lr == 1.0
@@ -61,29 +50,6 @@ def test_the_curve_is_that_of_one_worker(
 ) -> None:
     for curve in run(curve_of, parts, nprocs=nprocs):
         assert curve == pytest.approx(alone, rel=1e-10)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_script_runs(tmp_path: Path, workers: int) -> None:
-    pytest.importorskip("matplotlib")
-    start, output = tmp_path / "start.py", tmp_path / "result.png"
-    example = str(ROOT / "examples" / "deblur.py")
-    start.write_text(START.format(tests=str(ROOT / "tests"), example=example))
-    launcher = [] if workers == 1 else ["-m", "tessel", "run", "-n", str(workers)]
-    options = ["--size", "48", "--iterations", "3", "--output", str(output)]
-    options += ["--parts", "2", "1"] if workers == 2 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(start), *options],
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    curve = [float(number) for number in re.findall(r"PSNR +([\d.]+)", done.stdout)]
-    assert len(curve) == 3 and curve[0] < curve[1] < curve[2]
-    assert f"{workers} worker{'s' if workers > 1 else ''}, " in done.stdout
-    assert output.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("nprocs", "size"), [(1, 8), (2, 64), (3, 65), (4, 64)])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import deepinv_first  # noqa: F401
 import tessel
 from parity import close, values
 from tessel import Layout, Partition
@@ -292,11 +291,11 @@ def check_problem(grid: tuple[int, ...], copies: int, name: str, num_ops: int, b
     mine = [parts.part_of(k, ys[i]) for k, i in enumerate(parts.local_indices)]
     own = [fs[i] for i in parts.local_indices]
 
-    loss = sum(f(whole, y, p).sum() for f, y, p in zip(fs, ys, physics, strict=True))
+    loss = sum(f(whole, y, p) for f, y, p in zip(fs, ys, physics, strict=True))
     got = parts.loss(part, mine, own)
-    close("loss", got, loss, TOLERANCE)
-    (slope,) = torch.autograd.grad(loss, whole)
-    (through,) = torch.autograd.grad(got, part)
+    close("loss", got, loss, TOLERANCE)  # of each image, if the fidelity tells them apart
+    (slope,) = torch.autograd.grad(loss.sum(), whole)
+    (through,) = torch.autograd.grad(got.sum(), part)
     close("autograd of the loss", through, layout.local_part(slope), TOLERANCE)
     with torch.no_grad():
         if name != "Norm":  # that of deepinv, which for Poisson is not the derivative of its loss
@@ -467,7 +466,7 @@ def common_mask(copies: int) -> str:
             bundle.physics.A(part)
         text = raised(lambda: bundle.data_fidelity.grad(part))
         if copies == 1:
-            (slope,) = torch.autograd.grad(bundle.data_fidelity(part), mask)
+            (slope,) = torch.autograd.grad(bundle.data_fidelity(part).sum(), mask)
             close("the gradient of the mask", slope, 2 * mask)  # two rows, the mean of two
         return text
 
@@ -898,7 +897,7 @@ def check_bundle(partition: Any, iterations: int = 3) -> None:
                 bundle.signal.update_(bundle.prior.prox(bundle.signal, sigma_denoiser=0.1))
         close("the image after some steps", bundle.signal.data, layout.local_part(x), TOLERANCE)
         close("the whole image", bundle.signal.whole(), x, TOLERANCE)
-        expected = sum(L2()(x, y, b).sum() for y, b in zip(ys, blurs, strict=True)) / 3
+        expected = sum(L2()(x, y, b) for y, b in zip(ys, blurs, strict=True)) / 3
         close("loss", bundle.data_fidelity(bundle.signal), expected, TOLERANCE)
         spectra = [transfer(filter, shape) for filter in filters]
         power = sum(each.abs().square() for each in spectra)

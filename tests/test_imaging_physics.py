@@ -7,12 +7,12 @@ from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 
+import deepinv
 import pytest
 import torch
 from torch import Tensor
 
 import tessel
-from deepinv_first import deepinv
 from parity import close, values
 from tessel.imaging import (
     DistributedContext,
@@ -24,6 +24,7 @@ from tessel.imaging import (
     FactoryConfig,
     make_distrib_bundle,
 )
+from tessel.imaging.parts import operator_grid
 from tessel.imaging.uses import totalled
 from tessel.testing import count_traffic
 
@@ -119,14 +120,15 @@ def compare_fidelity(name: str, batch: int, reduction: str) -> list[Tensor]:
         )
         scale = 1 if reduction == "sum" else 1 / 3
         pairs = list(zip(operators, targets, strict=True))
-        loss = scale * sum(alone(x, y, each).sum() for each, y in pairs)
+        loss = scale * sum(alone(x, y, each) for each, y in pairs)
+        assert loss.shape == (batch,)  # a number for each image
         slope = scale * sum(alone.grad(x, y, each) for each, y in pairs)
         close("loss", fidelity(x), loss, TOLERANCE)
         signal = DistributedSignal(ctx, x.shape, torch.float64, init=x)
         grad = fidelity.grad(signal)
         close("grad", grad, slope, TOLERANCE)
         leaf, twin = (x.clone().requires_grad_() for _ in range(2))
-        (derived,) = torch.autograd.grad(fidelity(leaf), leaf)
+        (derived,) = torch.autograd.grad(fidelity(leaf).sum(), leaf)
         theirs = scale * sum(alone(twin, y, each).sum() for each, y in pairs)
         close("autograd of the loss", derived, torch.autograd.grad(theirs, twin)[0], TOLERANCE)
         if name != "poisson":  # of which deepinv's gradient is not that of its value
@@ -268,7 +270,7 @@ def derive(mode: str) -> None:
         held = [ours, twin, *(operators[i].own for i in here)]
         names = ["image", "common parameter", *(f"parameter of {i}" for i in here)]
         first = torch.autograd.grad(sum(losses), wanted, create_graph=True)
-        loss = fidelity(ours)
+        loss = fidelity(ours).sum()
         got = torch.autograd.grad(loss, held, create_graph=True)
         check(names, got, first)
         slope = fidelity.grad(ours)
@@ -323,7 +325,7 @@ def closed_over() -> tuple[list[str], list[float]]:
             texts.append(str(error.value))
         with torch.no_grad():
             physics.A(x), known.A(x) * factor
-        loss = DistributedDataFidelity(ctx, known, ys)(x)
+        loss = DistributedDataFidelity(ctx, known, ys)(x).sum()
         back = known.A_adjoint(known.A(x) * tessel.distributed.copy(factor)).sum()
         slopes = torch.autograd.grad(loss, scale), torch.autograd.grad(back, factor)
         return texts, [slope.item() for (slope,) in slopes]
@@ -629,3 +631,99 @@ def test_a_solution_that_is_not_reached_is_said() -> None:
         physics = spread(ctx, blurs())
         with pytest.warns(UserWarning, match="in 2 steps, not to tol"):
             physics.A_dagger(physics.A(truth()), max_iter=2)
+
+
+def mixed_losses(in_parts: bool, different: bool) -> Any:
+    """Losses for each image, and a data fidelity that gives one number."""
+    with DistributedContext() as ctx:
+        blur, x = blurs()[0], truth(4)
+        one = lambda x, y, physics: (physics.A(x) - y).square().sum()  # noqa: E731
+        each = lambda x, y, physics: (physics.A(x) - y).square().flatten(1).sum(1)  # noqa: E731
+        bundle = make_distrib_bundle(
+            ctx,
+            factory_config=FactoryConfig(
+                physics=[blur] * 2,
+                measurements=[0 * blur.A(x)] * 2,
+                data_fidelity=lambda i, *_: one if i == 0 and different else each,
+            ),
+            signal_shape=x.shape,
+            dtype=x.dtype,
+            reduction="sum",
+            partition=(2, 1, 1, 1) if in_parts else None,  # the batch is split
+        )
+        part = bundle.signal.layout.local_part(x)
+        try:
+            loss = bundle.data_fidelity(part)
+        except ValueError as error:
+            return str(error)
+        close("losses", loss, 2 * blur.A(x).square().flatten(1).sum(1), TOLERANCE)
+        return ""
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_losses_have_one_shape(run: Run, in_parts: bool) -> None:
+    for nprocs in (2, 3):  # of three, one has no operator or no part
+        assert run(mixed_losses, in_parts, False, nprocs=nprocs) == [""] * nprocs
+    texts = run(mixed_losses, in_parts, True, nprocs=2)
+    assert len(set(texts)) == 1
+    assert ("for each image of the batch and others one number" in texts[0]) == in_parts
+    assert in_parts or "number of dimensions" in texts[0] or "shape of the loss" in texts[0]
+
+
+def own_kernels(shared: bool) -> str:
+    """Operators of an image in parts, of kernels that every worker draws."""
+    with DistributedContext(seed=2) as ctx:
+        if shared:
+            with ctx.shared_random():
+                kernel = torch.rand(1, 1, 3, 3)
+        else:
+            kernel = torch.rand(1, 1, 3, 3)
+        blur = deepinv.physics.Blur(kernel, padding="circular")
+        config = FactoryConfig([blur], [torch.ones(1, 1, 8, 8)])
+        try:
+            make_distrib_bundle(
+                ctx, factory_config=config, signal_shape=(1, 1, 8, 8), partition=(2, 1)
+            )
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+def test_kernels_that_differ_between_workers_are_refused(run: Run) -> None:
+    """Each would blur its own part with a kernel of its own."""
+    assert run(own_kernels, True, nprocs=2) == [""] * 2
+    texts = run(own_kernels, False, nprocs=2)
+    assert len(set(texts)) == 1 and "shared_random" in texts[0] and "checksum" in texts[0]
+
+
+def drifting_copies(method: str) -> str:
+    """In debug mode, of an image in parts of which there are copies."""
+    with DistributedContext(debug=True) as ctx:
+        P = ctx.partition.create_cartesian_topology_partition((2, 1, 1))
+        bundle = make_distrib_bundle(
+            ctx,
+            factory_config=FactoryConfig([deepinv.physics.Denoising()] * 2, [truth()] * 2),
+            signal_shape=truth().shape,
+            dtype=torch.float64,
+            prior=deepinv.models.MedianFilter(3),
+            partition=operator_grid(P, truth().shape),
+        )
+        assert bundle.prior is not None
+        x = truth() + ctx.rank
+        calls: dict[str, Callable[[], Any]] = {
+            "A": lambda: bundle.physics.A(x),
+            "grad": lambda: bundle.data_fidelity.grad(x),
+            "prox": lambda: bundle.prior.prox(x, 0.1),  # type: ignore[union-attr]
+            "update_": lambda: bundle.signal.update_(x),
+        }
+        try:
+            calls[method]()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("method", ["A", "grad", "prox", "update_"])
+def test_copies_that_drift_apart_are_found(run: Run, method: str) -> None:
+    texts = run(drifting_copies, method, nprocs=2)
+    assert len(set(texts)) == 1 and "worker 1 holds other numbers than worker 0" in texts[0]

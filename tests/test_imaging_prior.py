@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import deepinv
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepinv_first import deepinv
 from parity import close, values
 from tessel import boxes
 from tessel.imaging import (
@@ -285,3 +285,63 @@ def test_parameters_are_put_back() -> None:
         with pytest.raises(KeyError, match="broken"):
             prior.prox(values(SHAPE, 0))
         assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
+
+
+def make_for_itself(how: str) -> str:
+    """A network that every worker initialises, from its own numbers or from shared ones."""
+    with DistributedContext(seed=1) as ctx:
+        make = lambda: nn.Conv2d(2, 2, 3, padding=1)  # noqa: E731
+        if how == "shared":
+            with ctx.shared_random():
+                net = make()
+        else:
+            net = make()
+        if how == "frozen":
+            net.requires_grad_(False)
+        given = {"closure": lambda x: net(x), "object": Holder(net)}.get(how, net)
+        try:
+            prior = DistributedPrior(ctx, given, "smart_tiling", SHAPE, TILES)
+        except ValueError as error:
+            return str(error)
+        return f"{prior.prox(values(SHAPE, 0).float()).sum().item()}"
+
+
+class Holder:
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def prox(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("how", ["own", "frozen", "closure", "object", "shared"])
+def test_priors_that_differ_between_workers_are_refused(run: Run, how: str) -> None:
+    """Each would denoise its own patches with a network of its own."""
+    texts = run(make_for_itself, how, nprocs=2)
+    assert len(set(texts)) == 1
+    refuses = "has other parameters on worker 1 than on worker 0" in texts[0]
+    assert refuses == (how != "shared"), texts
+    assert not refuses or "with ctx.shared_random():" in texts[0]
+
+
+def tiled_by_default(shape: tuple[int, ...]) -> tuple[int, float]:
+    with DistributedContext() as ctx:
+        blur = deepinv.physics.Blur(values((1, 1, 3, 3), 1).float(), padding="circular")
+        x = values(shape, 2).float()
+        bundle = make_distrib_bundle(
+            ctx,
+            factory_config=FactoryConfig([blur], [x]),
+            signal_shape=shape,
+            prior=deepinv.models.MedianFilter(3),
+        )
+        assert bundle.prior is not None
+        expected = deepinv.models.MedianFilter(3)(x)
+        difference = (bundle.prior.prox(x, 0.1) - expected).abs().max().item()
+        return bundle.prior.num_patches, difference
+
+
+@pytest.mark.parametrize(("size", "count"), [((256, 256), 1), ((257, 8), 2), ((300, 520), 6)])
+def test_large_images_are_cut_by_default(run: Run, size: tuple[int, int], count: int) -> None:
+    """Into patches of 256, each read with 64 around it: values are those of the whole image."""
+    for found in run(tiled_by_default, (1, 1, *size), nprocs=2):
+        assert found == (count, 0.0)

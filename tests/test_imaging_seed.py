@@ -10,11 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import deepinv
 import pytest
 import torch
 from torch import Tensor
 
-from deepinv_first import deepinv
 from tessel.imaging import (
     DistributedContext,
     DistributedDataFidelity,
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gaus
 BEFORE = """
 import sys
 import torch
-from deepinv_first import deepinv
+import deepinv
 from test_imaging_seed import picture, Median
 
 deepinv.models.DRUNet = Median
@@ -291,9 +291,11 @@ def curve(reduction: str) -> list[float]:
         for each in physics:
             each.noise_model = deepinv.physics.GaussianNoise(sigma=0.03)
         stacked = deepinv.physics.stack(*physics)
+        with ctx.shared_random():  # the same noise for any number of workers
+            measurements = stacked(clean)
         bundle = make_distrib_bundle(
             ctx,
-            factory_config=FactoryConfig(stacked, stacked(clean), deepinv.optim.L2()),
+            factory_config=FactoryConfig(stacked, measurements, deepinv.optim.L2()),
             signal_shape=clean.shape,
             reduction=reduction,
             prior=deepinv.optim.PnP(denoiser=Median()),

@@ -1,4 +1,4 @@
-"""Signals: initialised from one worker, updated without a message, compared in debug mode."""
+"""Signals: initialised from one worker, updated with a small message, equal on all workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from torch import Tensor
 
 import tessel
 from parity import close, values
-from tessel.imaging import DistributedContext, DistributedPhysics, DistributedSignal
+from tessel.imaging import (
+    DistributedContext,
+    DistributedDataFidelity,
+    DistributedMeasurements,
+    DistributedPhysics,
+    DistributedSignal,
+)
+from tessel.imaging.checksum import checksum, checksum_of, mixed_sum
+from tessel.imaging.parts import operator_grid
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -156,8 +164,223 @@ def drift(debug: bool, where: str) -> str:
 
 
 class Scale:
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor = factor
+
     def A(self, x: Tensor) -> Tensor:
-        return 2 * x
+        return self.factor * x
+
+
+def copies(workers: int) -> list[Any]:
+    """What signals lie on: whole, and grids with copies along one axis or two."""
+    row = tessel.world()
+    grids: dict[int, list[tuple[int, ...]]] = {
+        1: [(1, 1, 1)],
+        2: [(2, 1), (2, 1, 1), (1, 2)],
+        3: [(3, 1), (1, 3)],
+        4: [(2, 2), (2, 1, 2), (4, 1), (2, 2, 1)],
+    }
+    made = [row.create_cartesian_topology_partition(shape) for shape in grids[workers]]
+    turned = row.create_partition_inclusive(range(row.size - 1, -1, -1))
+    return [None, *(operator_grid(each, SHAPE) for each in made), _two_axes(row, turned)]
+
+
+def _two_axes(row: Any, turned: Any) -> Any:
+    """The first dimension is split, and copies lie along two axes of workers in another order."""
+    sizes = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 1, 2)}[row.size]
+    grid = turned.create_cartesian_topology_partition(sizes)
+    return tessel.Layout.split(grid, SHAPE, [1, None, None, None], shared=[0, 2])
+
+
+def mend(nprocs: int) -> None:
+    """Every worker passes its own numbers: all get those of the first that holds the part."""
+    with DistributedContext() as ctx:
+        for partition in copies(nprocs):
+            signal = DistributedSignal(ctx, SHAPE, torch.float64, partition=partition)
+            layout = signal.layout
+            coordinates = layout.partition.index
+            assert coordinates is not None
+            first = layout.holders(coordinates)[0]
+            for passes in ("whole", "part"):
+                own = values(SHAPE, 10 + ctx.rank)
+                given = own if passes == "whole" else layout.local_part(own)
+                signal.update_(given)
+                expected = layout.local_part(values(SHAPE, 10 + first))
+                assert torch.equal(signal.data, expected), (partition, passes)
+                given.zero_()
+                assert torch.equal(signal.data, expected), "the argument was copied"
+                signal.data = layout.local_part(values(SHAPE, 20 + ctx.rank))
+                assert torch.equal(signal.data, layout.local_part(values(SHAPE, 20 + first)))
+                signal.data -= signal.data  # in place, and assigned
+                assert not signal.data.any()
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_values_that_differ_become_those_of_the_first_worker(run: Run, nprocs: int) -> None:
+    run(mend, nprocs, nprocs=nprocs)
+
+
+def gradient_of_own_numbers() -> list[Tensor]:
+    """The gradient Σ_i ∇f_i of a signal of which each worker passes its own numbers."""
+    with DistributedContext(seed=3) as ctx:
+        physics = DistributedPhysics(ctx, 3, lambda i, *_: Scale(i + 1.0))
+        measured = DistributedMeasurements(ctx, 3, lambda i, *_: values(SHAPE, i))
+        fidelity = DistributedDataFidelity(ctx, physics, measured)
+        signal = DistributedSignal(ctx, SHAPE, torch.float64)
+        signal.update_(values(SHAPE, 30 + ctx.rank))
+        return [signal.data, fidelity.grad(signal)]
+
+
+def test_gradients_are_those_of_one_image(run: Run) -> None:
+    """Before updates compared numbers, each operator saw the image of its own worker."""
+    x = values(SHAPE, 30)
+    expected = sum((i + 1) * ((i + 1) * x - values(SHAPE, i)) for i in range(3))
+    assert isinstance(expected, Tensor)
+    for nprocs in (1, 2, 4):
+        for data, gradient in run(gradient_of_own_numbers, nprocs=nprocs):
+            assert torch.equal(data, x)
+            close("gradient", gradient, expected, 1e-12)
+
+
+def count_mending(differs: bool) -> list[int]:
+    with DistributedContext() as ctx:
+        signal = DistributedSignal(ctx, SHAPE, torch.float64)
+        signal.update_(values(SHAPE, ctx.rank))  # what movements need is set up
+        with count_traffic() as traffic:
+            signal.update_(values(SHAPE, ctx.rank if differs else 0))
+        return [traffic.bytes_received, traffic.agreements]
+
+
+def test_an_update_takes_one_small_exchange(run: Run) -> None:
+    image = values(SHAPE, 0).nbytes
+    assert run(count_mending, False, nprocs=2) == [[0, 1], [0, 1]]
+    assert run(count_mending, True, nprocs=2) == [[0, 1], [image, 1]]
+    assert sum(each[0] for each in run(count_mending, True, nprocs=4)) == 3 * image
+
+
+SMALL = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(3, 4)
+NAN = torch.tensor(float("nan"), dtype=torch.float64)
+
+
+def other(how: str) -> tuple[Tensor, Tensor]:
+    """Two tensors that differ in a way that a plain sum would not see."""
+    x = SMALL.clone()
+    pairs: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        "order": lambda: (x, x.flip(0)),
+        "swap": lambda: (x, x[:, [1, 0, 2, 3]]),
+        "signs": lambda: (x, -x),
+        "two signs": lambda: (x, x * torch.tensor([1, -1, -1, 1])),
+        "zeros": lambda: (x * 0, x * 0 * torch.tensor([1, -1, -1, 1])),
+        "nan": lambda: (x, torch.where(x == 5, NAN, x)),
+        "place of nan": lambda: (torch.where(x == 5, NAN, x), torch.where(x == 6, NAN, x)),
+        "last bit": lambda: (x, torch.where(x == 7, x.nextafter(2 * x), x)),
+    }
+    return pairs[how]()
+
+
+HOWS = ["order", "swap", "signs", "two signs", "zeros", "nan", "place of nan", "last bit"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", HOWS)
+def test_checksums_differ(how: str, dtype: torch.dtype) -> None:
+    first, second = other(how)
+    if how != "last bit":  # of float64
+        first, second = first.to(dtype), second.to(dtype)
+    assert checksum(first) != checksum(second)
+    assert mixed_sum(first.reshape(-1)) != mixed_sum(second.resolve_conj().reshape(-1))
+    assert checksum_of([first, second]) != checksum_of([second, first])
+
+
+def test_checksums_are_of_values_alone() -> None:
+    """Not of strides, histories or wrappers."""
+    complex_ = torch.complex(SMALL, SMALL)
+    assert checksum(complex_) != checksum(complex_.conj())
+    assert checksum(complex_.conj()) == checksum(complex_.conj().resolve_conj())
+    assert mixed_sum(complex_.reshape(-1)) != mixed_sum(complex_.conj().resolve_conj().reshape(-1))
+    expected = checksum(SMALL)
+    assert checksum(SMALL.t().contiguous().t()) == expected
+    assert checksum(SMALL.clone().requires_grad_() * 1) == expected
+    assert checksum(SMALL.to(torch.complex128).conj().real) == expected
+    assert checksum(torch.ones(1).expand(4)) == checksum(torch.ones(4))
+    assert checksum(torch.empty(0)) == checksum(torch.empty(2, 0))
+    seen: list[int] = []
+    torch.func.grad(lambda x: (seen.append(checksum(x)), x.sum())[1])(SMALL)
+    torch.func.jvp(lambda x: (seen.append(checksum(x)), x)[1], (SMALL,), (SMALL,))
+    assert seen == [expected] * 2
+
+
+def mend_kinds() -> None:
+    """What a checksum has to see, between workers."""
+    with DistributedContext() as ctx:
+        for how in HOWS:
+            pair = other(how)
+            signal = DistributedSignal(ctx, SMALL.shape, pair[0].dtype)
+            signal.update_(pair[ctx.rank])
+            kept, expected = signal.data, pair[0]
+            assert torch.equal(torch.isnan(kept), torch.isnan(expected)), how
+            assert torch.equal(kept.nan_to_num(), expected.nan_to_num()), how
+            assert torch.equal(kept.real.signbit(), expected.real.signbit()), how
+
+
+def test_all_kinds_of_differences_are_mended(run: Run) -> None:
+    run(mend_kinds, nprocs=2)
+
+
+def differ_with_gradients(how: str) -> Any:
+    with DistributedContext() as ctx:
+        x = values(SHAPE, ctx.rank).requires_grad_(how != "one" or ctx.rank == 1)
+        signal = DistributedSignal(ctx, SHAPE, torch.float64)
+        try:
+            if how == "source":
+                signal.update_(3 * x, source=1)
+                (signal.data * values(SHAPE, 5)).sum().backward()
+                return x.grad
+            if how == "forward":
+                with torch.autograd.forward_ad.dual_level():
+                    dual = torch.autograd.forward_ad.make_dual(x.detach(), x.detach())
+                    signal.update_(dual)
+            signal.update_(3 * x)
+        except ValueError as error:
+            assert not signal.data.any(), "a failed update changes nothing"
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("how", ["all", "one", "forward"])
+def test_values_that_differ_and_need_a_gradient_raise(run: Run, how: str) -> None:
+    texts = run(differ_with_gradients, how, nprocs=2)
+    assert len(set(texts)) == 1
+    assert "worker 1 holds other numbers than worker 0" in texts[0]
+    assert "a gradient goes through it" in texts[0] and "update_(data, source=0)" in texts[0]
+
+
+def test_the_source_of_values_gets_the_gradient(run: Run) -> None:
+    first, second = run(differ_with_gradients, "source", nprocs=2)
+    assert first is None or not first.any()
+    close("gradient", second, 3 * values(SHAPE, 5), 1e-12)
+
+
+def keep_the_argument(source: int | None) -> None:
+    """What is changed after the call, in place, is not the signal."""
+    with DistributedContext() as ctx:
+        x = values(SHAPE, 0)
+        signal = DistributedSignal(ctx, SHAPE, torch.float64, init=x)
+        expected = x.clone()
+        x += 1
+        assert torch.equal(signal.data, expected)
+        signal.update_(x, source=source)
+        before = signal.data
+        x += 1
+        assert torch.equal(signal.data, expected + 1)
+        signal.update_(x, source=source)
+        assert torch.equal(before, expected + 1), "what was given out stays"
+
+
+@pytest.mark.parametrize("source", [None, 0])
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_an_update_copies(run: Run, nprocs: int, source: int | None) -> None:
+    run(keep_the_argument, source, nprocs=nprocs)
 
 
 @pytest.mark.parametrize("where", ["signal", "physics"])

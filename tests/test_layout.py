@@ -206,13 +206,6 @@ def test_mistakes_raise_everywhere(run: Any) -> None:
         assert text is not None and words in text, f"{name}: {text}"
 
 
-def test_zero_volume_tensor() -> None:
-    assert tessel.zero_volume_tensor().shape == (0,)
-    assert tessel.zero_volume_tensor().dtype is torch.get_default_dtype()
-    x = tessel.zero_volume_tensor(torch.float16, "cpu", requires_grad=True)
-    assert (x.dtype, x.device.type, x.requires_grad, x.numel()) == (torch.float16, "cpu", True, 0)
-
-
 def test_even_and_uneven_cover_the_same() -> None:
     assert even((10, 5), (4, 2)) == [[3, 3, 2, 2], [3, 2]]
     assert uneven((10, 5), (4, 2)) == [[5, 1, 2, 2], [4, 1]]

@@ -61,7 +61,7 @@ def test_random_trees_are_of_every_kind() -> None:
     trees = local_trees()
     found = set[str]().union(*(kinds(spec) for spec in trees))
     assert found == {
-        *("Identity", "Matrix", "Diagonal", "DFT", "Restriction", "Multilinear"),
+        *("Identity", "Matrix", "Diagonal", "DFT", "DCT", "DST", "Restriction", "Multilinear"),
         *("kron", "compose", "add", "subtract", "scale", "H", "inv"),
     }
     spaces = {

@@ -35,7 +35,7 @@ from operator_cases import (
 )
 from parity import close
 from tessel import ParDFT, ParDiagonal, ParIdentity, ParMatrix, ParMultilinear, ParRestriction
-from tessel.operators import Parameters, ParOperator, gradient, init, vec
+from tessel.operators import Parameters, ParOperator, distribute, gradient, init, vec
 from tessel.testing import count_memory
 
 F32, F64, C64, C128 = DTYPES
@@ -427,6 +427,92 @@ def test_gradients_pass_torch_s_checks() -> None:
     assert torch.autograd.gradgradcheck(function, points)
 
 
+def test_parameters_are_found_by_whatever_has_only_them() -> None:
+    A, D = ParMatrix(F64, 3, 3), ParDiagonal(F64, 4)
+    S = tessel.kron(A.H @ A, D)
+    theta = init(S)
+    values_of_a = [theta[key] for key in (A, A.H, A.inv, A.H @ A, 2 * A, distribute(A))]
+    assert all(each is values_of_a[0] for each in values_of_a)
+    assert theta.get(distribute(D, [1])) is theta[D]
+    assert A.inv in theta and distribute(A) in theta and S not in theta
+    assert ParMatrix(F64, 3, 3) not in theta and "A" not in theta and theta.get(S) is None
+    replacement = torch.ones(3, 3, dtype=F64)
+    theta[distribute(A)] = replacement
+    assert theta[A] is replacement and len(theta) == 2
+    theta.update({A.H: 2 * replacement})
+    theta |= {distribute(D): torch.ones(4, dtype=F64)}
+    assert len(theta) == 2 and theta[A][0, 0] == 2
+    for wrong, text in {
+        S: "has 2 parameters, ask for one of ParMatrix",
+        ParDFT(C128, 3): "has no parameters",
+        ParMatrix(F64, 3, 3): "θ has no value for ParMatrix",
+        "A": "θ has values by operators",
+    }.items():
+        with pytest.raises(KeyError, match=text):
+            theta[wrong]
+    with pytest.raises(KeyError, match="has 2 parameters"):
+        theta[S] = replacement
+    with pytest.raises(ValueError, match="a parameter is given two values"):
+        Parameters({A: replacement, A.H: replacement})
+    assert theta.pop(distribute(A)) is not None and A not in theta
+    del theta[distribute(D)]
+    assert not theta
+
+
+def test_parameters_of_an_expression_are_those_of_its_parts() -> None:
+    S1, S2, F = ParMatrix(F64, 2, 3), ParDiagonal(F64, 4), ParDFT(F64, 4)
+    A = tessel.kron(S1, F.inv @ F @ S2)
+    theta = init(A)
+    x, y = values((3,), F64, 1), values((4,), F64, 2)
+    close("part", S1(theta) * x, theta[S1] @ x)
+    close("adjoint", S1.H(theta) * values((2,), F64, 1), theta[S1].mT @ values((2,), F64, 1))
+    close("a part without parameters", F(theta) * y, torch.fft.rfft(y))
+    bound = S1(theta)
+    assert list(bound.parameters()) == [theta[S1]]
+    other = init(A)  # each part from another θ
+    both = tessel.kron(S1(theta), S2(other))
+    close("two", both * torch.outer(x, y), torch.outer(theta[S1] @ x, other[S2] * y))
+    close("one after the other", (S2.H @ S2)(theta)(theta) * y, theta[S2] ** 2 * y)
+    slope = gradient(lambda each: (S1(each) * x).sum(), theta)
+    close("gradient", slope[S1], x.expand(2, 3))
+    assert slope[S2].count_nonzero() == 0, "nothing depends on it"
+    with pytest.raises(ValueError, match="θ has no value for ParMatrix"):
+        (S1 @ ParMatrix(F64, 3, 3))(theta)
+
+
+def test_factors_in_the_order_of_julia() -> None:
+    A, B, C = ParMatrix(F64, 2, 3), ParMatrix(F64, 4, 5), ParMatrix(F64, 3, 2)
+    theta = init(tessel.kron(A, B, C))
+    x = values((3, 5, 2), F64, 1)
+    expected = torch.einsum("ai,bj,ck,ijk->abc", theta[A], theta[B], theta[C], x)
+    one = tessel.kron(C, B, A, order="julia")
+    nested = tessel.kron(tessel.kron(C, B, order="julia"), A, order="julia")
+    mixed = tessel.kron(A, tessel.kron(C, B, order="julia"))
+    for S in (tessel.kron(A, B, C), tessel.kron(A, B, C, order="tensor"), one, nested, mixed):
+        assert S.domain.shape == (3, 5, 2)
+        close("on a tensor", S(theta) * x, expected)
+        close("on a vec", S(theta) * vec(x), vec(expected))
+    bound = tessel.kron(C(theta), B(theta), A(theta), order="julia")
+    close("bound", bound * x, expected)
+    close("adjoint", one(theta).H * expected, tessel.kron(A, B, C)(theta).H * expected)
+    assert tessel.kron(A, order="julia") is A
+    other = tessel.kron(C, B, A)(theta) * vec(x)  # is taken, and is another operator
+    assert (other - vec(expected)).norm() > 0.1 * expected.norm()
+    for wrong in ("Julia", "fortran", "", None, 1):
+        with pytest.raises(ValueError, match='order is "tensor" or "julia", got'):
+            tessel.kron(A, B, order=wrong)  # type: ignore[arg-type]
+
+
+def test_an_explanation_tells_the_order_of_factors() -> None:
+    Fx, Fy = ParDFT(F64, 10), ParDFT(C128, 20)
+    note = "dimensions: 0 of length 10, 1 of length 20; kron has its factors in this order"
+    for S in (tessel.kron(Fx, Fy), 2 * tessel.kron(Fx, Fy), tessel.kron(Fx, Fy).inv.inv):
+        assert note in str(explained := distribute(S, [1, 1]).explain())  # type: ignore[attr-defined]
+        assert len(explained.notes) == 1
+    for S in (tessel.kron(Fy, Fy), Fx):
+        assert distribute(S, [1] * len(S.domain.shape)).explain().notes == ()  # type: ignore[attr-defined]
+
+
 def test_parameters_that_do_not_fit_are_refused() -> None:
     A, B = ParMatrix(F64, 2, 3), ParMatrix(F64, 2, 3)
     x = torch.ones(3, dtype=F64)
@@ -578,8 +664,8 @@ REFUSED: dict[str, Refusal] = {
     "no rows": (lambda: ParMatrix(F32, 0, 3), "m must be a whole number"),
     "no columns": (lambda: ParMatrix(F32, 3, 0), "n must be a whole number"),
     "no modes": (lambda: ParMultilinear(F32, 2, 2, [3, 0]), "modes must be a whole number"),
-    "an integer dtype": (lambda: ParMatrix(torch.int64, 2, 2), "T must be one of torch.float32"),
-    "half precision": (lambda: ParDFT(torch.float16, 2), "T must be one of"),
+    "an integer dtype": (lambda: ParMatrix(torch.int64, 2, 2), "T must be one of torch.float16"),
+    "complex bfloat16": (lambda: ParDFT(torch.bfloat16, 2), "no complex numbers of bfloat16"),
     "no dtype": (lambda: ParIdentity(float, 2), "T must be one of"),
     "numbers swapped": (lambda: ParMatrix(3, 3, F32), "T must be one of"),
     "a range too long": (

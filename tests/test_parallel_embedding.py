@@ -510,7 +510,7 @@ def converted(size: int, dim: int | None) -> None:
             continue
         if dim is not None and name in ("first.weight", "other.weight"):
             grad = table_layout(P, (10, 6), dim).local_part(grad)
-            assert get_parallel_dim(parameter) == abs(dim)
+            assert get_parallel_dim(parameter) == dim
         close(name, parameter.grad, grad, 1e-6)
 
 
@@ -627,7 +627,9 @@ def copies(dim: int) -> None:
     ]
     for other in others:
         assert repr(other) == repr(layer) and other.partition == P
-        assert get_parallel_dim(other.weight) == abs(dim)
+        assert (
+            get_parallel_dim(other.weight) == get_parallel_dim(copy.deepcopy(other.weight)) == dim
+        )
         assert isinstance(other.weight, torch.nn.Parameter) and isinstance(other.weight, Shard)
         assert torch.equal(other(ids), expected)
     frozen = copy.deepcopy(layer).requires_grad_(False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -219,46 +217,3 @@ def test_the_demo_fails_when_the_act_is_wrong(
         printed = capsys.readouterr().out
         assert ("wrong: a step of a classifier" in printed) == bool(code)
         assert "a step of a classifier with 801 classes" in printed
-
-
-# --- the scripts
-
-LAUNCHERS = {
-    "python": (),
-    "tessel": ("-m", "tessel", "run", "-n", "2"),
-    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-}
-SCRIPTS: dict[str, dict[str, int]] = {
-    "gpt": {"dim": 16, "length": 16, "batch": 4, "steps": 4},
-    "classes": {"classes": 1001, "features": 8, "steps": 4},
-}
-
-
-def losses_in_script(script: str) -> list[float]:
-    """What the script should print."""
-    torch.set_num_threads(1)  # until the next call of the pool
-    settings = SCRIPTS[script]
-    if script == "classes":
-        return classes.train(classes.Settings(**settings)).losses
-    return gpt.train(gpt.Settings(**settings), gpt.make_text(2000, gpt.Settings.seed)).losses
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_script_runs(run: Run, script: str, launcher: str) -> None:
-    """As a user starts it, by hand or on two workers, with the same losses."""
-    options = [str(each) for name, n in SCRIPTS[script].items() for each in (f"--{name}", n)]
-    done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], str(EXAMPLES / f"{script}.py"), *options],
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    (expected,) = run(losses_in_script, script, nprocs=1)
-    losses = [float(loss) for loss in re.findall(r"loss +([\d.]+)", done.stdout)]
-    assert losses == pytest.approx(expected, abs=2e-4)  # single precision, four digits printed
-    alone = launcher == "python"
-    said = {"gpt": f"{'1 worker' if alone else '2 workers'}, ", "classes": "100.00%"}
-    assert (said[script] in done.stdout) == (alone or script == "gpt")

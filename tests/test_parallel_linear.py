@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,8 @@ from tessel.distributed.marks import Mark, mark_of, marked, unmarked
 from tessel.move import Move
 from tessel.nn.functional import parallel_linear
 from tessel.nn.init import shard_init_helper_
-from tessel.nn.parallel import ParallelLinear
-from tessel.nn.parallel.drawing import shard_layout
+from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
+from tessel.nn.parallel.drawing import layout_of, shard_layout
 from tessel.testing import count_memory, count_traffic
 from windowed_cases import raised
 
@@ -148,13 +149,13 @@ def draw() -> tuple[list[Tensor], list[Tensor]]:
     after = torch.rand(3)
     torch.manual_seed(100)
     expected = [torch.nn.Linear(7, 9) for _ in range(3)]
-    for layer, alone in zip(layers[:2], expected[:2], strict=True):
+    for layer, alone in zip(layers, expected, strict=True):
         for name, value in alone.named_parameters():
             assert torch.equal(getattr(layer, name), part(layer, name, value))
     torch.manual_seed(100 + (P.rank or 0))
     own = [torch.nn.Linear(7, 9) for _ in range(3)]
     assert torch.equal(torch.rand(3), after)  # each generator goes on as in one process
-    assert torch.equal(layers[2].weight, own[2].weight)  # not split: each worker's own
+    assert P.size == 1 or P.rank == 0 or not torch.equal(layers[2].weight, own[2].weight)
     layers[0].reset_parameters()
     biases = [layers[0].bias.detach().clone()]
     optimizer = torch.optim.Adam([p for each in layers[:2] for p in each.parameters()], 0.1)
@@ -174,13 +175,18 @@ def test_unequal_seeds_give_shared_values(run: Run, nprocs: int) -> None:
 
 
 def whole_is_torch() -> None:
-    """`dim=None` sends nothing, agrees on nothing, and is the same to the last bit."""
+    """`dim=None` draws the same values on all workers; then it sends nothing, to the last bit."""
     rank = tessel.world().rank or 0
+    torch.manual_seed(rank)
+    layer = ParallelLinear(5, 3, True, None)
+    torch.manual_seed(0)
+    alone = torch.nn.Linear(5, 3)
+    torch.manual_seed(rank)
+    other = torch.nn.Linear(5, 3)
+    before = other.weight
+    converted = ParallelLinear.convert_parallel_linear(other)
+    assert converted.weight is before and torch.equal(before, alone.weight)
     with count_traffic() as traffic:
-        torch.manual_seed(rank)
-        layer = ParallelLinear(5, 3, True, None)
-        torch.manual_seed(rank)
-        alone = torch.nn.Linear(5, 3)
         x = torch.randn(rank, 4, 5, requires_grad=True)
         y = x.detach().clone().requires_grad_()
         assert torch.equal(layer(x), alone(y))
@@ -188,8 +194,7 @@ def whole_is_torch() -> None:
         alone(y).square().sum().backward()
         for a, b in zip([x, *layer.parameters()], [y, *alone.parameters()], strict=True):
             assert torch.equal(a, b) and torch.equal(a.grad, b.grad)
-        converted = ParallelLinear.convert_parallel_linear(alone)
-        assert converted.weight is alone.weight and torch.equal(converted(x), alone(x))
+        assert torch.equal(converted(x), alone(x))
         z = parallel_linear(x, alone.weight, alone.bias)
         assert torch.equal(z, alone(x))
     assert traffic.messages == traffic.agreements == 0
@@ -389,6 +394,39 @@ def test_without_dim_it_compiles_as_one_graph() -> None:
     close("output", fast(x), layer(x), 1e-6)
 
 
+def unmarked_shard(inputs: int, dtype: torch.dtype) -> None:
+    """A plain input of each worker's own length is its shard."""
+    P = tessel.world()
+    torch.manual_seed(0)
+    layer = ParallelLinear(inputs, 4, dim=0, dtype=dtype)
+    torch.manual_seed(0)
+    alone = torch.nn.Linear(inputs, 4, dtype=dtype)
+    for shape in ((3, inputs), (2, 3, inputs), (inputs,)):
+        whole = data(shape, 1, dtype).requires_grad_()
+        cut = Layout.split(P, shape, [None] * (len(shape) - 1) + [0])
+        x = cut.local_part(whole.detach()).clone().requires_grad_()
+        layer.zero_grad()
+        alone.zero_grad()
+        y = layer(x)
+        close("output", y, alone(whole))
+        y.square().sum().backward()
+        alone(whole).square().sum().backward()
+        assert whole.grad is not None
+        close("gradient", x.grad, cut.local_part(whole.grad))
+        for name, parameter in alone.named_parameters():
+            close(name, getattr(layer, name).grad, part(layer, name, parameter.grad))
+        bias = layer.bias.detach()
+        close("function", parallel_linear(x, layer.weight, bias, 0), alone(whole))
+        close("whole", layer(whole), alone(whole))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_a_plain_input_may_be_a_shard(run: Run, nprocs: int) -> None:
+    """Also where some shards are as long as the whole, or empty: lengths of all workers tell."""
+    for inputs in (12, 7, 3, 1):
+        run(unmarked_shard, inputs, torch.float64, nprocs=nprocs)
+
+
 def bad(kind: str) -> Any:
     P = tessel.world()
     last = P.rank == P.size - 1
@@ -425,7 +463,8 @@ def _calls(
         "width of one": lambda: column(torch.ones(2, 5) if last else x),
         "rows of one": lambda: column(torch.ones(3, 6) if last else x),
         "no dimension": lambda: column(torch.tensor(1.0)),
-        "unmarked shard": lambda: row(unmarked(shard)),
+        "whole and unmarked shard": lambda: row(wide if last else unmarked(shard)),
+        "shard of nobody": lambda: row(torch.ones(2, 4)),
         "shard of another size": lambda: row(parallel.scatter(torch.ones(2, 10), 1)),
         "shard of wrong length": lambda: row(parallel.register_parallel_dim(wide, 1)),
         "shard along rows": lambda: row(parallel.scatter(torch.ones(4, 9), 0)),
@@ -461,7 +500,8 @@ BAD = {
     "width of one": "worker 2 expected an input with 6 of 6 features",
     "rows of one": "shape before the last",
     "no dimension": "at least one dimension",
-    "unmarked shard": "register_parallel_dim(x, -1)",
+    "whole and unmarked shard": "all workers pass the whole input, or each its shard",
+    "shard of nobody": "all workers pass the whole input, or each its shard",
     "shard of another size": "9 inputs, the whole tensor 10",
     "shard of wrong length": "expected an input with 3 of 9 features",
     "shard along rows": "along the last dimension",
@@ -579,8 +619,122 @@ def test_one_layer_gives_a_new_one(run: Run) -> None:
     run(convert_one, nprocs=2)
 
 
+class Same(torch.nn.Linear):
+    """Another name for torch's layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+
+
 class Sub(torch.nn.Linear):
-    pass
+    """A layer that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Zoo(torch.nn.Module):
+    """Layers of all kinds, of which some can be converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.attention = torch.nn.MultiheadAttention(6, 2, batch_first=True)
+        settings: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+        encoder = torch.nn.TransformerEncoderLayer(6, 2, 7, **settings)
+        self.encoder = torch.nn.TransformerEncoder(encoder, 2)
+        self.decoder = torch.nn.TransformerDecoderLayer(6, 2, 7, norm_first=True, **settings)
+        self.same, self.sub = Same(6), Sub(6, 6)
+        self.norm = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(6, 6))
+        self.hooked = torch.nn.Linear(6, 6)
+        self.hooked.weight.register_hook(lambda grad: grad * 3)
+        self.one, self.two = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+        self.three, self.four = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.four.bias = self.three.bias
+        self.three.weight = self.hooked.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + self.attention(x, x, x)[0]
+        x = self.decoder(self.encoder(x), x)
+        for layer in (self.same, self.sub, self.norm, self.hooked):
+            x = x + layer(x)
+        return self.four(self.three(self.two(self.one(x))))
+
+
+STAY = [
+    *("attention (MultiheadAttention)", "encoder.layers.0.self_attn", "encoder.layers.1.self_attn"),
+    *("decoder.self_attn", "decoder.multihead_attn", "sub (Sub)", "norm (Parametrized"),
+    *("weight of hooked (Linear) has hooks", "weight of three (Linear) has hooks"),
+    "three.bias, four.bias are one parameter",
+]
+CONVERTED = {
+    *("first", "same", "one", "two", "decoder.linear1", "decoder.linear2"),
+    *(f"encoder.layers.{k}.linear{n}" for k in range(2) for n in (1, 2)),
+}
+
+
+def convert_zoo() -> list[str]:
+    torch.manual_seed(0)
+    alone = Zoo().double()
+    model = Zoo().double()
+    model.load_state_dict(alone.state_dict())
+    x = data((2, 5, 6), 0, torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert ParallelLinear.convert_parallel_linear(model, dim=0) is model
+    found = {name for name, each in model.named_modules() if type(each) is ParallelLinear}
+    assert found == CONVERTED
+    assert model.two.weight is model.one.weight and model.three.weight is model.hooked.weight
+    for mode in (True, False, True):
+        for each in (alone, model):
+            each.train(mode)
+            each.zero_grad()
+        with torch.no_grad():
+            close("output without gradients", model(x), alone(x))
+        with torch.inference_mode():
+            close("output of inference", model(x), alone(x))
+        for each in (alone, model):
+            each(x).square().sum().backward()
+        close("output", model(x), alone(x))
+        for name, parameter in alone.named_parameters():
+            got = model.get_parameter(name)
+            layout = layout_of(got)
+            assert got.grad is not None and parameter.grad is not None
+            grad = parameter.grad if layout is None else layout.local_part(parameter.grad)
+            close(name, got.grad, grad)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_what_cannot_be_converted_stays_and_is_named(run: Run, nprocs: int) -> None:
+    """In all modes: torch's layers of transformers have a path that reads weights directly."""
+    for said in run(convert_zoo, nprocs=nprocs):
+        assert len(said) == 1 and all(text in said[0] for text in STAY), said
+
+
+def convert_lazy() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"0 \(LazyLinear\) does not know its sizes yet"):
+        ParallelLinear.convert_parallel_linear(model, dim=0)
+    assert type(model[0]) is torch.nn.LazyLinear and type(model[1]) is ParallelLinear
+    with pytest.raises(NotImplementedError, match="LazyLinear"):
+        ParallelLinear.convert_parallel_linear(model, dim=0, strict=True)
+    torch.manual_seed(0)
+    expected = model(torch.ones(2, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ParallelLinear.convert_parallel_linear(model, dim=0, strict=True)
+    assert type(model[0]) is ParallelLinear
+    close("output", model(torch.ones(2, 3)), expected, 1e-6)
+    alone = torch.nn.LazyLinear(4)
+    with pytest.warns(UserWarning, match="the module"):
+        assert ParallelLinear.convert_parallel_linear(alone, dim=0) is alone
+
+
+def test_lazy_layers_are_converted_once_they_have_sizes(run: Run) -> None:
+    run(convert_lazy, nprocs=2)
 
 
 def refuse(kind: str) -> Any:
@@ -607,7 +761,7 @@ def refuse(kind: str) -> Any:
         model.append(torch.nn.Linear(4, 5 if last else 4))
     elif kind == "attention of one" and last:
         model.append(torch.nn.MultiheadAttention(4, 2))
-    error = raised(lambda: ParallelLinear.convert_parallel_linear(model, 0))
+    error = raised(lambda: ParallelLinear.convert_parallel_linear(model, 0, strict=True))
     assert type(model[0]) is torch.nn.Linear, "nothing is converted"
     return error
 
@@ -652,19 +806,70 @@ def initialize(dtype: torch.dtype) -> None:
     for name, settings in METHODS.items():
         method = getattr(torch.nn.init, name)
         for layer in layers:
-            torch.manual_seed(5 if layer.dim is None else 5 + (P.rank or 0))
+            torch.manual_seed(5 + (P.rank or 0))
             assert shard_init_helper_(method, layer.weight, **settings) is layer.weight
             torch.manual_seed(5)
             expected = method(torch.empty(9, 7, dtype=dtype), **settings)
             assert torch.equal(layer.weight, part(layer, "weight", expected)), name
             assert layer.weight.requires_grad
-    for layer in layers[:2]:
+    for layer in layers:
         torch.manual_seed(5 + (P.rank or 0))
         shard_init_helper_(torch.nn.init.normal_, layer.bias, std=2.0)
         torch.manual_seed(5)
         expected = torch.nn.init.normal_(torch.empty(9, dtype=dtype), std=2.0)
         assert torch.equal(layer.bias, part(layer, "bias", expected))
     check_by_hand(P, dtype)
+
+
+def other_seeds() -> list[Tensor]:
+    """All whole values that a parallel layer has, or that its helper draws, with other seeds."""
+    torch.manual_seed(tessel.world().rank)
+    linear, table = ParallelLinear(5, 3), ParallelEmbedding(7, 3, padding_idx=2)
+    found = [*linear.parameters(), *table.parameters()]
+    found = [each.detach().clone() for each in found]
+    for layer in (linear, table):
+        layer.reset_parameters()
+        found += [each.detach().clone() for each in layer.parameters()]
+    assert not torch.equal(found[0], found[3]) and not table.weight[2].any()
+    shard_init_helper_(torch.nn.init.normal_, linear.bias)
+    plain = torch.empty(4, 3, dtype=torch.float64)
+    assert shard_init_helper_(torch.nn.init.xavier_normal_, plain) is plain
+    own = torch.nn.Parameter(torch.empty(0, 3))
+    shard_init_helper_(torch.nn.init.normal_, own)
+    given = ParallelEmbedding.from_pretrained(torch.randn(4, 2))
+    converted = ParallelEmbedding.convert_parallel_embedding(torch.nn.Embedding(3, 2))
+    empty = torch.empty(3, 2, device="meta")
+    assert shard_init_helper_(torch.nn.init.normal_, empty) is empty
+    return [
+        each.detach() for each in (*found, linear.bias, plain, own, given.weight, converted.weight)
+    ]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_whole_values_are_equal_whatever_the_seeds(run: Run, nprocs: int) -> None:
+    first, *others = run(other_seeds, nprocs=nprocs)
+    torch.manual_seed(0)
+    assert torch.equal(first[0], torch.nn.Linear(5, 3).weight)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def one_initializes(kind: str) -> tuple[type[BaseException], str] | None:
+    """One worker fills a tensor and another does something else."""
+    first = tessel.world().rank == 0
+    if kind == "shape":
+        x = torch.empty(3 if first else 4)
+        return raised(lambda: shard_init_helper_(torch.nn.init.normal_, x))
+    if first:
+        return raised(lambda: shard_init_helper_(torch.nn.init.normal_, torch.empty(3)))
+    return raised(lambda: ParallelLinear(3, 4))
+
+
+@pytest.mark.parametrize("kind", ["shape", "other call"])
+def test_one_worker_alone_cannot_fill_a_whole_tensor(run: Run, kind: str) -> None:
+    results = run(one_initializes, kind, nprocs=2)
+    assert len(set(results)) == 1 and results[0] is not None and results[0][0] is ValueError
+    assert "shard_init_helper_ of a tensor of shape (3,)" in results[0][1]
 
 
 def check_by_hand(P: Partition, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -752,7 +753,7 @@ def step(name: str, way: dict[str, bool]) -> None:
     for (key, own), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
         value = own.detach() if get_parallel_dim(own) is None else gather(own.detach())
         close(key, value, whole)
-    assert [get_parallel_dim(each) for each in model.parameters()] == [None, None, 0, 0, 1, None]
+    assert [get_parallel_dim(p) for p in model.parameters()] == [None, None, -1, -1, 0, None]
     kept = [each for some in both[0][1].state.values() for each in some.values()]
     assert kept and all(type(each) is Tensor for each in kept)
     saved = _through_a_file(both[0][1].state_dict())
@@ -925,11 +926,21 @@ def test_sizes_follow_heads() -> None:
 
 def test_gradients_by_keyword() -> None:
     x = values((3,), 0).requires_grad_()
-    y = register_parallel_dim(x, 0)
+    y = RegisterParallelDim(0)(x)
     (grad,) = torch.autograd.grad(outputs=(y * y).sum(), inputs=x)
     close("gradient", grad, 2 * x)
     torch.autograd.backward([(y * y).sum()], inputs=[x])
     close("gradient", x.grad, 2 * x)
+    for shard in (register_parallel_dim(values((3,), 0).requires_grad_(), 0), y.clone()):
+        other = values((3,), 1).requires_grad_()
+        (shard * shard * other).sum().backward(inputs=[shard])
+        assert other.grad is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of reading the gradient of what is no leaf
+            close("gradient", shard.grad, 2 * x * other)
+    layer = ParallelLinear(3, 2, dim=-1)
+    layer(torch.ones(1, 3)).sum().backward(inputs=layer.weight)
+    assert layer.bias.grad is None and torch.equal(layer.weight.grad, torch.ones(2, 3))
     with torch.inference_mode():
         assert get_parallel_dim(register_parallel_dim(torch.ones(2), 0) + 1) == 0
 

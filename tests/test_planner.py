@@ -14,8 +14,10 @@ import torch
 
 import tessel
 from tessel import (
+    ParDCT,
     ParDFT,
     ParDiagonal,
+    ParDST,
     ParIdentity,
     ParMatrix,
     ParMultilinear,
@@ -77,6 +79,10 @@ OPERATORS: dict[str, Make] = {
     "one dimension there and back": lambda: ParDFT(C64, 10).inv
     @ ParDiagonal(C64, 10)
     @ ParDFT(C64, 10),
+    "cosines": lambda: kron(ParDCT(F32, 6), ParDST(F32, 5, 1), ParDCT(F32, 7, 4)),
+    "cosines and waves": lambda: kron(ParDCT(F64, 6, 3), ParDFT(F64, 8), ParDFT(C128, 5)),
+    "padded": lambda: kron(*(ParDFT(C64, n, 1.5) for n in (4, 5)), ParDFT(F32, 6, 1.5)),
+    "padded back": lambda: kron(*(ParDFT(C64, n, 1.5) for n in (4, 5)), ParDFT(F32, 6, 1.5)).inv,
     "short": lambda: transform(2, 3, 2),
     "spectral layer": lambda: build("fno", (8, 10), F32, 3, (3,)),
     "convolution": lambda: build("convolution", (6, 7), F64, 2),
@@ -118,7 +124,7 @@ def compared(S: Any, theta: Any, columns: int) -> Any:
     if explanation.lines:
         last = explanation.lines[-1]
         assert last.dtype_after == y.dtype
-        assert last.after.local_shape(explanation.coordinates[mine]) == y.shape[: len(shape)]
+        assert last.after.local_shape(explanation.places[mine]) == y.shape[: len(shape)]
     return (total.bytes_sent, total.num_messages), (traffic.bytes_sent, traffic.messages)
 
 
@@ -167,7 +173,7 @@ def test_memory_is_input_output_and_what_travels() -> None:
     first, transfer, *_ = explanation.costs
     assert [cost.memory for cost in first] == [2 * 30 * 4 * 8, 2 * 30 * 3 * 8]
     line = explanation.lines[1]
-    for at, cost in zip(explanation.coordinates, transfer, strict=True):
+    for at, cost in zip(explanation.places, transfer, strict=True):
         before, after = prod(line.before.local_shape(at)), prod(line.after.local_shape(at))
         kept = before - cost.bytes_sent // 8
         given = before  # the user's input, which is still there
@@ -359,7 +365,7 @@ def plans_of(name: str, grid: tuple[int, ...], out: str | None) -> tuple[Any, An
     operator = OPERATORS[name]()
     spread = distribute(operator, list(grid), out)
     assert isinstance(spread, Distributed)
-    chosen = plan_on(operator, grid, out is None)
+    chosen = plan_on(operator, grid, out)
     return [(s.before, s.after) for s in chosen.every_step()], [
         (s.before, s.after) for s in spread.plan.every_step()
     ]

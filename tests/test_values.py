@@ -140,7 +140,7 @@ def repartition_in_numbers() -> tuple[Any, ...]:
     world = tessel.world()
     whole = torch.arange(10).reshape(2, 5)
     P = world.create_cartesian_topology_partition([3, 1])
-    x = whole if world.rank == 0 else tessel.zero_volume_tensor(torch.int64)
+    x = whole if world.rank == 0 else tessel.zero_volume_tensor(dtype=torch.int64)
     y = tessel.scatter(x, P)
     back = tessel.gather(y, P)
     everywhere = tessel.all_gather(y, P)

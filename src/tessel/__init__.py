@@ -1,21 +1,31 @@
 """Tensors spread over processes: distribution as linear algebra."""
 
 from tessel import distributed as distributed
+from tessel import imaging as imaging
 from tessel import interop as interop
 from tessel import models as models
 from tessel import nn as nn
 from tessel import operators as operators
 from tessel import testing as testing
 from tessel.distributed import get_parallel_dim as get_parallel_dim
+from tessel.distributed import register_parallel_attribute as register_parallel_attribute
 from tessel.distributed import register_parallel_dim as register_parallel_dim
+from tessel.distributed.slices import slices as _slices
 from tessel.errors import WorkerLost as WorkerLost
 from tessel.launch import launch as launch
 from tessel.layout import Layout as Layout
 from tessel.layout import zero_volume_tensor as zero_volume_tensor
 from tessel.linop import LinearOperator as LinearOperator
 from tessel.move import Move as Move
+from tessel.nn.parallel import collect_state_dict as collect_state_dict
+from tessel.nn.parallel import (
+    register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore,
+)
+from tessel.nn.parallel import relocate_state_dict as relocate_state_dict
+from tessel.operators import ParDCT as ParDCT
 from tessel.operators import ParDFT as ParDFT
 from tessel.operators import ParDiagonal as ParDiagonal
+from tessel.operators import ParDST as ParDST
 from tessel.operators import ParIdentity as ParIdentity
 from tessel.operators import ParMatrix as ParMatrix
 from tessel.operators import ParMultilinear as ParMultilinear
@@ -26,6 +36,7 @@ from tessel.operators import ParRestriction as ParRestriction
 from tessel.operators import best_partition as best_partition
 from tessel.operators import distribute as distribute
 from tessel.operators import explain as explain
+from tessel.operators import gradient as gradient
 from tessel.operators import init as init
 from tessel.operators import kron as kron
 from tessel.operators import vec as vec
@@ -47,5 +58,7 @@ from tessel.tensor import randint as randint
 from tessel.tensor import randn as randn
 from tessel.tensor import spread as spread
 from tessel.tensor import zeros as zeros
+
+slice = _slices  # bound here alone, so that no module of the package loses the builtin
 
 __version__ = "0.1.0"

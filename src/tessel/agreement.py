@@ -136,6 +136,17 @@ class Meeting(Generic[T]):
             remember(self._said, kind, said)
         return self.settle(self.group.share(said))
 
+    def reach_marked(self, claim: Claim, mark: int) -> tuple[T, dict[int, int]]:
+        """The same with a word about values, and that of each worker; it is no part of the claims.
+
+        Marks may change with every call, and conclusions are still drawn once.
+        """
+        said = packed_words([self._code, *claim.words(), mark])
+        rows = np.frombuffer(self.group.share(said), dtype=np.int64).reshape(-1, NUM_WORDS).copy()
+        marks = rows[:, 1 + CLAIM].tolist()
+        rows[:, 1 + CLAIM] = 0
+        return self.settle(rows.tobytes()), dict(zip(self.group.workers, marks, strict=True))
+
     def _packed(self, claim: Claim) -> bytes:
         return packed_words([self._code, *claim.words()])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from operator import index as as_int
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -288,6 +288,19 @@ class Layout:
         places = self.places(coordinates)
         return tuple(cut.intervals[k] for cut, k in zip(self.cuts, places, strict=True))
 
+    def local_slice(self, worker: int | None = None) -> tuple[slice, ...]:
+        """The indices of a worker's part (this one's by default) in the global tensor.
+
+        They pick a part out of anything that is indexed as the tensor is: a grid of coordinates,
+        wave numbers, an array in a file. A worker that stores nothing gets empty slices.
+
+        >>> import tessel
+        >>> tessel.Layout.balanced(tessel.world(), (6,)).local_slice()
+        (slice(0, 6, None),)
+        """
+        box = self.box(worker)
+        return tuple(slice(*part) for part in box or ((0, 0),) * len(self.shape))
+
     @cached_property
     def local_shape(self) -> Shape:
         """The shape of this worker's tensor; `(0,)` on workers outside of the partition."""
@@ -392,17 +405,34 @@ class Layout:
 
 
 def zero_volume_tensor(
+    b: int | None = None,
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
     requires_grad: bool = False,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """An empty tensor, what a worker passes to a movement when it has no part of the input.
 
+    Args:
+        b: the batch size, for code on this worker that asks `x.shape[0]`: the shape is then
+            (b, 0), and (0,) without. Movements and layers take either.
+        dtype, requires_grad, device: as for `torch.empty`.
+
     >>> import tessel
-    >>> tessel.zero_volume_tensor().shape
-    torch.Size([0])
+    >>> tessel.zero_volume_tensor().shape, tessel.zero_volume_tensor(16).shape
+    (torch.Size([0]), torch.Size([16, 0]))
     """
-    return torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
+    shape = (0,) if b is None else (_batch_size(b), 0)
+    return torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+def _batch_size(b: object) -> int:
+    if not isinstance(b, SupportsIndex) or as_int(b) < 0:
+        kind = f"; for its kind write zero_volume_tensor(dtype={b})"
+        raise ValueError(
+            f"zero_volume_tensor takes the batch size b first, an integer from 0 on, got {b!r}"
+            f"{kind if isinstance(b, torch.dtype) else ''}"
+        )
+    return as_int(b)
 
 
 def _on_axis(partition: Partition, axis: int, at: int) -> Coordinates:

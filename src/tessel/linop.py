@@ -290,7 +290,7 @@ def record(
     return _apply(operator, x, anchor)
 
 
-def _apply(operator: LinearOperator, x: Tensor, anchor: Tensor | None) -> Tensor:
+def _apply(operator: LinearOperator | Local, x: Tensor, anchor: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return _Apply.apply(x, anchor, operator)[0]
     transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
@@ -302,6 +302,27 @@ def _apply(operator: LinearOperator, x: Tensor, anchor: Tensor | None) -> Tensor
                 y = operator._apply(x)
         return y.clone() if y is x else y
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
+
+
+class Local(Protocol):
+    """What maps this worker's tensor, linearly, by functions that torch can derive itself."""
+
+    @property
+    def H(self) -> Local:
+        """The adjoint."""
+        ...
+
+    def _apply(self, x: Tensor) -> Tensor: ...
+
+
+def record_local(operator: Local, x: Tensor) -> Tensor:
+    """Apply what moves nothing so that its gradient is its adjoint, in one step.
+
+    Compilers and function transforms (vmap, jacrev) look at the functions that it is made of.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return operator._apply(x)
+    return _apply(operator, x, None)
 
 
 class Factor(Protocol):

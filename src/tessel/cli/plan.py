@@ -196,7 +196,7 @@ def _as_json(choice: Choice) -> dict[str, object]:
                 "workers": {
                     str(worker): {"local_shape": line.after.local_shape(at), **asdict(cost)}
                     for worker, at, cost in zip(
-                        explanation.workers, explanation.coordinates, costs, strict=True
+                        explanation.workers, explanation.places, costs, strict=True
                     )
                 },
             }

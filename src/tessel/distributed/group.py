@@ -78,14 +78,17 @@ def destroy_process_group() -> None:
 
 
 def get_rank() -> int:
-    """The number of this worker in the job.
+    """The place of this worker in its model-parallel group, from 0 to `get_group_size() - 1`.
+
+    Its number in the job is `tessel.world().rank`.
 
     >>> import tessel
     >>> tessel.distributed.get_rank()
     0
     """
-    world()
-    return transport.this_worker()
+    rank = get_group().rank
+    assert rank is not None  # every worker is in a group
+    return rank
 
 
 def get_world_size() -> int:

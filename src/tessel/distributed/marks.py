@@ -36,9 +36,11 @@ from tessel.distributed.sharing import (
     check_classes,
     check_factor,
     check_uses,
+    settle,
     settled,
     traced_state,
 )
+from tessel.distributed.wrapping import check_sent, guard_wrappers
 from tessel.graph import eagerly
 from tessel.partition import Partition
 
@@ -47,13 +49,16 @@ __all__ = [
     "Shard",
     "State",
     "Unknown",
+    "call",
     "check_known",
     "describe",
     "get_parallel_dim",
     "mark_of",
     "marked",
     "note",
+    "register_parallel_attribute",
     "register_parallel_dim",
+    "registered",
     "share",
     "shared_by",
     "state_of",
@@ -64,6 +69,7 @@ __all__ = [
 
 
 _SHARED = "_tessel_shared_by"
+_CALLED = "_tessel_called"  # the `dim` of the layer that has a parameter, which may count otherwise
 
 
 class Shard(Tensor):
@@ -114,7 +120,7 @@ class Shard(Tensor):
             inner = plain.clone() if self._is_param else deepcopy(plain, memo)
             copied = _become(inner.requires_grad_(self.requires_grad), self._tessel_mark)
             if self._is_param:  # torch's own leave their gradients behind
-                copied._is_param = True
+                _as_parameter(copied, getattr(self, _CALLED, None))
             elif self.grad is not None:
                 copied.grad = deepcopy(self.grad, memo)
         memo[id(self)] = copied
@@ -131,15 +137,20 @@ class Shard(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.detach().as_subclass(Tensor)
             values = in_values(self._tessel_mark)
-            return restored, (plain, self.requires_grad, self._is_param, values)
+            called = getattr(self, _CALLED, None)
+            return restored, (plain, self.requires_grad, self._is_param, values, called)
 
 
-def restored(plain: Tensor, requires_grad: bool, is_parameter: bool, values: Values) -> Shard:
+def restored(
+    plain: Tensor,
+    requires_grad: bool,
+    is_parameter: bool,
+    values: Values,
+    called: int | None = None,
+) -> Shard:
     """A shard as it was written into a file."""
     shard = _become(plain.detach().requires_grad_(requires_grad), of_values(values))
-    if is_parameter:
-        shard._is_param = True
-    return shard
+    return _as_parameter(shard, called) if is_parameter else shard
 
 
 torch.serialization.add_safe_globals([restored])
@@ -181,6 +192,7 @@ def _check(call: keeping.Call) -> None:
 @eagerly
 def marked(x: Tensor, mark: Mark | Unknown) -> Shard:
     """The same tensor, marked; gradients pass. `x` itself stays as it is."""
+    guard_wrappers()  # it may become a buffer
     with torch._C.DisableTorchFunctionSubclass():
         return _become(x.as_subclass(Tensor), mark)
 
@@ -213,22 +225,32 @@ def mark_of(x: Tensor) -> Mark | None:
 def get_parallel_dim(x: Tensor) -> int | None:
     """The dimension along which a tensor is a shard, or None if it is not marked as one.
 
+    A parameter of a parallel layer answers with the `dim` of its layer. A linear layer counts its
+    inputs as 0 and its outputs as 1 or -1, in the order of its arguments, where the weight is
+    (outputs, inputs); what is computed from the weight answers with its own dimension.
+
     Raises ValueError where the mark was lost on the way.
 
     >>> import tessel, torch
     >>> x = tessel.distributed.register_parallel_dim(torch.ones(2, 3), -1)
     >>> tessel.distributed.get_parallel_dim(x), tessel.distributed.get_parallel_dim(x.T * 2)
     (1, 0)
+    >>> weight = tessel.nn.ParallelLinear(3, 2, dim=-1).weight
+    >>> tessel.distributed.get_parallel_dim(weight), tessel.distributed.get_parallel_dim(weight * 2)
+    (-1, 0)
     """
     mark = mark_of(x)
-    return None if mark is None else mark.dim
+    if mark is None:
+        return None
+    called: int | None = getattr(x, _CALLED, None)
+    return mark.dim if called is None else called
 
 
 @eagerly
 def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | None = None) -> Tensor:
     """Say that a tensor is this worker's shard along a dimension; None says that it is whole.
 
-    The result has the mark, and `x` stays as it was; a `torch.nn.Parameter` is marked itself.
+    The tensor itself is marked, and returned. Its values stay as they are.
 
     Args:
         x: the tensor.
@@ -242,17 +264,72 @@ def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | Non
     >>> type(tessel.distributed.register_parallel_dim(x, None))
     <class 'torch.Tensor'>
     """
+    mark = _mark_along(x, dim, partition, "register_parallel_dim")
+    if isinstance(x, torch.nn.Parameter) or type(x) not in (Tensor, Shard):
+        return note(x, mark)
+    if mark is not None:
+        guard_wrappers()
+        return _become(x, mark)
+    if isinstance(x, Shard):
+        _become_plain(x)
+    return settle(x)
+
+
+def _mark_along(x: Tensor, dim: int | None, partition: Partition | None, name: str) -> Mark | None:
+    """The mark of a shard along a dimension, of which the size of the whole is not known."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"register_parallel_dim: a tensor is needed, got {x!r}")
+        raise TypeError(f"{name}: a tensor is needed, got {x!r}")
     if dim is None:
-        return note(x, None)
+        return None
     place, ndim = as_int(dim), x.ndim
     if not -ndim <= place < ndim:
         raise ValueError(
-            f"register_parallel_dim: dim {place} is out of range for a tensor of shape "
-            f"{tuple(x.shape)}"
+            f"{name}: dim {place} is out of range for a tensor of shape {tuple(x.shape)}"
         )
-    return note(x, Mark(place % ndim, row_of(partition)))
+    return Mark(place % ndim, row_of(partition))
+
+
+def registered(x: Tensor, dim: int | None, partition: Partition | None, name: str) -> Tensor:
+    """The same as `register_parallel_dim`, but for tensors that are no parameters a new one."""
+    return note(x, _mark_along(x, dim, partition, name))
+
+
+@eagerly
+def register_parallel_attribute(
+    x: Tensor, dim: int | None, order_type: int = 0, partition: Partition | None = None
+) -> Tensor:
+    """Say how a weight or a bias of a layer of your own is split, as its layer counts.
+
+    Args:
+        x: this worker's shard of a weight, or of a bias.
+        dim: as a linear layer counts: 0 if its inputs are split, 1 or -1 if its outputs are; None
+            if nothing is.
+        order_type: 0 for a weight (outputs, inputs), as torch's linear layers have it, and for
+            their biases; 1 for a table whose dimensions count as they are.
+        partition: the workers; None for the default group.
+
+    >>> import tessel, torch
+    >>> weight = torch.nn.Parameter(torch.ones(3, 2))
+    >>> tessel.distributed.gather(tessel.register_parallel_attribute(weight, -1)).shape
+    torch.Size([3, 2])
+    >>> tessel.get_parallel_dim(weight)
+    -1
+    """
+    name = f"register_parallel_attribute(x, {dim!r}, {order_type!r})"
+    if order_type not in (0, 1) or isinstance(order_type, bool):
+        raise ValueError(f"{name}: order_type must be 0 or 1")
+    if dim not in (None, 0, 1, -1) or isinstance(dim, bool):
+        raise ValueError(f"{name}: dim must be None, 0, 1 or -1")
+    if not isinstance(x, Tensor) or x.ndim not in (1, 2):
+        raise ValueError(f"{name}: a weight of two dimensions or a bias of one is needed")
+    place = dim
+    if dim is not None and order_type == 0:
+        # the outputs come first in a weight, and alone in a bias, which is whole if these are
+        place = 0 if dim else None if x.ndim == 1 else 1
+    x = register_parallel_dim(x, place, partition)
+    if place is not None:
+        call(x, dim)
+    return x
 
 
 def note(x: Tensor, mark: Mark | None) -> Tensor:
@@ -262,18 +339,34 @@ def note(x: Tensor, mark: Mark | None) -> Tensor:
     return settled(unmarked(x)) if mark is None else marked(x, mark)
 
 
+def call(shard: Tensor, dim: int | None) -> None:
+    """Note what the layer of a parameter calls the dimension that is split."""
+    setattr(shard, _CALLED, dim)
+
+
 def _note_parameter(x: Tensor, mark: Mark | Unknown | None) -> Tensor:
     """The same parameter, so that optimizers and other layers that have it know it, too."""
+    x.__dict__.pop(_CALLED, None)
     if mark is None:
         if isinstance(x, Shard):
             x.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         for name in (ATTRIBUTE, "_is_param"):
             x.__dict__.pop(name, None)
     elif type(x) in (torch.nn.Parameter, Shard):
-        _become(x, mark)._is_param = True
+        _as_parameter(_become(x, mark))
     else:  # a kind of parameter of somebody else's
+        guard_wrappers()
         setattr(x, ATTRIBUTE, mark)
     return x
+
+
+def _as_parameter(shard: Shard, called: int | None = None) -> Shard:
+    """The same shard, as a parameter; from the first one on, wrappers of modules look for them."""
+    guard_wrappers()
+    shard._is_param = True
+    if called is not None:
+        call(shard, called)
+    return shard
 
 
 def share(parameter: Tensor, partition: Partition) -> Tensor:
@@ -294,6 +387,13 @@ def _become(fresh: Tensor, mark: Mark | Unknown) -> Shard:
     assert isinstance(fresh, Shard)
     fresh._tessel_mark = mark
     return fresh
+
+
+def _become_plain(shard: Shard) -> None:
+    """Turn a shard, which is no parameter, into a plain tensor."""
+    for name in (ATTRIBUTE, _CALLED):
+        shard.__dict__.pop(name, None)
+    shard.__class__ = Tensor  # type: ignore[assignment]
 
 
 def _noted(result: Any, call: keeping.Call) -> Any:
@@ -378,7 +478,15 @@ def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return _gradient(func(*args, **kwargs), args[0])
     outputs = {key: keeping.mapped(unmarked, kwargs[key]) for key in kwargs if key == "outputs"}
     args, kwargs = (*keeping.mapped(unmarked, args[:1]), *args[1:]), {**kwargs, **outputs}
-    return _slopes(func, args, kwargs) if name == "grad" else func(*args, **kwargs)
+    if name == "grad":
+        return _slopes(func, args, kwargs)
+    inputs = keeping.tensors_in(kwargs.get("inputs"))
+    if any(isinstance(each, Shard) and not each.is_leaf for each in inputs):
+        with torch._C.DisableTorchFunctionSubclass():  # an edge would leave them without gradient
+            return func(*args, **kwargs)
+    if inputs:
+        kwargs["inputs"] = tuple(map(_edge, inputs))
+    return func(*args, **kwargs)
 
 
 def _gradient(found: Tensor | None, x: Tensor) -> Tensor | None:
@@ -398,20 +506,25 @@ def _make_plain(stepped: Optimizer, args: Any, kwargs: Any) -> None:
             if type(parameter) is Shard and parameter in stepped.state:
                 for each in keeping.tensors_in(stepped.state[parameter]):
                     if type(each) is Shard and not each._is_param:
-                        del each._tessel_mark
-                        each.__class__ = Tensor  # type: ignore[assignment]
+                        _become_plain(each)
 
 
 def _check_optimizer(stepping: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise for an optimizer that makes one step of all parameters, by products over them.
 
-    Each worker would have other products, and what all of them share would drift apart.
+    Each worker would have other products, and what all of them share would drift apart. So would
+    one be wrong that sends each parameter from one worker to the others.
     """
-    if not isinstance(stepping, LBFGS):
+    sends = any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(stepping).__mro__)
+    if not isinstance(stepping, LBFGS) and not sends:
         return
     for parameter in (each for group in stepping.param_groups for each in group["params"]):
         mark = state_of(parameter)
-        if isinstance(mark, Mark) and mark.partition.size > 1:
+        if not isinstance(mark, Mark) or mark.partition.size == 1:
+            continue
+        if sends:
+            check_sent(stepping, mark)
+        else:
             raise ValueError(
                 f"{type(stepping).__name__} of a parameter that is {mark}: it takes products over "
                 f"all parameters, of which each worker has its shards only; take an optimizer "

@@ -115,9 +115,14 @@ def settled(x: Tensor) -> Tensor:
     """The same plain tensor, which is not taken for a shard, whatever it was computed from."""
     if x.grad_fn is None:
         return x
-    alias = x.as_subclass(Tensor)
-    _settle(alias.grad_fn)
-    return alias
+    return settle(x.as_subclass(Tensor))
+
+
+def settle(x: Tensor) -> Tensor:
+    """The plain tensor itself, which is not taken for a shard from now on."""
+    if x.grad_fn is not None:
+        _settle(x.grad_fn)
+    return x
 
 
 def _settle(node: Any) -> None:

@@ -1,6 +1,8 @@
 """Imaging: large inverse problems, their operators, measurements and image over workers."""
 
+from tessel.imaging import solvers as solvers
 from tessel.imaging.context import DistributedContext as DistributedContext
+from tessel.imaging.distribute import distribute as distribute
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy as DistributedSignalStrategy,
 )
@@ -13,4 +15,10 @@ from tessel.imaging.measurements import DistributedMeasurements as DistributedMe
 from tessel.imaging.physics import DistributedLinearPhysics as DistributedLinearPhysics
 from tessel.imaging.physics import DistributedPhysics as DistributedPhysics
 from tessel.imaging.prior import DistributedPrior as DistributedPrior
+from tessel.imaging.processing import DistributedProcessing as DistributedProcessing
 from tessel.imaging.signal import DistributedSignal as DistributedSignal
+from tessel.imaging.stacked import DistributedStackedFidelity as DistributedStackedFidelity
+from tessel.imaging.stacked import (
+    DistributedStackedLinearPhysics as DistributedStackedLinearPhysics,
+)
+from tessel.imaging.stacked import DistributedStackedPhysics as DistributedStackedPhysics

@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.backends import cudnn
 
 from tessel import transport
+from tessel.distributed.agreeing import agree_on_call
+from tessel.errors import WorkerLost
 from tessel.imaging import sharding as shardings
-from tessel.imaging.random import drawing
+from tessel.imaging.checksum import checksum, checksum_of
+from tessel.imaging.random import SHARED, drawing
 from tessel.layout import Layout
-from tessel.limits import time_limit
 from tessel.partition import Partition, world
-from tessel.transport import code_of
+from tessel.transport import NUM_WORDS, code_of
 
 DEVICE_MODES = (None, "cpu", "gpu")
 BACKENDS = (None, "gloo", "nccl")
+OUTSIDE = (
+    "the workers can be reached inside of the context: write `with DistributedContext() as ctx:` "
+    "around this"
+)
 
 
 class DistributedContext:
     """The workers of this job, this worker's device, and which items each worker has.
 
-    Under `torchrun` or `tessel run` entering the first context joins the job, which a process
-    leaves when it ends: contexts may follow each other. In a plain `python script.py` there is one
-    worker. A worker that raises inside waits for nobody on its way out: its own traceback ends the
-    job.
+    Under `torchrun` or `tessel run` entering a context joins the job, and leaving it leaves the
+    job: contexts may follow each other. A job that runs already, since `tessel.world()`, an outer
+    context or `torch.distributed.init_process_group` started it, goes on after the context. In a
+    plain `python script.py` there is one worker. All workers enter and leave a context together,
+    but one that raises inside waits for nobody on its way out: its own traceback ends the job.
 
     Args:
         backend: "gloo" or "nccl"; None for what fits the devices.
         sharding: how items are given to workers, "round_robin" or "block".
-        seed: of torch's random numbers, the same on all workers. What is drawn for item i, in a
-            factory or for the noise of measurement i, depends on the seed and on i alone, so that
-            results do not depend on the number of workers.
-        device_mode: "cpu", "gpu", or None for a GPU where each worker of the host can have one.
+        seed: of torch's random numbers, the same argument on all workers: worker k draws from
+            `seed + k`, so that workers draw different numbers. What must be equal is drawn in
+            `shared_random()`. What is drawn for item i, in a factory or for the noise of
+            measurement i, depends on the seed and on i alone, so that results do not depend on the
+            number of workers.
+        device_mode: "cpu", "gpu", or None for a GPU where there is one; workers of a host with
+            fewer GPUs share them, and a warning says so.
         debug: compare, at each update of a signal and each input of an operator, what the workers
             hold of one shared value, and raise where they drifted apart. None: what the
             environment variable TESSEL_DEBUG says, 1 or 0.
+        cleanup: leave the job on exit if this context joined it.
+        seed_offset: False: all workers draw from `seed`, the same numbers.
+        deterministic: let cuDNN compute in the same way each time, until the context is left.
 
     >>> from tessel.imaging import DistributedContext
     >>> with DistributedContext(seed=42) as ctx:
@@ -58,6 +71,10 @@ class DistributedContext:
         seed: int | None = None,
         device_mode: str | None = None,
         debug: bool | None = None,
+        *,
+        cleanup: bool = True,
+        seed_offset: bool = True,
+        deterministic: bool = False,
     ) -> None:
         _check_choice("backend", backend, BACKENDS)
         _check_choice("device_mode", device_mode, DEVICE_MODES)
@@ -67,15 +84,31 @@ class DistributedContext:
         self.seed = seed
         self.device_mode = device_mode
         self.debug = os.environ.get("TESSEL_DEBUG", "0") == "1" if debug is None else debug
+        self.cleanup = cleanup
+        self.seed_offset = seed_offset
+        self.deterministic = deterministic
+        self._exits: list[ExitStack] = []  # one for each time that it was entered
         self._partition: Partition | None = None
-        self._device: torch.device | None = None
+        self._known: tuple[int, int, bool, torch.device] | None = None
+        self._shared_seed = 0
+        self._num_shared = 0
 
     def __enter__(self) -> Self:
-        self._join()
-        self._partition = world()
-        self._device = self._chosen_device()
-        if self.seed is not None:
-            torch.manual_seed(self.seed)
+        with ExitStack() as exits:  # what fails below leaves the job, too
+            if self._join() and self.cleanup:
+                exits.push(self._leave)
+            self._partition = partition = world()
+            device, problem = self._chosen_device()
+            self._agree(problem)
+            rank = partition.rank
+            assert rank is not None
+            self._known = rank, partition.size, transport.is_distributed(), device
+            if self.seed is not None:
+                torch.manual_seed(self.seed + (rank if self.seed_offset else 0))
+            if self.deterministic:
+                exits.callback(_restore_cudnn, cudnn.benchmark, cudnn.deterministic)
+                cudnn.benchmark, cudnn.deterministic = False, True
+            self._exits.append(exits.pop_all())
         return self
 
     def __exit__(
@@ -84,41 +117,56 @@ class DistributedContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for nobody: neither at a normal end nor on the way of an error."""
+        """Leave the job if this context joined it; on the way of an error, wait for nobody."""
+        self._exits.pop().__exit__(kind, error, trace)
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:  # others may still wait for what this worker has sent
+                agree_on_call(self.partition, "the end of a DistributedContext")
+        except WorkerLost:
+            pass  # it has failed, and says so itself: there is nobody to wait for
+        finally:
+            self._partition = None
+            transport.leave()
 
     @property
     def partition(self) -> Partition:
         """All workers, in a row."""
         if self._partition is None:
-            raise RuntimeError(
-                "the workers are known inside of the context: "
-                "write `with DistributedContext() as ctx:` around this"
-            )
+            raise RuntimeError(OUTSIDE)
         return self._partition
 
     @property
     def device(self) -> torch.device:
         """Where this worker computes."""
-        self.partition  # noqa: B018  (raises outside of the context)
-        assert self._device is not None
-        return self._device
+        return self._entered[3]
 
     @property
     def rank(self) -> int:
-        """The number of this worker."""
-        rank = self.partition.rank
-        assert rank is not None
-        return rank
+        """The number of this worker, also after the context."""
+        return self._entered[0]
 
     @property
     def world_size(self) -> int:
-        """The number of workers."""
-        return self.partition.size
+        """The number of workers, also after the context."""
+        return self._entered[1]
 
     @property
     def is_dist(self) -> bool:
-        """Whether there are several workers."""
-        return self.world_size > 1
+        """Whether this process belongs to a job of `torch.distributed`, be it of one worker."""
+        return self._entered[2]
+
+    @property
+    def _entered(self) -> tuple[int, int, bool, torch.device]:
+        if self._known is None:
+            raise RuntimeError(OUTSIDE)
+        return self._known
 
     def local_indices(self, num_items: int) -> list[int]:
         """The items of this worker, of so many."""
@@ -146,36 +194,68 @@ class DistributedContext:
         with drawing(self.seed, item, call, self.device):
             yield
 
+    @contextmanager
+    def shared_random(self) -> Iterator[None]:
+        """Let torch draw the same random numbers on all workers, which enter this together.
+
+        What is drawn depends on the seed and on how many such blocks came before, not on the
+        number of workers. After the block each worker goes on with its own numbers. Without a
+        seed, that of worker 0's generator is taken.
+
+        >>> import torch
+        >>> from tessel.imaging import DistributedContext
+        >>> with DistributedContext(seed=42) as ctx, ctx.shared_random():
+        ...     start = torch.rand(1, 3, 8, 8)
+        """
+        number, self._num_shared = self._num_shared, self._num_shared + 1
+        agree_on_call(self.partition, f"shared_random, {number} times before")
+        with drawing(self._shared_seed, SHARED, number, self.device):
+            yield
+
     def check_same(self, tensor: Tensor, layout: Layout, what: str) -> None:
         """Raise on every worker if those that share a value hold different numbers of it."""
-        partition = layout.partition
-        if not partition.active or partition.size == 1:
-            return
-        call = f"the comparison of {what}"
-        group = partition.group
-        everyones = group.share_words([code_of(call), _checksum(tensor)])
-        group.check_same_call(everyones, call)
-        words = memoryview(everyones).cast("q")[1 :: transport.NUM_WORDS].tolist()
-        sums = dict(zip(group.workers, words, strict=True))
-        for worker in group.workers:
-            coordinates = partition.coordinates(worker)
-            assert coordinates is not None
-            first = min(layout.holders(coordinates))
-            if sums[worker] != sums[first]:
+        if layout.partition.active and layout.partition.size > 1:
+            found = drifted(layout, self._shared_sums(layout, what, checksum(tensor)))
+            if found is not None:
+                worker, first = found
                 raise ValueError(
                     f"{what}: workers drifted apart: worker {worker} holds other numbers than "
                     f"worker {first}, where one shared value is needed; compute it in the same "
-                    f"way on all workers, or take that of one: update_(data, source=0)"
+                    f"way on all workers, or take that of one: update_(data, source={first})"
                 )
 
-    def _join(self) -> None:
-        if self.backend is None or transport.is_distributed():
-            transport.start()
-        elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            if self.backend == "nccl":
-                torch.cuda.set_device(_local_rank())
-            dist.init_process_group(_joint(self.backend), timeout=time_limit())
-            atexit.register(transport.leave)  # a process that ends with open groups aborts
+    def check_same_state(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Raise on every worker if one holds other numbers in its copy of what all of them use.
+
+        Args:
+            tensors: parameters and buffers, in an order that all workers have.
+            what: whose they are.
+        """
+        if self.world_size == 1:
+            return
+        layout = Layout.whole(self.partition, (), shared=True)
+        kinds = [(tuple(each.shape), each.dtype) for each in tensors]
+        told = self._shared_sums(layout, f"{what} with {kinds}", checksum_of(tensors))
+        found = drifted(layout, told)
+        if found is not None:
+            raise ValueError(
+                f"{what} has other parameters on worker {found[0]} than on worker {found[1]}, and "
+                f"all workers must hold the same: load one state on all of them, or make it inside "
+                f"of `with ctx.shared_random():`, where all draw the same numbers"
+            )
+
+    def _shared_sums(self, layout: Layout, what: str, mine: int) -> dict[int, int]:
+        """The checksum of each worker of a layout."""
+        call = f"the comparison of {what}"
+        group = layout.partition.group
+        everyones = group.share_words([code_of(call), mine])
+        group.check_same_call(everyones, call)
+        words = memoryview(everyones).cast("q")[1::NUM_WORDS].tolist()
+        return dict(zip(group.workers, words, strict=True))
+
+    def _join(self) -> bool:
+        """Whether the job was joined now."""
+        joins = transport.start(self.backend)
         if self.backend is not None and transport.is_distributed():
             running = str(dist.get_backend_config())
             if self.backend not in running:
@@ -183,26 +263,78 @@ class DistributedContext:
                     f"backend {self.backend!r} was asked for, and the job runs on {running!r}; "
                     f"pass backend=None to take what runs"
                 )
+        return joins
 
-    def _chosen_device(self) -> torch.device:
+    def _agree(self, problem: str) -> None:
+        """Raise on all workers unless they enter contexts alike; learn the shared seed.
+
+        Args:
+            problem: what is wrong on this worker, if something is.
+        """
+        call = (
+            f"DistributedContext(sharding={self.sharding!r}, seed={self.seed}, "
+            f"seed_offset={self.seed_offset}, debug={self.debug}, cleanup={self.cleanup}){problem}"
+        )
+        group = self.partition.group
+        everyones = group.share_words([code_of(call), torch.initial_seed() % 2**63])
+        group.check_same_call(everyones, call)
+        if problem:
+            raise ValueError(f"DistributedContext{problem}")
+        of_first = memoryview(everyones).cast("q")[1]
+        self._shared_seed = of_first if self.seed is None else self.seed
+        self._num_shared = 0
+
+    def _chosen_device(self) -> tuple[torch.device, str]:
+        """Where this worker computes, and what is wrong with that."""
         if self.device_mode == "cpu":
-            return torch.device("cpu")
+            return torch.device("cpu"), ""
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if self.device_mode == "gpu" and not gpus:
-            raise ValueError("device_mode 'gpu' was asked for, and this host has 0 GPUs")
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
-        if self.device_mode is None and gpus < here:
-            return torch.device("cpu")
-        return torch.device("cuda", _local_rank() % gpus)
+        if not gpus:
+            asks = self.device_mode == "gpu"
+            problem = ": device_mode 'gpu' was asked for, and this host has 0 GPUs"
+            return torch.device("cpu"), problem if asks else ""
+        here, place = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _local_rank()
+        if gpus < here and place == 0:
+            warnings.warn(
+                f"DistributedContext: {here} workers of this host share {gpus} GPUs, each takes "
+                f"number local_rank % {gpus}; pass device_mode='cpu' to take none, or start as "
+                f"many workers as there are GPUs",
+                stacklevel=3,
+            )
+        return torch.device("cuda", place % gpus), ""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Itself: what is copied, as a module that works in patches, stays among the workers."""
+        return self
 
     def __repr__(self) -> str:
         where = "outside" if self._partition is None else f"worker {self.rank} of {self.world_size}"
         return f"DistributedContext({where}, sharding={self.sharding!r}, seed={self.seed})"
 
 
-def _joint(backend: str) -> str:
-    """NCCL moves tensors of GPUs only, and workers also agree by small ones of the CPU."""
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
+    """The first worker whose checksum is another than that of the first holder of its part.
+
+    Args:
+        layout: of what was summed.
+        sums: the checksum of each worker.
+
+    Returns:
+        The worker and the first holder; None if there is no such worker.
+    """
+    if len(set(sums.values())) == 1:
+        return None
+    for worker, own in sums.items():
+        coordinates = layout.partition.coordinates(worker)
+        if coordinates is not None:
+            first = layout.holders(coordinates)[0]
+            if own != sums[first]:
+                return worker, first
+    return None
+
+
+def _restore_cudnn(benchmark: bool, deterministic: bool) -> None:
+    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
 
 
 def _local_rank() -> int:
@@ -212,8 +344,3 @@ def _local_rank() -> int:
 def _check_choice(what: str, value: str | None, choices: Sequence[str | None]) -> None:
     if value not in choices:
         raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())

@@ -196,9 +196,11 @@ def make_distrib_bundle(
         signal_shape: of the image, as (batch, channels, height, width).
         dtype: of the image.
         reduction: "mean" over the operators, with which a step of gradient descent that suits each
-            operator suits them all, or "sum", the formula Σ_i f_i.
+            operator suits them all, or "sum", the formula Σ_i f_i; `DistributedDataFidelity` alone
+            sums by default.
         prior: a prior or denoiser, if there is one.
-        tiling: how the prior sees the image; None for the whole of it.
+        tiling: how the prior sees the image; None for `TilingConfig()`, patches of 256 that are
+            read with 64 around them, or for the whole of an image that is no larger than a patch.
         partition: how the image lies in parts, see `DistributedSignal`; None for all of it on every
             worker.
 
@@ -223,12 +225,19 @@ def make_distrib_bundle(
     fidelity = _fidelity(ctx, config, physics, measurements, reduction)
     if prior is None:
         return Bundle(physics, measurements, fidelity, signal)
-    image = tuple(signal.shape[2:])  # one patch; None would be one for each part
-    chosen = TilingConfig(patch_size=image) if tiling is None else tiling
+    chosen = _default_tiling(signal.shape) if tiling is None else tiling
     spread = DistributedPrior(
         ctx, prior, chosen.strategy, signal.shape, chosen.settings, signal.layout
     )
     return Bundle(physics, measurements, fidelity, signal, spread)
+
+
+def _default_tiling(shape: Sequence[int]) -> TilingConfig:
+    """Patches of the default size for images that are larger, else one patch."""
+    tiling, image = TilingConfig(), tuple(shape[2:])
+    assert isinstance(tiling.patch_size, int)
+    is_large = any(length > tiling.patch_size for length in image)
+    return tiling if is_large else TilingConfig(patch_size=image)  # None is one for each part
 
 
 def _physics(

@@ -65,16 +65,16 @@ class LocalTensors(list[Tensor]):
             if len(other) != len(self):
                 raise ValueError(f"as many tensors are needed, {len(self)}, got {len(other)}")
             pairs = zip(self, other, strict=True)
-            anchor = _both(self.anchor, anchor_of(other))
+            anchor = both(self.anchor, anchor_of(other))
             return LocalTensors((function(a, b) for a, b in pairs), anchor)
         anchor = self.anchor
         if isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled():
             _check_own(other)
-            anchor = _both(anchor, nothing((), other))
+            anchor = both(anchor, nothing((), other))
         return LocalTensors((function(each, other) for each in self), anchor)
 
 
-def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """An anchor that hangs on two."""
     return second if first is None else hang(first, second)
 

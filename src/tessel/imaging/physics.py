@@ -18,11 +18,11 @@ from tessel.agreement import Claim, Meeting, Terms, same
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.least_squares import NormalInverse, least_squares
-from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
+from tessel.imaging.measurements import LocalTensors, anchor_of, both, checked_count
 from tessel.imaging.parts.operators import normal, vjp
 from tessel.imaging.parts.physics import PartitionedPhysics
 from tessel.imaging.random import wave_in
-from tessel.imaging.signal import DistributedSignal, is_whole, local_data
+from tessel.imaging.signal import DistributedSignal, checked_data, is_whole, local_data
 from tessel.imaging.uses import (
     Leaves,
     check_common,
@@ -105,7 +105,7 @@ class DistributedPhysics:
         if self.parts is not None:
             self.check_parameters(())
             self._check_plain("A", settings)
-            return LocalTensors(*self.parts.A(local_data(x)))
+            return LocalTensors(*self.parts.A(self._part(x, "A")))
         with using(self.ctx, f"{self!r}.A", local_data(x), *self._shared(settings)) as use:
             ys = [operator.A(use.x, **use.settings) for operator in self.local_operators]
         self._check_leaves("A", ys)
@@ -122,7 +122,9 @@ class DistributedPhysics:
         if self.parts is not None:
             self.check_parameters(())
             self._check_plain("__call__", settings)
-            ys, anchor = self.parts.measure(local_data(x), lambda i: self.ctx.drawing(i, call))
+            ys, anchor = self.parts.measure(
+                self._part(x, "__call__"), lambda i: self.ctx.drawing(i, call)
+            )
             return LocalTensors(ys, anchor)
         with using(self.ctx, f"{self!r}", local_data(x), *self._shared(settings)) as use:
             ys = []
@@ -143,14 +145,24 @@ class DistributedPhysics:
         v = self._checked(v, "A_vjp")
         if self.parts is not None:
             self.check_parameters(())
-            return self.parts.A_vjp(local_data(x), v, anchor_of(v))
+            return self.parts.A_vjp(self._part(x, "A_vjp"), v, anchor_of(v))
+        found = self.vjps(x, v)
+        like = local_data(x)
+        share = hang(image_of(found, like, f"{self!r}.A_vjp"), found.anchor)
+        return totalled(share, self.ctx)
+
+    def vjps(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> LocalTensors:
+        """The products J_i(x)ᵀ v_i of this worker's operators."""
         with using(self.ctx, f"{self!r}.A_vjp", local_data(x), *self._shared({})) as use:
             shares = [
                 vjp(each, use.x, part) for each, part in zip(self.local_operators, v, strict=True)
             ]
         self._check_leaves("A_vjp", shares, v)
-        share = hang(image_of(shares, use.x, f"{self!r}.A_vjp"), anchor_of(v))
-        return totalled(use.hang(share), self.ctx)
+        return LocalTensors.hung(shares, both(use.anchor, anchor_of(v)))
+
+    def _part(self, x: DistributedSignal | Tensor, method: str) -> Tensor:
+        assert self.parts is not None
+        return checked_data(self.ctx, x, self.parts.layout, f"{self!r}.{method}")
 
     def _kept(self, factory: Factory | None, item: int) -> Any:
         self.local_operators.append(self._made(factory, item))
@@ -201,14 +213,33 @@ class DistributedPhysics:
                 f"got {dict(settings)}"
             )
 
-    def everywhere(self, number: Tensor) -> Tensor:
-        """A shared number of the workers that have parts of the image, on all workers."""
+    def _agree_on_image(self, share: Tensor, call: str) -> tuple[Shape, Terms]:
+        """The shape and kind of the image, which workers without operators learn so."""
+        if call not in self._meetings:
+            owners = self.ctx.owners(self.num_ops)
+            group = self.ctx.partition.group
+            self._meetings[call] = Meeting(group, call, owners, _same_shape)
+        found = self._meetings[call].reach(Claim.of(share))
+        self.ctx.partition.group.number_call()
+        return found
+
+    @cached_property
+    def _meetings(self) -> dict[str, Meeting[tuple[Shape, Terms]]]:
+        return {}
+
+    def everywhere(self, value: Tensor) -> Tensor:
+        """A shared value of the workers that have parts of the image, on all workers."""
         ours = self.ctx.partition
         theirs = ours if self.parts is None else self.parts.layout.partition
         if theirs.size == ours.size:
-            return number
-        move = Move(Layout.whole(theirs, (), shared=True), Layout.whole(ours, (), shared=True))
-        return move(number if theirs.active else number.new_empty(0))
+            return value
+        meeting = Meeting(ours.group, f"a value of {self!r}", theirs.ranks, _same_value)
+        shape = meeting.reach(Claim.of(value))
+        ours.group.number_call()
+        move = Move(
+            Layout.whole(theirs, shape, shared=True), Layout.whole(ours, shape, shared=True)
+        )
+        return move(value if theirs.active else value.new_empty(0))
 
     def _checked(self, values: Sequence[Tensor], method: str) -> Sequence[Tensor]:
         """As many tensors as this worker has operators; all workers raise if one has others."""
@@ -274,17 +305,23 @@ class DistributedLinearPhysics(DistributedPhysics):
         self.check_parameters(self.shared)
         if self.parts is not None:
             return self.parts.A_adjoint(ys, anchor_of(ys))
-        with using_parameters(self.ctx, self.shared, self.local_operators) as anchor:
-            shares = [
-                operator.A_adjoint(y) for operator, y in zip(self.local_operators, ys, strict=True)
-            ]
-        self._check_leaves("A_adjoint", shares, ys)
-        share = sum_of(shares) if shares else torch.empty(0, device=self.ctx.device)
+        found = self.adjoints(ys)
+        share = sum_of(found) if found else torch.empty(0, device=self.ctx.device)
         call = f"{self!r}.A_adjoint{described(self.shared)}"
         shape, terms = self._agree_on_image(share, call)
-        if not shares:
+        if not found:
             share = torch.zeros(shape, dtype=terms.dtype, device=self.ctx.device)
-        return totalled(hang(hang(share, anchor), anchor_of(ys)), self.ctx, terms)
+        return totalled(hang(share, found.anchor), self.ctx, terms)
+
+    def adjoints(
+        self, ys: Sequence[Tensor], apply: Callable[[Any, Tensor], Tensor] | None = None
+    ) -> LocalTensors:
+        """The images A_iᵀ y_i of this worker's operators, or what else they make of the y_i."""
+        make = apply or (lambda operator, y: operator.A_adjoint(y))
+        with using_parameters(self.ctx, self.shared, self.local_operators) as anchor:
+            images = [make(op, y) for op, y in zip(self.local_operators, ys, strict=True)]
+        self._check_leaves("A_adjoint", images, ys)
+        return LocalTensors.hung(images, both(anchor, anchor_of(ys)))
 
     def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
         """The same as `A_adjoint(v)`, since the operators are linear."""
@@ -295,12 +332,18 @@ class DistributedLinearPhysics(DistributedPhysics):
         if self.parts is not None:
             self.check_parameters(())
             self._check_plain("A_adjoint_A", settings)
-            return self.parts.A_adjoint_A(local_data(x))
+            return self.parts.A_adjoint_A(self._part(x, "A_adjoint_A"))
+        found = self.normals(x, **settings)
+        share = image_of(found, local_data(x), f"{self!r}.A_adjoint_A")
+        return totalled(hang(share, found.anchor), self.ctx)
+
+    def normals(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
+        """The images A_iᵀ A_i x of this worker's operators."""
         label = f"{self!r}.A_adjoint_A"
         with using(self.ctx, label, local_data(x), *self._shared(settings)) as use:
-            shares = [normal(each, use.x, **use.settings) for each in self.local_operators]
-        self._check_leaves("A_adjoint_A", shares)
-        return totalled(use.hang(image_of(shares, use.x, label)), self.ctx)
+            images = [normal(each, use.x, **use.settings) for each in self.local_operators]
+        self._check_leaves("A_adjoint_A", images)
+        return LocalTensors.hung(images, use.anchor)
 
     def A_A_adjoint(self, ys: Sequence[Tensor]) -> LocalTensors:
         """The measurements A_i Σ_j A_jᵀ y_j of this worker's operators."""
@@ -382,23 +425,14 @@ class DistributedLinearPhysics(DistributedPhysics):
             return self.parts.layout
         return Layout.whole(self.ctx.partition, x.shape, shared=True)
 
-    def _agree_on_image(self, share: Tensor, call: str) -> tuple[Shape, Terms]:
-        """The shape and kind of the image, which workers without operators learn so."""
-        if call not in self._meetings:
-            owners = self.ctx.owners(self.num_ops)
-            group = self.ctx.partition.group
-            self._meetings[call] = Meeting(group, call, owners, _same_shape)
-        found = self._meetings[call].reach(Claim.of(share))
-        self.ctx.partition.group.number_call()
-        return found
-
-    @cached_property
-    def _meetings(self) -> dict[str, Meeting[tuple[Shape, Terms]]]:
-        return {}
-
 
 def _same_shape(shapes: dict[int, Shape], terms: Terms) -> tuple[Shape, Terms]:
     return same(shapes, "shape of the image that A_adjoint gives", "DistributedPhysics"), terms
+
+
+def _same_value(shapes: dict[int, Shape], terms: Terms) -> Shape:
+    found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
+    return found
 
 
 def image_of(shares: Sequence[Tensor], x: Tensor, call: str) -> Tensor:

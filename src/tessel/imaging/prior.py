@@ -21,8 +21,8 @@ from tessel.imaging.distribution_strategies.strategies import (
 )
 from tessel.imaging.parts.prior import PartitionedPrior, taken_apart
 from tessel.imaging.sharding import local_indices
-from tessel.imaging.signal import DistributedSignal, is_whole, local_data
-from tessel.imaging.uses import Use, totalled, unshared_leaf, using
+from tessel.imaging.signal import DistributedSignal, checked_data, is_whole, local_data
+from tessel.imaging.uses import Use, state_of, totalled, unshared_leaf, using
 from tessel.layout import Layout
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
@@ -34,8 +34,9 @@ class DistributedPrior:
     Forward:  x ↦ Σ_k R_kᵀ prox(R_k x), where R_k cuts out patch k; each worker has some of them.
 
     A prior is any object with `prox(x, …)` or `grad(x, …)`, as those of deepinv, or a denoiser: a
-    function whose result stands for the prox. All workers hold the same one. Its parameters get
-    the gradient of all patches, on every worker.
+    function whose result stands for the prox. All workers hold the same one: if parameters or
+    buffers of a module differ, as those of networks that each worker initialised for itself, all
+    workers raise. Its parameters get the gradient of all patches, on every worker.
 
     Args:
         ctx: the workers.
@@ -75,8 +76,10 @@ class DistributedPrior:
                 f"DistributedPrior: a prior with prox or grad, or a denoiser, is needed, "
                 f"got {prior!r}"
             )
+        ctx.check_same_state(state_of(prior), f"DistributedPrior: the prior {type(prior).__name__}")
         self.ctx = ctx
         self.prior = prior
+        self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
         self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
         self.parts: PartitionedPrior | None = None
         if layout is None or is_whole(layout):
@@ -87,16 +90,23 @@ class DistributedPrior:
             self.num_patches = self.parts.num_patches
             self.local_indices = self.parts.local_indices
 
-    def prox(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
-        """The proximal operator or denoiser of each patch, which gets the further arguments."""
-        own = self.prior.prox if hasattr(self.prior, "prox") else self.prior
-        return self._apply("prox", own, x, args, settings)
+    def prox(
+        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
+    ) -> Tensor:
+        """The proximal operator or denoiser of each patch, which gets the further arguments.
 
-    def grad(self, x: DistributedSignal | Tensor, *args: Any, **settings: Any) -> Tensor:
+        With `gather=False` this worker's patches in their places, and zeros elsewhere.
+        """
+        own = self.apply_to or (self.prior.prox if hasattr(self.prior, "prox") else self.prior)
+        return self._apply("prox", own, x, args, settings, gather)
+
+    def grad(
+        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
+    ) -> Tensor:
         """The gradient of each patch; the prior gets the further arguments."""
         if not hasattr(self.prior, "grad"):
             raise NotImplementedError(f"{self!r}: the prior {self.prior!r} has no method grad")
-        return self._apply("grad", self.prior.grad, x, args, settings)
+        return self._apply("grad", self.prior.grad, x, args, settings, gather)
 
     def _apply(
         self,
@@ -105,13 +115,22 @@ class DistributedPrior:
         x: DistributedSignal | Tensor,
         args: tuple[Any, ...],
         settings: Mapping[str, Any],
+        gather: bool,
     ) -> Tensor:
         call, data = f"{self!r}.{name}", local_data(x)
         if self.parts is not None:
+            if not gather:
+                raise NotImplementedError(
+                    f"{call}: gather=False is for a whole image on every worker; of one in parts "
+                    f"each worker gets its part"
+                )
+            data = checked_data(self.ctx, x, self.parts.layout, call)
             checked = partial(_checked, self.prior, function)
             return self.parts.apply(call, checked, data, self.prior, args, settings)
         with using(self.ctx, call, data, self.prior, args, settings) as use:
             self._check_shape(call, use.x)
+            if not gather:
+                return use.hang(self._put_together(function, use))
             cores = self._cores
             if cores is not None:
                 return cores.put_together(use.hang(self._put_together(function, use, cores)))
@@ -121,7 +140,7 @@ class DistributedPrior:
     def _cores(self) -> Cores | None:
         """The cores of windows that do not overlap, of which each worker has some."""
         strategy = self.strategy
-        if type(strategy) not in (SmartTilingStrategy, BasicStrategy) or not self.ctx.is_dist:
+        if type(strategy) not in (SmartTilingStrategy, BasicStrategy) or self.ctx.world_size == 1:
             return None  # what a strategy of a user puts together may overlap
         assert isinstance(strategy, WindowStrategy)
         if strategy.overlap:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tessel.layout import Layout
 
+SHARED = -1  # in the place of an item: what all workers draw together
+
 
 def seed_of(seed: int, item: int, call: int = 0) -> int:
     """One seed for an item, and for each time that numbers are drawn for it.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from operator import index as as_int
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tessel.agreement import Claim, Meeting, Terms
-from tessel.imaging.context import DistributedContext
-from tessel.layout import Layout, Shape
+from tessel.imaging.checksum import checksum
+from tessel.imaging.context import DistributedContext, drifted
+from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.partition import Partition
 from tessel.transport import NUM_WORDS, code_of
@@ -25,6 +27,7 @@ class DistributedSignal:
 
     Without a partition every worker holds all of it: one shared value. With one, each worker holds
     its part. Either way `data` is this worker's tensor and `layout` says what it is of the whole.
+    Workers that hold the same part hold the same numbers: `update_` sees to it.
 
     Args:
         ctx: the workers.
@@ -57,8 +60,17 @@ class DistributedSignal:
         self._shape = _checked_shape(shape)
         self.dtype = dtype
         self.layout = layout_of(ctx, self._shape, partition)
-        self.data: Tensor = torch.zeros(self.layout.local_shape, dtype=dtype, device=ctx.device)
+        self._data = torch.zeros(self.layout.local_shape, dtype=dtype, device=ctx.device)
         self._initialise(init)
+
+    @property
+    def data(self) -> Tensor:
+        """This worker's tensor. `signal.data = x` is `signal.update_(x)`."""
+        return self._data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.update_(value)
 
     @property
     def shape(self) -> torch.Size:
@@ -76,12 +88,18 @@ class DistributedSignal:
         return is_whole(self.layout)
 
     def update_(self, data: Tensor | None, source: int | None = None) -> None:
-        """Take new values; `data` becomes that very tensor, with its history for autograd.
+        """Take a copy of new values, the same on all workers that hold the same part.
 
-        Nothing is sent but a few words, by which all workers learn whether shapes fit: what the
-        operators of this package give is equal on all workers, and so is what all workers compute
-        from it in the same way. Values that differ are found with `DistributedContext(debug=True)`.
-        Where no gradients are wanted, iterate under `torch.no_grad()`: else all steps are kept.
+        Workers tell each other shapes and a checksum of the values, in one small message. Where
+        checksums differ, all get the values of the first worker that holds the part; with
+        `DistributedContext(debug=True)` all raise instead. What is computed in the same way on all
+        workers is equal, and nothing more is sent.
+
+        The copy keeps its history for autograd, that of each worker on that worker. Values that
+        differ and need a gradient raise ValueError on all: whether the others' tensors would get
+        a gradient or none would depend on the last bit. Say whose they are with `source`: then
+        that worker's tensor gets the whole gradient. Where no gradients are wanted, iterate under
+        `torch.no_grad()`: else all steps are kept.
 
         Args:
             data: of the global shape, or this worker's part of it.
@@ -90,16 +108,65 @@ class DistributedSignal:
         if source is not None:
             self._receive(data, source)
             return
-        if self.layout.partition.active:
-            self._meeting.reach(Claim.of(data))  # type: ignore[arg-type]
-            self.layout.partition.group.number_call()
-            assert isinstance(data, Tensor)
-            if tuple(data.shape) != self.layout.local_shape:
-                data = self.layout.local_part(data)
-            data = data.to(self.device)
-            if self.ctx.debug:
-                self.ctx.check_same(data, self.layout, "DistributedSignal.update_")
-            self.data = data
+        if not self.layout.partition.active:
+            return
+        part = self._part_of(data)
+        mark = 0 if part is None or self._copies == 1 else checksum(part)
+        terms, marks = self._meeting.reach_marked(Claim.of(data), mark)  # type: ignore[arg-type]
+        self.layout.partition.group.number_call()
+        assert part is not None
+        self._data = self._equal(part, terms, marks)
+
+    def _part_of(self, data: Tensor | None) -> Tensor | None:
+        """This worker's part of what it was given, if that has a shape that fits."""
+        if not isinstance(data, Tensor) or data.layout is not torch.strided:
+            return None
+        if tuple(data.shape) == self.layout.local_shape:
+            return data.to(self.device)
+        return self.layout.local_part(data).to(self.device) if data.shape == self.shape else None
+
+    def _equal(self, part: Tensor, terms: Terms, marks: Mapping[int, int]) -> Tensor:
+        """A copy of the values, or of those of the first worker that holds them if some differ."""
+        found = drifted(self.layout, marks)
+        if found is None:
+            return part.to(self.device, copy=True)
+        worker, first = found
+        what = (
+            f"DistributedSignal.update_: worker {worker} holds other numbers than worker {first}, "
+            f"where one shared value is needed"
+        )
+        way_out = (
+            f"compute it in the same way on all workers, or take that of one: "
+            f"update_(data, source={first})"
+        )
+        if self.ctx.debug:
+            raise ValueError(f"{what}: workers drifted apart; {way_out}")
+        if terms.needs_grad or terms.has_tangent:
+            raise ValueError(f"{what} and a gradient goes through it; {way_out}")
+        owned = part if self._firsts.domain.local_shape == self.layout.local_shape else part[:0]
+        return self._firsts.apply(owned).to(self.device, copy=True)
+
+    @cached_property
+    def _copies(self) -> int:
+        """On how many workers each part lies."""
+        sizes = self.layout.partition.shape
+        return math.prod(sizes[axis] for axis in self.layout.shared)
+
+    @cached_property
+    def _firsts(self) -> Move:
+        """From the first worker that holds a part to all that do.
+
+        Along the shared axes the first dimension is cut into all of it and nothing, so that the
+        workers need no other group than that of the layout.
+        """
+        cut, *others = self.layout.cuts
+        intervals = tuple(
+            interval
+            for start, stop in cut.intervals
+            for interval in ((start, stop), *((stop, stop),) * (self._copies - 1))
+        )
+        alone = Cut((*cut.axes, *self.layout.shared), intervals)
+        return Move(replace(self.layout, cuts=(alone, *others), shared=()), self.layout)
 
     def whole(self) -> Tensor:
         """All of it, on every worker."""
@@ -142,7 +209,8 @@ class DistributedSignal:
         if received.dtype != self.dtype:
             raise ValueError(self._wrong_dtype(received.dtype))
         if self.layout.partition.active:
-            self.data = received
+            stays = isinstance(data, Tensor) and received.data_ptr() == data.data_ptr()
+            self._data = received.clone() if stays else received
 
     @cached_property
     def _meeting(self) -> Meeting[Terms]:
@@ -182,6 +250,16 @@ class DistributedSignal:
 def local_data(value: DistributedSignal | Tensor) -> Tensor:
     """This worker's tensor of a signal, or the tensor itself."""
     return value.data if isinstance(value, DistributedSignal) else value
+
+
+def checked_data(
+    ctx: DistributedContext, value: DistributedSignal | Tensor, layout: Layout, call: str
+) -> Tensor:
+    """This worker's part of an image; in debug mode all raise if copies of it differ."""
+    data = local_data(value)
+    if ctx.debug and layout.shared:
+        ctx.check_same(data, layout, f"the input of {call}")
+    return data
 
 
 def is_whole(layout: Layout) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tessel.agreement import Terms, same
@@ -177,6 +178,18 @@ def tensors_of(objects: Any) -> list[Tensor]:
     return list({id(slot.tensor): slot.tensor for slot in _all_slots(objects)}.values())
 
 
+def state_of(objects: Any) -> list[Tensor]:
+    """The parameters and buffers of modules, and what needs a gradient, in one order everywhere.
+
+    What else objects keep may be of one worker alone, as what it measured.
+    """
+    modules: list[torch.nn.Module] = []
+    tensors = [slot.tensor for slot in _all_slots(objects, modules)]
+    of_modules = {id(t) for each in modules for t in (*each.parameters(), *each.buffers())}
+    kept = [each for each in tensors if each.requires_grad or id(each) in of_modules]
+    return [each for each in {id(each): each for each in kept}.values() if not is_lazy(each)]
+
+
 @dataclass(frozen=True)
 class Common:
     """A tensor that was there before objects were made, and that those of several workers use.
@@ -335,22 +348,25 @@ def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
     return result
 
 
-def _all_slots(objects: Any) -> list[Slot]:
+def _all_slots(objects: Any, modules: list[torch.nn.Module] | None = None) -> list[Slot]:
+    """Where objects keep tensors; the modules that are met are added to `modules`."""
     found: list[Slot] = []
-    _walk(objects, found, set())
+    _walk(objects, found, set(), [] if modules is None else modules)
     return found
 
 
-def _walk(thing: Any, found: list[Slot], seen: set[int]) -> None:
+def _walk(thing: Any, found: list[Slot], seen: set[int], modules: list[torch.nn.Module]) -> None:
     """Look into modules, lists, dictionaries, functions and what they close over."""
     if id(thing) in seen or isinstance(thing, _PLAIN):
         return
     seen.add(id(thing))
+    if isinstance(thing, torch.nn.Module):
+        modules.append(thing)
     for place, key, value in _contents(thing):
         if isinstance(value, Tensor):
             found.append(Slot(place, key, value))
         else:
-            _walk(value, found, seen)
+            _walk(value, found, seen, modules)
 
 
 _PLAIN = (

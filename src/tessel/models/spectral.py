@@ -23,7 +23,7 @@ from tessel.operators import (
     ParRestriction,
     kron,
 )
-from tessel.operators.arrangement import Arrangement, Parts
+from tessel.operators.arrangement import Arrangement
 from tessel.operators.leaf import Leaf
 from tessel.operators.space import Shape, checked_length, complex_of
 from tessel.partition import Partition
@@ -101,9 +101,7 @@ class SpectralConvolution:
         stored: how the weights lie, if not where they are needed.
     """
 
-    def __init__(
-        self, expression: Expression, P_x: Partition, stored: tuple[Parts, ...] | None
-    ) -> None:
+    def __init__(self, expression: Expression, P_x: Partition, stored: Arrangement | None) -> None:
         self.weights, self.doubling = expression.weights, expression.doubling
         storage = None if stored is None else {self.weights: stored}
         self.operator = spread(expression.whole, P_x, storage)

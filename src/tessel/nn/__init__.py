@@ -16,6 +16,7 @@ from tessel.nn.convolution import DistributedConv1d as DistributedConv1d
 from tessel.nn.convolution import DistributedConv2d as DistributedConv2d
 from tessel.nn.convolution import DistributedConv3d as DistributedConv3d
 from tessel.nn.fusion import fuse_gradients as fuse_gradients
+from tessel.nn.init import shard_init_helper_ as shard_init_helper_
 from tessel.nn.linear import DistributedLinear as DistributedLinear
 from tessel.nn.loss import DistributedBCELoss as DistributedBCELoss
 from tessel.nn.loss import DistributedBCEWithLogitsLoss as DistributedBCEWithLogitsLoss
@@ -39,6 +40,7 @@ from tessel.nn.norm import DistributedInstanceNorm2d as DistributedInstanceNorm2
 from tessel.nn.norm import DistributedInstanceNorm3d as DistributedInstanceNorm3d
 from tessel.nn.norm import DistributedLayerNorm as DistributedLayerNorm
 from tessel.nn.norm import DistributedRMSNorm as DistributedRMSNorm
+from tessel.nn.parallel import Embedding as Embedding
 from tessel.nn.parallel import ParallelCrossEntropyLoss as ParallelCrossEntropyLoss
 from tessel.nn.parallel import ParallelDropout as ParallelDropout
 from tessel.nn.parallel import ParallelEmbedding as ParallelEmbedding

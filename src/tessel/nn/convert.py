@@ -164,7 +164,8 @@ class Entrance:
         if running.get() is not None or (spread and in_backward()):
             return self.forward(*args, **kwargs)  # inside of a model, or of a checkpoint
         if not self.P_x.active:
-            return zero_volume_tensor(*_kind(args, kwargs))
+            dtype, device = _kind(args, kwargs)
+            return zero_volume_tensor(dtype=dtype, device=device)
         if self.P_x.size == 1 and not spread:
             with _set(alone, True):
                 return self.forward(*args, **kwargs)

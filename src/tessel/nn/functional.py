@@ -14,7 +14,14 @@ from tessel.nn.parallel.embedding import parallel_embedding
 from tessel.nn.parallel.linear import multiply_shards
 from tessel.partition import Partition
 
-__all__ = ["parallel_cross_entropy", "parallel_embedding", "parallel_linear"]
+__all__ = [
+    "cross_entropy_loss",
+    "parallel_cross_entropy",
+    "parallel_cross_entropy_loss",
+    "parallel_embedding",
+    "parallel_linear",
+    "parallellinear",
+]
 
 
 def parallel_linear(
@@ -63,3 +70,8 @@ def _parallel_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, dim: int, partition: Partition | None
 ) -> Tensor:
     return multiply_shards(input, weight, bias, dim, row_of(partition))
+
+
+# other names of the same functions, by which programs know them that were written for torchshard
+parallellinear = parallel_linear
+cross_entropy_loss = parallel_cross_entropy_loss = parallel_cross_entropy

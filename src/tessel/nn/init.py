@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from tessel.distributed.agreeing import agree_on_call
+from tessel.distributed.group import get_group
+from tessel.errors import WorkerLost
+from tessel.layout import Layout
 from tessel.nn.parallel.drawing import draw_, layout_of
 
 
@@ -15,13 +19,16 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
 
     The method sees the whole tensor, so that its fan-in and fan-out are those of the whole, and
     draws as it does in one process: with equal seeds the values are those of one process, and with
-    others all workers keep parts of what the first one drew. A parameter that is whole on all
-    workers of a group, as the bias of a row-parallel layer, gets equal values on all of them; a
-    tensor without a mark gets values on each worker by itself.
+    others all workers keep parts of what the first one drew. A tensor that is whole on all workers
+    of a group, as the bias of a row-parallel layer, gets equal values on all of them.
+
+    This is a call of all workers: of those of the shard, or of the layer that has the parameter,
+    or else of the default group. To fill a tensor on one worker alone, call `init_method`.
 
     Args:
         init_method: fills a tensor in place, as the functions of `torch.nn.init` do.
-        tensor: a parameter of a parallel layer, or a tensor that is marked as a shard.
+        tensor: a parameter of a parallel layer, a tensor that is marked as a shard, or any other,
+            which is one value that all workers of the default group have.
         kwargs: further arguments of the method.
 
     >>> import tessel, torch
@@ -30,8 +37,17 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
     >>> bool((layer.bias == 0.5).all())
     True
     """
-    layout = layout_of(tensor)
-    if layout is None:
-        init_method(tensor, **kwargs)
-        return tensor
-    return draw_(tensor, layout, lambda whole: init_method(whole, **kwargs))
+    group = get_group()
+    try:
+        layout = layout_of(tensor)
+        if layout is None:
+            kind = f"shape {tuple(tensor.shape)} and {tensor.dtype}"
+            agree_on_call(group, f"shard_init_helper_ of a tensor of {kind} over {group}")
+            layout = Layout.whole(group, tuple(tensor.shape), shared=True)
+        return draw_(tensor, layout, lambda whole: init_method(whole, **kwargs))
+    except WorkerLost as error:
+        error.add_note(
+            "shard_init_helper_ is a call of all workers; to fill a tensor on one worker alone, "
+            "call the method of torch.nn.init itself"
+        )
+        raise

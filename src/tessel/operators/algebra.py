@@ -19,8 +19,11 @@ from torch import Tensor
 from tessel.operators.form import Form
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
 from tessel.operators.space import Shape, Space, complex_of, real_of
+from tessel.operators.support import check_numbers
 from tessel.operators.tasks import Factor, Task, Terms, ordered, perform
 from tessel.shared import nothing
+
+ORDERS = ("tensor", "julia")  # of the factors in kron
 
 
 class ParOperator:
@@ -142,6 +145,7 @@ class ParOperator:
         for reduction in self.reductions[:1]:
             reduction.check_together(self, x)
         form = Form.of(self, x, self.domain.shape)
+        check_numbers(self, x.device)
         x, values = form.folded(x), self.values(theta)
         if x.numel():
             return form.unfolded(perform(self.order, x, values))
@@ -163,7 +167,7 @@ class ParOperator:
         Of an operator from complex to real tensors it is the real part of that product.
         """
         count = self.domain.numel
-        unit = torch.eye(count, dtype=self.domain.dtype).reshape(*self.domain.shape, count)
+        unit = torch.eye(count).to(self.domain.dtype).reshape(*self.domain.shape, count)
         columns = self.apply(unit, theta).reshape(-1, count)
         if not self.domain.is_complex or self.is_complex_linear:
             return columns
@@ -172,6 +176,11 @@ class ParOperator:
                 f"{self} is linear for real factors only: no complex matrix does what it does"
             )
         return torch.complex(columns, -self.apply(1j * unit, theta).reshape(-1, count))
+
+    @cached_property
+    def supported_on(self) -> set[str]:
+        """The devices on which torch is known to do what this does in 16 bits."""
+        return set()
 
     @cached_property
     def is_complex_linear(self) -> bool:
@@ -198,7 +207,7 @@ class Bound(ParOperator):
             operator = operator.operator
         if not hasattr(operator, "combined"):  # else workers find out together, when it is applied
             theta.check(operator)
-        self.operator, self.theta = operator, theta
+        self.operator, self.theta = operator, theta.of(operator)
         self.domain, self.codomain = operator.domain, operator.codomain
 
     def children(self) -> tuple[ParOperator, ...]:
@@ -432,18 +441,33 @@ def scale(number: Any, operator: ParOperator) -> ParOperator:
     return lift(lambda each: Multiple(number, each), operator)
 
 
-def kron(*factors: ParOperator) -> ParOperator:
+def kron(*factors: ParOperator, order: str = "tensor") -> ParOperator:
     """The Kronecker product, its factors in the order of the tensor's dimensions.
 
+    The first factor acts along the first dimension, and `vec` lets the last index run fastest, as
+    `torch.kron` has it. Where `vec` lets the first index run fastest, as in Julia, the same product
+    is written the other way round: `Fz ⊗ Fy ⊗ Fx` for a tensor of x, y and z. Nothing tells the two
+    apart on a `vec`, whose length is the same in both, so say which one is meant.
+
+    Args:
+        factors: the operators.
+        order: `"tensor"`, the first factor for the first dimension, or `"julia"`, the last factor
+            for the first dimension. Tensors and partitions have their dimensions in the same order
+            in both cases.
+
     >>> from tessel.operators import ParDFT, kron
-    >>> kron(ParDFT(torch.float32, 10), ParDFT(torch.complex64, 20)).codomain
-    complex64 6×20
+    >>> Fx, Fy = ParDFT(torch.float32, 10), ParDFT(torch.complex64, 20)
+    >>> kron(Fx, Fy).codomain, kron(Fy, Fx, order="julia").codomain
+    (complex64 6×20, complex64 6×20)
     """
+    if order not in ORDERS:
+        raise ValueError(f'kron: order is "tensor" or "julia", got {order!r}')
     if not factors:
         raise ValueError("kron needs at least one operator")
     for each in factors:
         if not isinstance(each, ParOperator):
             raise ValueError(f"kron takes operators, got {each!r}")
+    factors = factors[::-1] if order == "julia" else factors
     return lift(lambda *each: each[0] if len(each) == 1 else Kronecker(*_flat(each)), *factors)
 
 

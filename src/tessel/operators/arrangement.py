@@ -1,23 +1,40 @@
 """Arrangements: how the dimensions of a tensor lie on a grid of workers, as plans see it.
 
 Pure integers, and nothing is listed for each worker: a plan for many workers costs what one for
-few does.
+few does. Workers are known by their places, their numbers in the order of a partition. So tensors
+on different grids of the same workers can be compared, and rearranged from one to the other.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from math import gcd, prod
+from typing import Any
 
 from tessel import boxes
 from tessel.boxes import Box, Interval
 from tessel.layout import Cut, Layout
 from tessel.operators.space import Shape
 from tessel.partition import Partition
+
+ANYWHERE = "anywhere"  # where the last step leaves it
+Runs = tuple[tuple[int, int], ...]  # (stride, size): along it a place p counts p // stride % size
+
+
+def position(runs: Runs, place: int) -> int:
+    """Which of the positions along some runs a place has, the first run changing slowest.
+
+    >>> position(((3, 2), (1, 3)), 5), position(((1, 3),), 5)
+    (5, 2)
+    """
+    found = 0
+    for stride, size in runs:
+        found = found * size + place // stride % size
+    return found
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,10 @@ class Parts:
     def __hash__(self) -> int:
         return self._hash  # of many bounds, once
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is derived: hashes differ between processes."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @cached_property
     def is_whole(self) -> bool:
         """Whether one part has all."""
@@ -73,11 +94,16 @@ class Parts:
         return replace(self, length=length, bounds=bounds)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrangement:
     """All dimensions of a tensor on a grid.
 
     Axes that split none of them belong to the batch: workers there have columns of their own.
+    Arrangements are equal if every worker has the same part, on whatever grids they are.
+
+    >>> rows = Parts(12, (0, 1), 6)
+    >>> Arrangement((2, 3), (rows, Parts(5))) == Arrangement((3, 2), (rows, Parts(5)))
+    True
     """
 
     grid: Shape
@@ -92,6 +118,16 @@ class Arrangement:
         )
         return cls(grid, parts)
 
+    @classmethod
+    def on_grid(cls, grid: Shape, shape: Shape) -> Arrangement:
+        """Axis d of a grid splits dimension d; further axes split the batch.
+
+        >>> Arrangement.on_grid((1, 2, 4), (6, 8)).batch_axes
+        (1,)
+        """
+        fine = without_ones(grid)
+        return cls.of(fine, shape, axes_in(grid, fine)[: len(shape)])
+
     @property
     def shape(self) -> Shape:
         return tuple(part.length for part in self.parts)
@@ -101,27 +137,102 @@ class Arrangement:
         taken = {axis for part in self.parts for axis in part.axes}
         return tuple(axis for axis in range(len(self.grid)) if axis not in taken)
 
-    def place(self, dim: int, coordinates: Sequence[int]) -> int:
-        axes = self.parts[dim].axes
-        if len(axes) < 2:
-            return coordinates[axes[0]] if axes else 0
-        return boxes.ravel([coordinates[a] for a in axes], [self.grid[a] for a in axes])
+    def runs(self, axes: Sequence[int]) -> Runs:
+        """Axes as runs of places, which say the same on every grid; neighbours are one run.
 
-    def box(self, coordinates: Sequence[int]) -> Box:
-        """What the worker at these coordinates has."""
-        at = tuple(coordinates)
-        if at not in self._boxes:
-            self._boxes[at] = tuple(
-                part.interval(self.place(dim, at)) for dim, part in enumerate(self.parts)
-            )
-        return self._boxes[at]
+        >>> Arrangement((2, 3, 4), ()).runs((0, 1)), Arrangement((6, 4), ()).runs((0,))
+        (((4, 6),), ((4, 6),))
+        """
+        found: list[tuple[int, int]] = []
+        for axis in axes:
+            stride, size = prod(self.grid[axis + 1 :]), self.grid[axis]
+            if found and found[-1][0] == stride * size:
+                found[-1] = (stride, found[-1][1] * size)
+            elif size > 1:
+                found.append((stride, size))
+        return tuple(found)
 
     @cached_property
-    def _boxes(self) -> dict[Shape, Box]:
+    def _runs(self) -> tuple[Runs, ...]:
+        return tuple(self.runs(part.axes) for part in self.parts)
+
+    @cached_property
+    def batch_runs(self) -> Runs:
+        """The axes of the batch, in the same words on every grid."""
+        return self.runs(self.batch_axes)
+
+    @cached_property
+    def ways(self) -> tuple[Hashable, ...]:
+        """For each dimension, how it lies, in the same words on every grid."""
+        return tuple(
+            (part.length, part.bounds, runs)
+            for part, runs in zip(self.parts, self._runs, strict=True)
+        )
+
+    @cached_property
+    def size(self) -> int:
+        """The number of workers."""
+        return prod(self.grid)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Arrangement):
+            return NotImplemented
+        return self is other or (self.size == other.size and self.ways == other.ways)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.size, self.ways))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def part_at(self, dim: int, place: int) -> int:
+        """Which part of a dimension the worker at a place has."""
+        return position(self._runs[dim], place)
+
+    def box(self, place: int) -> Box:
+        """What the worker at a place has."""
+        if place not in self._boxes:
+            self._boxes[place] = tuple(
+                part.interval(self.part_at(dim, place)) for dim, part in enumerate(self.parts)
+            )
+        return self._boxes[place]
+
+    @cached_property
+    def _boxes(self) -> dict[int, Box]:
         return {}  # those that were asked for
 
-    def local_shape(self, coordinates: Sequence[int]) -> Shape:
-        return boxes.extent(self.box(coordinates))
+    def local_shape(self, place: int) -> Shape:
+        return boxes.extent(self.box(place))
+
+    def following(self, shape: Shape, dims: tuple[int | None, ...]) -> Arrangement:
+        """How a tensor lies each of whose dimensions follows one of these, or is whole."""
+        key = shape, dims
+        if key not in self._following:
+            parts = (
+                Parts(length) if dim is None else self.parts[dim]
+                for length, dim in zip(shape, dims, strict=True)
+            )
+            self._following[key] = Arrangement(self.grid, tuple(parts))
+        return self._following[key]
+
+    @cached_property
+    def _following(self) -> dict[Hashable, Arrangement]:
+        return {}  # parameters ask for the same each time they are used
+
+    def on(self, grid: Shape) -> Arrangement:
+        """The same on a finer grid, of which the axes here are groups."""
+        if grid == self.grid:
+            return self
+        axes = axes_in(self.grid, grid)
+        parts = (
+            replace(part, axes=tuple(a for axis in part.axes for a in axes[axis]))
+            for part in self.parts
+        )
+        return Arrangement(grid, tuple(parts))
 
     def with_part(self, dim: int, part: Parts) -> Arrangement:
         parts = list(self.parts)
@@ -129,7 +240,12 @@ class Arrangement:
         return replace(self, parts=tuple(parts))
 
     def layout(self, partition: Partition, columns: tuple[int, ...] | None) -> Layout:
-        """As a layout; with columns, their numbers along the axes of the batch, behind the rest."""
+        """As a layout of these workers, on the grid that is meant here.
+
+        With columns, their numbers along the axes of the batch, a dimension comes behind the rest.
+        """
+        if partition.shape != self.grid:
+            partition = Partition(partition.ranks, self.grid)
         cuts = [Cut(part.axes, part.intervals) for part in self.parts]
         shape = self.shape
         if columns is not None:
@@ -145,23 +261,27 @@ class Arrangement:
         return f"[{parts}]"
 
 
-def numel_sent(before: Arrangement, after: Arrangement, coordinates: Sequence[int]) -> int:
-    """How many values a worker sends when a tensor is rearranged."""
-    own, new = before.box(coordinates), after.box(coordinates)
-    common = [boxes.overlap(a, b) for a, b in zip(own, new, strict=True)]
-    stays = 0 if None in common else boxes.volume(tuple(each for each in common if each))
-    return boxes.volume(own) - stays
+def common_numel(some: Box, other: Box) -> int:
+    """How many indices two boxes share."""
+    common = [boxes.overlap(a, b) for a, b in zip(some, other, strict=True)]
+    return 0 if None in common else boxes.volume(tuple(each for each in common if each))
 
 
-def num_messages(before: Arrangement, after: Arrangement, coordinates: Sequence[int]) -> int:
+def numel_sent(before: Arrangement, after: Arrangement, place: int) -> int:
+    """How many values the worker at a place sends when a tensor is rearranged."""
+    own = before.box(place)
+    return boxes.volume(own) - common_numel(own, after.box(place))
+
+
+def num_messages(before: Arrangement, after: Arrangement, place: int) -> int:
     """How many others get something of a worker then."""
-    own = before.box(coordinates)
+    own = before.box(place)
     if not boxes.volume(own):
         return 0
     takers = 1
     for part, interval in zip(after.parts, own, strict=True):
         takers *= _num_meeting(part, interval)
-    kept = boxes.volume(own) - numel_sent(before, after, coordinates)
+    kept = common_numel(own, after.box(place))
     return takers - (kept > 0)
 
 
@@ -190,6 +310,22 @@ def refinement(some: Shape, others: Shape) -> Shape | None:
     return tuple(a // b for a, b in pairwise(chain))
 
 
+def on_common_grids(some: Arrangement, other: Arrangement) -> tuple[Arrangement, Arrangement]:
+    """Both on one grid that is finer than theirs, if there is one; else each on its own.
+
+    On one grid a plan can keep some dimensions as they lie and move the axes of others.
+    """
+    fine = refinement(some.grid, other.grid)
+    if fine is None:
+        return some.on(without_ones(some.grid)), other.on(without_ones(other.grid))
+    return some.on(fine), other.on(fine)
+
+
+def without_ones(grid: Shape) -> Shape:
+    """A grid without the axes that split nothing."""
+    return tuple(size for size in grid if size > 1)
+
+
 def axes_in(grid: Shape, fine: Shape) -> tuple[tuple[int, ...], ...]:
     """Which axes of a refinement each axis of a grid stands for."""
     found, at = [], 0
@@ -199,3 +335,19 @@ def axes_in(grid: Shape, fine: Shape) -> tuple[tuple[int, ...], ...]:
             axes, at = (*axes, at), at + 1
         found.append(axes)
     return tuple(found)
+
+
+def representatives(grid: Shape) -> list[int]:
+    """The places of workers that stand for all: the first, which has the largest parts, the last,
+    and between."""
+    last = tuple(size - 1 for size in grid)
+    some = [
+        tuple(0 for _ in grid),
+        last,
+        tuple(size // 2 for size in grid),
+        *(
+            tuple(end if axis % 2 == turn else 0 for axis, end in enumerate(last))
+            for turn in (0, 1)
+        ),
+    ]
+    return list(dict.fromkeys(boxes.ravel(at, grid) for at in some))

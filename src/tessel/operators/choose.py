@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from math import ceil, prod
+from operator import index as as_int
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tessel.operators.algebra import Bound, ParOperator
-from tessel.operators.arrangement import Arrangement, axes_in, refinement
-from tessel.operators.cost import Cost, Counter, lines_of, representatives
+from tessel.operators.arrangement import ANYWHERE, Arrangement, on_common_grids, representatives
+from tessel.operators.cost import Cost, Counter, lines_of
 from tessel.operators.explain import Explanation, explain_plan
 from tessel.operators.planning import Plan, make_plan
 from tessel.operators.rates import Machine, known_machine
@@ -127,7 +128,7 @@ def best_partition(
     operator: ParOperator,
     workers: int,
     *,
-    partition_out: str | None = None,
+    partition_out: Sequence[int] | str | None = None,
     columns: int = 1,
     machine: Machine | None = None,
 ) -> Choice:
@@ -139,8 +140,9 @@ def best_partition(
     Args:
         operator: any operator that is not distributed.
         workers: how many workers there will be.
-        partition_out: as in `distribute`: by default the result lies as the input does,
-            `"anywhere"` leaves it where the last step ends.
+        partition_out: as in `distribute`: by default the result lies as the input does, a number
+            of workers for each dimension says how else, and `"anywhere"` leaves it where the last
+            step ends.
         columns: the length of the batch on each worker.
         machine: the model that predicts times; by default the one that is kept for this machine.
 
@@ -152,15 +154,31 @@ def best_partition(
     """
     workers, operator = checked_length("best_partition", "workers", workers), _plain(operator)
     columns = checked_length("best_partition", "columns", columns)
-    if partition_out not in (None, "anywhere"):
-        raise ValueError(f'partition_out must be None or "anywhere", got {partition_out!r}')
+    out = _grid_of_result(partition_out, workers, operator)
     machine = known_machine() if machine is None else machine
-    judge = _Judge(operator, machine, partition_out is None, columns)
+    judge = _Judge(operator, machine, out, columns)
     num_tasks = max(1, sum(1 for _ in operator.expand(0)))
     grids = islice(_grids(workers, operator.domain.shape), max(16, MOST_TASKS // num_tasks))
     candidates = [judge.candidate(grid) for grid in grids]
     ranked = sorted(candidates, key=lambda each: (each.time, each.memory, each.bytes))
     return Choice(operator, workers, tuple(ranked), machine, columns)
+
+
+def _grid_of_result(given: Any, workers: int, operator: ParOperator) -> Shape | str | None:
+    if given is None or given == ANYWHERE:
+        found: str | None = given
+        return found
+    try:
+        sizes = tuple(as_int(size) for size in given)
+    except TypeError:
+        sizes = ()
+    ndim = len(operator.codomain.shape)
+    if len(sizes) != ndim or min(sizes) < 1 or prod(sizes) != workers:
+        raise ValueError(
+            f"partition_out must be None, {ANYWHERE!r}, or numbers of workers along {ndim} "
+            f"dimensions, {workers} in all; got {given!r}"
+        )
+    return sizes
 
 
 def _plain(operator: Any) -> ParOperator:
@@ -177,11 +195,11 @@ def _plain(operator: Any) -> ParOperator:
 class _Judge:
     operator: ParOperator
     machine: Machine
-    returns: bool
+    out: Shape | str | None
     columns: int
 
     def candidate(self, grid: Shape) -> Candidate:
-        plan = plan_on(self.operator, grid, self.returns)
+        plan = plan_on(self.operator, grid, self.out)
         workers = prod(grid)
         rates = self.machine.rates_for(workers)
         counter = Counter(rates, storage_of(plan), self.columns)
@@ -198,14 +216,14 @@ class _Judge:
         )
 
 
-def plan_on(operator: ParOperator, grid: Shape, returns: bool = True) -> Plan:
-    """The plan of an operator on a grid of workers; its result returns to that grid or stays."""
-    fine = refinement(grid, grid)  # as `distribute` has it
-    assert fine is not None
-    axes = axes_in(grid, fine)
-    source = Arrangement.of(fine, operator.domain.shape, axes)
-    target = Arrangement.of(fine, operator.codomain.shape, axes) if returns else None
-    return make_plan(operator, source, target)
+def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> Plan:
+    """The plan of an operator on a grid of workers, its result as in `distribute`."""
+    source = Arrangement.on_grid(grid, operator.domain.shape)
+    if out == ANYWHERE:
+        return make_plan(operator, source, None)
+    assert not isinstance(out, str)
+    end = Arrangement.on_grid(grid if out is None else out, operator.codomain.shape)
+    return make_plan(operator, *on_common_grids(source, end))
 
 
 def _grids(workers: int, shape: Shape) -> Iterator[Shape]:

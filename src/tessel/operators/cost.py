@@ -14,7 +14,8 @@ from math import prod
 import torch
 
 from tessel import boxes
-from tessel.operators.arrangement import Arrangement, Parts, num_messages, numel_sent
+from tessel.operators.arrangement import Arrangement, num_messages, numel_sent
+from tessel.operators.dct import Trigonometric
 from tessel.operators.dft import ParDFT
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrix import ParMatrix
@@ -59,7 +60,10 @@ class Line:
     def title(self) -> str:
         if self.num_terms:
             return f"sum of {self.num_terms}"
-        return ", ".join(map(_name, self.group)) if self.group else "transfer"
+        if self.group:
+            return ", ".join(map(_name, self.group))
+        grids = self.before.grid, self.after.grid
+        return "transfer" if grids[0] == grids[1] else f"transfer to the grid {_times(grids[1])}"
 
 
 @dataclass(frozen=True)
@@ -93,16 +97,15 @@ class Counter:
     """
 
     rates: Rates
-    storage: Mapping[Leaf, tuple[Parts, ...]]
+    storage: Mapping[Leaf, Arrangement]
     columns: int = 1
 
-    def costs(self, lines: Sequence[Line], coordinates: Sequence[int]) -> list[Cost]:
-        """What each step costs the worker at these coordinates."""
-        at = tuple(coordinates)
-        parameters = self.parameter_bytes(lines[0].before.grid, at) if lines else 0
-        return [self._cost(line, at, parameters) for line in lines]
+    def costs(self, lines: Sequence[Line], place: int) -> list[Cost]:
+        """What each step costs the worker at a place."""
+        parameters = self.parameter_bytes(place)
+        return [self._cost(line, place, parameters) for line in lines]
 
-    def _cost(self, line: Line, at: Shape, parameters: int) -> Cost:
+    def _cost(self, line: Line, at: int, parameters: int) -> Cost:
         if line.num_terms:
             cost = self._sum(line, at)
         else:
@@ -110,17 +113,17 @@ class Counter:
         kept = sum(self._bytes(here, dtype, at) for here, dtype in line.held)
         return replace(cost, memory=cost.memory + kept + parameters)
 
-    def parameter_bytes(self, grid: Shape, coordinates: Sequence[int]) -> int:
+    def parameter_bytes(self, place: int) -> int:
         """What a worker stores of the parameters."""
         return sum(
-            boxes.volume(Arrangement(grid, parts).box(coordinates)) * leaf.source.dtype.itemsize
-            for leaf, parts in self.storage.items()
+            boxes.volume(stored.box(place)) * leaf.source.dtype.itemsize
+            for leaf, stored in self.storage.items()
         )
 
-    def _bytes(self, here: Arrangement, dtype: torch.dtype, at: Shape) -> int:
+    def _bytes(self, here: Arrangement, dtype: torch.dtype, at: int) -> int:
         return prod(here.local_shape(at)) * self.columns * dtype.itemsize
 
-    def _transfer(self, line: Line, at: Shape) -> Cost:
+    def _transfer(self, line: Line, at: int) -> Cost:
         width = self.columns * line.dtype_before.itemsize
         sent = numel_sent(line.before, line.after, at) * width
         received = numel_sent(line.after, line.before, at) * width
@@ -135,13 +138,13 @@ class Counter:
         )
         return Cost(0.0, messages, sent, source + target + sent + received, seconds)
 
-    def _sum(self, line: Line, at: Shape) -> Cost:
+    def _sum(self, line: Line, at: int) -> Cost:
         result = self._bytes(line.after, line.dtype_after, at)
         additions = (line.num_terms - 1) * result // line.dtype_after.itemsize
         seconds = 3 * (line.num_terms - 1) * result / self.rates.memory
         return Cost(float(additions), memory=(line.num_terms + 1) * result, time=seconds)
 
-    def _local(self, line: Line, at: Shape) -> Cost:
+    def _local(self, line: Line, at: int) -> Cost:
         shape = (*line.before.local_shape(at), self.columns)
         source = prod(shape) * line.dtype_before.itemsize
         target = self._bytes(line.after, line.dtype_after, at)
@@ -153,17 +156,16 @@ class Counter:
         results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Terms))
         return Cost(flops, messages, sent, source + (1 + results) * target, seconds)
 
-    def _parameters(self, line: Line, at: Shape) -> tuple[int, int, int]:
+    def _parameters(self, line: Line, at: int) -> tuple[int, int, int]:
         """Messages and bytes that bring parameters to where they are used, and bytes used."""
         messages = sent = used = 0
-        grid = line.before.grid
         for task in line.group:
             for leaf in leaves_of(task):
                 width = leaf.source.dtype.itemsize
-                parts = needed(leaf, task, line.before)
-                values, times = parameters_sent(grid, self.storage[leaf], parts, at)
+                here = needed(leaf, task, line.before)
+                values, times = parameters_sent(self.storage[leaf], here, at)
                 messages, sent = messages + times, sent + values * width
-                used += boxes.volume(Arrangement(grid, parts).box(at)) * width
+                used += boxes.volume(here.box(at)) * width
         return messages, sent, used
 
     def _work(self, line: Line, flops: float, source: int, target: int, weights: int) -> float:
@@ -174,7 +176,12 @@ class Counter:
             last = len(line.before.parts) - 1
             has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
+            weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
             return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
+        if isinstance(actor, Trigonometric):  # numbers change places before and behind a transform
+            last = len(line.before.parts) - 1
+            has_rows = self.columns == 1 and last in line.group[0].dims
+            return flops / (rates.fft if has_rows else rates.fft_across) + 3 * passing
         if isinstance(actor, ParMultilinear):
             return passing + flops / rates.matrix + weights / rates.weights
         if isinstance(actor, ParMatrix):
@@ -237,19 +244,8 @@ def _branching(
     yield Line(step.after, step.after, result, result, (), len(step.plans), held)
 
 
-def representatives(grid: Shape) -> list[Shape]:
-    """Workers that stand for all: the first, which has the largest parts, the last, and between."""
-    last = tuple(size - 1 for size in grid)
-    some = [
-        tuple(0 for _ in grid),
-        last,
-        tuple(size // 2 for size in grid),
-        *(
-            tuple(end if axis % 2 == turn else 0 for axis, end in enumerate(last))
-            for turn in (0, 1)
-        ),
-    ]
-    return list(dict.fromkeys(some))
+def _times(grid: Shape) -> str:
+    return "×".join(map(str, grid))
 
 
 def _name(task: Task) -> str:

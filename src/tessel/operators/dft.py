@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log2, prod
+from math import floor, inf, log2, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessel.operators.leaf import Leaf
-from tessel.operators.memory import Order
+from tessel.operators.memory import Order, inverse_of, order_of
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length, complex_of
+from tessel.operators.spectrum import Spectrum
 
 
 class ParDFT(Leaf):
@@ -22,17 +23,32 @@ class ParDFT(Leaf):
     transform it is `n` times that. The inverse of the real transform undoes it on what real
     numbers give.
 
+    With `padding`, the transform takes m = ⌊padding · n⌋ points to the coefficients of the n
+    lowest modes, which are those that n points give of a field without other modes. Its inverse
+    fills up with zeros and gives the field at m points: F @ F.inv changes no coefficients of a
+    field, F.inv @ F keeps the lowest modes of one. By the 3/2 rule, the product of two fields at
+    m = ⌊3n/2⌋ points has coefficients without aliasing errors.
+
+    Args:
+        T: a dtype of torch.
+        n: the length.
+        padding: how many points there are for each mode, from 1 on.
+
     >>> import tessel, torch
     >>> F = tessel.ParDFT(torch.float32, 5)
     >>> F.codomain, (F.inv @ F) * torch.ones(5)
     (complex64 3, tensor([1., 1., 1., 1., 1.]))
+    >>> tessel.ParDFT(torch.float32, 5, padding=1.5).domain
+    float32 7
     """
 
-    def __init__(self, T: Any, n: int) -> None:
+    def __init__(self, T: Any, n: int, padding: float = 1) -> None:
         dtype = checked_dtype("ParDFT", T)
-        length = checked_length("ParDFT", "n", n)
-        self.source = Space((length,), dtype)
-        half = length if self.source.is_complex else length // 2 + 1
+        if dtype is torch.bfloat16:
+            raise ValueError("ParDFT: torch has no complex numbers of bfloat16; use float32")
+        self.modes = checked_length("ParDFT", "n", n)
+        self.source = Space((_num_points(self.modes, padding),), dtype)
+        half = self.modes if self.source.is_complex else self.modes // 2 + 1
         self.target = Space((half,), complex_of(dtype))
 
     is_invertible = True
@@ -40,6 +56,11 @@ class ParDFT(Leaf):
     @property
     def is_real(self) -> bool:
         return not self.source.is_complex
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there are more points than modes."""
+        return self.source.numel > self.modes
 
     @property
     def is_weighted(self) -> bool:
@@ -53,11 +74,26 @@ class ParDFT(Leaf):
         return "backward" if there != self.is_inverse else "forward"
 
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
+        if self.is_padded:
+            return self._act_padded(x, first)
         return self.act_together([(self, first)], x)
+
+    def _act_padded(self, x: Tensor, first: int) -> Tensor:
+        """Modes are cut, or filled up, where they lie one behind the other."""
+        order = self.order_after(order_of(x), [first])
+        rows, last = x.permute(order), x.dim() - 1
+        spectrum = Spectrum(self.modes, self.source.numel, self.is_real, self.is_inverse)
+        if self.is_swapped:
+            y = self.act_together([(self, last)], spectrum.filled_up(rows))
+        else:
+            y = spectrum.cut(self.act_together([(self, last)], rows))
+        # Coefficients of n points are n/m times those of m points; the inverse undoes that.
+        ratio = self.modes / self.source.numel
+        return (y * (1 / ratio if self.is_inverse else ratio)).permute(inverse_of(order))
 
     def joins(self, others: Sequence[Any]) -> bool:
         """Whether one call can do this transform together with others, before or behind them."""
-        if not all(isinstance(each, ParDFT) for each in others):
+        if not all(isinstance(each, ParDFT) and not each.is_padded for each in (self, *others)):
             return False
         same = all(
             (each.is_adjoint, each.is_inverse) == (self.is_adjoint, self.is_inverse)
@@ -92,10 +128,24 @@ class ParDFT(Leaf):
         """Torch leaves the dimensions last that it transformed."""
         return (*(d for d in order if d not in dims), *(d for d in order if d in dims))
 
+    def __repr__(self) -> str:
+        name = super().__repr__()
+        return name.replace("(", f"({self.modes} modes, ", 1) if self.is_padded else name
+
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
-        n = self.source.numel
+        n = self.source.numel  # points, from which or to which it goes
         columns = prod(shape) / max(1, shape[dims[0]])
         return 5.0 * n * log2(max(2, n)) * columns * (0.5 if self.is_real else 1.0)
+
+
+def _num_points(modes: int, padding: Any) -> int:
+    """⌊padding · modes⌋, where padding · modes is a whole number up to rounding that one."""
+    is_number = isinstance(padding, int | float) and not isinstance(padding, bool)
+    if not is_number or not 1 <= padding < inf:
+        raise ValueError(
+            f"ParDFT: padding must be a number from 1 on (1.5 for the 3/2 rule), got {padding!r}"
+        )
+    return floor(padding * modes + 1e-9)
 
 
 def _weighted(y: Tensor, dim: int, n: int, weight: float) -> Tensor:

@@ -38,3 +38,6 @@ class ParDiagonal(Leaf):
         numbers = value.conj() if self.is_adjoint else value
         numbers = numbers.reshape(-1, *[1] * (x.dim() - first - 1)).to(x.dtype)
         return x / numbers if self.is_inverse else x * numbers
+
+    def miniature(self) -> Leaf:
+        return self._shrunk(ParDiagonal(self.source.dtype, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 from operator import index as as_int
@@ -18,7 +17,15 @@ from tessel.agreement import Claim, Meeting, Terms, admit
 from tessel.boxes import Box
 from tessel.layout import Cut, Layout
 from tessel.operators.algebra import Bound, ParOperator, Sum, lift
-from tessel.operators.arrangement import Arrangement, Parts, axes_in, refinement
+from tessel.operators.arrangement import (
+    ANYWHERE,
+    Arrangement,
+    Parts,
+    on_common_grids,
+    position,
+    refinement,
+    without_ones,
+)
 from tessel.operators.execution import Columns, Execution, stored_layout
 from tessel.operators.explain import Explanation, explain
 from tessel.operators.form import Form
@@ -28,12 +35,12 @@ from tessel.operators.parameters import Parameters, find_values, own_values
 from tessel.operators.planning import make_plan
 from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
+from tessel.operators.support import check_numbers
 from tessel.operators.tasks import Task
 from tessel.partition import Partition, world
 from tessel.shared import even
 from tessel.transport import NUM_WORDS
 
-ANYWHERE = "anywhere"  # where the last step leaves it
 Entry = tuple[Columns, Terms, dict[int, Form]]
 
 
@@ -45,7 +52,7 @@ class Distributed(ParOperator):
 
     Attributes:
         expression: the operator itself.
-        partition: the workers, on the grid that the plan uses.
+        partition: the workers, on the grid that the plan starts from.
         plan: what is done where.
     """
 
@@ -55,9 +62,10 @@ class Distributed(ParOperator):
         partition: Partition,
         source: Arrangement,
         target: Arrangement | None,
-        storage: Mapping[Leaf, tuple[Parts, ...]] | None = None,
+        storage: Mapping[Leaf, Arrangement] | None = None,
     ) -> None:
-        self.expression, self.partition = expression, partition
+        self.expression = expression
+        self.partition = Partition(partition.ranks, source.grid)
         self.domain, self.codomain = expression.domain, expression.codomain
         self.plan = make_plan(expression, source, target)
         self.storage: Storage = {**storage_of(self.plan), **(storage or {})}
@@ -95,36 +103,17 @@ class Distributed(ParOperator):
                     f"cannot combine {each}, which is not distributed, with a distributed "
                     f"operator; distribute both, or their combination"
                 )
-        spread = _on_one_grid([each for each in operators if isinstance(each, Distributed)])
+        spread = [each for each in operators if isinstance(each, Distributed)]
+        _check_workers(spread)
         expression = make(*(each.expression for each in spread))
         first, last = spread[0], spread[-1]
-        source, target = last.plan.source, first.plan.target
+        source, target = _on_fine_grids(last.plan.source, first.plan.target, spread)
         if len(source.parts) != len(expression.domain.shape):
             raise ValueError("cannot combine distributed operators in kron: distribute the product")
         if isinstance(expression, Sum):
             _check_terms(spread)
-        storage = {leaf: parts for each in reversed(spread) for leaf, parts in each.storage.items()}
+        storage = {leaf: here for each in reversed(spread) for leaf, here in each.storage.items()}
         return Distributed(expression, first.partition, source, target, storage)
-
-    def refined(self, grid: Shape) -> Distributed:
-        """The same on a finer grid, of which the axes here are groups."""
-        if grid == self.partition.shape:
-            return self
-        axes = axes_in(self.partition.shape, grid)
-
-        def fine(parts: tuple[Parts, ...]) -> tuple[Parts, ...]:
-            return tuple(
-                replace(each, axes=tuple(a for axis in each.axes for a in axes[axis]))
-                for each in parts
-            )
-
-        return Distributed(
-            self.expression,
-            Partition(self.partition.ranks, grid),
-            Arrangement(grid, fine(self.plan.source.parts)),
-            Arrangement(grid, fine(self.plan.target.parts)),
-            {leaf: fine(parts) for leaf, parts in self.storage.items()},
-        )
 
     def to_dense(self, theta: Parameters | None = None) -> Tensor:
         """Only of the operator itself: no worker has whole columns."""
@@ -166,13 +155,10 @@ class Distributed(ParOperator):
     @cached_property
     def part_boxes(self) -> dict[Leaf, Box]:
         """What this worker stores of each parameter."""
-        coordinates = self.partition.index
-        if coordinates is None:
-            return {leaf: tuple((0, 0) for _ in parts) for leaf, parts in self.storage.items()}
-        return {
-            leaf: Arrangement(self.partition.shape, parts).box(coordinates)
-            for leaf, parts in self.storage.items()
-        }
+        place = self.partition.rank
+        if place is None:
+            return {leaf: tuple((0, 0) for _ in here.parts) for leaf, here in self.storage.items()}
+        return {leaf: here.box(place) for leaf, here in self.storage.items()}
 
     @cached_property
     def part_shapes(self) -> dict[Leaf, Shape]:
@@ -223,9 +209,9 @@ class Distributed(ParOperator):
         return execution.run(self.plan, x, order)
 
     def _local_shape(self, worker: int) -> Shape:
-        coordinates = self.partition.coordinates(worker)
-        assert coordinates is not None
-        return self.plan.source.local_shape(coordinates)
+        place = self.partition.place(worker)
+        assert place is not None
+        return self.plan.source.local_shape(place)
 
     def _agree(self, x: Tensor, theta: Parameters | None) -> Entry:
         claim = Claim.of(x)
@@ -249,7 +235,8 @@ class Distributed(ParOperator):
     def _meeting(self, state: str) -> Meeting[Entry]:
         if state not in self._meetings:
             label = f"{self._label} with {state}" if state else self._label
-            identity = f"{label} {self.plan.source.parts} {self.plan.target.parts}"
+            ends = self.plan.source, self.plan.target
+            identity = f"{label} {[(each.grid, each.parts) for each in ends]}"
             self._meetings[state] = Meeting(
                 self._group, label, self.partition.ranks, self._conclude, identity
             )
@@ -262,6 +249,7 @@ class Distributed(ParOperator):
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
         if terms.dtype != self.domain.dtype:
             raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {terms.dtype}")
+        check_numbers(self, terms.device)
         forms = Form.of_shapes(self, shapes, {each: self._local_shape(each) for each in shapes})
         columns = {worker: form.columns for worker, form in forms.items()}
         if len({each is None for each in columns.values()}) > 1:
@@ -272,19 +260,18 @@ class Distributed(ParOperator):
 
     def _columns(self, columns: dict[int, int]) -> tuple[int, ...]:
         """The number of columns for each place along the batch's axes, where all must agree."""
-        axes, grid = self.plan.source.batch_axes, self.partition.shape
+        runs = self.plan.source.batch_runs
         found: dict[int, tuple[int, int]] = {}
         for worker, count in columns.items():
-            at = self.partition.coordinates(worker)
-            assert at is not None
-            place = boxes.ravel([at[axis] for axis in axes], [grid[axis] for axis in axes])
-            other, expected = found.setdefault(place, (worker, count))
+            place = self.partition.place(worker)
+            assert place is not None
+            other, expected = found.setdefault(position(runs, place), (worker, count))
             if count != expected:
                 raise ValueError(
                     f"{self}: workers {other} and {worker} have parts of the same columns, but "
                     f"{expected} and {count} of them"
                 )
-        return tuple(found[place][1] for place in sorted(found))
+        return tuple(found[at][1] for at in sorted(found))
 
     @cached_property
     def _label(self) -> str:
@@ -295,23 +282,31 @@ class Distributed(ParOperator):
         return f"distribute({self.expression!r}, {self.plan.source} → {self.plan.target})"
 
 
-def _on_one_grid(operators: Sequence[Distributed]) -> list[Distributed]:
-    """The same operators on a grid that is finer than that of each; ValueError if there is none."""
+def _check_workers(operators: Sequence[Distributed]) -> None:
     first = operators[0].partition
-    grid: Shape | None = first.shape
     for each in operators[1:]:
         if each.partition.ranks != first.ranks:
             raise ValueError(
                 f"cannot combine operators on different workers: {first} and {each.partition}"
             )
-        grid = None if grid is None else refinement(grid, each.partition.shape)
-        if grid is None:
-            raise ValueError(
-                f"cannot combine operators on grids of which no other is a refinement: {first} "
-                f"and {each.partition}"
-            )
-    assert grid is not None
-    return [each.refined(grid) for each in operators]
+
+
+def _on_fine_grids(
+    source: Arrangement, target: Arrangement, operators: Sequence[Distributed]
+) -> tuple[Arrangement, Arrangement]:
+    """Both on one grid, finer than those of all operators, as far as there is one.
+
+    What is left out are other ways to arrange a tensor, and nothing that has to be.
+    """
+    source, target = on_common_grids(source, target)
+    if source.grid != target.grid:
+        return source, target
+    for each in operators:
+        for grid in (each.plan.source.grid, each.plan.target.grid):
+            fine = refinement(source.grid, grid)
+            if fine is not None:
+                source, target = source.on(fine), target.on(fine)
+    return source, target
 
 
 def _check_terms(terms: Sequence[Distributed]) -> None:
@@ -375,25 +370,18 @@ def distribute(
     end = start if is_anywhere else _partition(partition_out, ndim, operator)
     if sorted(start.ranks) != sorted(end.ranks):
         raise ValueError(f"the result must lie on the same workers: {start} and {end}")
-    fine = refinement(start.shape, end.shape) if start.ranks == end.ranks else None
-    if fine is None:
+    if start.ranks != end.ranks:
         raise ValueError(
-            f"no grid of workers has both grids as its own: {start.shape} and {end.shape}; "
+            f"the result must lie on the same workers in the same order: {start} and {end}; "
             f"distribute to one of them and bring the result to the other with a tessel.Move"
         )
-    partition = Partition(start.ranks, fine)
-    source = _arrangement(operator.domain.shape, partition_in, start.shape, fine)
+    source = _arrangement(operator.domain.shape, partition_in, start.shape)
     if is_anywhere:
-        return Distributed(operator, partition, source, None)
-    target = _arrangement(operator.codomain.shape, partition_out, end.shape, fine)
-    if _batch_of(source) != _batch_of(target):
+        return Distributed(operator, start, source, None)
+    target = _arrangement(operator.codomain.shape, partition_out, end.shape)
+    if source.batch_runs != target.batch_runs:
         raise ValueError(f"the batch must be split alike before and behind: {start} and {end}")
-    return Distributed(operator, partition, source, target)
-
-
-def _batch_of(arrangement: Arrangement) -> list[int]:
-    """The axes along which the batch is split."""
-    return [axis for axis in arrangement.batch_axes if arrangement.grid[axis] > 1]
+    return Distributed(operator, start, *on_common_grids(source, target))
 
 
 def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
@@ -423,10 +411,9 @@ def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
     return partition
 
 
-def _arrangement(shape: Shape, given: Any, grid: Shape, fine: Shape) -> Arrangement:
-    axes = axes_in(grid, fine)
+def _arrangement(shape: Shape, given: Any, grid: Shape) -> Arrangement:
     if not isinstance(given, Layout):
-        return Arrangement.of(fine, shape, axes[: len(shape)])
+        return Arrangement.on_grid(grid, shape)
     in_order = all(
         cut.intervals == boxes.consecutive(stop - start for start, stop in cut.intervals)
         and cut.intervals[-1][1] == length
@@ -437,12 +424,11 @@ def _arrangement(shape: Shape, given: Any, grid: Shape, fine: Shape) -> Arrangem
             f"a layout of shape {shape} that stores each value once, part behind part, is needed, "
             f"got {given}"
         )
-    return Arrangement(fine, tuple(_parts(cut, axes) for cut in given.cuts))
+    found = Arrangement(grid, tuple(_parts(cut) for cut in given.cuts))
+    return found.on(without_ones(grid))
 
 
-def _parts(cut: Cut, axes: tuple[tuple[int, ...], ...]) -> Parts:
-    """A cut along the axes of a refined grid."""
-    along = tuple(axis for each in cut.axes for axis in axes[each])
+def _parts(cut: Cut) -> Parts:
     length, count = cut.intervals[-1][1], len(cut.intervals)
     is_balanced = cut.intervals == boxes.balanced(length, count)
-    return Parts(length, along, count, None if is_balanced else cut.intervals)
+    return Parts(length, cut.axes, count, None if is_balanced else cut.intervals)

@@ -12,13 +12,13 @@ from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.operators import tasks
-from tessel.operators.arrangement import Arrangement, Parts
+from tessel.operators.arrangement import Arrangement
 from tessel.operators.dft import ParDFT
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of
 from tessel.operators.planning import Branches, Local, Plan, Step, Transfer
 from tessel.operators.restriction import ParRestriction
-from tessel.operators.storage import Storage, leaves_of, needed
+from tessel.operators.storage import Storage, leaves_of, needed, whole
 from tessel.operators.tasks import Task
 from tessel.partition import Partition
 from tessel.shared import Spread, nothing
@@ -75,19 +75,19 @@ class Execution:
 
     def _perform(self, step: Local, x: Tensor) -> Tensor:
         actor, dims = step.group[0].actor, step.group[0].dims
-        coordinates = self.partition.index
-        assert coordinates is not None
+        place = self.partition.rank
+        assert place is not None
         used = {
             leaf: self._used(leaf, each, step.before)
             for each in step.group
             for leaf in leaves_of(each)
         }
-        shape = (*step.after.local_shape(coordinates), *x.shape[len(step.after.parts) :])
+        shape = (*step.after.local_shape(place), *x.shape[len(step.after.parts) :])
         if not x.numel() or not prod(shape):
             return nothing(shape, x, *used.values()).to(tasks.dtype_after(step.group, x.dtype))
         if isinstance(actor, ParRestriction):
             longer = step.after if actor.is_swapped else step.before
-            return actor.act_on_part(x, dims[0], longer.box(coordinates)[dims[0]])
+            return actor.act_on_part(x, dims[0], longer.box(place)[dims[0]])
         return tasks.perform_group(step.group, x, used)
 
     def _used(self, leaf: Leaf, task: Task, here: Arrangement) -> Tensor:
@@ -97,7 +97,7 @@ class Execution:
             return value
         stored = self.storage[leaf]
         if tuple(value.shape) == leaf.parameter_shape:  # no part is as large, on no worker
-            stored = tuple(Parts(length) for length in value.shape)
+            stored = whole(leaf, here)
         return _using(self.partition, stored, needed(leaf, task, here)).apply(value)
 
 
@@ -125,16 +125,15 @@ def _transformed(following: tuple[Step, ...]) -> int | None:
 
 
 @kept_in_job
-def stored_layout(partition: Partition, parts: tuple[Parts, ...]) -> Layout:
+def stored_layout(partition: Partition, stored: Arrangement) -> Layout:
     """How a parameter lies; workers that store the same part share it."""
-    separate = Arrangement(partition.shape, parts).layout(partition, None)
+    separate = stored.layout(partition, None)
     return replace(separate, shared=separate.separate)
 
 
 @kept_in_job
-def _using(
-    partition: Partition, stored: tuple[Parts, ...], used: tuple[Parts, ...]
-) -> LinearOperator:
-    source = stored_layout(partition, stored)
-    target = Arrangement(partition.shape, used).layout(partition, None)
-    return Spread(source, target) if source.cuts == target.cuts else Move(source, target)
+def _using(partition: Partition, stored: Arrangement, used: Arrangement) -> LinearOperator:
+    target = used.layout(partition, None)
+    if stored == used:
+        return Spread(replace(target, shared=target.separate), target)
+    return Move(stored_layout(partition, stored), target)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, Protocol
@@ -15,9 +15,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tessel import boxes
-from tessel.operators.arrangement import Parts
-from tessel.operators.cost import Cost, Counter, Line, lines_of, representatives
+from tessel.operators.algebra import Kronecker, ParOperator
+from tessel.operators.arrangement import Arrangement, representatives
+from tessel.operators.cost import Cost, Counter, Line, lines_of
 from tessel.operators.leaf import Leaf
 from tessel.operators.picture import draw_steps
 from tessel.operators.planning import Plan
@@ -34,8 +34,9 @@ class Planned(Protocol):
     """A distributed operator, as explanations see it."""
 
     domain: Space
+    expression: ParOperator
     plan: Plan
-    storage: dict[Leaf, tuple[Parts, ...]]
+    storage: dict[Leaf, Arrangement]
     partition: Any
 
 
@@ -48,18 +49,20 @@ class Explanation:
     Attributes:
         lines: the steps.
         workers: the workers that were looked at: all, or some that stand for many.
-        coordinates: where these are on the grid.
+        places: their numbers in the order of the partition.
         costs: for each step the cost of each of them.
         num_workers: how many workers there are.
         machine: the model that predicts the times.
+        notes: what a reader should know beside.
     """
 
     lines: tuple[Line, ...]
     workers: tuple[int, ...]
-    coordinates: tuple[Shape, ...]
+    places: tuple[int, ...]
     costs: tuple[tuple[Cost, ...], ...]
     num_workers: int
     machine: Machine
+    notes: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -101,7 +104,7 @@ class Explanation:
         for title in ("flops", "messages", "bytes sent", "peak memory", "time"):
             table.add_column(title, justify="right", no_wrap=True)
         for number, (line, costs) in enumerate(zip(self.lines, self.costs, strict=True), 1):
-            shapes = [line.after.local_shape(at) for at in self.coordinates]
+            shapes = [line.after.local_shape(at) for at in self.places]
             name = Text(f"{number} {line.title}", style="magenta" if line.is_transfer else "cyan")
             for row, (who, shape, cost) in enumerate(self._rows(shapes, costs)):
                 labels = (name, f"{line.after}") if not row else ("", "")
@@ -109,7 +112,8 @@ class Explanation:
         table.add_section()
         for row, (who, _, total) in enumerate(self._rows([()] * len(self.workers), self.totals)):
             table.add_row("" if row else "total", "", who, "", *_numbers(total), style="bold")
-        return Group(table, Text(self.summary), Text(f"machine: {self.machine.origin}"))
+        below = self.summary, f"machine: {self.machine.origin}", *self.notes
+        return Group(table, *map(Text, below))
 
     @property
     def summary(self) -> str:
@@ -159,15 +163,38 @@ def explain(operator: Planned, *, columns: int = 1, machine: Machine | None = No
     (['ParDFT along 0'], 0)
     """
     ranks = tuple(operator.partition.ranks)
-    return explain_plan(
+    explanation = explain_plan(
         operator.plan, operator.domain.dtype, operator.storage, ranks, columns, machine
     )
+    return replace(explanation, notes=_notes(operator))
+
+
+def _notes(operator: Planned) -> tuple[str, ...]:
+    """The order of factors, where it matters: on a `vec` another order would be taken as well."""
+    if not any(_depends_on_order(each) for each in _parts_of(operator.expression)):
+        return ()
+    lengths = ", ".join(f"{dim} of length {n}" for dim, n in enumerate(operator.domain.shape))
+    return (
+        f"dimensions: {lengths}; kron has its factors in this order, those written as "
+        f'Fz ⊗ Fy ⊗ Fx need kron(Fz, Fy, Fx, order="julia")',
+    )
+
+
+def _parts_of(operator: ParOperator) -> Iterator[ParOperator]:
+    yield operator
+    for child in operator.children():
+        yield from _parts_of(child)
+
+
+def _depends_on_order(operator: ParOperator) -> bool:
+    factors = [repr(each) for each in getattr(operator, "factors", ())]
+    return isinstance(operator, Kronecker) and factors != factors[::-1]
 
 
 def explain_plan(
     plan: Plan,
     dtype: torch.dtype,
-    storage: Mapping[Leaf, tuple[Parts, ...]],
+    storage: Mapping[Leaf, Arrangement],
     ranks: Sequence[int] | range,
     columns: int = 1,
     machine: Machine | None = None,
@@ -178,17 +205,14 @@ def explain_plan(
     machine = known_machine() if machine is None else machine
     grid = plan.source.grid
     count = prod(grid)
-    if count <= MOST_WORKERS:
-        coordinates = [boxes.unravel(place, grid) for place in range(count)]
-    else:
-        coordinates = representatives(grid)
+    places = range(count) if count <= MOST_WORKERS else representatives(grid)
     lines = tuple(lines_of(plan, dtype))
     counter = Counter(machine.rates_for(count), storage, columns)
-    each = [counter.costs(lines, at) for at in coordinates]
+    each = [counter.costs(lines, at) for at in places]
     return Explanation(
         lines,
-        tuple(ranks[boxes.ravel(at, grid)] for at in coordinates),
-        tuple(coordinates),
+        tuple(ranks[at] for at in places),
+        tuple(places),
         tuple(zip(*each, strict=True)),
         count,
         machine,

@@ -80,6 +80,9 @@ class Form:
 def vec(x: Tensor) -> Tensor:
     """The values of a tensor in one dimension, the last index running fastest.
 
+    `kron` with `order="julia"` takes the factors of an operator that is written for a `vec` whose
+    first index runs fastest; tensors and their `vec` are the same for it.
+
     >>> vec(torch.tensor([[1, 2], [3, 4]]))
     tensor([1, 2, 3, 4])
     """

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Self
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -82,6 +83,7 @@ class Leaf(ParOperator):
                 "order",
                 "is_complex_linear",
                 "_others",
+                "supported_on",
             ):
                 new.__dict__.pop(derived, None)
             new.__dict__["_base"] = base
@@ -141,6 +143,27 @@ class Leaf(ParOperator):
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         """How many operations it takes on a local tensor of this shape."""
         return float(prod(shape))
+
+    def miniature(self) -> Leaf:
+        """A short operator of this kind that needs the same functions of torch; itself if only
+        one of its length does."""
+        return self
+
+    def _shrunk(self, base: Self) -> Leaf:
+        """An operator as this one is of its `base`."""
+        return base._other(self.is_adjoint, self.is_inverse)
+
+    def try_on(self, device: str) -> None:
+        """Act on a small tensor and on a batch, and derive that: torch raises if it cannot."""
+        small = self.miniature()
+        space, shape = small.domain, small.parameter_shape
+        for batch in ((), (2,)):
+            x = torch.zeros((*space.shape, *batch), dtype=space.dtype, device=device)
+            value = None if shape is None else torch.ones(shape, dtype=space.dtype, device=device)
+            inputs = [each.requires_grad_() for each in (x, value) if each is not None]
+            with torch.enable_grad():
+                y = small.act(x, 0, value)
+                torch.autograd.grad(y, inputs, torch.ones_like(y))
 
     # ---------------------------------------------------------------------------------------------
 

@@ -55,6 +55,9 @@ class ParMatrix(Leaf):
         result = result.reshape(*before, result.shape[1], *behind)
         return result.permute(inverse_of(order))
 
+    def miniature(self) -> Leaf:
+        return self._shrunk(ParMatrix(self.source.dtype, 1, 1))
+
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         n, m = self.domain.numel, self.codomain.numel
         columns = prod(shape) / max(1, shape[dims[0]])

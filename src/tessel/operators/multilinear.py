@@ -73,6 +73,10 @@ class ParMultilinear(Leaf):
         order = order_of(x)  # the result lies as the tensor does
         return result.permute(back).permute(order).contiguous().permute(inverse_of(order))
 
+    def miniature(self) -> Leaf:
+        modes = [1] * len(self.modes)
+        return self._shrunk(ParMultilinear(self.source.dtype, 1, 1, modes))
+
     def flops(self, shape: Shape, dims: tuple[int, ...]) -> float:
         m, columns = self.codomain.shape[0], prod(shape)
         return 2.0 * m * columns * (4 if self.source.is_complex else 1)

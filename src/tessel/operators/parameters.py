@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from math import prod
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -21,31 +21,80 @@ CHUNK = 1 << 16  # numbers that are drawn at once
 class Parameters(dict[Any, Tensor]):
     """Values of parameters, by the operators that they belong to.
 
+    The value of A is known by A, by its adjoint and its inverse, by `distribute(A)`, and by every
+    expression whose only parameter it is. θ of an expression is one of each part of it, too.
+
     Attributes:
         boxes: which parts of parameters these are, as far as `init` drew parts.
+
+    >>> import tessel, torch
+    >>> A = tessel.ParMatrix(torch.float32, 2, 3)
+    >>> S = tessel.kron(A, tessel.ParDiagonal(torch.float32, 4))
+    >>> theta = tessel.init(S)
+    >>> theta[A].shape, theta[tessel.distribute(A)] is theta[A.H], S in theta
+    (torch.Size([2, 3]), True, False)
     """
 
     def __init__(self, values: Any = (), boxes: Mapping[Any, Box] | None = None) -> None:
-        super().__init__(values)
+        super().__init__()
         self.boxes = dict(boxes or {})
+        given = dict(values)
+        self.update(given)
+        if len(self) < len(given):
+            raise ValueError(f"a parameter is given two values: {list(given)}")
+
+    def __missing__(self, key: Any) -> Tensor:
+        leaf = leaf_of(key)
+        if leaf is key or leaf not in self:
+            raise KeyError(f"θ has no value for {key}")
+        return self[leaf]
+
+    def __contains__(self, key: Any) -> bool:
+        leaves: tuple[Any, ...] = getattr(key, "leaves", ())
+        return len(leaves) == 1 and super().__contains__(leaves[0])
+
+    def __setitem__(self, key: Any, value: Tensor) -> None:
+        super().__setitem__(leaf_of(key), value)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(leaf_of(key))
+
+    # those of dict itself would not find an operator by another that has its parameter
+    get = MutableMapping.get  # type: ignore[assignment]
+    pop = MutableMapping.pop
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def of(self, operator: Any) -> Parameters:
+        """Those of an operator, if these are of more than that one."""
+        leaves = operator.leaves
+        if len(self) <= len(leaves) or not all(leaf in self for leaf in leaves):
+            return self
+        return Parameters({leaf: self[leaf] for leaf in leaves}, self.boxes)
 
     def check(self, operator: Any) -> None:
-        """ValueError if these are not the parameters of an operator."""
+        """ValueError if values are missing here that an operator needs, or do not fit it."""
         shapes = parameter_shapes(operator)
-        if foreign := [leaf for leaf in self if leaf not in shapes]:
+        missing = [leaf for leaf in shapes if leaf not in self]
+        if missing and self and not any(leaf in shapes for leaf in self):
             raise ValueError(
-                f"θ belongs to another operator: {foreign[0]} is no part of {operator}"
+                f"θ belongs to another operator: {next(iter(self))} is no part of {operator}"
             )
-        if missing := [leaf for leaf in shapes if leaf not in self]:
+        if missing:
             raise ValueError(f"θ has no value for {missing[0]}, a part of {operator}")
-        for leaf, value in self.items():
+        for leaf in shapes:
+            value = self[leaf]
+            self._check_part(operator, leaf)
             if tuple(value.shape) not in shapes[leaf] or value.dtype != leaf.source.dtype:
                 expected = " or ".join(map(str, dict.fromkeys(shapes[leaf])))
                 raise ValueError(
                     f"θ does not fit {leaf}: expected {leaf.source.dtype} of shape {expected}, "
                     f"got {value.dtype} of shape {tuple(value.shape)}"
                 )
-            self._check_part(operator, leaf)
 
     def _check_part(self, operator: Any, leaf: Any) -> None:
         """ValueError if this is another part than the one that an operator uses here."""
@@ -55,8 +104,8 @@ class Parameters(dict[Any, Tensor]):
             return
         if tuple(self[leaf].shape) != leaf.parameter_shape:
             raise ValueError(
-                f"θ was drawn for another distribution of {leaf}: it is the part {given}, "
-                f"needed is {needed}"
+                f"θ was drawn for another distribution of {leaf}, whose parts are not those of "
+                f"{operator}; draw it with init() of this one, or give it whole"
             )
 
     def joined(self, other: Mapping[Any, Tensor]) -> Parameters:
@@ -85,6 +134,18 @@ class Parameters(dict[Any, Tensor]):
     def __repr__(self) -> str:
         inner = ", ".join(f"{leaf}: {tuple(value.shape)}" for leaf, value in self.items())
         return f"Parameters({inner})"
+
+
+def leaf_of(operator: Any) -> Any:
+    """The one leaf with a parameter that an operator has; KeyError if it has none, or several."""
+    leaves = getattr(operator, "leaves", None)
+    if leaves is None:
+        raise KeyError(f"θ has values by operators, got {operator!r}")
+    if len(leaves) != 1:
+        names = ", ".join(map(repr, leaves))
+        which = f"{len(leaves)} parameters, ask for one of {names}" if leaves else "no parameters"
+        raise KeyError(f"{operator!r} has {which}")
+    return leaves[0]
 
 
 def parameter_shapes(operator: Any) -> dict[Any, tuple[Shape, ...]]:
@@ -156,7 +217,7 @@ def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]
             f"ask for S.parameters() first, which gives it parameters of its own"
         )
     theta.check(operator)
-    return theta
+    return theta.of(operator)
 
 
 def own_values(operator: Any) -> Parameters:
@@ -250,6 +311,8 @@ def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor: ...
 def gradient(function: Any, at: Any) -> Any:
     """The gradient of a function of parameters, or of a tensor, with a real result.
 
+    It is zero for parameters on which the function does not depend.
+
     >>> import tessel, torch
     >>> gradient(lambda x: (x * x).sum(), torch.ones(2))
     tensor([2., 2.])
@@ -257,7 +320,9 @@ def gradient(function: Any, at: Any) -> Any:
     if isinstance(at, Parameters):
         points = {leaf: value.detach().requires_grad_() for leaf, value in at.items()}
         theta = Parameters(points, at.boxes)
-        grads = torch.autograd.grad(function(theta), list(points.values()))
+        grads = torch.autograd.grad(
+            function(theta), list(points.values()), allow_unused=True, materialize_grads=True
+        )
         return Parameters(zip(points, grads, strict=True), at.boxes)
     point = at.detach().requires_grad_()
     (grad,) = torch.autograd.grad(function(point), point)

@@ -88,7 +88,7 @@ def _colour(line: Line) -> str:
 
 def _draw_arrangement(ax: Axes, row: int, here: Arrangement, ink: str) -> None:
     height = _THICKNESS / max(1, len(here.parts))
-    first = here.box((0,) * len(here.grid))
+    first = here.box(0)
     for dim, part in enumerate(here.parts):
         top = row - _THICKNESS / 2 + dim * height
         style: dict[str, Any] = {"height": 0.8 * height, "align": "edge"}

@@ -16,9 +16,11 @@ from math import prod
 from typing import Any
 
 from tessel.boxes import Interval
-from tessel.operators.arrangement import Arrangement, Parts
+from tessel.operators.arrangement import Arrangement, Parts, numel_sent, representatives
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.tasks import Task, Terms, Waiting, cheapest, grouped
+
+MOST_PLACES = 128  # of more workers, some stand for all
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ def _plan(
         here = there
     if target is not None and here != target:
         steps.append(Transfer(here, target))
-        here = target
-    return Plan(source, here, tuple(_travelling_small(steps)))
+    end = here if target is None else target
+    return Plan(source, end, tuple(_travelling_small(steps)))
 
 
 def _travelling_small(steps: list[Step]) -> list[Step]:
@@ -287,17 +289,30 @@ def _next(
 ) -> Arrangement:
     """Where to go so that the most can be done before the tensor has to be rearranged again."""
     best: tuple[Any, Arrangement] | None = None
-    candidates = [*([_like(target, here)] if target is not None else []), *_hostings(here)]
-    for there in candidates:
+    for there in _candidates(here, target):
         left = waiting.copy()
         end, done = _drain(left, there, target, patient)
         if not done:
             continue
         more = _further(left, end, target, patient)
-        key = more, -len(waiting.tasks) + len(left.tasks), _moved(here, there), _unevenness(there)
+        tasks = len(left.tasks) - len(waiting.tasks)
+        key = more, tasks, _sent(here, there, target), _moved(here, there), _unevenness(there)
         if best is None or key < best[0]:
             best = key, there
     return best[1] if best is not None else _concentrated(waiting, here)
+
+
+def _candidates(here: Arrangement, target: Arrangement | None) -> Iterator[Arrangement]:
+    """Where the tensor may go: as the result shall lie, or with axes on other dimensions.
+
+    Where the result shall lie on another grid, axes of that one may be on other dimensions, too.
+    """
+    if target is not None:
+        there = _like(target, here)
+        yield there
+        if there.grid != here.grid:
+            yield from _hostings(there)
+    yield from _hostings(here)
 
 
 def _further(left: Waiting, end: Arrangement, target: Arrangement | None, patient: bool) -> int:
@@ -317,7 +332,7 @@ def _like(target: Arrangement, here: Arrangement) -> Arrangement:
         end if end.length == part.length else Parts(part.length, end.axes, end.count)
         for end, part in zip(target.parts, here.parts, strict=True)
     )
-    return replace(here, parts=parts)
+    return replace(target, parts=parts)
 
 
 def _hostings(here: Arrangement) -> Iterator[Arrangement]:
@@ -361,9 +376,21 @@ def _product(grid: Sequence[int], axes: Sequence[int]) -> int:
     return total
 
 
+def _sent(here: Arrangement, there: Arrangement, target: Arrangement | None) -> int:
+    """The values that travel on the way to another grid, by `there`; 0 on one grid.
+
+    On one grid the fewest dimensions that lie in another way do as well, and cost less to count.
+    """
+    if target is None or target.grid == here.grid:
+        return 0
+    legs = (here, there), (there, _like(target, there))
+    places = range(here.size) if here.size <= MOST_PLACES else representatives(here.grid)
+    return sum(numel_sent(*leg, place) for leg in legs for place in places)
+
+
 def _moved(here: Arrangement, there: Arrangement) -> int:
     """How many dimensions lie in another way."""
-    return sum(a != b for a, b in zip(here.parts, there.parts, strict=True))
+    return sum(a != b for a, b in zip(here.ways, there.ways, strict=True))
 
 
 def _unevenness(there: Arrangement) -> float:

@@ -78,6 +78,9 @@ class ParReduce(Leaf):
         self._group.number_call()
         return operator.apply(even(admit(x, terms, True), terms))
 
+    def try_on(self, device: str) -> None:
+        """Torch adds all numbers that can be moved; nothing is sent to find that out."""
+
     @property
     def reductions(self) -> tuple[ParReduce, ...]:
         return (self,)

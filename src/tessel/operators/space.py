@@ -11,9 +11,13 @@ import torch
 
 Shape = tuple[int, ...]
 
-COMPLEX_OF = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+COMPLEX_OF = {
+    torch.float16: torch.complex32,
+    torch.float32: torch.complex64,
+    torch.float64: torch.complex128,
+}
 REAL_OF = {complex_: real for real, complex_ in COMPLEX_OF.items()}
-DTYPES = (*COMPLEX_OF, *REAL_OF)
+DTYPES = (*COMPLEX_OF, torch.bfloat16, *REAL_OF)  # torch has no complex bfloat16
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from itertools import product
 from math import prod
 
 from tessel import boxes
-from tessel.operators.arrangement import Arrangement, Parts
+from tessel.operators.arrangement import Arrangement, common_numel
 from tessel.operators.leaf import Leaf
 from tessel.operators.planning import Local, Plan
 from tessel.operators.space import Shape
 from tessel.operators.tasks import Task, Terms
 
-Storage = dict[Leaf, tuple[Parts, ...]]
+Storage = dict[Leaf, Arrangement]
 
 
 def leaves_of(task: Task) -> tuple[Leaf, ...]:
@@ -23,16 +23,21 @@ def leaves_of(task: Task) -> tuple[Leaf, ...]:
     return found
 
 
-def needed(leaf: Leaf, task: Task, here: Arrangement) -> tuple[Parts, ...]:
-    """What a worker needs of a parameter to do a task on a tensor that lies so."""
+def whole(leaf: Leaf, here: Arrangement) -> Arrangement:
+    """All of a parameter on every worker of a grid."""
+    shape = leaf.parameter_shape
+    assert shape is not None
+    return here.following(shape, (None,) * len(shape))
+
+
+def needed(leaf: Leaf, task: Task, here: Arrangement) -> Arrangement:
+    """What workers need of a parameter to do a task on a tensor that lies so."""
     shape = leaf.parameter_shape
     assert shape is not None
     if isinstance(task.actor, Terms):
-        return tuple(Parts(length) for length in shape)
-    return tuple(
-        Parts(length) if dim is None else here.parts[task.dims[dim]]
-        for length, dim in zip(shape, leaf.parameter_dims, strict=True)
-    )
+        return whole(leaf, here)
+    dims = (None if dim is None else task.dims[dim] for dim in leaf.parameter_dims)
+    return here.following(shape, tuple(dims))
 
 
 def storage_of(plan: Plan) -> Storage:
@@ -41,51 +46,66 @@ def storage_of(plan: Plan) -> Storage:
     for step in plan.every_step():
         for task in step.group if isinstance(step, Local) else ():
             for leaf in leaves_of(task):
-                found.setdefault(leaf, _worth_splitting(needed(leaf, task, step.before)))
+                if leaf not in found:
+                    used = needed(leaf, task, step.before)
+                    found[leaf] = used if _is_worth_splitting(used) else whole(leaf, used)
     return found
 
 
-def _worth_splitting(parts: tuple[Parts, ...]) -> tuple[Parts, ...]:
-    """The same, or whole parts if some worker would have all anyway."""
-    if all(part.is_whole or part.length == 1 for part in parts):
-        return tuple(Parts(part.length) for part in parts)
-    return parts
+def _is_worth_splitting(used: Arrangement) -> bool:
+    """Whether no worker would have all anyway."""
+    return not all(part.is_whole or part.length == 1 for part in used.parts)
 
 
-def parameters_sent(
-    grid: Shape, stored: tuple[Parts, ...], used: tuple[Parts, ...], coordinates: Shape
-) -> tuple[int, int]:
+def parameters_sent(stored: Arrangement, used: Arrangement, place: int) -> tuple[int, int]:
     """How many values of a parameter a worker sends to those who need them, in how many messages.
 
-    Workers that differ along other axes than those of `stored` have copies, and each takes from
-    the one beside it: so what is needed comes from workers along these axes only.
+    Workers that differ along other axes than those that split `stored` have copies, and each takes
+    from the one beside it: so what is needed comes from workers along these axes only.
     """
     if stored == used:
         return 0, 0
-    along = {axis for part in stored for axis in part.axes}
-    source, target = Arrangement(grid, stored), Arrangement(grid, used)
-    own = source.box(coordinates)
-    split = {axis for part in used for axis in part.axes}
-    takers = numel = prod(grid[axis] for axis in along - split)
-    for dim, part in enumerate(used):
-        free = [axis for axis in part.axes if axis in along]
-        common = [
-            boxes.overlap(own[dim], part.interval(target.place(dim, there)))
-            for there in _neighbours(grid, coordinates, free)
-        ]
-        lengths = [stop - start for start, stop in (each for each in common if each)]
-        takers, numel = takers * len(lengths), numel * sum(lengths)
-    kept = [boxes.overlap(a, b) for a, b in zip(own, target.box(coordinates), strict=True)]
-    stays = 0 if None in kept else boxes.volume(tuple(each for each in kept if each))
+    own = stored.box(place)
+    takers, numel = (_on_one_grid if stored.grid == used.grid else _taken)(stored, used, place)
+    stays = common_numel(own, used.box(place))
     return numel - stays, takers - (stays > 0)
 
 
-def _neighbours(grid: Shape, coordinates: Shape, axes: list[int]) -> list[Shape]:
-    """The coordinates of all workers that differ along these axes only, itself included."""
+def _on_one_grid(stored: Arrangement, used: Arrangement, place: int) -> tuple[int, int]:
+    """How many take something of a worker's part, and how many values all in all.
+
+    On one grid the dimensions can be counted one by one, which costs little on many workers.
+    """
+    grid, own = stored.grid, stored.box(place)
+    along = {axis for part in stored.parts for axis in part.axes}
+    split = {axis for part in used.parts for axis in part.axes}
+    takers = numel = prod(grid[axis] for axis in along - split)
+    for dim, part in enumerate(used.parts):
+        free = [axis for axis in part.axes if axis in along]
+        common = [
+            boxes.overlap(own[dim], part.interval(used.part_at(dim, there)))
+            for there in _neighbours(grid, place, free)
+        ]
+        lengths = [stop - start for start, stop in (each for each in common if each)]
+        takers, numel = takers * len(lengths), numel * sum(lengths)
+    return takers, numel
+
+
+def _taken(stored: Arrangement, used: Arrangement, place: int) -> tuple[int, int]:
+    """The same on any two grids, worker by worker."""
+    along = [axis for part in stored.parts for axis in part.axes]
+    own = stored.box(place)
+    everyone = _neighbours(stored.grid, place, along)
+    taken = [common_numel(own, used.box(there)) for there in everyone]
+    return sum(numel > 0 for numel in taken), sum(taken)
+
+
+def _neighbours(grid: Shape, place: int, axes: list[int]) -> list[int]:
+    """The places of all workers that differ along these axes only, itself included."""
+    coordinates = list(boxes.unravel(place, grid))
     found = []
-    for places in product(*(range(grid[axis]) for axis in axes)):
-        there = list(coordinates)
-        for axis, place in zip(axes, places, strict=True):
-            there[axis] = place
-        found.append(tuple(there))
+    for at in product(*(range(grid[axis]) for axis in axes)):
+        for axis, coordinate in zip(axes, at, strict=True):
+            coordinates[axis] = coordinate
+        found.append(boxes.ravel(coordinates, grid))
     return found

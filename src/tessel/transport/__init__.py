@@ -28,6 +28,7 @@ from tessel.transport.track import Track as Track
 from tessel.transport.track import has_engine as has_engine
 from tessel.transport.track import is_plain as is_plain
 from tessel.transport.traffic import Traffic as Traffic
+from tessel.transport.wire import share_over as share_over
 from tessel.transport.world import is_distributed as is_distributed
 from tessel.transport.world import num_workers as num_workers
 from tessel.transport.world import this_worker as this_worker

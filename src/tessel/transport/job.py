@@ -28,10 +28,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 TRANSPORTS = ("shared", "gloo")
 
 
-def start() -> None:
-    """Join the job that the launcher's environment describes, unless that has happened."""
-    if world.join():
+def start(backend: str | None = None) -> bool:
+    """Join the job that the launcher's environment describes, unless that has happened.
+
+    Args:
+        backend: "gloo" or "nccl" if it is joined now; None for what fits the devices.
+
+    Returns:
+        Whether it was joined now.
+    """
+    joins = world.join(backend)
+    if joins:
+        atexit.unregister(leave)  # once, however often jobs are joined
         atexit.register(leave)  # a process that ends with open groups aborts
+    return joins
 
 
 def leave() -> None:
@@ -99,6 +109,19 @@ def can_share_memory() -> bool:
     return semaphore.are_available() and hasattr(os, "memfd_create")
 
 
+LEFT = (
+    "they belong to a job that this process has left, as at the end of the DistributedContext that "
+    "joined it; use what was made in a job before it ends"
+)
+
+
+class _Left:
+    """In the place of what a group sends by, when the job has been left: every use says so."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"these workers cannot be reached: {LEFT}")
+
+
 @dataclass
 class _Job:
     """One group for each set of workers."""
@@ -115,13 +138,17 @@ class _Job:
     def end(self) -> None:
         if self.membership.host is not None:
             self.membership.host.leave()
+            self.membership.host = cast(Host, _Left())
         for group in self.groups.values():
             group.handle = None
+            group.__dict__["_ways"] = _Left()
 
     def _handle(self, workers: tuple[int, ...]) -> Any:
         if len(workers) == 1:
             return None
         everyone = tuple(range(num_workers()))
+        if max(workers) >= len(everyone):
+            raise RuntimeError(f"workers {listing(workers)}: {LEFT}")
         if workers == everyone:
             self._introduce()
             return self.default

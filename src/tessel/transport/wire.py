@@ -75,6 +75,13 @@ def all_to_all(send: Tensor, gives: Sequence[int], takes: Sequence[int], handle:
     return received
 
 
+def share_over(handle: Any, item: Any) -> list[Any]:
+    """Every worker's item, in the order of a process group that is not one of ours; slow."""
+    items = [None] * dist.get_world_size(handle)
+    dist.all_gather_object(items, item, group=handle)
+    return items
+
+
 def share_words(words: Sequence[int], size: int, device: torch.device, handle: Any) -> bytes:
     """Every worker's words, in the order of the group.
 

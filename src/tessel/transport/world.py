@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +28,55 @@ def num_workers() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
-def join() -> bool:
-    """Join the job that the launcher's environment describes; whether there was one to join."""
+def join(backend: str | None = None) -> bool:
+    """Join the job that the launcher's environment describes; whether there was one to join.
+
+    Args:
+        backend: "gloo" or "nccl"; None for what fits the devices.
+    """
     if is_distributed() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
-    backend = "gloo"
-    if _has_own_gpu():
+    if backend is None:
+        backend = "nccl" if _has_own_gpu() else "gloo"
+    if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=time_limit())
+        backend = "cpu:gloo,cuda:nccl"  # workers also agree, by small tensors of the CPU
+    store, rank, workers = _rendezvous()
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=workers, timeout=time_limit()
+    )
     return True
+
+
+@dataclass
+class _Place:
+    """Where the workers of a launcher meet. A job may be joined and left several times."""
+
+    store: Any
+    rank: int
+    workers: int
+    jobs: int = 0
+
+
+_places: dict[tuple[str | None, ...], _Place] = {}  # by what the environment says of them
+
+
+def _rendezvous() -> tuple[Any, int, int]:
+    """A store for the next job of these workers, this worker's number, and how many there are.
+
+    The store of the launcher outlives a job: one who comes to the next job early must not find the
+    server of the last one as it goes, or the addresses that were left there.
+    """
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    key = tuple(os.environ.get(name) for name in names)
+    if key not in _places:
+        _places.clear()
+        limit = time_limit()
+        settings: dict[str, Any] = {} if limit is None else {"timeout": limit}
+        _places[key] = _Place(*next(dist.rendezvous("env://", **settings)))
+    place = _places[key]
+    place.jobs += 1
+    return dist.PrefixStore(f"tessel/{place.jobs}", place.store), place.rank, place.workers
 
 
 def _has_own_gpu() -> bool:

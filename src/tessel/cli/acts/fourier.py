@@ -210,7 +210,7 @@ def _median_seconds(function: Callable[[], Tensor], repeats: int = 5) -> float:
 
 def _steps(plan: Plan, partition: Partition) -> tuple[Step, ...]:
     """The steps, for all workers."""
-    places = [partition.coordinates(worker) for worker in partition.ranks]
+    places = range(partition.size)
     found = []
     for step in plan.every_step():
         sent, name = 0, "rearrange"
@@ -218,13 +218,13 @@ def _steps(plan: Plan, partition: Partition) -> tuple[Step, ...]:
             dims = ", ".join(str(dim) for task in step.group for dim in task.dims)
             name = f"transform along {dims}"
         elif isinstance(step, Transfer):
-            sent = 16 * sum(numel_sent(step.before, step.after, at) for at in places if at)
+            sent = 16 * sum(numel_sent(step.before, step.after, at) for at in places)
         found.append(Step(name, repr(step.after), _local_shapes(step.after, places), sent))
     return tuple(found)
 
 
-def _local_shapes(lies: Arrangement, places: list[Shape | None]) -> tuple[Shape, ...]:
-    return tuple(lies.local_shape(at) for at in places if at is not None)
+def _local_shapes(lies: Arrangement, places: range) -> tuple[Shape, ...]:
+    return tuple(lies.local_shape(at) for at in places)
 
 
 # --- the step of an FNO

@@ -52,23 +52,40 @@ class PartFidelity:
     fidelity: Any
     device: torch.device | str = "cpu"
 
-    def loss(self, x: Tensor, y: Tensor, operator: PartOperator | Whole) -> Tensor:
-        """This worker's share of f."""
+    def loss(self, x: Tensor, y: Tensor, operator: PartOperator | Whole, batch: int) -> Tensor:
+        """This worker's share of f: of each image of the batch if f tells them apart, or a number.
+
+        Args:
+            x: this worker's part of the image.
+            y: that of the measurement.
+            operator: between them.
+            batch: the number of images.
+        """
+        shape = (batch,) if self.is_batched else ()
         if isinstance(operator, Whole):
             whole = operator.gather(x)
             if not operator.here:
-                return self._nothing((), whole, y, physics=operator.physics)
-            return known(self._distance(whole, y, operator.physics), operator.physics, (whole, y))
+                return self._nothing(shape, whole, y, physics=operator.physics)
+            share = known(self.fidelity(whole, y, operator.physics), operator.physics, (whole, y))
+            return share.reshape(shape)
         u = operator.A(x)
         if self.is_separable:
             if 0 in u.shape:
-                return self._nothing((), u, y)
-            return known(self._distance(u, y), (), (u, y))
+                return self._nothing(shape, u, y)
+            share = known(self.fidelity(u, y, _PLAIN), (), (u, y))
+            return self._in_batch(share, operator.codomain) if shape else share
         gather = _gathering(operator.codomain)
         wholes = gather.apply(u), gather.apply(y)
         if not gather.codomain.partition.active:
-            return self._nothing((), *wholes)
-        return known(self._distance(*wholes), (), wholes)
+            return self._nothing(shape, *wholes)
+        return known(self.fidelity(*wholes, _PLAIN), (), wholes).reshape(shape)
+
+    def _in_batch(self, share: Tensor, layout: Layout) -> Tensor:
+        """The numbers of the images of which this worker has parts, among those of all."""
+        box = layout.box()
+        assert box is not None
+        start, stop = box[0]
+        return torch.nn.functional.pad(share, (start, layout.shape[0] - stop))
 
     def grad(self, x: Tensor, y: Tensor, operator: PartOperator | Whole) -> Tensor:
         """This worker's part of the gradient of f in x."""
@@ -97,10 +114,6 @@ class PartFidelity:
         """What a worker gives that has nothing to measure."""
         return idle(shape, given, self.fidelity, physics)
 
-    def _distance(self, x: Tensor, y: Tensor, physics: Any = _PLAIN) -> Tensor:
-        """f, summed over the batch."""
-        return self.fidelity(x, y, physics).sum()
-
     @cached_property
     def problem(self) -> str:
         """What is wrong with it, as the end of a sentence: tried on small tensors."""
@@ -115,6 +128,19 @@ class PartFidelity:
                 return ""
             reason = "is not of the form d(A(x), y), which a fidelity of an image in parts must be"
         return f": {type(self.fidelity).__name__} {reason}; use a signal without partition"
+
+    @cached_property
+    def is_batched(self) -> bool:
+        """Whether f gives one number for each image of a batch: tried on a batch of two.
+
+        >>> PartFidelity(lambda x, y, physics: (physics.A(x) - y).square().sum()).is_batched
+        False
+        """
+        u, y = _tried(self.device)
+        try:
+            return tuple(self.fidelity(u, y, _Scaled()).shape) == (len(u),)
+        except _MISFITS:
+            return False
 
     @cached_property
     def is_separable(self) -> bool:

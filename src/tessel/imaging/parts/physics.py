@@ -18,6 +18,7 @@ from tessel.agreement import Terms
 from tessel.distributed.agreeing import agree, agree_on_call
 from tessel.distributed.movements import copying
 from tessel.imaging import sharding as shardings
+from tessel.imaging.checksum import checksum_of
 from tessel.imaging.parts.fidelity import PartFidelity
 from tessel.imaging.parts.grid import Rows, rows_of
 from tessel.imaging.parts.operators import PartOperator, Whole, gathering
@@ -25,6 +26,7 @@ from tessel.imaging.parts.recognition import rule_of
 from tessel.imaging.uses import Slot, hang, idle, known, replaced, slots_of
 from tessel.layout import Layout
 from tessel.shared import even, nothing, total
+from tessel.transport import NUM_WORDS, code_of
 
 Operator = PartOperator | Whole
 _KINDS = (
@@ -113,7 +115,13 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
     operator: Operator = (
         Whole(physics, layout, first if owner is None else owner) if rule is None else rule(layout)
     )
-    agree_on_call(layout.partition, f"partition_physics of {operator.identity}")
+    values = operator.values() if isinstance(operator, PartOperator) else []
+    held = (
+        f" made of tensors with the checksum {checksum_of(values):x}, which must be equal on all "
+        f"workers (random ones are inside of `with ctx.shared_random():`)"
+    )
+    call = f"partition_physics of {operator.identity}"
+    agree_on_call(layout.partition, f"{call}{held}" if values else call)
     return operator
 
 
@@ -240,7 +248,9 @@ class PartitionedPhysics:
     def loss(
         self, x: Tensor, ys: Sequence[Tensor], fidelities: Sequence[Any], shared: Any = ()
     ) -> Tensor:
-        """The sum Σ_i f_i(A_i(x), y_i), one shared number on all workers of the layout.
+        """The sum Σ_i f_i(A_i(x), y_i), one shared value on all workers of the layout.
+
+        It has a number for each image of the batch if the fidelities give that, else it is one.
 
         Args:
             x: this worker's part of the image.
@@ -252,11 +262,31 @@ class PartitionedPhysics:
         if not self.active:
             return x.new_zeros(())
         entry = self._enter("the loss", x, ys, None, fidelities, shared)
-        share = nothing((), entry.x)
+        batch = self.layout.shape[0]
+        share = nothing((batch,) if self._are_batched(fidelities) else (), entry.x)
         with entry.parameters.in_use() as hung:
             for f, (operator, y) in zip(fidelities, entry.pairs, strict=True):
-                share = share + self._fidelity(f).loss(entry.x, y, operator)
+                share = share + self._fidelity(f).loss(entry.x, y, operator, batch)
         return total(hang(share, hung), self.layout.partition)
+
+    def _are_batched(self, fidelities: Sequence[Any]) -> bool:
+        """Whether fidelities give a number for each image; all workers raise if only some do.
+
+        A row of workers may have no operators: it learns that from the others.
+        """
+        call = f"the shape of the loss of {self.num_ops} operators on {self.layout}"
+        kinds = {self._fidelity(f).is_batched for f in fidelities}
+        group = self.layout.partition.group
+        said = group.share_words([code_of(call), int(True in kinds), int(False in kinds)])
+        group.check_same_call(said, call)
+        words = memoryview(said).cast("q")
+        some, others = (any(words[place::NUM_WORDS].tolist()) for place in (1, 2))
+        if some and others:
+            raise ValueError(
+                f"{call}: some data fidelities give a number for each image of the batch and "
+                f"others one number; let all give the same"
+            )
+        return some
 
     def grad(
         self, x: Tensor, ys: Sequence[Tensor], fidelities: Sequence[Any], shared: Any = ()

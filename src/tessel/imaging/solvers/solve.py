@@ -161,7 +161,7 @@ class _Run:
 
     def _measured(self, x: Tensor) -> dict[str, float]:
         with torch.no_grad():
-            return {name: float(metric(x.detach())) for name, metric in self.metrics.items()}
+            return {name: _number(metric(x.detach())) for name, metric in self.metrics.items()}
 
     def _change(self, before: Tensor, after: Tensor, iteration: int) -> float:
         """The relative change; FloatingPointError on all workers if the image is not finite."""
@@ -205,3 +205,8 @@ def _console(progress: bool | Console, space: Space) -> Console | None:
     if space.workers.rank != 0 or progress is False:
         return None
     return Console() if progress is True else progress
+
+
+def _number(found: Any) -> float:
+    """What a metric found; of a loss with a number for each image, the sum."""
+    return float(found.sum() if isinstance(found, Tensor) else found)

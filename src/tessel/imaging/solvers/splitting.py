@@ -18,7 +18,7 @@ from tessel.imaging.solvers.space import Space
 def fidelity_prox(
     fidelity: Any,
     x: Tensor,
-    gamma: float,
+    gamma: float | Tensor,
     space: Space,
     *,
     max_iterations: int = 100,
@@ -67,7 +67,9 @@ def fidelity_prox(
     return solution
 
 
-def _check_quadratic(fidelity: Any, values: Values, x: Tensor, gamma: float, space: Space) -> None:
+def _check_quadratic(
+    fidelity: Any, values: Values, x: Tensor, gamma: float | Tensor, space: Space
+) -> None:
     """The rest that conjugate gradients believe in is the true one, if f is quadratic."""
     u = values["x"]
     wrong = (x - u - gamma * fidelity.grad(u)) - values["rest"]

@@ -10,6 +10,7 @@ from tessel.nn.parallel.data_parallel import (
 )
 from tessel.nn.parallel.dropout import ParallelDropout as ParallelDropout
 from tessel.nn.parallel.dropout import random_stream as random_stream
+from tessel.nn.parallel.embedding import Embedding as Embedding
 from tessel.nn.parallel.embedding import ParallelEmbedding as ParallelEmbedding
 from tessel.nn.parallel.linear import ParallelLinear as ParallelLinear
 from tessel.nn.parallel.register import RegisterParallelDim as RegisterParallelDim

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from tessel.distributed.agreeing import agree_on_call
 from tessel.layout import Layout
-from tessel.nn.parallel.drawing import keep_part_
+from tessel.nn.parallel.drawing import equalize_, keep_part_
 from tessel.partition import Partition
 
 
@@ -21,13 +23,14 @@ class Conversion:
     Args:
         name: what the user calls.
         partition: the workers of the new layers.
-        wanted: torch's layer; subclasses of it are refused, as they may compute something else.
+        wanted: torch's layer, and subclasses of it that do not compute something else.
         done: whether a layer is one of the new ones already, which stays as it is.
         make: the new layer for one of torch's, with all that it has but parameters.
         layouts: where the parameters of a new layer lie, by name; nothing if they stay whole.
         refused: modules that use such layers in a way of their own.
-        splits: whether parameters become shards; else every worker converts by itself.
+        splits: whether parameters become shards; else they stay, with values of the first worker.
         also: another type of layers, which compute as torch's do where they are not split.
+        is_strict: whether to raise if a layer cannot be converted.
     """
 
     name: str
@@ -39,23 +42,35 @@ class Conversion:
     refused: tuple[type[Module], ...] = ()
     splits: bool = True
     also: type[Module] | None = None
+    is_strict: bool = True
 
 
 def convert(module: Module, conversion: Conversion) -> Module:
-    """Replace all wanted layers of a module, in place; if it is one itself, return the new one."""
-    layers = [(name, each) for name, each in module.named_modules() if _is_wanted(each, conversion)]
-    problem = "; ".join(_problems(module, layers, conversion))
-    if conversion.splits:
-        listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
-        agree_on_call(conversion.partition, f"{conversion.name} {problem}\n{listing}")
-    if problem:
+    """Replace all wanted layers of a module, in place; if it is one itself, return the new one.
+
+    What cannot be converted stays as it is, and one warning says what and why; where the
+    conversion is strict, it raises NotImplementedError instead, and nothing is converted.
+    """
+    wanted = [(name, each) for name, each in module.named_modules() if _is_wanted(each, conversion)]
+    problems = _problems(module, wanted, conversion)
+    layers = [(name, each) for name, each in wanted if id(each) not in problems]
+    problem = "; ".join(dict.fromkeys(text for text in problems.values() if text))
+    listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
+    agree_on_call(conversion.partition, f"{conversion.name} {problem}\n{listing}")
+    if problem and conversion.is_strict:
         raise NotImplementedError(f"{conversion.name}: {problem}; nothing was converted")
     known: dict[Any, Parameter] = {}
     new = {id(layer): _converted(layer, conversion, known) for _, layer in layers}
+    if not conversion.splits:
+        whole = {id(p): p for _, layer in layers for p in layer.parameters(recurse=False)}
+        equalize_(whole.values(), conversion.partition)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is not None and id(child) in new:
                 parent._modules[name] = new[id(child)]
+    if problem:
+        text = f"{conversion.name}: {problem}; all this stays as it is, and strict=True raises"
+        warnings.warn(text, stacklevel=3)
     return new.get(id(module), module)
 
 
@@ -95,22 +110,35 @@ def _shard(parameter: Parameter, layout: Layout) -> Parameter:
 
 def _problems(
     module: Module, layers: list[tuple[str, Module]], conversion: Conversion
-) -> Iterator[str]:
+) -> dict[int, str]:
+    """Why some layers stay as they are, in words, by the identity of the layer.
+
+    A layer for which the text of another speaks has an empty one.
+    """
+    found: dict[int, str] = {}
     for name, each in module.named_modules():
         if isinstance(each, conversion.refused):
-            yield (
+            for inner in each.modules():
+                found.setdefault(id(inner), "")
+            found[id(each)] = (
                 f"{_named(name, each)} uses its weights in a way of its own; write it with "
                 f"layers of type {conversion.wanted.__name__}"
             )
     for name, layer in layers:
-        yield from _problems_of(name, layer, conversion)
+        texts = [] if id(layer) in found else list(_problems_of(name, layer, conversion))
+        if texts:
+            found[id(layer)] = "; ".join(texts)
     if conversion.splits:
-        yield from _ties(module, {id(layer) for _, layer in layers})
+        _add_ties(module, {id(layer) for _, layer in layers}, found)
+    return found
 
 
 def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[str]:
     what = _named(name, layer)
-    if type(layer) not in (conversion.wanted, conversion.also):
+    if any(each is not None and is_lazy(each) for each in layer._parameters.values()):
+        yield f"{what} does not know its sizes yet; let it see an input before the conversion"
+        return
+    if type(layer) is not conversion.also and _differs(type(layer), conversion.wanted):
         yield (
             f"{what} is a subclass of torch.nn.{conversion.wanted.__name__}, which may compute "
             f"something else; convert it by hand"
@@ -133,21 +161,46 @@ def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[s
             yield f"the {key} of {what} has hooks; register them after the conversion"
 
 
-def _ties(module: Module, converted: set[int]) -> Iterator[str]:
-    """Parameters that a layer of the conversion shares with one that stays as it is."""
-    users: dict[int, list[tuple[str, bool]]] = {}
+# what a class may say of itself and still compute as torch's layer does, from its first values on
+_HARMLESS = frozenset(
+    (
+        *("__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__parameters__"),
+        *("__constants__", "__firstlineno__", "__static_attributes__", "__annotate_func__"),
+        *("__annotations_cache__", "__annotate__", "extra_repr"),
+    )
+)
+
+
+def _differs(kind: type[Module], wanted: type[Module]) -> bool:
+    """Whether a class may compute something else than the class of torch that it is made of."""
+    between = kind.__mro__[: kind.__mro__.index(wanted)]
+    return any(not {*vars(each)} <= _HARMLESS for each in between)
+
+
+def _add_ties(module: Module, wanted: set[int], found: dict[int, str]) -> None:
+    """Let layers stay as they are that share a parameter with one that does.
+
+    So more layers may stay, which share others: this ends when there are none.
+    """
+    users: dict[int, list[tuple[str, int]]] = {}
     for name, each in module.named_modules():
         for key, parameter in each._parameters.items():
             if parameter is not None:
                 label = f"{name}.{key}" if name else key
-                users.setdefault(id(parameter), []).append((label, id(each) in converted))
-    for found in users.values():
-        if len({is_converted for _, is_converted in found}) == 2:
-            names = ", ".join(name for name, _ in found)
-            yield (
-                f"{names} are one parameter, of which some would become shards; tie parallel "
-                f"layers instead, after the conversion"
-            )
+                users.setdefault(id(parameter), []).append((label, id(each)))
+    changed = True
+    while changed:
+        changed = False
+        for uses in users.values():
+            converted = [layer for _, layer in uses if layer in wanted and layer not in found]
+            if converted and len(converted) < len(uses):
+                names = ", ".join(name for name, _ in uses)
+                text = (
+                    f"{names} are one parameter, of which some would become shards; tie parallel "
+                    f"layers instead, after the conversion"
+                )
+                found.update(dict.fromkeys(converted, text))
+                changed = True
 
 
 def _named(name: str, module: Module) -> str:

@@ -10,7 +10,10 @@ too, over the workers that hold the same shards.
 backbone samples of its own; `gather_batch` puts the features of the group together, and the head
 and the loss work on all of them. `DistributedDataParallel` takes the mean of the backbone's
 gradients over the workers, where they are the terms of a sum: `gather_batch` makes up for that.
-Shards must not be averaged over workers that hold others: `register_ddp_parameters_to_ignore`.
+
+Shards are averaged over workers that hold the same ones, and never over workers that hold others.
+`DistributedDataParallel` finds out by itself which of the two its process group is, as
+`tessel.distributed.wrapping` says, and raises where it is neither.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tessel.distributed.group import get_group, row_of
 from tessel.distributed.marks import mark_of
 from tessel.distributed.movements import gather
+from tessel.distributed.wrapping import IGNORED, REGISTERED
 from tessel.graph import eagerly
 from tessel.partition import Partition, world
 
@@ -75,10 +79,11 @@ def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
 
 
 def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
-    """Let `DistributedDataParallel` leave alone all parameters of a module that are shards.
+    """The parameters of a module that are shards, put on its list of what DDP is to ignore.
 
-    For a model whose backbone is averaged over workers that hold different shards of its head.
-    Call it before the module is wrapped, on the module that is wrapped.
+    There is no need to call this: `DistributedDataParallel` ignores shards that are others on each
+    of its workers by itself. It does no harm either: where workers hold the same shards, as
+    under `data_parallel`, these are averaged although they are on the list.
 
     Returns:
         The names of these parameters.
@@ -94,10 +99,11 @@ def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
         for name, value in module.named_parameters(remove_duplicate=False)
         if mark_of(value) is not None
     ]
-    known = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module, [*known, *(name for name in shards if name not in known)]
-    )
+    known = getattr(module, IGNORED, [])
+    asked = [name for name in known if name not in getattr(module, REGISTERED, ())]
+    new = [name for name in shards if name not in asked]
+    setattr(module, IGNORED, [*asked, *new])
+    setattr(module, REGISTERED, new)
     return shards
 
 

@@ -9,7 +9,7 @@ in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -68,6 +68,14 @@ def keep_part_(part: Tensor, layout: Layout, whole: Tensor) -> None:
             move = Move(Layout.whole(first, layout.shape), layout)
             whole = move(whole if first.active else whole.new_empty(0))
         part.copy_(whole)
+
+
+def equalize_(parameters: Iterable[Tensor | None], partition: Partition) -> None:
+    """Let parameters that are whole on every worker have the values of the first one, in place."""
+    for each in parameters:
+        if each is not None and partition.size > 1:
+            layout = Layout.whole(partition, tuple(each.shape), shared=True)
+            keep_part_(each.detach(), layout, each.detach())
 
 
 def shard_layout(partition: Partition, shape: tuple[int, ...], dim: int) -> Layout:

@@ -14,8 +14,10 @@ from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
     Mark,
+    call,
     describe,
     note,
+    share,
     state_of,
     traced_state,
     unmark_values,
@@ -24,7 +26,7 @@ from tessel.distributed.marks import (
 from tessel.graph import eagerly
 from tessel.layout import Layout
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, keep_part_
+from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
 from tessel.nn.parallel.embedding_agreement import Lookup, Settings, agree, table_layout
 from tessel.nn.parallel.embedding_table import look_up_columns, look_up_rows
 from tessel.partition import Partition
@@ -40,7 +42,8 @@ class ParallelEmbedding(torch.nn.Embedding):
     Every worker is given the same ids. With `dim=0` a worker stores some rows of the table and
     adds those that it has; with `dim=1` or `-1` it stores some columns of all rows, and columns are
     gathered. Neither moves anything in the backward pass: the gradient of a shard is the shard of
-    the gradient, also a sparse one. With `dim=None` this is torch's layer.
+    the gradient, also a sparse one. With `dim=None` this is torch's layer, with the same values on
+    all workers.
 
     The shards are balanced parts. Their values are those that torch's layer draws with the seed
     of the first worker of the group, for every `dim` and any number of workers.
@@ -54,10 +57,10 @@ class ParallelEmbedding(torch.nn.Embedding):
         scale_grad_by_freq: whether gradients are divided by how often an id is in the batch.
         sparse: whether the gradient of the shard is a sparse tensor.
         _weight: the whole table; that of the first worker is taken.
+        dim: which dimension of the table is split; None for none.
         _freeze: whether the table gets no gradient.
         device: of the shard.
         dtype: of the shard.
-        dim: which dimension of the table is split; None for none.
         partition: the workers; None for the default group.
 
     >>> import tessel, torch
@@ -76,20 +79,20 @@ class ParallelEmbedding(torch.nn.Embedding):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
         _weight: Tensor | None = None,
+        dim: int | None = None,
+        *,
         _freeze: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        dim: int | None = None,
         partition: Partition | None = None,
     ) -> None:
         row = row_of(partition)
-        if dim is not None:
-            given = "" if _weight is None else f", of a table of {_kind(_weight)}"
-            agree_on_call(
-                row,
-                f"ParallelEmbedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, "
-                f"dim={dim!r}) over {row}{given}",
-            )
+        given = "" if _weight is None else f", of a table of {_kind(_weight)}"
+        agree_on_call(
+            row,
+            f"ParallelEmbedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, "
+            f"dim={dim!r}) over {row}{given}",
+        )
         check_dim(dim, "ParallelEmbedding")
         outline = torch.empty(num_embeddings, embedding_dim, device="meta", dtype=dtype)
         super().__init__(
@@ -109,8 +112,8 @@ class ParallelEmbedding(torch.nn.Embedding):
             empty = torch.empty(shape, device=device, dtype=dtype)
             self.weight = torch.nn.Parameter(empty, requires_grad=not _freeze)
             self.reset_parameters()
-        elif dim is not None:
-            self.weight = self._shard_of(_weight, not _freeze)
+        elif dim is not None or row.size > 1:
+            self.weight = self._part_of(_weight, not _freeze)
 
     @classmethod
     def from_pretrained(
@@ -219,9 +222,13 @@ class ParallelEmbedding(torch.nn.Embedding):
         return {} if self._layout is None else {"weight": self._layout}
 
     def reset_parameters(self) -> None:
-        """Draw all values anew, as `torch.nn.Embedding` does; those of the padding are zero."""
+        """Draw all values anew, as `torch.nn.Embedding` does; those of the padding are zero.
+
+        A call of all workers of the group.
+        """
         if self._layout is None:
             super().reset_parameters()
+            equalize_([self.weight], self.partition)
             return
         draw_(self.weight, self._layout, torch.nn.init.normal_)
         self._fill_padding_idx_with_zero()
@@ -237,13 +244,16 @@ class ParallelEmbedding(torch.nn.Embedding):
                 with torch.no_grad():
                     self.weight[self.padding_idx - start].fill_(0)
 
-    def _shard_of(self, table: Tensor, learns: bool) -> torch.nn.Parameter:
-        """This worker's shard of the whole table that the first worker has."""
-        assert self._layout is not None
-        shard = table.detach().new_empty(self._layout.local_shape)
-        if self.partition.active and not table.is_meta:
-            keep_part_(shard, self._layout, table.detach())
-        return torch.nn.Parameter(shard, requires_grad=learns)
+    def _part_of(self, table: Tensor, learns: bool) -> torch.nn.Parameter:
+        """This worker's part of the whole table that the first worker has, in its own memory."""
+        layout = self._layout
+        if layout is None:
+            part = table.detach().clone()
+            equalize_([part], self.partition)
+        else:
+            part = table.detach().new_empty(layout.local_shape)
+            keep_part_(part, layout, table.detach())
+        return torch.nn.Parameter(part, requires_grad=learns)
 
     def _is_split_so(self, dim: int | None, partition: Partition) -> bool:
         if self.dim is None or dim is None:
@@ -279,9 +289,14 @@ class ParallelEmbedding(torch.nn.Embedding):
 
     def _mark_weight(self) -> None:
         """Let the weight say that it is a shard; another than ours may have come."""
-        if getattr(self, "dim", None) is not None and "weight" in self._parameters:
+        if not hasattr(self, "partition") or "weight" not in self._parameters:
+            return  # torch's layer is still being made
+        if self.dim is None:
+            share(self.weight, self.partition)
+        else:
             size = self._whole_shape[self._place]
             note(self.weight, Mark(self._place, self.partition, size))
+            call(self.weight, self.dim)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -299,6 +314,9 @@ class ParallelEmbedding(torch.nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dim={self.dim}"
+
+
+Embedding = ParallelEmbedding  # torchshard has both names
 
 
 @eagerly

@@ -18,6 +18,7 @@ from tessel.distributed.marks import (
     Mark,
     State,
     Unknown,
+    call,
     check_known,
     describe,
     marked,
@@ -35,7 +36,7 @@ from tessel.linop import LinearOperator
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.column import can_overlap, multiply_overlapping
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, shard_layout
+from tessel.nn.parallel.drawing import draw_, equalize_, shard_layout
 from tessel.partition import Partition
 from tessel.shared import Spread, even
 from tessel.transport import kept_in_job
@@ -106,9 +107,22 @@ class Product:
         if self.dim == COLUMN:
             return Entry(copying(self.partition, shape), None, terms)
         leave = reducing(self.partition, result)
-        if self.state is None:
+        if self.state is None and not self._are_shards(shapes):
             return Entry(scattering(self.partition, shape, len(shape) - 1), leave, terms)
         return Entry(None, leave, terms)
+
+    def _are_shards(self, shapes: dict[int, Shape]) -> bool:
+        """Whether the lengths of inputs say that they are shards, where no mark does.
+
+        Whole inputs are as long as the weight on every worker. So shards that are so, too, are
+        whole: those on one worker, and those of nothing.
+        """
+        if self.dim == COLUMN or isinstance(self.state, Mark):
+            return self.dim == ROW
+        lengths = [shapes[worker][-1] for worker in self.partition.ranks]
+        parts = boxes.balanced(self.sizes[0], self.partition.size)
+        fits = lengths == [stop - start for start, stop in parts]
+        return fits and any(length != self.sizes[0] for length in lengths)
 
     def _check_kind(self, terms: Terms) -> None:
         """Raise as torch does if the weight is of another kind than the input."""
@@ -132,7 +146,7 @@ class Product:
         same({w: shape[:-1] for w, shape in shapes.items()}, "shape before the last", self.label)
         parts = boxes.balanced(length, self.partition.size)
         for worker, (start, stop) in zip(self.partition.ranks, parts, strict=True):
-            expected = length if self.state is None else stop - start
+            expected = stop - start if self._are_shards(shapes) else length
             if shapes[worker][-1] != expected:
                 raise ValueError(f"{self.label}: {self._sizes(worker, shapes[worker], expected)}")
         return (*first[:-1], length)
@@ -143,7 +157,10 @@ class Product:
             f"last dimension, got shape {shape}"
         )
         if self.state is None and self.dim == ROW:
-            text += "; if it is a shard, write x = tessel.register_parallel_dim(x, -1) before"
+            text += (
+                "; all workers pass the whole input, or each its shard, which may be marked by "
+                "tessel.register_parallel_dim(x, -1)"
+            )
         return text
 
     def _check_mark(self, ndim: int) -> None:
@@ -354,7 +371,7 @@ class ParallelLinear(torch.nn.Linear):
 
     Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
 
-    - `dim=None`: `torch.nn.Linear`, on each worker by itself.
+    - `dim=None`: `torch.nn.Linear`, with the same values on all workers. Nothing moves.
     - `dim=1` or `-1`, *column*: each worker has the rows of the weight, and the bias, of its part
       of the outputs. The input is whole on all workers, the output a shard, marked as one. Nothing
       moves forward; the gradient of the input takes one all-reduce.
@@ -397,13 +414,13 @@ class ParallelLinear(torch.nn.Linear):
         partition: Partition | None = None,
     ) -> None:
         row = row_of(partition)
-        if dim is None:
-            super().__init__(in_features, out_features, bias, device, dtype)
-            self.dim, self.partition = dim, row
-            return
         name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
         agree_on_call(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
         checked_dim(dim, name)
+        if dim is None:
+            self.partition = row  # which torch's layer needs when it draws its values
+            super().__init__(in_features, out_features, bias, device, dtype)
+            return
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.dim, self.partition = dim, row
@@ -424,9 +441,10 @@ class ParallelLinear(torch.nn.Linear):
         return layouts_of(self.partition, split, (self.in_features, self.out_features))
 
     def reset_parameters(self) -> None:
-        """Draw all values anew, as `torch.nn.Linear` does."""
+        """Draw all values anew, as `torch.nn.Linear` does; a call of all workers of the group."""
         if self.dim is None:
             super().reset_parameters()
+            equalize_(self._parameters.values(), self.partition)
             return
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         layouts = self.layouts
@@ -461,7 +479,12 @@ class ParallelLinear(torch.nn.Linear):
 
     @classmethod
     def convert_parallel_linear(
-        cls, module: torch.nn.Module, dim: int | None = None, partition: Partition | None = None
+        cls,
+        module: torch.nn.Module,
+        dim: int | None = None,
+        partition: Partition | None = None,
+        *,
+        strict: bool = False,
     ) -> torch.nn.Module:
         """Make a `ParallelLinear` of each `torch.nn.Linear` in a module, with the same values.
 
@@ -471,10 +494,15 @@ class ParallelLinear(torch.nn.Linear):
         in several places stays one, and so does a parameter that several layers use. Layers that
         are split already stay as they are.
 
+        What cannot be converted exactly stays, too, and one warning names it: attention, which
+        reads the weights of its layers itself, subclasses with methods of their own, lazy layers
+        that have seen no input, parametrized layers, those with gradients or hooks of parameters.
+
         Args:
             module: contains one or more `torch.nn.Linear`.
             dim: as in `ParallelLinear`.
             partition: the workers; None for the default group.
+            strict: whether to raise NotImplementedError instead, and convert nothing.
 
         >>> import tessel, torch
         >>> tessel.nn.ParallelLinear.convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
@@ -482,8 +510,7 @@ class ParallelLinear(torch.nn.Linear):
         """
         row = row_of(partition)
         name = f"convert_parallel_linear(module, dim={dim!r}) over {row}"
-        if dim is not None:
-            agree_on_call(row, name)
+        agree_on_call(row, f"{name}, {strict=}")
         checked_dim(dim, name)
         conversion = Conversion(
             name=name,
@@ -497,6 +524,7 @@ class ParallelLinear(torch.nn.Linear):
             layouts=lambda layer: layer.layouts,
             refused=(torch.nn.MultiheadAttention,),
             also=ParallelLinear,
+            is_strict=strict,
         )
         return convert(module, conversion)
 
@@ -514,13 +542,18 @@ class ParallelLinear(torch.nn.Linear):
 
     def _mark_parameters(self) -> None:
         """Let the parameters say which shards they are; others than ours may have come."""
-        for name, layout in self.layouts.items():
-            parameter = self._parameters.get(name)
-            if parameter is None:
+        layouts = self.layouts
+        for name, parameter in self._parameters.items():
+            if parameter is None or (layouts and name not in layouts):
                 continue
+            if not layouts:
+                share(parameter, self.partition)
+                continue
+            layout = layouts[name]
             split = [dim for dim, cut in enumerate(layout.cuts) if cut.axes]
             if split:
                 note(parameter, Mark(split[0], self.partition, layout.shape[split[0]]))
+                call(parameter, self.dim)
             else:
                 share(parameter, self.partition)
 

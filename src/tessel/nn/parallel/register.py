@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import register_parallel_dim
+from tessel.distributed.marks import registered
 from tessel.graph import eagerly
 from tessel.partition import Partition
 
@@ -14,7 +14,7 @@ from tessel.partition import Partition
 class RegisterParallelDim(torch.nn.Module):
     """Say that tensors are shards along a dimension, or that they are whole.
 
-    Forward:  y = x, with another mark.
+    Forward:  y = x, with another mark; `x` itself keeps its own.
 
     Args:
         dim: the dimension that is split over the workers; None says that tensors are whole.
@@ -37,7 +37,7 @@ class RegisterParallelDim(torch.nn.Module):
 
     @eagerly
     def forward(self, input: Tensor) -> Tensor:
-        return register_parallel_dim(input, self.dim, self.partition)
+        return registered(input, self.dim, self.partition, "RegisterParallelDim")
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"

@@ -32,6 +32,7 @@ State = dict[str, Any]
 def collect_state_dict(
     module: Module,
     state: Mapping[str, Any] | None = None,
+    prefix: str = "",
     *,
     rank0_only: bool = False,
     cpu_offload: bool = False,
@@ -46,6 +47,7 @@ def collect_state_dict(
         module: the model.
         state: its state on this worker; None for `module.state_dict()`. Another one, as that of an
             average of weights, lies as the parameters of the module do.
+        prefix: stands before all names in the result.
         rank0_only: whether only the first worker of the group gets it, and all others an empty
             dictionary.
         cpu_offload: whether each value goes to the memory of the CPU once it is whole.
@@ -69,12 +71,14 @@ def collect_state_dict(
     places.agree(call, kinds(given), problems)
     collect = Collector(places, rank0_only, cpu_offload)
     whole = {name: collect(value, places.layouts.get(name)) for name, value in given.items()}
-    return _like(given, {} if collect.is_empty else whole)
+    named = {prefix + name: value for name, value in whole.items()}
+    return _like(given, {} if collect.is_empty else named)
 
 
 def relocate_state_dict(
     module: Module,
     state: Mapping[str, Any] | None,
+    prefix: str = "",
     *,
     rank0_only: bool = False,
     partition: Partition | None = None,
@@ -89,6 +93,7 @@ def relocate_state_dict(
         module: the model that loads the result.
         state: the whole state; keys of which the module knows nothing stay as they are, so that
             `load_state_dict` reports them, on all workers.
+        prefix: stands before the names in `state`, and not in the result.
         rank0_only: whether only the first worker of the group has the state, and sends others
             their shards; what they pass, such as None, does not count.
         partition: the workers that hold the model together; None for those of its shards.
@@ -103,6 +108,8 @@ def relocate_state_dict(
     places = Places.of(module, partition, call)
     if rank0_only and not places.row.active:
         return module.state_dict()
+    if prefix and state is not None:
+        state = _like(state, {name.removeprefix(prefix): each for name, each in state.items()})
     relocate = relocator(places, state, rank0_only, call, next(module.parameters(), None))
     outline = relocate.outline
     problems = [

@@ -1,0 +1,38 @@
+"""Slices of a tensor, as they are spread over the workers of a group."""
+
+from __future__ import annotations
+
+from operator import index as as_int
+
+from torch import Tensor
+
+from tessel import boxes
+
+
+def slices(
+    tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
+) -> tuple[Tensor, ...]:
+    """Cut a tensor into balanced parts along a dimension: those that workers of a group have.
+
+    The parts are n // p long, and the first n % p of them one longer. This is `tessel.slice`.
+
+    Args:
+        tensor: all of it.
+        num_partitions: the number of parts, p; some are empty if there are fewer numbers.
+        dim: the dimension; None for the last.
+        contiguous: whether parts are copied that do not lie in one piece; else all are views.
+
+    >>> import tessel, torch
+    >>> [tuple(part.shape) for part in tessel.slice(torch.empty(3, 10), 3, dim=-1)]
+    [(3, 4), (3, 3), (3, 3)]
+    """
+    if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+        raise ValueError(f"slice: a tensor of at least one dimension is needed, got {tensor!r}")
+    place, parts = -1 if dim is None else as_int(dim), as_int(num_partitions)
+    if not -tensor.ndim <= place < tensor.ndim:
+        raise ValueError(f"slice: dim {place} is out of range for shape {tuple(tensor.shape)}")
+    if parts < 1:
+        raise ValueError(f"slice: at least one part is needed, got num_partitions={parts}")
+    intervals = boxes.balanced(tensor.shape[place], parts)
+    cut = tuple(tensor.narrow(place, start, stop - start) for start, stop in intervals)
+    return tuple(part.contiguous() for part in cut) if contiguous else cut

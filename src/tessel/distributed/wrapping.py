@@ -1,0 +1,419 @@
+"""Wrapping: what torch's wrappers for data parallelism may do with shards.
+
+`DistributedDataParallel` sends the values of its first worker to the others and takes the mean of
+all gradients. That is right for a shard if its workers hold the same one, as replicas of a split
+model do, and wrong if each of them holds another. Which of the two it is depends on the process
+group, not on the module, so it is decided when a module is wrapped. For that the `__init__` of
+torch's wrappers is replaced by one that asks first, once the first tensor becomes a shard; a
+program without shards has torch as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from inspect import BoundArguments, signature
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from tessel.distributed.mark import Mark, Unknown, describe, state_of
+from tessel.transport import share_over
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for the list of a module
+REGISTERED = "_tessel_ddp_parameters"  # those of them that were put there because they are shards
+
+_FSDP = "torch.distributed.fsdp"
+_REPLICAS = "tessel.nn.data_parallel(model)"
+
+Check = Callable[[BoundArguments], AbstractContextManager[None]]
+
+
+@cache
+def guard_wrappers() -> None:
+    """Let torch's wrappers of modules ask about shards, from the first shard on."""
+    _guard(DistributedDataParallel, _deciding)
+    if _FSDP in sys.modules:
+        _guard_fsdp()
+    else:
+        sys.meta_path.insert(0, _Watch())
+
+
+def _guard(wrapper: Any, check: Check) -> None:
+    """Run a check around the `__init__` of a class, also for its subclasses."""
+    init = wrapper.__init__
+    parameters = signature(init)
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        try:
+            given = parameters.bind(self, *args, **kwargs)
+        except TypeError:  # torch says what is wrong with them
+            return init(self, *args, **kwargs)
+        with check(given):
+            init(*given.args, **given.kwargs)
+
+    wrapper.__init__ = __init__
+
+
+class _Watch(MetaPathFinder):
+    """Guards FSDP when somebody imports it, which takes a second and few programs do."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != _FSDP:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_guard(module: Any) -> None:
+                execute(module)
+                _guard_fsdp()
+
+            spec.loader.exec_module = execute_and_guard  # type: ignore[method-assign]
+        return spec
+
+
+def _guard_fsdp() -> None:
+    """Guard both kinds of FSDP.
+
+    Programs have `fully_shard` itself by its name long before there is a shard; what it makes of
+    the parameters of a module is a class, which can be guarded at any time.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    _guard(FullyShardedDataParallel, _refusing_flat)
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    except ImportError:
+        known = False
+    else:
+        known = {"params", "modules", "mesh_info"} <= {*signature(FSDPParamGroup).parameters}
+    if known:
+        _guard(FSDPParamGroup, _refusing_group)
+    else:  # torch's own and no promise: a program that imports it must not fail for that
+        text = "fully_shard of this version of torch is not known to Tessel and may mix up shards"
+        warnings.warn(text, stacklevel=2)
+
+
+class Held(NamedTuple):
+    """What one worker says of a shard in the module that it wraps.
+
+    Args:
+        name: of the parameter or buffer.
+        what: the mark in words, or what is to be done about a lost one.
+        is_lost: whether it is a lost one.
+        dim: that is split.
+        size: of the whole along it, if that is known.
+        workers: of the shard, in their order.
+        place: of this worker among them, or None.
+        is_ignored: whether the user asked DDP to leave it alone.
+        is_delayed: whether the user asked for a delayed reduction of its gradient.
+    """
+
+    name: str
+    what: str
+    is_lost: bool
+    dim: int
+    size: int | None
+    workers: tuple[int, ...]
+    place: int | None
+    is_ignored: bool
+    is_delayed: bool
+
+    @property
+    def is_split(self) -> bool:
+        return len(self.workers) > 1
+
+
+class Report(NamedTuple):
+    """What one worker says of the module that it wraps: its shards, and whether it has others."""
+
+    shards: tuple[Held, ...]
+    has_others: bool
+
+
+@contextmanager
+def _deciding(given: BoundArguments) -> Iterator[None]:
+    """Let DDP ignore the shards of a module that are others on each of its workers, this once.
+
+    All workers tell each other what they hold and come to the same decision, or raise.
+    """
+    module, handle = given.arguments.get("module"), _handle_of(given)
+    workers = _workers_of(handle)
+    report = _report(module, given.arguments) if isinstance(module, Module) else None
+    if report is None or not report.shards or len(workers) < 2:
+        yield
+        return
+    assert isinstance(module, Module)
+    apart = decide(workers, share_over(handle, report))
+    before = module.__dict__.get(IGNORED)
+    asked = [name for name in _asked(module) if name not in apart]
+    setattr(module, IGNORED, [*asked, *_names_in(module, apart)])
+    try:
+        yield
+    finally:  # DDP has its own copy; the next wrapper may have another group
+        delattr(module, IGNORED)
+        if before is not None:
+            setattr(module, IGNORED, before)
+
+
+def _handle_of(given: BoundArguments) -> Any:
+    """The process group of a call of DDP; None for that of all workers."""
+    mesh = given.arguments.get("device_mesh")
+    if mesh is not None and mesh.ndim == 1:
+        return mesh.get_group(0)
+    return given.arguments.get("process_group")
+
+
+def _workers_of(handle: Any) -> list[int]:
+    """The workers of a process group, if this is one of them; torch refuses others itself."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank(handle) < 0:
+        return []
+    return list(dist.get_process_group_ranks(handle))
+
+
+def _asked(module: Module) -> list[str]:
+    """What the user asked DDP to ignore, but for what is there only because it is a shard."""
+    registered = getattr(module, REGISTERED, ())
+    return [name for name in getattr(module, IGNORED, ()) if name not in registered]
+
+
+def _names_in(module: Module, apart: Sequence[str]) -> list[str]:
+    """All names by which DDP knows some values of a module.
+
+    A value that several modules use has several. One of the module itself has two: DDP looks up
+    some names with a dot before them.
+    """
+    known = dict(_named(module))
+    wanted = {id(known[name]) for name in apart}
+    names = [name for name, value in _named(module, False) if id(value) in wanted]
+    return [*names, *(f".{name}" for name in names if "." not in name)]
+
+
+def _named(module: Module, once: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=once)
+    yield from module.named_buffers(remove_duplicate=once)
+
+
+def _report(module: Module, given: dict[str, Any]) -> Report:
+    asked, delays = set(_asked(module)), given.get("delay_all_reduce_named_params") or ()
+    delayed = {id(value) for _, value in delays} if isinstance(delays, list | tuple) else set()
+    ignored = {id(value) for name, value in _named(module, False) if name in asked}
+    shards = []
+    for name, value in _named(module):
+        state = state_of(value)
+        if state is None:
+            continue
+        known = isinstance(state, Mark)
+        dim, size = (state.dim, state.size) if isinstance(state, Mark) else (0, None)
+        row = state.partition
+        shards.append(
+            Held(
+                name=name,
+                what=describe(state) if isinstance(state, Mark) else state.remedy,
+                is_lost=not known and (row is None or row.size > 1),
+                dim=dim,
+                size=size,
+                workers=() if row is None else row.ranks,
+                place=None if row is None else row.rank,
+                is_ignored=id(value) in ignored,
+                is_delayed=id(value) in delayed,
+            )
+        )
+    split = {each.name for each in shards if each.is_split}
+    others = (name not in split and p.requires_grad for name, p in module.named_parameters())
+    return Report(tuple(shards), any(others))
+
+
+def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
+    """The names of the shards that DDP must ignore; ValueError if it cannot be right.
+
+    Args:
+        workers: those of its process group.
+        reports: what they say, in their order.
+
+    A shard that all of them hold is averaged:
+
+    >>> weight = Held("weight", "a shard", False, 0, 8, (0, 1), 0, False, False)
+    >>> other = weight._replace(workers=(2, 3))
+    >>> decide([0, 2], [Report((weight,), True), Report((other,), True)])
+    []
+
+    Of shards that are others on each of them, every worker keeps its own:
+
+    >>> other = weight._replace(place=1)
+    >>> decide([0, 1], [Report((weight,), True), Report((other,), True)])
+    ['weight']
+    """
+    label = f"DistributedDataParallel over workers {list(workers)}"
+    for worker, report in zip(workers, reports, strict=True):
+        if [each.name for each in report.shards] != [each.name for each in reports[0].shards]:
+            raise ValueError(
+                f"{label}: the shards of the model differ between workers: "
+                f"{[each.name for each in reports[0].shards]} on worker {workers[0]}, "
+                f"{[each.name for each in report.shards]} on worker {worker}; wrap one model"
+            )
+    apart, averaged = [], False
+    for held in zip(*(report.shards for report in reports), strict=True):
+        lost = next((each for each in held if each.is_lost), None)
+        if lost is not None:
+            raise ValueError(f"{label}: of {lost.name} {lost.what}")
+        if not any(each.is_split for each in held):
+            continue
+        if _are_apart(workers, held):
+            apart.append(held[0].name)
+            _check_delay(label, held)
+        elif _are_alike(workers, held):
+            averaged = True
+            _check_ignored(label, held)
+        else:
+            raise ValueError(f"{label}: {_contradiction(workers, held)}")
+    if apart and not averaged and not all(report.has_others for report in reports):
+        raise ValueError(
+            f"{label}: all parameters that need a gradient are shards, of which each of these "
+            f"workers has its own, and there is nothing to average; take the model as it is"
+        )
+    return apart
+
+
+def _are_apart(workers: Sequence[int], held: Sequence[Held]) -> bool:
+    """Whether these workers hold different shards of one tensor."""
+    return len({each.workers for each in held}) == 1 and {*workers} <= {*held[0].workers}
+
+
+def _are_alike(workers: Sequence[int], held: Sequence[Held]) -> bool:
+    """Whether these workers hold the same shard, each in a group of its own."""
+    own = (
+        {*workers} & {*each.workers} == {worker} for worker, each in zip(workers, held, strict=True)
+    )
+    kinds = {(each.place, len(each.workers), each.dim, each.size) for each in held}
+    return all(own) and len(kinds) == 1
+
+
+def _contradiction(workers: Sequence[int], held: Sequence[Held]) -> str:
+    """Why neither a mean nor none is right for a shard."""
+    which = [
+        f"{each.what} on worker {worker}, which has part {each.place} of it"
+        if each.place is not None
+        else f"{each.what} for worker {worker}, which is not one of these"
+        for worker, each in zip(workers, held, strict=True)
+    ]
+    return (
+        f"{held[0].name} is {'; '.join(dict.fromkeys(which))}. A mean over all would mix different "
+        f"shards, and without one those that hold the same shard would drift apart; "
+        f"{_REPLICAS} takes the mean over the workers that hold the same shards"
+    )
+
+
+def _check_delay(label: str, held: Sequence[Held]) -> None:
+    if any(each.is_delayed for each in held):
+        raise ValueError(
+            f"{label}: {held[0].name} is in delay_all_reduce_named_params, and is {held[0].what}, "
+            f"of which each worker has its own part; leave it out"
+        )
+
+
+def _check_ignored(label: str, held: Sequence[Held]) -> None:
+    if any(each.is_ignored for each in held):
+        raise ValueError(
+            f"{label}: {held[0].name} is {held[0].what}; these workers hold the same shard and are "
+            f"asked to ignore its gradient, so that their copies would drift apart; take it out "
+            f"of {IGNORED}"
+        )
+
+
+@contextmanager
+def _refusing_flat(given: BoundArguments) -> Iterator[None]:
+    """Check a module that `FullyShardedDataParallel` is to wrap."""
+    arguments = given.arguments
+    for name in ("ignored_modules", "ignored_states"):  # which may be read only once
+        if arguments.get(name) is not None:
+            arguments[name] = list(arguments[name])
+    ignored = [*(arguments.get("ignored_modules") or ()), *(arguments.get("ignored_states") or ())]
+    left_out = {
+        id(value)
+        for each in ignored
+        for value in (each.parameters() if isinstance(each, Module) else (each,))
+    }
+    module = arguments.get("module")
+    if isinstance(module, Module):
+        workers = _workers_of_fsdp(arguments.get("process_group"), arguments.get("device_mesh"))
+        call = f"FullyShardedDataParallel over workers {workers}", "ignored_states=[…]"
+        _check_left_out([module], lambda value: id(value) in left_out, workers, *call)
+    yield
+
+
+@contextmanager
+def _refusing_group(given: BoundArguments) -> Iterator[None]:
+    """Check modules to which `fully_shard` is applied."""
+    managed = {id(value) for value in given.arguments["params"]}
+    workers = _workers_of_fsdp(None, given.arguments["mesh_info"].mesh)
+    call = f"fully_shard over workers {workers}", "ignored_params={…}"
+    modules = given.arguments["modules"]
+    _check_left_out(modules, lambda value: id(value) not in managed, workers, *call)
+    yield
+
+
+def _workers_of_fsdp(process_group: Any, mesh: Any) -> list[int]:
+    if mesh is not None:
+        return sorted(mesh.mesh.flatten().tolist())
+    handles = process_group if isinstance(process_group, tuple) else (process_group,)
+    return sorted({worker for handle in handles for worker in _workers_of(handle)})
+
+
+def _check_left_out(
+    modules: Iterable[Module],
+    is_left_out: Callable[[Tensor], bool],
+    workers: Sequence[int],
+    label: str,
+    remedy: str,
+) -> None:
+    """Raise ValueError unless FSDP leaves all shards alone, and none has copies that would drift.
+
+    It makes one tensor of what its workers hold, or takes what they hold for one tensor; a layer
+    gets neither its shard nor a mark from it.
+    """
+    if len(workers) < 2:
+        return
+    for name, value in (each for module in modules for each in module.named_parameters()):
+        state = state_of(value)
+        if state is None or (state.partition is not None and state.partition.size == 1):
+            continue
+        if isinstance(state, Unknown):
+            raise ValueError(f"{label}: of {name} {state.remedy}")
+        if not is_left_out(value):
+            raise ValueError(
+                f"{label}: {name} is {state}, and FSDP would take shards of different workers for "
+                f"one tensor; leave all shards to their workers by {remedy}, or wrap the model by "
+                f"{_REPLICAS}"
+            )
+        if not {*workers} <= {*state.partition.ranks}:
+            raise ValueError(
+                f"{label}: {name} is {state}, and other workers hold copies of it, which would "
+                f"drift apart; apply FSDP over workers {list(state.partition.ranks)} alone, or "
+                f"wrap the model by {_REPLICAS}"
+            )
+
+
+def check_sent(optimizer: Any, mark: Mark) -> None:
+    """Raise ValueError if an optimizer sends a shard to workers that hold others."""
+    workers = _workers_of(optimizer.process_group)
+    others = {*workers} & {*mark.partition.ranks}
+    if len(others) > 1:
+        raise ValueError(
+            f"{type(optimizer).__name__} over workers {workers} of a parameter that is {mark}: it "
+            f"sends each parameter from one worker to all others, which have other shards; take "
+            f"the optimizer of torch that it is made of, or as process_group= the workers that "
+            f"hold the same shards"
+        )

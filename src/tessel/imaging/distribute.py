@@ -1,0 +1,313 @@
+"""distribute: one function that spreads what an inverse problem is made of over workers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.imaging.context import DistributedContext
+from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
+from tessel.imaging.fidelity import L2
+from tessel.imaging.processing import DistributedProcessing
+from tessel.imaging.stacked import (
+    DistributedStackedFidelity,
+    DistributedStackedLinearPhysics,
+    DistributedStackedPhysics,
+)
+from tessel.imaging.uses import totalled
+
+KINDS = (
+    *("auto", "physics", "linear_physics", "data_fidelity", "denoiser", "prior"),
+    *("parameters", "module"),
+)
+
+
+def distribute(
+    object: Any,
+    ctx: DistributedContext,
+    *,
+    num_operators: int | None = None,
+    type_object: str = "auto",
+    dtype: torch.dtype | None = None,
+    gather_strategy: str = "concatenated",
+    tiling_strategy: DistributedSignalStrategy | None = None,
+    tiling_dims: int | Sequence[int] | None = None,
+    patch_size: int | Sequence[int] = 256,
+    overlap: int | Sequence[int] = 64,
+    max_batch_size: int | None = None,
+    checkpoint_batches: str = "auto",
+    checkpoint_use_reentrant: bool = False,
+    checkpoint_preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Spread operators, data fidelities, a denoiser, parameters or a whole method over workers.
+
+    | `type_object` | takes | gives |
+    |---|---|---|
+    | "physics" | a list, a `StackedPhysics`, a function | `DistributedStackedPhysics` |
+    | "linear_physics" | the same, with adjoints | `DistributedStackedLinearPhysics` |
+    | "data_fidelity" | one, a list, a stack, a function | `DistributedStackedFidelity` |
+    | "denoiser" | a function of patches | `DistributedProcessing` |
+    | "prior" | one that has a denoiser | the same prior, its denoiser spread |
+    | "parameters" | one or several | the same, whose gradients are those of all workers |
+    | "module" | deepinv's `BaseOptim(unfold=True)` | the same, its parts spread |
+
+    Args:
+        object: what is spread. A function of (i, device, factory_kwargs) makes operator or data
+            fidelity i.
+        ctx: the workers.
+        num_operators: how many a function makes.
+        type_object: what it is; "auto" tells by what it is or has, but for functions.
+        dtype: to which operators, data fidelities and denoisers are converted; None for none.
+        gather_strategy: of physics: how measurements travel, "concatenated", "broadcast" or
+            "naive".
+        tiling_strategy: of a denoiser: how images are cut; None for patches of `patch_size`.
+        tiling_dims: of a denoiser: the dimensions that are cut; None for all but the first two.
+        patch_size: of a denoiser.
+        overlap: of a denoiser: what is read on each side of a patch.
+        max_batch_size: of a denoiser: at most so many patches at once.
+        checkpoint_batches: of a denoiser, see `DistributedProcessing`.
+        checkpoint_use_reentrant: of a denoiser.
+        checkpoint_preserve_rng_state: of a denoiser.
+        kwargs: `factory_kwargs` of physics and data fidelities, `reduction` of data fidelities,
+            `average` of parameters and modules: False sums gradients over the workers.
+
+    >>> import torch
+    >>> from tessel.imaging import DistributedContext, distribute
+    >>> with DistributedContext() as ctx:
+    ...     distribute(torch.nn.Conv2d(1, 1, 3), ctx, type_object="denoiser", patch_size=64)
+    DistributedProcessing(
+      (processor): Conv2d(1, 1, kernel_size=(3, 3), stride=(1, 1))
+    )
+    """
+    if type_object not in KINDS:
+        raise ValueError(f"type_object must be one of {', '.join(KINDS)}, got {type_object!r}")
+    kind = _kind_of(object) if type_object == "auto" else type_object
+    tiling: dict[str, Any] = {
+        "tiling_strategy": (tiling_strategy, None),
+        "tiling_dims": (tiling_dims, None),
+        "patch_size": (patch_size, 256),
+        "overlap": (overlap, 64),
+        "max_batch_size": (max_batch_size, None),
+        "checkpoint_batches": (checkpoint_batches, "auto"),
+        "checkpoint_use_reentrant": (checkpoint_use_reentrant, False),
+        "checkpoint_preserve_rng_state": (checkpoint_preserve_rng_state, True),
+    }
+    counted = {"num_operators": (num_operators, None)}
+    travels = {"gather_strategy": (gather_strategy, "concatenated")}
+    converted = {"dtype": (dtype, None)}
+    given = {name: value for name, (value, _) in tiling.items()}
+    if kind in ("physics", "linear_physics"):
+        _refuse(kind, tiling)
+        return _physics(object, ctx, kind, num_operators, dtype, gather_strategy, **kwargs)
+    if kind == "data_fidelity":
+        _refuse(kind, tiling | travels)
+        return _fidelity(object, ctx, num_operators, dtype, **kwargs)
+    if kind == "parameters":
+        _refuse(kind, tiling | travels | counted | converted)
+        return _parameters(object, ctx, **kwargs)
+    _refuse(kind, travels | counted)
+    if kind == "denoiser":
+        _refuse(kind, {name: (value, _MISSING) for name, value in kwargs.items()})
+        return _denoiser(object, ctx, dtype, **given)
+    if kind == "prior":
+        _refuse(kind, {name: (value, _MISSING) for name, value in kwargs.items()})
+        return _prior(object, ctx, dtype, given)
+    return _module(object, ctx, dtype, given, **kwargs)
+
+
+_MISSING: Any = type("Missing", (), {})()
+
+
+def _refuse(kind: str, settings: dict[str, Any]) -> None:
+    """Raise TypeError for arguments that this kind of object has no use for."""
+    for name, (value, default) in settings.items():
+        if value is not default and value != default:
+            raise TypeError(f"distribute: {name}={value!r} is of no use for type_object={kind!r}")
+
+
+def _physics(
+    given: Any,
+    ctx: DistributedContext,
+    kind: str,
+    count: int | None,
+    dtype: torch.dtype | None,
+    gather_strategy: str,
+    **kwargs: Any,
+) -> DistributedStackedPhysics:
+    items = _listed(given, "physics_list")
+    make, count = _factory(items, given, count, dtype, "physics")
+    cls = DistributedStackedLinearPhysics if kind == "linear_physics" else DistributedStackedPhysics
+    return cls(ctx, count, make, gather_strategy=gather_strategy, **kwargs)
+
+
+def _fidelity(
+    given: Any, ctx: DistributedContext, count: int | None, dtype: torch.dtype | None, **kwargs: Any
+) -> DistributedStackedFidelity:
+    items = _listed(given, "data_fidelity_list")
+    if items is None and hasattr(given, "grad"):
+        return DistributedStackedFidelity(ctx, _on(given, ctx.device, dtype), count, **kwargs)
+    make, count = _factory(items, given, count, dtype, "data_fidelity")
+    return DistributedStackedFidelity(ctx, make, count, **kwargs)
+
+
+def _factory(
+    items: list[Any] | None, given: Any, count: int | None, dtype: torch.dtype | None, kind: str
+) -> tuple[Callable[..., Any], int]:
+    """A function that makes number i, and how many there are."""
+    if items is not None:
+        if count is not None and count != len(items):
+            raise ValueError(f"distribute: num_operators={count}, and there are {len(items)}")
+        return lambda i, device, shared: _on(items[i], device, dtype), len(items)
+    if not callable(given):
+        raise TypeError(f"distribute: {given!r} is no {kind}, list of them, or function")
+    if count is None:
+        raise ValueError(
+            f"distribute: a function needs to be told how many objects it makes: {given!r} and "
+            f"num_operators=None; pass num_operators"
+        )
+    return lambda i, device, shared: _on(given(i, device, shared), device, dtype), count
+
+
+def _denoiser(
+    given: Any, ctx: DistributedContext, dtype: torch.dtype | None, **settings: Any
+) -> DistributedProcessing:
+    if not callable(given):
+        raise TypeError(f"distribute: a denoiser can be called, got {given!r}")
+    strategy = settings.pop("tiling_strategy")
+    return DistributedProcessing(ctx, _on(given, ctx.device, dtype), strategy=strategy, **settings)
+
+
+def _prior(
+    prior: Any, ctx: DistributedContext, dtype: torch.dtype | None, settings: dict[str, Any]
+) -> Any:
+    """The prior itself, whose denoiser works in patches; others than denoisers stay whole."""
+    denoiser = getattr(prior, "denoiser", None)
+    if denoiser is None:
+        raise TypeError(
+            f"distribute: a prior with a denoiser is needed, got {prior!r}; spread others with "
+            f"DistributedPrior, which cuts prox and grad into patches"
+        )
+    if not isinstance(denoiser, DistributedProcessing):
+        prior.denoiser = _denoiser(denoiser, ctx, dtype, **settings)
+    return prior
+
+
+def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) -> Any:
+    """Let gradients of parameters be the mean or the sum of those of all workers."""
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    for number, each in enumerate(several):
+        if not isinstance(each, torch.nn.Parameter):
+            raise TypeError(f"distribute: number {number} is no torch.nn.Parameter: {each!r}")
+    moved = [
+        each
+        if each.device == ctx.device
+        else torch.nn.Parameter(each.detach().to(ctx.device), each.requires_grad)
+        for each in several
+    ]
+    ctx.check_same_state(moved, "distribute: a list of parameters")
+    if ctx.world_size > 1:
+        for each in moved:
+            each.register_hook(_shared_gradient(ctx, average))
+    return moved if isinstance(given, list | tuple) else moved[0]
+
+
+def _shared_gradient(ctx: DistributedContext, average: bool) -> Callable[[Tensor], Tensor]:
+    def hook(gradient: Tensor) -> Tensor:
+        total = totalled(gradient, ctx)
+        return total / ctx.world_size if average else total
+
+    return hook
+
+
+def _module(
+    model: Any,
+    ctx: DistributedContext,
+    dtype: torch.dtype | None,
+    settings: dict[str, Any],
+    *,
+    average: bool = True,
+) -> Any:
+    """A method of deepinv that is unfolded, in place: its fidelities, denoisers and parameters."""
+    if not getattr(model, "unfold", False):
+        raise TypeError(
+            f"distribute: type_object='module' takes a method of deepinv with unfold=True, got "
+            f"{type(model).__name__}; spread its physics, data fidelities and denoisers themselves"
+        )
+    model = _on(model, ctx.device, dtype)
+    ctx.check_same_state(list(model.parameters()), f"distribute: {type(model).__name__}")
+    if model.data_fidelity is not None:
+        model.data_fidelity = torch.nn.ModuleList(
+            each
+            if isinstance(each, DistributedStackedFidelity)
+            else DistributedStackedFidelity(ctx, each)
+            for each in model.data_fidelity
+        )
+    for prior in model.prior or ():
+        if getattr(prior, "denoiser", None) is not None:
+            _prior(prior, ctx, dtype, dict(settings))
+    learned = getattr(model, "params_algo", None)
+    if isinstance(learned, torch.nn.ParameterDict):
+        found = [each for each in learned.parameters() if each.requires_grad]
+        _parameters(found, ctx, average=average)
+    return model
+
+
+def _kind_of(given: Any) -> str:
+    """What an object is, by its class if it is one of deepinv, else by what it has."""
+    first = given[0] if isinstance(given, list | tuple) and given else given
+    if isinstance(first, torch.nn.Parameter):
+        return "parameters"
+    items = _listed(given, "physics_list")
+    operators = items if items is not None else []
+    if operators and all(hasattr(each, "A") for each in operators):
+        return "linear_physics" if all(map(_is_linear, operators)) else "physics"
+    if hasattr(given, "data_fidelity_list") or _is_fidelity(first):
+        return "data_fidelity"
+    if _is_a(given, "deepinv.optim.optimizers", "BaseOptim"):
+        return "module"
+    if _is_a(given, "deepinv.models.base", "Denoiser"):
+        return "denoiser"
+    if _is_a(given, "deepinv.optim.prior", "Prior"):
+        return "prior"
+    raise ValueError(
+        f"distribute: it cannot be told what {type(given).__name__} is; pass type_object, one of "
+        f"{', '.join(KINDS[1:])}"
+    )
+
+
+def _is_linear(operator: Any) -> bool:
+    """Whether an operator has an adjoint; deepinv gives one to some that are not linear."""
+    base = sys.modules.get("deepinv.physics")
+    if base is not None and isinstance(operator, base.Physics):
+        return isinstance(operator, base.LinearPhysics)
+    return hasattr(operator, "A_adjoint")
+
+
+def _is_fidelity(given: Any) -> bool:
+    return isinstance(given, L2) or _is_a(given, "deepinv.optim.data_fidelity", "DataFidelity")
+
+
+def _is_a(given: Any, module: str, name: str) -> bool:
+    """Whether an object is of a class of deepinv, which is then imported: this imports nothing."""
+    found = sys.modules.get(module)
+    return found is not None and isinstance(given, getattr(found, name))
+
+
+def _listed(given: Any, name: str) -> list[Any] | None:
+    """The items of a list or stack; None of what is neither."""
+    inside = getattr(given, name, given)
+    if isinstance(inside, list | tuple | torch.nn.ModuleList):
+        return list(inside)
+    is_one = hasattr(given, "A") and not callable(getattr(given, "__getitem__", None))
+    return [given] if is_one else None
+
+
+def _on(item: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if not hasattr(item, "to"):
+        return item
+    return item.to(device) if dtype is None else item.to(device=device, dtype=dtype)

@@ -1,0 +1,468 @@
+"""Stacked physics and data fidelities: called as those of `deepinv.distributed` are.
+
+A stack is called with all measurements and gives all of them, where `DistributedPhysics` has those
+of each worker. `gather=False` leaves results where they arise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tessel.distributed.agreeing import agree_on_call
+from tessel.imaging.collecting import Collector
+from tessel.imaging.context import DistributedContext
+from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.measurements import LocalTensors, anchor_of
+from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory, sum_of
+from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.imaging.solvers.space import Space
+from tessel.imaging.solvers.splitting import fidelity_prox
+from tessel.imaging.uses import hang, totalled
+from tessel.layout import Layout
+
+REDUCE_OPS = (None, "sum", "mean")
+
+
+class DistributedStackedPhysics(DistributedPhysics):
+    """Operators of one image over workers, whose measurements every worker gets.
+
+    Forward:  x ↦ (A_0(x), …, A_{N−1}(x)), as shared values: every worker may derive them.
+
+    Args:
+        ctx: the workers.
+        num_operators: the number N of operators.
+        factory: `factory(i, device, factory_kwargs)` makes operator i; called on its worker only.
+        factory_kwargs: what all operators may use, by name; see `DistributedPhysics`.
+        gather_strategy: how measurements travel: "concatenated", "broadcast" or "naive".
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> from tessel.imaging import DistributedContext, distribute
+    >>> with DistributedContext() as ctx:
+    ...     scales = [SimpleNamespace(A=lambda x, i=i: i * x) for i in (1, 2)]
+    ...     list(distribute(scales, ctx).A(torch.ones(1)))
+    [tensor([1.]), tensor([2.])]
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        num_operators: int,
+        factory: Factory,
+        *,
+        factory_kwargs: Mapping[str, Any] | None = None,
+        gather_strategy: str = "concatenated",
+    ) -> None:
+        self._collector = Collector(ctx, num_operators, gather_strategy)
+        super().__init__(ctx, num_operators, factory, factory_kwargs)
+
+    @property
+    def num_operators(self) -> int:
+        """The number of operators on all workers."""
+        return self.num_ops
+
+    @property
+    def gather_strategy(self) -> str:
+        """How measurements travel."""
+        return self._collector.strategy
+
+    @property
+    def local_physics(self) -> list[Any]:
+        """This worker's operators."""
+        return self.local_operators
+
+    @property
+    def local_indexes(self) -> list[int]:
+        """Their numbers."""
+        return self.local_indices
+
+    def A(
+        self,
+        x: DistributedSignal | Tensor,
+        gather: bool = True,
+        reduce_op: str | None = None,
+        **settings: Any,
+    ) -> Any:
+        """The measurements y_i = A_i(x), without noise.
+
+        Args:
+            x: the image.
+            gather: False: those of this worker's operators.
+            reduce_op: "sum" or "mean" over the operators, which must give one shape.
+            settings: of the operators.
+        """
+        return self._finished("A", super().A(x, **settings), gather, reduce_op)
+
+    def __call__(
+        self,
+        x: DistributedSignal | Tensor,
+        gather: bool = True,
+        reduce_op: str | None = None,
+        **settings: Any,
+    ) -> Any:
+        """The measurements with noise; that of measurement i depends on the seed and on i."""
+        found = super().__call__(x, **settings)
+        return self._finished("__call__", found, gather, reduce_op)
+
+    def A_vjp(
+        self,
+        x: DistributedSignal | Tensor,
+        v: Sequence[Tensor],
+        gather: bool = True,
+        reduce_op: str | None = "sum",
+    ) -> Any:
+        """The products J_i(x)ᵀ v_i, summed; see `DistributedStackedLinearPhysics.A_adjoint`."""
+        own = self.own(v)
+        if gather and reduce_op is not None:
+            return self._scaled(super().A_vjp(x, own), reduce_op)
+        return self._finished("A_vjp", self.vjps(x, own), gather, reduce_op, local_data(x))
+
+    def own(self, ys: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of measurements of all operators those of this worker, which may also be given alone."""
+        if isinstance(ys, LocalTensors) and len(ys) == len(self.local_indices):
+            return ys
+        if len(ys) == self.num_ops:
+            return LocalTensors([ys[i] for i in self.local_indices], _anchor_of_all(ys))
+        if len(ys) == len(self.local_indices):
+            return ys
+        call = (
+            f"{self!r}: {self.num_ops} measurements are needed, one for each operator, or the "
+            f"{len(self.local_indices)} of worker {self.ctx.rank}, got {len(ys)}"
+        )
+        agree_on_call(self.ctx.partition, call)  # all workers raise, or those that fit would wait
+        raise ValueError(call)
+
+    def _finished(
+        self,
+        method: str,
+        found: LocalTensors,
+        gather: bool,
+        reduce_op: str | None,
+        like: Tensor | None = None,
+    ) -> Any:
+        """What each worker has, that of all, or a sum of either."""
+        if reduce_op not in REDUCE_OPS:
+            raise ValueError(f"reduce_op must be one of {REDUCE_OPS}, got {reduce_op!r}")
+        if reduce_op is None:
+            if not gather:
+                return found
+            return self._collector.collect(f"{self!r}.{method}", self.local_indices, found)
+        share = sum_of(found, like) if found or like is not None else None
+        if gather or like is None:  # some may have no operators, and learn the shape from others
+            shape, terms = self._agree_on_image(
+                torch.empty(0, device=self.ctx.device) if share is None else share,
+                f"{self!r}.{method}(reduce_op={reduce_op!r})",
+            )
+            if share is None:
+                share = torch.zeros(shape, dtype=terms.dtype, device=self.ctx.device)
+        assert share is not None
+        share = hang(share, anchor_of(found))
+        return self._scaled(totalled(share, self.ctx, terms) if gather else share, reduce_op)
+
+    def _scaled(self, total: Tensor, reduce_op: str | None) -> Tensor:
+        if reduce_op not in REDUCE_OPS:
+            raise ValueError(f"reduce_op must be one of {REDUCE_OPS}, got {reduce_op!r}")
+        return total / self.num_ops if reduce_op == "mean" else total
+
+
+class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLinearPhysics):
+    """Linear operators of one image over workers, whose measurements every worker gets.
+
+    Forward:  x ↦ (A_0 x, …, A_{N−1} x).    Adjoint:  y ↦ Σ_i A_iᵀ y_i.
+
+    Args:
+        ctx: the workers.
+        num_operators: the number N of operators.
+        factory: `factory(i, device, factory_kwargs)` makes operator i; called on its worker only.
+        factory_kwargs: what all operators may use, by name.
+        gather_strategy: how measurements travel: "concatenated", "broadcast" or "naive".
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> from tessel.imaging import DistributedContext, distribute
+    >>> double = SimpleNamespace(A=lambda x: 2 * x, A_adjoint=lambda y: 2 * y)
+    >>> with DistributedContext() as ctx:
+    ...     physics = distribute([double, double], ctx)
+    ...     physics.A_adjoint(physics.A(torch.ones(1)))
+    tensor([8.])
+    """
+
+    def A_adjoint(
+        self, y: Sequence[Tensor], gather: bool = True, reduce_op: str | None = "sum"
+    ) -> Any:
+        """The image Σ_i A_iᵀ y_i.
+
+        Args:
+            y: the measurements of all operators, or of this worker's.
+            gather: False: what this worker's operators give.
+            reduce_op: "sum", "mean", or None for the images A_iᵀ y_i themselves.
+        """
+        own = self.own(y)
+        if gather and reduce_op is not None:
+            return self._scaled(DistributedLinearPhysics.A_adjoint(self, own), reduce_op)
+        return self._finished("A_adjoint", self.adjoints(own), gather, reduce_op)
+
+    def A_vjp(
+        self,
+        x: DistributedSignal | Tensor,
+        v: Sequence[Tensor],
+        gather: bool = True,
+        reduce_op: str | None = "sum",
+    ) -> Any:
+        """The same as `A_adjoint(v)`, since the operators are linear."""
+        return self.A_adjoint(v, gather, reduce_op)
+
+    def A_adjoint_A(
+        self,
+        x: DistributedSignal | Tensor,
+        gather: bool = True,
+        reduce_op: str | None = "sum",
+        **settings: Any,
+    ) -> Any:
+        """The image Σ_i A_iᵀ A_i x."""
+        if gather and reduce_op is not None:
+            found = DistributedLinearPhysics.A_adjoint_A(self, x, **settings)
+            return self._scaled(found, reduce_op)
+        images = self.normals(x, **settings)
+        return self._finished("A_adjoint_A", images, gather, reduce_op, local_data(x))
+
+    def A_A_adjoint(self, y: Sequence[Tensor], gather: bool = True) -> Any:
+        """The measurements A_i Σ_j A_jᵀ y_j; the image between them is that of all operators."""
+        return self.A(self.A_adjoint(y), gather)
+
+    @property
+    def spread(self) -> DistributedLinearPhysics:
+        """The same operators, called with the measurements of this worker."""
+        plain = DistributedLinearPhysics.__new__(DistributedLinearPhysics)
+        plain.__dict__ = self.__dict__  # one state, two ways to call it
+        return plain
+
+    def A_dagger(  # type: ignore[override]
+        self,
+        y: Sequence[Tensor],
+        solver: str = "CG",
+        max_iter: int | None = None,
+        tol: float | None = None,
+        *,
+        local_only: bool = True,
+        gather: bool = True,
+    ) -> Any:
+        """The mean of the operators' pseudo-inverses, or that of the stacked operator.
+
+        Args:
+            y: the measurements of all operators, or of this worker's.
+            solver: of an operator that has no pseudo-inverse in closed form; passed on to each. The
+                stacked operator is solved by conjugate gradients, "CG".
+            max_iter, tol: of the solver; None for its own.
+            local_only: True: (1/N) Σ_i A_i⁺ y_i, an approximation that takes one sum over workers.
+                False: A⁺ y, exactly, with a sum in each iteration.
+            gather: False with `local_only`: what this worker's operators give.
+        """
+        if not local_only:
+            if solver != "CG":
+                raise ValueError(f"A_dagger(local_only=False) has the solver 'CG', got {solver!r}")
+            steps = {} if max_iter is None else {"max_iter": max_iter}
+            return self.spread.A_dagger(self.own(y), tol, **steps)
+        asked = {"solver": None if solver == "CG" else solver, "max_iter": max_iter, "tol": tol}
+        given = {name: value for name, value in asked.items() if value is not None}
+        images = self.adjoints(self.own(y), lambda physics, y: physics.A_dagger(y, **given))
+        return self._finished("A_dagger", images, gather, "mean")
+
+    def compute_sqnorm(
+        self,
+        x0: DistributedSignal | Tensor,
+        max_iter: int = 50,
+        tol: float = 1e-3,
+        verbose: bool = True,
+        *,
+        local_only: bool = True,
+        gather: bool = True,
+    ) -> Tensor:
+        """A bound of the squared norm ‖A‖², or its value.
+
+        Args:
+            x0: an image of the shape and dtype of the domain.
+            max_iter: of power iterations.
+            tol: stop when the estimate changes by less than this, relative to it.
+            verbose: print it, on the first worker.
+            local_only: True: Σ_i ‖A_i‖², which is no less than ‖A‖². False: ‖A‖² itself, with a sum
+                over workers in each iteration.
+            gather: False with `local_only`: that of this worker's operators.
+        """
+        if local_only:
+            like = local_data(x0)
+            norms = [_square_norm(each, like, max_iter, tol) for each in self.local_physics]
+            zero = like.new_zeros((), dtype=like.real.dtype)
+            share = sum_of([each.to(zero) for each in norms], zero)
+            found = totalled(share, self.ctx) if gather else share
+        else:
+            found = self.compute_norm(x0, max_iter, tol)
+        if verbose and self.ctx.rank == 0:
+            print(f"‖A‖² {'≤' if local_only else '='} {found.item():.4g}")
+        return found
+
+
+def _square_norm(physics: Any, x: Tensor, max_iter: int, tol: float) -> Tensor:
+    """That of one operator, by its own method or by power iteration."""
+    if hasattr(physics, "compute_sqnorm"):
+        found = physics.compute_sqnorm(x, max_iter=max_iter, tol=tol, verbose=False)
+        return torch.as_tensor(found, device=x.device)
+    return _power(physics, x, max_iter, tol)
+
+
+@torch.no_grad()
+def _power(physics: Any, x: Tensor, max_iter: int, tol: float) -> Tensor:
+    x = torch.rand_like(x)
+    x, value = x / x.norm(), x.new_zeros((), dtype=x.real.dtype)
+    for _ in range(max_iter):
+        y = physics.A_adjoint(physics.A(x))
+        before, value = value, y.norm()
+        if value == 0 or (value - before).abs() <= tol * value:
+            break
+        x = y / value
+    return value
+
+
+def _anchor_of_all(ys: Any) -> Tensor | None:
+    """What a worker without operators hangs on, of measurements that need a gradient."""
+    given = [ys[i] for i in range(len(ys))]
+    needed = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
+    return sum_of([each.reshape(-1)[:0].sum() for each in needed]) if needed else None
+
+
+class DistributedStackedFidelity(torch.nn.Module):
+    """The data fidelities of stacked physics: f(x, y) = c·Σ_i d(A_i(x), y_i).
+
+    Args:
+        ctx: the workers.
+        data_fidelity: one for all operators, or a function of (i, device, factory_kwargs).
+        num_operators: how many there are, needed for a function.
+        factory_kwargs: what functions may use, by name.
+        reduction: "sum", c = 1, or "mean", c = 1/N.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> from tessel.imaging import DistributedContext, distribute
+    >>> from tessel.imaging.fidelity import L2
+    >>> double = SimpleNamespace(A=lambda x: 2 * x, A_adjoint=lambda y: 2 * y)
+    >>> with DistributedContext() as ctx:
+    ...     physics, fidelity = distribute([double], ctx), distribute(L2(), ctx)
+    ...     fidelity.grad(torch.ones(1), [torch.zeros(1)], physics)
+    tensor([4.])
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        data_fidelity: Any,
+        num_operators: int | None = None,
+        *,
+        factory_kwargs: Mapping[str, Any] | None = None,
+        reduction: str = "sum",
+    ) -> None:
+        super().__init__()
+        check_reduction(reduction)
+        self.ctx = ctx
+        self.reduction = reduction
+        self.num_operators = num_operators
+        self.single_fidelity = data_fidelity if hasattr(data_fidelity, "grad") else None
+        self._make = None if hasattr(data_fidelity, "grad") else data_fidelity
+        self._shared = dict(factory_kwargs or {})
+        if self.single_fidelity is None and num_operators is None:
+            raise ValueError(
+                f"a function that makes data fidelities needs to be told how many: "
+                f"{data_fidelity!r} and num_operators=None; pass num_operators"
+            )
+        self._made: WeakKeyDictionary[Any, DistributedDataFidelity] = WeakKeyDictionary()
+
+    def forward(
+        self,
+        x: DistributedSignal | Tensor,
+        y: Sequence[Tensor],
+        physics: DistributedStackedPhysics,
+        *args: Any,
+        gather: bool = True,
+        **settings: Any,
+    ) -> Tensor:
+        """The loss, a number for each image of the batch.
+
+        Args:
+            x: the image.
+            y: the measurements of all operators, or of this worker's.
+            physics: the operators.
+            args, settings: of the data fidelities.
+            gather: False: the share of this worker's operators.
+        """
+        return self._of(physics, y)(x, *args, gather=gather, **settings)
+
+    def fn(self, *args: Any, **settings: Any) -> Tensor:
+        """The same as calling it."""
+        found: Tensor = self(*args, **settings)
+        return found
+
+    def grad(
+        self,
+        x: DistributedSignal | Tensor,
+        y: Sequence[Tensor],
+        physics: DistributedStackedPhysics,
+        *args: Any,
+        gather: bool = True,
+        **settings: Any,
+    ) -> Tensor:
+        """The gradient of the loss in x."""
+        return self._of(physics, y).grad(x, *args, gather=gather, **settings)
+
+    def prox(
+        self,
+        x: Tensor,
+        y: Sequence[Tensor],
+        physics: DistributedStackedPhysics,
+        *args: Any,
+        gamma: float | Tensor = 1.0,
+        **settings: Any,
+    ) -> Tensor:
+        """argmin_u gamma f(u, y) + ½‖u − x‖², by conjugate gradients, where f is quadratic."""
+        own = self._of(physics, y)
+        gradient = SimpleNamespace(grad=lambda u: own.grad(u, *args, **settings))
+        layout = Layout.whole(self.ctx.partition, x.shape, shared=True)
+        derives = torch.is_grad_enabled()
+        return fidelity_prox(gradient, x, gamma, Space.of(x, layout, derives))
+
+    def _of(self, physics: Any, y: Sequence[Tensor]) -> DistributedDataFidelity:
+        """The fidelities of these operators, with these measurements."""
+        if not isinstance(physics, DistributedStackedPhysics):
+            raise ValueError(
+                f"a distributed data fidelity takes distributed physics, got "
+                f"{type(physics).__name__}; make it with distribute(physics, ctx)"
+            )
+        if physics not in self._made:
+            given: Any = SimpleNamespace(num_items=physics.num_ops, local=[])
+            shared = dict(self._shared)
+            make = self._make
+            if self.single_fidelity is not None:
+                shared["data_fidelity"] = fidelity = self.single_fidelity
+                make = lambda i, device, known: fidelity  # noqa: E731
+            self._made[physics] = DistributedDataFidelity(
+                self.ctx,
+                physics,
+                given,
+                make,
+                self.reduction,
+                shared,
+            )
+        found = self._made[physics]
+        own = physics.own(y)
+        device = self.ctx.device
+        found.measurements.local = LocalTensors([each.to(device) for each in own], anchor_of(own))
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_made"] = WeakKeyDictionary()  # made anew for the physics that are met
+        return state

@@ -1,0 +1,91 @@
+"""tools/: what `make venv` does to the virtual environment that it made, and to nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "mend_torchvision.py"
+MODULE = """
+from . import extension
+import torch
+
+@torch.library.register_fake("torchvision::nms")
+def nms(dets, scores, iou_threshold):
+    return dets
+"""
+EXTENSION = """
+import torch
+
+def _has_ops():
+    return False
+"""
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter with the packages of `folder` before all others."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def make_torchvision(folder: Path, module: str) -> Path:
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision" / "__init__.py").write_text(module)
+    extension = folder / "torchvision" / "extension.py"
+    extension.write_text(EXTENSION)
+    return extension
+
+
+in_an_environment = pytest.mark.skipif(
+    sys.prefix == sys.base_prefix, reason="runs in virtual environments only"
+)
+
+
+@in_an_environment
+def test_a_torchvision_without_its_operators_loads_once_mended(tmp_path: Path) -> None:
+    extension = make_torchvision(tmp_path, MODULE)
+    kept = tmp_path / "cache.py"
+    os.link(extension, kept)  # as installers link a package to their cache
+    assert "torchvision::nms does not exist" in python(tmp_path, "-c", "import torchvision").stderr
+    done = python(tmp_path, str(TOOL))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert python(tmp_path, "-c", "import torchvision").returncode == 0
+    assert kept.read_text() == EXTENSION
+    call = "import torch, torchvision; x = torch.ones(1); torch.ops.torchvision.nms(x, x, 0.5)"
+    assert "NotImplementedError" in python(tmp_path, "-c", call).stderr
+    mended = extension.read_text()
+    assert python(tmp_path, str(TOOL)).returncode == 0 and extension.read_text() == mended
+
+
+@in_an_environment
+def test_another_failure_is_told_and_nothing_changed(tmp_path: Path) -> None:
+    extension = make_torchvision(tmp_path, "raise ImportError('no such thing')")
+    done = python(tmp_path, str(TOOL))
+    assert done.returncode == 0 and "no such thing" in done.stderr
+    assert extension.read_text() == EXTENSION
+    assert {each.name for each in extension.parent.iterdir()} == {"__init__.py", "extension.py"}
+
+
+def test_outside_of_a_virtual_environment_nothing_is_changed(tmp_path: Path) -> None:
+    extension = make_torchvision(tmp_path, MODULE)
+    code = (
+        "import sys, runpy; sys.prefix = sys.base_prefix; "
+        "runpy.run_path(sys.argv[1], run_name='__main__')"
+    )
+    done = python(tmp_path, "-c", code, str(TOOL))
+    assert done.returncode == 1 and "not in a virtual environment" in done.stderr
+    assert extension.read_text() == EXTENSION
+
+
+def test_deepinv_is_imported_plainly_here() -> None:
+    done = python(Path(__file__).parent, "-W", "error::UserWarning", "-c", "import deepinv")
+    assert done.returncode == 0, f"{done.stderr}\nrun `make venv` again"
