@@ -24,6 +24,7 @@ from tessel.move import Move
 from tessel.nn.layer import Layer, Result
 from tessel.partition import Partition
 from tessel.shared import even, spread, total
+from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.use import used
 from tessel.transport import NUM_WORDS
 
@@ -95,6 +96,9 @@ class DistributedLossBase(Layer):
         raise NotImplementedError(f"{type(self).__name__} does not give a sample")
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if isinstance(input, SpreadTensor):  # torch's function of it is the loss of the whole
+            found: Tensor = self.torch_forward(input, target)
+            return found
         return super().forward(input, target)
 
     @property
@@ -539,6 +543,9 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
     def forward(  # type: ignore[override]
         self, input: Tensor, target: Tensor, var: Tensor | float
     ) -> Tensor:
+        if isinstance(input, SpreadTensor):
+            found: Tensor = self.torch_forward(input, target, var)
+            return found
         return Layer.forward(self, input, target, var)
 
     def others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
