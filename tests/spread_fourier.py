@@ -6,7 +6,6 @@ import torch
 
 from spread_cases import Case
 
-
 FOURIER: dict[str, Case] = {}
 for _kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
     for _dim in (0, 1, -1):

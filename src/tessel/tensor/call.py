@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tessel.tensor import facts
-from tessel.tensor.gathering import without_rule
+from tessel.tensor.gathering import is_random, without_rule
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     attention,
     chance,
@@ -96,6 +96,8 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
+    if is_random(name) and layouts[0].partition.size > 1:
+        raise unsupported(name, "each worker would draw numbers of its own", *layouts)
     return _shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
 
 

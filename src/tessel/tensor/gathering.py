@@ -74,7 +74,7 @@ def without_rule(
     if is_random(name):
         raise why
     spread = list(spread_among(args, kwargs))
-    _say(name, spread)
+    say(name, spread)
     partition = spread[0]._layout.partition
     result = func(*gathered(args), **gathered(kwargs))
     return _shared(result, partition)
@@ -105,7 +105,7 @@ def _shared(result: Any, partition: Any) -> Any:
     return result
 
 
-def _say(name: str, spread: list[Tensor]) -> None:
+def say(name: str, spread: list[Tensor]) -> None:
     """Warn, once for each place in the user's code."""
     split = [each for each in spread if not is_whole(each._layout)]
     file, line = _place()

@@ -105,10 +105,9 @@ def _planned(name: str, operands: tuple[torch.Tensor, ...]) -> Any:
 def _loosened(layout: Layout, number: int) -> Layout:
     """Queries, keys or values with whole vectors, and whole sequences if they can be hosted."""
     sequence, features = len(layout.shape) - 2, len(layout.shape) - 1
-    mixed = tuple(dim for dim in (sequence, features) if layout.is_split(dim))
-    if not mixed:
+    if not layout.is_split(sequence) and not layout.is_split(features):
         return layout
-    there = hosted(layout, mixed)
+    there = hosted(layout, (sequence, features))
     if number or len(there.shared) == len(layout.shared):
         return there
     return hosted(layout, (features,)) if layout.is_split(features) else layout
@@ -129,6 +128,12 @@ def _with_dropout(
     return F.dropout(weights.softmax(-1), given["dropout_p"]) @ v
 
 
+@rule("_nested_tensor_from_mask_left_aligned")
+def is_left_aligned(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
+    """Whether padding may be left out, as `torch.nn.TransformerEncoder` asks: spread, it stays."""
+    return False
+
+
 # -- layers of attention --------------------------------------------------------------------------
 
 
@@ -143,7 +148,8 @@ def multi_head_attention(name: str, func: Any, args: Arguments, kwargs: Settings
     given: Settings = dict(bound.arguments)
     q, k, v = given["query"], given["key"], given["value"]
     padding, mask = given["key_padding_mask"], given["attn_mask"]
-    is_batched = F._mha_shape_check(q, k, v, padding, mask, given["num_heads"])
+    check: Any = F._mha_shape_check  # type: ignore[attr-defined]
+    is_batched = check(q, k, v, padding, mask, given["num_heads"])
     if not is_batched:
         q, k, v = (each.unsqueeze(1) for each in (q, k, v))
         padding = None if padding is None else padding.unsqueeze(0)
@@ -237,8 +243,9 @@ def _bias(padding: Any, mask: Any, q: Any, num_keys: int) -> Any:
     if padding is not None:
         hidden = _additive(padding, q.dtype)[:, None, None, :]
         found = hidden if found is None else found + hidden
-    added = 0 if found is None else num_keys - found.shape[-1]
-    return F.pad(found, (0, added)) if added else found
+    if found is None or found.shape[-1] == num_keys:
+        return found
+    return F.pad(found, (0, num_keys - found.shape[-1]))
 
 
 def _additive(mask: Any, dtype: torch.dtype) -> Any:

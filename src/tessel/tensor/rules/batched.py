@@ -74,10 +74,8 @@ def check_partition(name: str, operands: Sequence[torch.Tensor]) -> Any:
 
 
 def _loosened(layout: Layout, letters: str, whole: str) -> Layout:
-    mixed = tuple(
-        dim for dim, letter in enumerate(letters) if letter in whole and layout.is_split(dim)
-    )
-    return hosted(layout, mixed) if mixed else layout
+    mixed = tuple(dim for dim, letter in enumerate(letters) if letter in whole)
+    return hosted(layout, mixed) if any(map(layout.is_split, mixed)) else layout
 
 
 def applied(

@@ -2,8 +2,8 @@
 
 A random function draws one number, the same on all workers; each random value is a function of it
 and of its place in the whole tensor. So copies of one value are treated alike, and parts as parts
-of one. While a converted model runs, the number comes from a stream that all workers have; elsewhere
-it is that of the first worker.
+of one. While a converted model runs, the number comes from a stream that all workers have;
+elsewhere it is that of the first worker.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from tessel.layout import Cut, Layout
 from tessel.shared import nothing
 from tessel.tensor.counter import normal, uniform, whole_numbers
+from tessel.tensor.gathering import gathered, say
 from tessel.tensor.rules.batched import holds_anywhere
 from tessel.tensor.rules.hosting import hosted, reshaped_along
 from tessel.tensor.rules.pointwise import changed, check_change, is_in_place, pointwise
@@ -26,6 +27,7 @@ from tessel.tensor.stream import common_number
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    as_spread,
     made,
     moved,
     opened,
@@ -198,10 +200,11 @@ def bernoulli(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise RuntimeError(f"bernoulli expects p to be in [0, 1], but got p={chances}")
     if name == "bernoulli_":
         check_change(name, target, [layout])
-    numbers = made(_even(layout, target.device), layout)
-    ones = (numbers < (chances.detach() if isinstance(chances, torch.Tensor) else chances)).to(
-        target.dtype
-    )
+    numbers: Any = made(_even(layout, target.device), layout)
+    if isinstance(chances, torch.Tensor):
+        chances = chances.detach()
+    # two layouts may have met: the result lies as the target does
+    ones = (numbers < chances).to(target.dtype).move_to(layout)
     if name == "bernoulli_":
         target._part.copy_(ones._part)
         return changed(target)
@@ -256,7 +259,10 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     kept = _even(at, x.device) >= p
     scale, shift = _alpha(p) if "alpha" in name else (1 / (1 - p) if p < 1 else 0.0, None)
     factors = kept.to(x.dtype) * scale
-    terms = None if shift is None else torch.where(kept, shift[0], shift[1]).to(x.dtype)
+    terms = None
+    if shift is not None:
+        # not from two numbers alone, of which torch.where makes single precision
+        terms = torch.where(kept, factors.new_tensor(shift[0]), factors.new_tensor(shift[1]))
     if in_place:
         target._part.mul_(factors)
         if terms is not None:
@@ -303,10 +309,10 @@ def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if in_place:
         check_change(name, target, [layout])
     func(torch.empty(0, dtype=x.dtype), lower, upper)  # torch's own errors
-    slope: Any = (lower + upper) / 2
+    slope = x.new_tensor((lower + upper) / 2)
     if argument(args, kwargs, 3, "training", False):
         slope = (lower + (upper - lower) * _even(layout, x.device)).to(x.dtype)
-    factors = torch.where(x.detach() <= 0, slope, 1.0).to(x.dtype)
+    factors = torch.where(x.detach() <= 0, slope, 1)
     if in_place:
         target._part.mul_(factors)
         return changed(target)
@@ -318,7 +324,7 @@ def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("gumbel_softmax")
 def gumbel_softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A softmax of logits with noise; if it is hard, the largest, with the gradient of a soft one."""
+    """A softmax of logits with noise; a hard one takes the largest, with the gradient of a soft."""
     x = args[0]
     dim = argument(args, kwargs, 4, "dim", -1)
     outlines(func, args, kwargs)
@@ -360,3 +366,34 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     # right: a level of zero, or between two places, belongs to one of positive weight
     places = torch.searchsorted(sums, levels, right=True)
     return made(places.clamp_max(x.shape[-1] - 1), target)
+
+
+# -- on all workers alike -------------------------------------------------------------------------
+
+
+@rule(
+    *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
+    *(f"fractional_max_pool{n}d{ending}" for n in (2, 3) for ending in ("", "_with_indices")),
+    plain=True,
+)
+def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What cannot be counted: all workers draw for the whole tensor, from one seed."""
+    spread = list(spread_among(args, kwargs))
+    layout = spread[0]._layout
+    _check_generator(name, layout, kwargs)
+    say(name, spread)
+    seed = common_number(layout.partition)
+    whole, settings = gathered(args), gathered(kwargs)
+    device = spread[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        result = func(*whole, **settings)
+    return _like_operand(result, layout)
+
+
+def _like_operand(result: Any, layout: Layout) -> Any:
+    """What all workers have; a tensor of the shape of the operand lies as that does."""
+    if isinstance(result, tuple):
+        return tuple(_like_operand(each, layout) for each in result)
+    found = as_spread(result, layout.partition)
+    return found.move_to(layout) if found.shape == layout.shape else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
-    check_whole,
+    held_layouts,
     is_whole,
     made,
     opened,
@@ -28,7 +29,6 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.tensor.use import used
 from tessel.transport import kept_in_job
 
 
@@ -45,22 +45,25 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = arguments_of(name, func, args, kwargs)
     indices, weight = given.pop("input"), given.pop("weight")
     indices = as_spread(indices, next(spread_among(indices, weight))._layout.partition)
-    part, layout = opened(indices)
-    if not is_whole(layout):
-        for key in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if given[key]:
-                raise NotImplementedError(
-                    f"torch's `embedding` of spread indices: {key}={given[key]} is not known, since "
-                    f"each worker sees its own indices only; leave it out, or gather the indices "
-                    f"first, by x.full()"
-                )
-    check_whole(name, weight)
-    outlines(func, (indices, weight), {**given, "max_norm": None})
     if holds_anywhere((indices < 0) | (indices >= weight.shape[0])):
         raise IndexError(f"index out of range: the table has {weight.shape[0]} rows")
-    table = used(parts(weight), layout)
-    assert table is not None
-    return made(func(part, table, **given), _with_last(layout, weight.shape[1]))
+    for key in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if given[key]:
+            return _of_all_indices(key, func, indices, weight, given)
+    letters = ascii_lowercase[: indices.dim()]
+    equation = ((letters, "XY"), letters + "Y")
+    return batched(name, equation, "X", (indices, weight), lambda i, w: func(i, w, **given))
+
+
+def _of_all_indices(key: str, func: Any, indices: Tensor, weight: Any, given: Settings) -> Tensor:
+    """An embedding whose result or gradient depends on all indices: every worker must have them."""
+    layouts = held_layouts(indices, weight)
+    if not all(map(is_whole, layouts)):
+        raise NotImplementedError(
+            f"torch's `embedding` of spread tensors: {key}={given[key]} needs all indices, got "
+            f"{', '.join(map(str, layouts))}; leave it out, or gather them first, by x.full()"
+        )
+    return as_spread(func(parts(indices), parts(weight), **given), layouts[0].partition)
 
 
 @rule("one_hot")
@@ -102,8 +105,8 @@ def searchsorted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     sorter = kwargs.get("sorter")
     if sorter is not None:
         sequence = torch.take_along_dim(whole_of(sequence), whole_of(sorter), -1)
-    rows = "abcdefghijklmnop"[: x.dim() - 1] if sequence.dim() > 1 else ""
-    letters = "abcdefghijklmnop"[: x.dim() - 1] + "Y" if x.dim() else ""
+    rows = ascii_lowercase[: x.dim() - 1] if sequence.dim() > 1 else ""
+    letters = ascii_lowercase[: x.dim() - 1] + "Y" if x.dim() else ""
     equation = ((rows + "X", letters), letters)
     return batched(name, equation, "X", (sequence, x), lambda s, v: func(s, v, **rest))
 

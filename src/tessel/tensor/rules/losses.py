@@ -323,7 +323,7 @@ def cosine_embedding_loss(name: str, func: Any, args: Arguments, kwargs: Setting
 def triplet_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """How much farther the negative is from the anchor than the positive, up to a margin."""
     given = arguments_of(name, func, args, kwargs)
-    distance = given.get("distance_function")
+    distance: Any = given.get("distance_function")
     if distance is None:
         outlines(func, (), given)
         settings = {key: given[key] for key in ("p", "eps") if key in given}
