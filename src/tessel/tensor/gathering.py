@@ -55,6 +55,11 @@ def fallback(choice: str) -> Iterator[None]:
         _choice.reset(mark)
 
 
+def may_gather() -> bool:
+    """Whether functions may gather their operands here."""
+    return _choice.get() == "gather"
+
+
 @lru_cache(maxsize=1024)
 def is_random(name: str) -> bool:
     """Whether torch says that a function of this name draws random numbers."""
@@ -69,7 +74,7 @@ def without_rule(
     name: str, func: Any, args: Arguments, kwargs: Settings, why: UnsupportedError
 ) -> Any:
     """Gather the operands and let every worker compute the same, or raise."""
-    if _choice.get() == "raise" or is_in_place(name) or kwargs.get("out") is not None:
+    if not may_gather() or is_in_place(name) or kwargs.get("out") is not None:
         raise why
     if is_random(name):
         raise why

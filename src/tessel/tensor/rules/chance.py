@@ -18,7 +18,7 @@ import torch
 from tessel.layout import Cut, Layout
 from tessel.shared import nothing
 from tessel.tensor.counter import normal, uniform, whole_numbers
-from tessel.tensor.gathering import gathered, say
+from tessel.tensor.gathering import gathered, may_gather, say
 from tessel.tensor.rules.batched import holds_anywhere
 from tessel.tensor.rules.hosting import hosted, reshaped_along
 from tessel.tensor.rules.pointwise import changed, check_change, is_in_place, pointwise
@@ -28,6 +28,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
+    is_whole,
     made,
     moved,
     opened,
@@ -381,6 +382,8 @@ def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     spread = list(spread_among(args, kwargs))
     layout = spread[0]._layout
     _check_generator(name, layout, kwargs)
+    if not may_gather() and not all(is_whole(each._layout) for each in spread):
+        raise unsupported(name, "it draws for whole tensors only", layout)
     say(name, spread)
     seed = common_number(layout.partition)
     whole, settings = gathered(args), gathered(kwargs)
