@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -316,8 +317,22 @@ ROWS |= {
     ),
 }
 
+
+def lighter(cases: dict[str, Case]) -> dict[str, Case]:
+    """Second derivatives of means only: sums and rows are made of the same terms."""
+    return {
+        name: replace(case, order=1) if name.endswith(("none", "sum")) else case
+        for name, case in cases.items()
+    }
+
+
 FAMILIES: dict[str, dict[str, Case]] = {
-    "losses of elements": ELEMENTS,
-    "losses of classes": CLASS_LOSSES,
-    "losses of rows": ROWS,
+    "losses of elements": lighter(ELEMENTS),
+    "losses of classes": lighter(
+        {name: case for name, case in CLASS_LOSSES.items() if "chances" not in name}
+    ),
+    "losses of probabilities": lighter(
+        {name: case for name, case in CLASS_LOSSES.items() if "chances" in name}
+    ),
+    "losses of rows": lighter(ROWS),
 }
