@@ -46,7 +46,7 @@ def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     box = plan.inputs[0].box()
     assert box is not None
     rows = box[-2] if plan.inputs[0].is_split(q.dim() - 2) else None
-    part = applied(partial(_attended, func, given, causal, rows=rows), operands, plan)
+    part = applied(partial(_attended, func, given, causal, rows=rows), operands, plan, found.dtype)
     result = made(part, plan.result)
     if isinstance(q, Tensor):  # results lie as the queries did
         result = result.move_to(split_like(q._layout, tuple(found.shape)))

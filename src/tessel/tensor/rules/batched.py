@@ -39,10 +39,10 @@ def batched(
         operands: the tensors.
         compute: the function of the operands, or of parts of them that have these letters whole.
     """
-    shape = outline(operands, compute).shape
+    whole_result = outline(operands, compute)
     plan = plan_of(name, equation, whole, operands)
-    assert plan.result.shape == tuple(shape), (plan.result.shape, shape)
-    return made(applied(compute, operands, plan), plan.result)
+    assert plan.result.shape == tuple(whole_result.shape), (plan.result, whole_result.shape)
+    return made(applied(compute, operands, plan, whole_result.dtype), plan.result)
 
 
 def outline(operands: Sequence[torch.Tensor], compute: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -79,7 +79,10 @@ def _loosened(layout: Layout, letters: str, whole: str) -> Layout:
 
 
 def applied(
-    compute: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor], plan: Product
+    compute: Callable[..., torch.Tensor],
+    operands: Sequence[torch.Tensor],
+    plan: Product,
+    kind: torch.dtype,
 ) -> torch.Tensor:
     """The function of parts; a worker without values has zeros that hang on what it has.
 
@@ -91,7 +94,6 @@ def applied(
         return compute(*parts)
     if all(each.numel() for each in operands):
         real = [each for each in parts if each.is_floating_point() or each.is_complex()]
-        kind = outline(operands, compute).dtype
         return nothing(shape, *(real or parts)).to(kind)
     return compute(*parts)
 
