@@ -297,7 +297,7 @@ ARITHMETIC = {
     "prelu by keyword": Rule(lambda m, x: F.prelu(x, weight=m.channels)),
     "clamp by a result": Rule(lambda m, x: x.clamp(min=x.mean(1, keepdim=True), max=m.channel)),
     "dropout by a tensor": Rule(
-        lambda m, x: m.conv(x).detach().bernoulli_(m.channel.sigmoid()), never=True
+        lambda m, x: x + m.conv(x).detach().bernoulli_((m.channel.detach() > 0).double())
     ),
     "in place of a parameter": Rule(lambda m, x: m.image.detach().clone().add_(x[:1]), never=True),
     "in place of new values": Rule(
@@ -584,13 +584,13 @@ LAYERS = {
     ),
     "unfold": Rule(lambda m, x: F.unfold(x, 2), never=True),
     "grid_sample": Rule(
-        lambda m, x: F.grid_sample(x, x.new_zeros(x.shape[0], 2, 2, 2)), never=True
+        lambda m, x: F.grid_sample(x, x.new_zeros(x.shape[0], 2, 2, 2), align_corners=False)
     ),
-    "mse_loss": Rule(lambda m, x: F.mse_loss(x, m.conv(x)), never=True),
+    "mse_loss": Rule(lambda m, x: F.mse_loss(x, m.conv(x))),
     "cross_entropy": Rule(
-        lambda m, x: F.cross_entropy(x, torch.zeros(x.shape[0], *x.shape[2:]).long()), never=True
+        lambda m, x: F.cross_entropy(x, torch.zeros(x.shape[0], *x.shape[2:]).long())
     ),
-    "cosine_similarity": Rule(lambda m, x: F.cosine_similarity(x, m.conv(x)), never=True),
+    "cosine_similarity": Rule(lambda m, x: F.cosine_similarity(x, m.conv(x))),
     "bilinear": Rule(
         lambda m, x: F.bilinear(x, x, m.row.view(1, 1, -1).expand(2, x.shape[3], -1)), never=True
     ),
@@ -660,8 +660,8 @@ REFUSED = {
     "bmm": Rule(lambda m, x: torch.bmm(x[:, 0], x[:, 0].mT), never=True),
     "einsum": Rule(lambda m, x: torch.einsum("bchw,c->bhw", x, m.channels), never=True),
     "tensordot": Rule(lambda m, x: torch.tensordot(x, m.row, 1), never=True),
-    "fft": Rule(lambda m, x: torch.fft.rfft2(x).abs(), never=True),
-    "attention": Rule(lambda m, x: F.scaled_dot_product_attention(x, x, x), never=True),
+    "fft": Rule(lambda m, x: torch.fft.rfft2(x).abs()),
+    "attention": Rule(lambda m, x: F.scaled_dot_product_attention(x, x, x)),
     "boolean mask": Rule(lambda m, x: x[x > 0], never=True),
     "mask by a new tensor": Rule(lambda m, x: x[:, torch.arange(x.shape[1]) > 0], never=True),
     "list of indices": Rule(lambda m, x: x[:, [0, 1]], never=True),
@@ -693,7 +693,7 @@ REFUSED = {
     "histc": Rule(lambda m, x: x.detach().histc(), never=True),
     "quantile": Rule(lambda m, x: x.quantile(0.5), never=True),
     "frexp": Rule(lambda m, x: torch.frexp(x.detach())[0], never=True),
-    "cdist": Rule(lambda m, x: torch.cdist(x, x), never=True),
+    "cdist": Rule(lambda m, x: torch.cdist(x, m.image)),
     "cross": Rule(lambda m, x: torch.cross(x[:, :3], x[:, :3], 1), never=True),
     "kron": Rule(lambda m, x: torch.kron(x, x), never=True),
     "diff": Rule(lambda m, x: x.diff(dim=1), never=True),
@@ -724,9 +724,9 @@ REFUSED = {
     "batched product": Rule(lambda m, x: m.image @ x.mT, never=True),
     "scripted": Rule(lambda m, x: scripted(x), never=True),
     "set data": Rule(lambda m, x: setattr(m.conv(x), "data", x) or x, never=True),
-    "gumbel": Rule(lambda m, x: F.gumbel_softmax(x, dim=1), never=True),
-    "randint_like": Rule(lambda m, x: torch.randint_like(x, 3), never=True),
-    "normal_": Rule(lambda m, x: m.conv(x).detach().normal_(), never=True),
+    "gumbel": Rule(lambda m, x: F.gumbel_softmax(x, dim=1).sum(1)),
+    "randint_like": Rule(lambda m, x: x + torch.randint_like(x, 3, 4)),
+    "normal_": Rule(lambda m, x: x + m.conv(x).detach().normal_(2.0, 0.0)),
 }
 
 RULES = ARITHMETIC | SHAPES | REDUCTIONS | LAYERS | FACTS | REFUSED

@@ -8,9 +8,14 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import facts
-from tessel.tensor.gathering import without_rule
+from tessel.tensor.gathering import is_random, without_rule
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
+    attention,
     chance,
+    distances,
+    embedding,
+    fourier,
+    losses,
     products,
     reductions,
     shapes,
@@ -109,7 +114,8 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if kwargs.get("out") is not None:
         raise unsupported(name, "it cannot write to `out`", *held_layouts(args, kwargs))
     if name in RULES:
-        args, kwargs = _in_order(args, kwargs)
+        if name not in _SECOND:
+            args, kwargs = _in_order(args, kwargs)
         if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
         is_plain = isinstance(args[0], torch.Tensor) and not isinstance(args[0], Tensor)
@@ -121,6 +127,8 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
+    if is_random(name) and layouts[0].partition.size > 1:
+        raise unsupported(name, "each worker would draw numbers of its own", *layouts)
     return _shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
 
 
@@ -152,6 +160,7 @@ def _settled(value: Any) -> Any:
     return value
 
 
+_SECOND = frozenset(("searchsorted",))  # where `input` is not the first argument
 _TORCHS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "tensors": "input"}
 
 

@@ -88,4 +88,8 @@ def whole_numbers(
     seed: int, layout: Layout, low: int, high: int, dtype: torch.dtype, device: Any = None
 ) -> Tensor:
     """Evenly distributed whole numbers from low to high, without it, for this worker's part."""
-    return (low + bits(seed, places(layout, device), 0) % (high - low)).to(dtype)
+    found = bits(seed, places(layout, device), 0)
+    if high - low > 2**63:
+        raise ValueError(f"at most 2⁶³ different numbers can be drawn, got {low} to {high}")
+    found = found if high - low == 2**63 else found % (high - low)
+    return (low + found).to(dtype)

@@ -59,6 +59,11 @@ def fallback(choice: str) -> Iterator[None]:
         _choice.reset(mark)
 
 
+def may_gather() -> bool:
+    """Whether functions may gather their operands here."""
+    return _choice.get() == "gather"
+
+
 @lru_cache(maxsize=1024)
 def is_random(name: str) -> bool:
     """Whether torch says that a function of this name draws random numbers."""
@@ -73,12 +78,12 @@ def without_rule(
     name: str, func: Any, args: Arguments, kwargs: Settings, why: UnsupportedError
 ) -> Any:
     """Gather the operands and let every worker compute the same, or raise."""
-    if _choice.get() == "raise" or is_in_place(name) or kwargs.get("out") is not None:
+    if not may_gather() or is_in_place(name) or kwargs.get("out") is not None:
         raise why
     if is_random(name):
         raise why
     spread = list(spread_among(args, kwargs))
-    _say(name, spread)
+    say(name, spread)
     partition = spread[0]._layout.partition
     result = func(*gathered(args), **gathered(kwargs))
     return _shared(result, partition)
@@ -109,7 +114,7 @@ def _shared(result: Any, partition: Any) -> Any:
     return result
 
 
-def _say(name: str, spread: list[Tensor]) -> None:
+def say(name: str, spread: list[Tensor]) -> None:
     """Warn, once for each place in the user's code."""
     split = [each for each in spread if not is_whole(each._layout)]
     file, line = _place()

@@ -1,74 +1,402 @@
-"""Random functions: copies of one value must be treated alike, different parts differently.
+"""Random functions: the same numbers for every layout and every number of workers.
 
-While a converted model runs, the random numbers of all workers come from one stream: a random
-function draws one number of it, the same on all workers, and from this and the place of a part
-follow the numbers for that part. Elsewhere the number is that of the first worker.
+A random function draws one number, the same on all workers; each random value is a function of it
+and of its place in the whole tensor. So copies of one value are treated alike, and parts as parts
+of one. While a converted model runs, the number comes from a stream that all workers have;
+elsewhere it is that of the first worker.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tessel import boxes
-from tessel.layout import Layout
-from tessel.tensor.rules.pointwise import changed, check_change, is_in_place
+from tessel.layout import Cut, Layout
+from tessel.shared import nothing
+from tessel.tensor.counter import normal, uniform, whole_numbers
+from tessel.tensor.gathering import gathered, may_gather, say
+from tessel.tensor.rules.batched import holds_anywhere
+from tessel.tensor.rules.hosting import hosted, reshaped_along
+from tessel.tensor.rules.pointwise import changed, check_change, is_in_place, pointwise
+from tessel.tensor.rules.reductions import argument
 from tessel.tensor.stream import common_number
-from tessel.tensor.table import Arguments, Settings, made, opened, rule, tensors, unsupported
-
-
-@rule(
-    *("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "rrelu", "rrelu_"),
-    *("bernoulli", "bernoulli_", "rand_like", "randn_like", "native_dropout"),
-    *("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
-    "randint_like",
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    as_spread,
+    is_whole,
+    made,
+    moved,
+    opened,
+    outlines,
+    rule,
+    spread_among,
+    unsupported,
 )
-def for_each_element(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Numbers of its own for each part."""
-    return _with_own_numbers(name, func, args, kwargs, len(args[0]._layout.shape))
+from tessel.tensor.tensor import Tensor
+from tessel.transport import kept_in_job
+
+
+def _check_generator(name: str, layout: Layout, kwargs: Settings) -> None:
+    if kwargs.get("generator") is not None:
+        raise unsupported(name, "a generator of one worker cannot draw for all", layout)
+
+
+def _even(layout: Layout, device: Any) -> torch.Tensor:
+    """Numbers from 0 to 1, without 1, for this worker's part."""
+    return uniform(common_number(layout.partition), layout, torch.float64, device)
+
+
+# -- new tensors ----------------------------------------------------------------------------------
+
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@rule("rand_like", "randn_like")
+def noise_like(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Evenly or normally distributed numbers."""
+    x, layout = opened(args[0])
+    _check_generator(name, layout, kwargs)
+    dtype = kwargs.get("dtype") or x.dtype
+    if dtype not in _FLOATING and not dtype.is_complex:
+        func(torch.empty(1, dtype=dtype))  # torch's own error
+    draw = uniform if name == "rand_like" else normal
+    part = draw(common_number(layout.partition), layout, dtype, kwargs.get("device") or x.device)
+    return made(part.requires_grad_(bool(kwargs.get("requires_grad"))), layout)
+
+
+@rule("randint_like")
+def whole_numbers_like(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Whole numbers from low, 0 by default, to high, without it."""
+    x, layout = opened(args[0])
+    _check_generator(name, layout, kwargs)
+    limits = [*args[1:], *(kwargs[key] for key in ("low", "high") if key in kwargs)]
+    low, high = (0, *limits) if len(limits) == 1 else limits
+    dtype = kwargs.get("dtype") or x.dtype
+    func(torch.empty(0, dtype=dtype), low, high)  # torch's own errors
+    seed = common_number(layout.partition)
+    device = kwargs.get("device") or x.device
+    part = whole_numbers(seed, layout, low, high, dtype, device)
+    return made(part.requires_grad_(bool(kwargs.get("requires_grad"))), layout)
+
+
+@rule("normal", plain=True)
+def normal_by_tensors(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Normally distributed numbers, each with a mean and a deviation of its own."""
+    mean, std = argument(args, kwargs, 0, "mean"), argument(args, kwargs, 1, "std", 1.0)
+    first = next(spread_among(mean, std))
+    _check_generator(name, first._layout, kwargs)
+    if holds_anywhere(std < 0) if isinstance(std, torch.Tensor) else std < 0:
+        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
+    both = pointwise("add", torch.add, (mean, std), {})  # how the result lies
+    noise = torch.randn_like(both.detach())
+    return _constant(mean) + _constant(std) * noise
+
+
+def _constant(value: Any) -> Any:
+    """A tensor that a random function reads: its derivative is zero, as torch has it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, Tensor):
+        return value.detach() + nothing(tuple(value.shape), value)
+    part, layout = opened(value)
+    return made(part.detach() + nothing(tuple(part.shape), part), layout)
+
+
+# -- in place -------------------------------------------------------------------------------------
+
+_Draw = Callable[..., torch.Tensor]
+
+
+def _random(u: Any, layout: Layout, like: torch.Tensor, *limits: int) -> torch.Tensor:
+    """Whole numbers: all of the type's, or up to a limit, or between two."""
+    dtype = like.dtype
+    if dtype.is_floating_point:
+        most = 2 ** {torch.float64: 53, torch.float32: 24, torch.float16: 11}.get(dtype, 8) + 1
+    else:
+        most = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    given = [each for each in limits if each is not None]
+    low, high = (0, most) if not given else (0, given[0]) if len(given) == 1 else given
+    return whole_numbers(u, layout, low, high, dtype, like.device)
+
+
+# arguments with their defaults, and the numbers that a seed gives for a part
+_FILLS: dict[str, tuple[dict[str, Any], _Draw]] = {
+    "normal_": (
+        {"mean": 0.0, "std": 1.0},
+        lambda s, at, like, mean, std: mean + std * normal(s, at, _kind(like), like.device),
+    ),
+    "uniform_": (
+        {"from": 0.0, "to": 1.0},
+        lambda s, at, like, a, b: a + (b - a) * uniform(s, at, _kind(like), like.device),
+    ),
+    "exponential_": (
+        {"lambd": 1.0},
+        lambda s, at, like, rate: -torch.log1p(-_unit(s, at, like)) / rate,
+    ),
+    "log_normal_": (
+        {"mean": 1.0, "std": 2.0},
+        lambda s, at, like, mean, std: (mean + std * _normal(s, at, like)).exp(),
+    ),
+    "cauchy_": (
+        {"median": 0.0, "sigma": 1.0},
+        lambda s, at, like, median, sigma: (
+            median + sigma * torch.tan(math.pi * (_unit(s, at, like) - 0.5))
+        ),
+    ),
+    "geometric_": (
+        {"p": None},
+        lambda s, at, like, p: (
+            (torch.log1p(-_unit(s, at, like)) / math.log1p(-p)).ceil().clamp_min(1)
+        ),
+    ),
+    "random_": ({"from": None, "to": None}, _random),
+}
+
+
+def _kind(like: torch.Tensor) -> torch.dtype:
+    return like.dtype if like.dtype in _FLOATING or like.is_complex() else torch.float64
+
+
+def _unit(seed: int, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    return uniform(seed, layout, torch.float64, like.device)
+
+
+def _normal(seed: int, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    return normal(seed, layout, torch.float64, like.device)
+
+
+@rule(*_FILLS)
+def fill(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Put random numbers of a distribution in the place of all values."""
+    target, layout = args[0], args[0]._layout
+    _check_generator(name, layout, kwargs)
+    check_change(name, target, [layout])
+    like = target._part
+    func(torch.empty(0, dtype=like.dtype), *args[1:], **kwargs)  # torch's own errors
+    names, draw = _FILLS[name]
+    kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+    settings = names | dict(zip(names, args[1:], strict=False)) | kwargs
+    part = draw(common_number(layout.partition), layout, like, *settings.values())
+    like.copy_(part)
+    return changed(target)
+
+
+@rule("bernoulli", "bernoulli_")
+def bernoulli(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Ones with a probability, that of the function, or that of each place."""
+    target, layout = args[0], args[0]._layout
+    _check_generator(name, layout, kwargs)
+    usual = 0.5 if name == "bernoulli_" else None
+    p = argument(args, kwargs, 1, "p", usual)
+    chances = target if p is None else p
+    if isinstance(chances, torch.Tensor):
+        if holds_anywhere(~((chances >= 0) & (chances <= 1))):
+            raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
+    elif not 0 <= chances <= 1:
+        raise RuntimeError(f"bernoulli expects p to be in [0, 1], but got p={chances}")
+    if name == "bernoulli_":
+        check_change(name, target, [layout])
+    numbers: Any = made(_even(layout, target.device), layout)
+    if isinstance(chances, torch.Tensor):
+        chances = chances.detach()
+    # two layouts may have met: the result lies as the target does
+    ones = (numbers < chances).to(target.dtype).move_to(layout)
+    if name == "bernoulli_":
+        target._part.copy_(ones._part)
+        return changed(target)
+    return ones if p is not None else ones + _constant(target) * 0
+
+
+# -- dropout --------------------------------------------------------------------------------------
+
+
+@kept_in_job
+def _features(layout: Layout, channel: int) -> Layout:
+    """One value for each channel of each sample, on all workers that have a part of it."""
+    shape, cuts = list(layout.shape), list(layout.cuts)
+    for dim in range(channel + 1, len(shape)):
+        shape[dim] = 1
+        cuts[dim] = Cut(cuts[dim].axes, ((0, 1),) * len(cuts[dim].intervals))
+    return replace(layout, shape=tuple(shape), cuts=tuple(cuts))
+
+
+def _channel(name: str, ndim: int) -> int:
+    """Which dimension has the channels: the second, the first of a single sample."""
+    single = {"dropout1d": 2, "dropout3d": 4}
+    return 0 if single.get(name) == ndim else 1
 
 
 @rule(
+    *("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "native_dropout"),
     *("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout"),
     *("feature_dropout_", "feature_alpha_dropout_"),
 )
-def for_each_channel(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The parts of one channel are treated alike."""
-    return _with_own_numbers(name, func, args, kwargs, min(2, len(args[0]._layout.shape)))
+def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values, or channels of samples, that fall with a probability.
 
-
-def _with_own_numbers(
-    name: str, func: Any, args: Arguments, kwargs: Settings, num_dims: int
-) -> Any:
-    """Call a random function with numbers that depend on which part this is of the first dims."""
+    Forward:  y = a (m x + (1 - m) v) + b with a mask m, where v, a, b keep mean and, for alpha
+    dropout, variance.
+    """
     target = args[0]
+    p, training = _dropout_arguments(name, args, kwargs)
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if "feature" in name or name[-1] == "d":
+        outlines(func, args, {**kwargs, **_in_copies(kwargs)})  # torch's own errors and warnings
     x, layout = opened(target)
-    if next(tensors(args[1:], kwargs), None) is not None:
-        raise unsupported(name, "probabilities must be numbers", layout)
-    if kwargs.get("generator") is not None:
-        raise unsupported(name, "a generator of one worker cannot draw for all", layout)
-    in_place = is_in_place(name) or bool(kwargs.get("inplace"))
+    in_place = is_in_place(name) or bool(kwargs.get("inplace", args[3:4] == (True,)))
     if in_place:
         check_change(name, target, [layout])
-    if layout.partition.size == 1:
-        result = func(x, *args[1:], **kwargs)
-    else:
-        devices = [x.device] if x.is_cuda else []
-        seed = common_number(layout.partition) + _place(layout, num_dims)
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            result = func(x, *args[1:], **kwargs)
+    if not training or not p:
+        everything = made(torch.ones_like(x, dtype=torch.bool), layout)
+        return (target, everything) if name == "native_dropout" else target
+    of_channels = name.startswith("feature") or name[-1] == "d"
+    at = _features(layout, _channel(name, x.dim())) if of_channels else layout
+    kept = _even(at, x.device) >= p
+    scale, shift = _alpha(p) if "alpha" in name else (1 / (1 - p) if p < 1 else 0.0, None)
+    factors = kept.to(x.dtype) * scale
+    terms = None
+    if shift is not None:
+        # not from two numbers alone, of which torch.where makes single precision
+        terms = torch.where(kept, factors.new_tensor(shift[0]), factors.new_tensor(shift[1]))
     if in_place:
+        target._part.mul_(factors)
+        if terms is not None:
+            target._part.add_(terms)
         return changed(target)
+    y = x * factors if terms is None else x * factors + terms
+    return (made(y, layout), made(kept, layout)) if name == "native_dropout" else made(y, layout)
+
+
+def _dropout_arguments(name: str, args: Arguments, kwargs: Settings) -> tuple[float, bool]:
+    place = 1
+    p = argument(args, kwargs, place, "p", 0.5)
+    usual = "alpha" not in name
+    training = argument(
+        args, kwargs, place + 1, "train" if "train" in kwargs else "training", usual
+    )
+    return p, training is None or bool(training)
+
+
+def _in_copies(kwargs: Settings) -> Settings:
+    return {"inplace": False} if "inplace" in kwargs else {}
+
+
+_SATURATION = 1.7580993408473766  # of SELU, with the sign turned round
+
+
+def _alpha(p: float) -> tuple[float, tuple[float, float]]:
+    """The scale, and what is added to values that stay and to those that fall."""
+    if p == 1:
+        return 0.0, (0.0, 0.0)
+    scale = 1 / math.sqrt((_SATURATION**2 * p + 1) * (1 - p))
+    return scale, (_SATURATION * scale * p, _SATURATION * scale * (p - 1))
+
+
+@rule("rrelu", "rrelu_")
+def rrelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Negative values times a slope, a random one for each in training."""
+    target = args[0]
+    x, layout = opened(target)
+    _check_generator(name, layout, kwargs)
+    lower = argument(args, kwargs, 1, "lower", 1 / 8)
+    upper = argument(args, kwargs, 2, "upper", 1 / 3)
+    in_place = is_in_place(name) or bool(kwargs.get("inplace", args[4:5] == (True,)))
+    if in_place:
+        check_change(name, target, [layout])
+    func(torch.empty(0, dtype=x.dtype), lower, upper)  # torch's own errors
+    slope = x.new_tensor((lower + upper) / 2)
+    if argument(args, kwargs, 3, "training", False):
+        slope = (lower + (upper - lower) * _even(layout, x.device)).to(x.dtype)
+    factors = torch.where(x.detach() <= 0, slope, 1)
+    if in_place:
+        target._part.mul_(factors)
+        return changed(target)
+    return made(x * factors, layout)
+
+
+# -- choices --------------------------------------------------------------------------------------
+
+
+@rule("gumbel_softmax")
+def gumbel_softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A softmax of logits with noise; a hard one takes the largest, with the gradient of a soft."""
+    x = args[0]
+    dim = argument(args, kwargs, 4, "dim", -1)
+    outlines(func, args, kwargs)
+    noise = -torch.empty_like(x.detach()).exponential_().log()
+    soft = ((x + noise) / argument(args, kwargs, 1, "tau", 1)).softmax(dim)
+    if not argument(args, kwargs, 2, "hard", False):
+        return soft
+    dim %= max(1, x.dim())
+    numbers = torch.arange(x.shape[dim] if x.dim() else 1, device=x.device)
+    numbers = numbers.reshape(-1, *[1] * (x.dim() - dim - 1)) if x.dim() else numbers[0]
+    hard = (soft.detach().argmax(dim, True) == numbers).to(x.dtype)
+    return hard - soft.detach() + soft
+
+
+@rule("multinomial")
+def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Places in rows of weights, each as often as its weight says."""
+    x = args[0].detach()
+    _check_generator(name, x._layout, kwargs)
+    count = argument(args, kwargs, 1, "num_samples")
+    replacement = argument(args, kwargs, 2, "replacement", False)
+    outlines(func, (args[0], count, replacement), {})  # torch's own errors
+    if holds_anywhere(~((x >= 0) & (x < math.inf))):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    least = 1 if replacement else count
+    if holds_anywhere((x > 0).sum(-1) < least):
+        raise RuntimeError(
+            f"invalid multinomial distribution: {least} categories of positive probability are "
+            f"needed in each row"
+        )
+    if not replacement:  # the first of clocks that ring at rates of the weights
+        clocks = torch.empty_like(x, dtype=torch.float64).exponential_() / x
+        return clocks.topk(count, -1, largest=False).indices
+    last = x.dim() - 1
+    there = hosted(x._layout, (last,)) if x._layout.is_split(last) else x._layout
+    sums = moved(x, there).double().cumsum(-1)
+    target = reshaped_along(there, (*x.shape[:-1], count), (last,))
+    levels = _even(target, x.device) * sums[..., -1:]
+    # right: a level of zero, or between two places, belongs to one of positive weight
+    places = torch.searchsorted(sums, levels, right=True)
+    return made(places.clamp_max(x.shape[-1] - 1), target)
+
+
+# -- on all workers alike -------------------------------------------------------------------------
+
+
+@rule(
+    *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
+    *(f"fractional_max_pool{n}d{ending}" for n in (2, 3) for ending in ("", "_with_indices")),
+    plain=True,
+)
+def together(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What cannot be counted: all workers draw for the whole tensor, from one seed."""
+    spread = list(spread_among(args, kwargs))
+    layout = spread[0]._layout
+    _check_generator(name, layout, kwargs)
+    if not may_gather() and not all(is_whole(each._layout) for each in spread):
+        raise unsupported(name, "it draws for whole tensors only", layout)
+    say(name, spread)
+    seed = common_number(layout.partition)
+    whole, settings = gathered(args), gathered(kwargs)
+    device = spread[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        result = func(*whole, **settings)
+    return _like_operand(result, layout)
+
+
+def _like_operand(result: Any, layout: Layout) -> Any:
+    """What all workers have; a tensor of the shape of the operand lies as that does."""
     if isinstance(result, tuple):
-        return tuple(made(each, layout) for each in result)
-    return made(result, layout)
-
-
-def _place(layout: Layout, num_dims: int) -> int:
-    """Which part of the first dimensions this worker has."""
-    index = layout.partition.index
-    assert index is not None
-    axes = [axis for cut in layout.cuts[:num_dims] for axis in cut.axes]
-    return boxes.ravel([index[a] for a in axes], [layout.partition.shape[a] for a in axes])
+        return tuple(_like_operand(each, layout) for each in result)
+    found = as_spread(result, layout.partition)
+    return found.move_to(layout) if found.shape == layout.shape else found

@@ -154,8 +154,8 @@ def filled(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     """
     for dim in dims:
         if not x.shape[dim]:
-            shape = [1 if d == dim else length for d, length in enumerate(x.shape)]
-            x = torch.cat([x, x.new_zeros(shape)], dim)
+            # not torch.cat, whose derivative for an empty row is a constant
+            x = torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - dim - 1), 0, 1))
     return x
 
 

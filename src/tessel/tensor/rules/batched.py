@@ -1,0 +1,122 @@
+"""Functions that mix some dimensions of several tensors, and treat the others one by one.
+
+As in `products`, each dimension has a letter, and a letter is split by the axes that split it in
+the largest operand that has it. Letters that the function mixes are whole on the worker that
+computes: distances between rows, samples of an image at points, attention of queries to keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tessel.layout import Layout
+from tessel.shared import nothing
+from tessel.tensor.rules.hosting import hosted
+from tessel.tensor.rules.products import Product, planned
+from tessel.tensor.table import made, moved
+from tessel.tensor.tensor import Tensor
+from tessel.tensor.use import used
+
+Letters = tuple[tuple[str, ...], str]
+
+
+def batched(
+    name: str,
+    equation: Letters,
+    whole: str,
+    operands: Sequence[torch.Tensor],
+    compute: Callable[..., torch.Tensor],
+) -> Tensor:
+    """What a function makes of tensors, of which some are spread and plain ones on all workers.
+
+    Args:
+        name: of the function.
+        equation: the letters of the operands, and those of the result.
+        whole: the letters that the function mixes, and those that it adds.
+        operands: the tensors.
+        compute: the function of the operands, or of parts of them that have these letters whole.
+    """
+    whole_result = outline(operands, compute)
+    plan = plan_of(name, equation, whole, operands)
+    assert plan.result.shape == tuple(whole_result.shape), (plan.result, whole_result.shape)
+    return made(applied(compute, operands, plan, whole_result.dtype), plan.result)
+
+
+def outline(operands: Sequence[torch.Tensor], compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The result for the whole operands, without values; torch's own error if they do not fit."""
+    return compute(*(torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") for x in operands))
+
+
+def plan_of(name: str, equation: Letters, whole: str, operands: Sequence[torch.Tensor]) -> Product:
+    """How the operands and the result lie; mixed dimensions that are split go to hosts."""
+    indices, output = equation
+    layouts = tuple(
+        _loosened(x._layout, letters, whole) if isinstance(x, Tensor) else None
+        for x, letters in zip(operands, indices, strict=True)
+    )
+    partition = check_partition(name, operands)
+    shapes = tuple(tuple(x.shape) for x in operands)
+    return planned(partition, indices, output, shapes, layouts)
+
+
+def check_partition(name: str, operands: Sequence[torch.Tensor]) -> Any:
+    """The partition on which all spread operands lie."""
+    layouts = [each._layout for each in operands if isinstance(each, Tensor)]
+    if any(each.partition != layouts[0].partition for each in layouts):
+        raise ValueError(
+            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
+            f"bring them together by x.move_to(...)"
+        )
+    return layouts[0].partition
+
+
+def _loosened(layout: Layout, letters: str, whole: str) -> Layout:
+    mixed = tuple(dim for dim, letter in enumerate(letters) if letter in whole)
+    return hosted(layout, mixed) if any(map(layout.is_split, mixed)) else layout
+
+
+def applied(
+    compute: Callable[..., torch.Tensor],
+    operands: Sequence[torch.Tensor],
+    plan: Product,
+    kind: torch.dtype,
+) -> torch.Tensor:
+    """The function of parts; a worker without values has zeros that hang on what it has.
+
+    Torch refuses some functions of empty tensors, and derives others as constants.
+    """
+    parts = [part_of(*each) for each in zip(operands, plan.inputs, strict=True)]
+    shape = plan.result.local_shape
+    if all(part.numel() for part in parts) and 0 not in shape:
+        return compute(*parts)
+    if all(each.numel() for each in operands):
+        real = [each for each in parts if each.is_floating_point() or each.is_complex()]
+        return nothing(shape, *(real or parts)).to(kind)
+    return compute(*parts)
+
+
+def part_of(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This worker's part of an operand in a layout of its shape; a plain one is on all workers."""
+    if isinstance(value, Tensor):
+        return moved(value, layout)
+    part = used(value, layout)
+    box = layout.box()
+    assert part is not None and box is not None
+    for dim, (start, stop) in enumerate(box):
+        if layout.is_split(dim):
+            part = part.narrow(dim, start, stop - start)
+    return part
+
+
+def whole_of(value: Any) -> Any:
+    """A small operand, plain, on all workers."""
+    return value.full() if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def holds_anywhere(condition: torch.Tensor) -> bool:
+    """Whether a condition holds at any place of a tensor: all workers know, and raise alike."""
+    return bool(condition.any())

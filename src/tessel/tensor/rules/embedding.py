@@ -1,0 +1,150 @@
+"""Tables and grids that are looked up: each worker looks up what its own indices or points say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from tessel.layout import Cut, Layout
+from tessel.tensor.rules.batched import batched, holds_anywhere, part_of, whole_of
+from tessel.tensor.rules.losses import arguments_of
+from tessel.tensor.rules.pointwise import pointwise
+from tessel.tensor.rules.reductions import argument
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    as_spread,
+    held_layouts,
+    is_whole,
+    made,
+    opened,
+    outlines,
+    parts,
+    rule,
+    spread_among,
+    unsupported,
+)
+from tessel.tensor.tensor import Tensor
+from tessel.transport import kept_in_job
+
+
+@kept_in_job
+def _with_last(layout: Layout, length: int) -> Layout:
+    """The same with one more dimension, whole, at the end."""
+    cuts = (*layout.cuts, Cut((), ((0, length),)))
+    return replace(layout, shape=(*layout.shape, length), cuts=cuts)
+
+
+@rule("embedding", plain=True)
+def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Rows of a table that all workers have."""
+    given = arguments_of(name, func, args, kwargs)
+    indices, weight = given.pop("input"), given.pop("weight")
+    indices = as_spread(indices, next(spread_among(indices, weight))._layout.partition)
+    if holds_anywhere((indices < 0) | (indices >= weight.shape[0])):
+        raise IndexError(f"index out of range: the table has {weight.shape[0]} rows")
+    for key in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if given[key]:
+            return _of_all_indices(key, func, indices, weight, given)
+    letters = ascii_lowercase[: indices.dim()]
+    equation = ((letters, "XY"), letters + "Y")
+    return batched(name, equation, "X", (indices, weight), lambda i, w: func(i, w, **given))
+
+
+def _of_all_indices(key: str, func: Any, indices: Tensor, weight: Any, given: Settings) -> Tensor:
+    """An embedding whose result or gradient depends on all indices: every worker must have them."""
+    layouts = held_layouts(indices, weight)
+    if not all(map(is_whole, layouts)):
+        raise NotImplementedError(
+            f"torch's `embedding` of spread tensors: {key}={given[key]} needs all indices, got "
+            f"{', '.join(map(str, layouts))}; leave it out, or gather them first, by x.full()"
+        )
+    return as_spread(func(parts(indices), parts(weight), **given), layouts[0].partition)
+
+
+@rule("one_hot")
+def one_hot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A new last dimension, whole, with a one in the place of the class."""
+    part, layout = opened(args[0])
+    count = argument(args, kwargs, 1, "num_classes", -1)
+    if part.dtype != torch.int64:
+        func(torch.empty(1, dtype=part.dtype), 1)  # torch's own error
+    if args[0].numel():
+        if holds_anywhere(args[0] < 0):
+            raise RuntimeError("Class values must be non-negative.")
+        if count != -1 and holds_anywhere(args[0] >= count):
+            raise RuntimeError("Class values must be smaller than num_classes.")
+        count = int(args[0].max()) + 1 if count == -1 else count
+    else:
+        func(torch.empty(0, dtype=torch.int64), count)  # torch's own error
+    return made(func(part, count), _with_last(layout, count))
+
+
+@rule("bucketize", plain=True)
+def bucketize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Between which boundaries each value lies; the boundaries are on all workers."""
+    boundaries = whole_of(argument(args, kwargs, 1, "boundaries"))
+    if not isinstance(args[0], Tensor):
+        partition = next(spread_among(args, kwargs))._layout.partition
+        return as_spread(func(args[0], boundaries, **_without(kwargs, "boundaries")), partition)
+    rest = _without(kwargs, "boundaries")
+    return pointwise(name, lambda x: func(x, boundaries, **rest), args[:1], {})
+
+
+@rule("searchsorted", plain=True)
+def searchsorted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The same for values in rows, each with boundaries of its own or with those of all."""
+    sequence, x = args[0], argument(args, kwargs, 1, "input")
+    if not isinstance(x, torch.Tensor):
+        raise unsupported(name, "values must be a tensor", sequence._layout)
+    rest = {**_without(kwargs, "input"), "sorter": None}
+    sorter = kwargs.get("sorter")
+    if sorter is not None:
+        sequence = torch.take_along_dim(whole_of(sequence), whole_of(sorter), -1)
+    rows = ascii_lowercase[: x.dim() - 1] if sequence.dim() > 1 else ""
+    letters = ascii_lowercase[: x.dim() - 1] + "Y" if x.dim() else ""
+    equation = ((rows + "X", letters), letters)
+    return batched(name, equation, "X", (sequence, x), lambda s, v: func(s, v, **rest))
+
+
+def _without(kwargs: Settings, name: str) -> Settings:
+    return {key: value for key, value in kwargs.items() if key != name}
+
+
+@rule("grid_sample", plain=True)
+def grid_sample(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values of images between their points: whole images, and points in parts."""
+    given = arguments_of(name, func, args, kwargs)
+    x, grid = given.pop("input"), given.pop("grid")
+    outlines(func, (x, grid), given)
+    if given["align_corners"] is None:
+        given["align_corners"] = False  # torch has warned of it
+    space, points = ("XYZ"[: x.dim() - 2], "xyz"[: x.dim() - 2])
+    equation = (("nc" + space, "n" + points + "k"), "nc" + points)
+    whole = space + "k"
+    return batched(name, equation, whole, (x, grid), lambda a, b: func(a, b, **given))
+
+
+@rule("affine_grid")
+def affine_grid(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The points of an affine map of each sample."""
+    given = arguments_of(name, func, args, kwargs)
+    theta, size, align = given["theta"], list(given["size"]), given["align_corners"]
+    outlines(func, (theta, size), {"align_corners": align})
+    layout = theta._layout
+    there = layout.gathered([dim for dim in (1, 2) if layout.is_split(dim)])
+    part = part_of(theta, there)
+    target = replace(
+        there,
+        shape=(*size[:1], *size[2:], len(size) - 2),
+        cuts=(there.cuts[0], *(Cut((), ((0, n),)) for n in (*size[2:], len(size) - 2))),
+    )
+    # the points of the identity map, mapped: this is right for parts without samples, too
+    one = torch.eye(len(size) - 2, len(size) - 1, dtype=part.dtype, device=part.device)
+    base = F.affine_grid(one[None], [1, *size[1:]], bool(align)).flatten(0, -2)
+    base = torch.cat([base, base.new_ones(len(base), 1)], 1)
+    return made((base @ part.mT).reshape(target.local_shape), target)

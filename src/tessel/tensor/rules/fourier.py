@@ -1,0 +1,108 @@
+"""Fourier transforms: each along one dimension, or along all that are whole at once.
+
+Transforms along different dimensions commute, but for the one that is real on one side: it is the
+first of a transform of real tensors, and the last of one to them. Dimensions that are whole are
+transformed where they are; one that is split goes to its hosts, and comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from tessel.tensor.rules.hosting import along
+from tessel.tensor.rules.reductions import argument, dims_of
+from tessel.tensor.table import Arguments, Settings, outlines, rule
+from tessel.tensor.tensor import Tensor
+
+# along several dimensions: what is done with most of them, what with the last, and is that first?
+_SEVERAL = {
+    "fft": ("fft", "fft", False),
+    "ifft": ("ifft", "ifft", False),
+    "rfft": ("fft", "rfft", True),
+    "irfft": ("ifft", "irfft", False),
+    "hfft": ("fft", "hfft", False),
+    "ihfft": ("ifft", "ihfft", True),
+}
+
+
+@rule(*(f"fft_{kind}" for kind in _SEVERAL))
+def transform(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Along one dimension."""
+    x = args[0]
+    outlines(func, args, kwargs)  # torch's own errors
+    (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout)
+    n, norm = argument(args, kwargs, 1, "n"), argument(args, kwargs, 3, "norm")
+    return _along_one(name.removeprefix("fft_"), x, dim, n, norm)
+
+
+@rule(*(f"fft_{kind}{count}" for kind in _SEVERAL for count in ("2", "n")))
+def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Along several dimensions, two by default or all."""
+    x, layout = args[0], args[0]._layout
+    outlines(func, args, kwargs)
+    lengths = argument(args, kwargs, 1, "s")
+    given = argument(args, kwargs, 2, "dim", (-2, -1) if name.endswith("2") else None)
+    norm = argument(args, kwargs, 3, "norm")
+    dims = _in_order(given, lengths, len(layout.shape))
+    if not dims:  # torch gives what it got, in the type of a transform
+        return x if x.is_complex() else x + 0j
+    sizes = [None] * len(dims) if lengths is None else [None if n == -1 else n for n in lengths]
+    most, last, is_first = _SEVERAL[name.removeprefix("fft_")[:-1]]
+    steps = list(zip(dims, sizes, strict=True))
+    if is_first:
+        x = _along_one(last, x, *steps[-1], norm)
+    x = _along_several(most, x, steps[:-1], norm)
+    return x if is_first else _along_one(last, x, *steps[-1], norm)
+
+
+def _in_order(given: Any, lengths: Any, ndim: int) -> list[int]:
+    """The dimensions, in the order in which they are named."""
+    if given is None:
+        count = ndim if lengths is None else len(lengths)
+        return list(range(ndim - count, ndim))
+    return [dim % ndim for dim in ([given] if isinstance(given, int) else given)]
+
+
+def _along_one(kind: str, x: Tensor, dim: int, n: int | None, norm: str | None) -> Tensor:
+    function = getattr(torch.fft, kind)
+    found: Tensor = along(x, (dim,), partial(_of_part, function, n=n, dim=dim, norm=norm))
+    return found
+
+
+def _along_several(
+    kind: str, x: Tensor, steps: Sequence[tuple[int, int | None]], norm: str | None
+) -> Tensor:
+    """Whole dimensions at once, then split ones, one after the other."""
+    whole = [(dim, n) for dim, n in steps if not x._layout.is_split(dim)]
+    if whole:
+        function = getattr(torch.fft, f"{kind}n")
+        dims = [dim for dim, _ in whole]
+        sizes = [x.shape[dim] if n is None else n for dim, n in whole]
+        x = along(x, dims, partial(_of_part, function, s=sizes, dim=dims, norm=norm))
+    for dim, n in steps:
+        if x._layout.is_split(dim):
+            x = _along_one(kind, x, dim, n, norm)
+    return x
+
+
+def _of_part(function: Any, part: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """The transform of a part; libraries refuse those without values."""
+    if part.numel():
+        found: torch.Tensor = function(part, **settings)
+        return found
+    like = function(torch.empty(part.shape, dtype=part.dtype, device="meta"), **settings)
+    return torch.zeros(like.shape, dtype=like.dtype, device=part.device)
+
+
+@rule("fft_fftshift", "fft_ifftshift")
+def shift(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Half of each dimension around."""
+    x = args[0]
+    given = argument(args, kwargs, 1, "dim")
+    for dim in dims_of(given, x._layout):
+        x = along(x, (dim,), partial(func, dim=dim))
+    return x

@@ -1,0 +1,59 @@
+"""Fourier transforms for `test_spread.py`, along whole and split dimensions."""
+
+from __future__ import annotations
+
+import torch
+
+from spread_cases import Case
+
+FOURIER: dict[str, Case] = {}
+for _kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
+    for _dim in (0, 1, -1):
+        for _n, _norm in ((None, None), (3, "ortho"), (8, "forward")):
+            FOURIER[f"{_kind} along {_dim} of {_n} {_norm}"] = Case(
+                lambda x, kind=_kind, dim=_dim, n=_n, norm=_norm: getattr(torch.fft, kind)(
+                    x, n, dim, norm
+                ),
+                ((4, 5, 6),),
+                order=1,
+            )
+    for _ending, _settings in (
+        ("2", {}),
+        ("2", {"s": (3, 8), "norm": "ortho", "dim": (0, 2)}),
+        ("n", {}),
+        ("n", {"dim": (1, 0)}),
+        ("n", {"s": (7, 4)}),
+        ("n", {"s": (-1, 4, 5), "dim": (0, 1, 2), "norm": "forward"}),
+        ("n", {"dim": (1,)}),
+    ):
+        FOURIER[f"{_kind}{_ending} {_settings}"] = Case(
+            lambda x, name=_kind + _ending, settings=_settings: getattr(torch.fft, name)(
+                x, **settings
+            ),
+            ((4, 5, 6),),
+            order=1,
+        )
+FOURIER |= {
+    "complex input": Case(
+        lambda x, y: (
+            torch.fft.fft(x + 1j * y, dim=0),
+            torch.fft.irfft2(x + 1j * y),
+            torch.fft.ifftn(x + 1j * y, norm="ortho"),
+            torch.fft.hfftn(x + 1j * y, dim=(0, 2)),
+        ),
+        ((4, 5, 6), (4, 5, 6)),
+        order=1,
+    ),
+    "there and back": Case(lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:])),
+    "a filter": Case(
+        lambda x, w: torch.fft.irfftn(torch.fft.rfftn(x) * w, s=x.shape), ((4, 5, 6), (5, 4))
+    ),
+    "of one dimension": Case(
+        lambda x: (torch.fft.rfft(x, n=5), torch.fft.fftn(x), torch.fft.ihfft(x)), ((7,),), order=1
+    ),
+    "fftshift": Case(lambda x: torch.fft.fftshift(x)),
+    "ifftshift": Case(lambda x: torch.fft.ifftshift(x, dim=(0, 2)) + torch.fft.fftshift(x, 1)),
+    "fftfreq": Case(lambda x: x * torch.fft.fftfreq(6, dtype=x.dtype)),
+}
+
+FAMILIES: dict[str, dict[str, Case]] = {"fourier": FOURIER}

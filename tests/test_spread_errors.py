@@ -1,0 +1,170 @@
+"""Bad values of losses, tables and attention: the same error on every worker, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import tessel
+from parity import values
+from tessel import Layout
+from tessel.tensor import gathering
+from tessel.tensor.gathering import GatherWarning
+
+Run = Callable[..., list[Any]]
+
+
+def split(x: Tensor, dim: int = 0) -> Any:
+    axes = [0 if d == dim else None for d in range(x.dim())]
+    return tessel.spread(x, Layout.split(tessel.world(), x.shape, axes))
+
+
+def last_is(value: int) -> Any:
+    """Classes, of which the last worker has one that is bad."""
+    return split(torch.tensor([0, 1, 2, 0, 1, value]))
+
+
+def reals(*shape: int) -> Any:
+    return split(values(shape, 1))
+
+
+def last_chance(value: float) -> Any:
+    return split(torch.tensor([0.5] * 5 + [value], dtype=torch.float64))
+
+
+BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "cross_entropy": (lambda: F.cross_entropy(reals(6, 3), last_is(3)), IndexError, "3 classes"),
+    "cross_entropy of classes": (
+        lambda: F.cross_entropy(split(values((6, 3), 1), 1), last_is(-1)),
+        IndexError,
+        "bounds",
+    ),
+    "nll": (lambda: F.nll_loss(reals(6, 3), last_is(7)), IndexError, "bounds"),
+    "cross_entropy of other sizes": (
+        lambda: F.cross_entropy(reals(6, 3), split(torch.zeros(5).long())),
+        ValueError,
+        "batch",
+    ),
+    "cross_entropy of a kind": (
+        lambda: F.cross_entropy(reals(6, 3), last_is(2), reduction="median"),
+        ValueError,
+        "median",
+    ),
+    "mse of other sizes": (lambda: F.mse_loss(reals(6, 3), reals(6, 4)), RuntimeError, "size"),
+    "bce": (
+        lambda: F.binary_cross_entropy(last_chance(1.5), last_chance(1.0)),
+        RuntimeError,
+        "between 0 and 1",
+    ),
+    "bce of nan": (
+        lambda: F.binary_cross_entropy(last_chance(float("nan")), last_chance(1.0)),
+        RuntimeError,
+        "between 0 and 1",
+    ),
+    "gaussian_nll": (
+        lambda: F.gaussian_nll_loss(reals(6), reals(6), last_chance(-1.0)),
+        ValueError,
+        "negative",
+    ),
+    "multi_margin": (lambda: F.multi_margin_loss(reals(6, 3), last_is(5)), RuntimeError, "range"),
+    "embedding": (lambda: F.embedding(last_is(9), torch.ones(4, 2)), IndexError, "4 rows"),
+    "embedding with a norm": (
+        lambda: F.embedding(last_is(1), torch.ones(4, 2), max_norm=1.0),
+        NotImplementedError,
+        "max_norm",
+    ),
+    "embedding by frequency": (
+        lambda: F.embedding(last_is(1), torch.ones(4, 2), scale_grad_by_freq=True),
+        NotImplementedError,
+        "scale_grad_by_freq",
+    ),
+    "sparse embedding": (
+        lambda: F.embedding(last_is(1), torch.ones(4, 2), sparse=True),
+        NotImplementedError,
+        "sparse",
+    ),
+    "one_hot": (lambda: F.one_hot(last_is(5), 4), RuntimeError, "smaller"),
+    "one_hot of negative": (lambda: F.one_hot(last_is(-1)), RuntimeError, "non-negative"),
+    "attention of other sizes": (
+        lambda: F.scaled_dot_product_attention(
+            reals(6, 2, 3, 4), reals(6, 2, 3, 5), reals(6, 2, 3, 5)
+        ),
+        RuntimeError,
+        "",
+    ),
+    "attention with two masks": (
+        lambda: F.scaled_dot_product_attention(
+            reals(6, 2, 4), reals(6, 2, 4), reals(6, 2, 4), torch.ones(2, 2).bool(), 0.0, True
+        ),
+        RuntimeError,
+        "is_causal",
+    ),
+    "heads of another width": (
+        lambda: nn.MultiheadAttention(8, 2).double()(*[reals(6, 2, 4)] * 3),
+        AssertionError,
+        "8",
+    ),
+    "fft of no length": (lambda: torch.fft.fft(reals(6), n=0), RuntimeError, "Invalid"),
+    "fft beyond": (lambda: torch.fft.fft(reals(6), dim=3), IndexError, "range"),
+}
+
+
+def check_bad(name: str) -> str:
+    """What a worker is told; after that, all go on."""
+    does, kind, part = BAD[name]
+    with pytest.raises(kind, match=part) as caught:
+        does()
+    assert float(tessel.ones(6, where=tessel.world()).sum()) == 6
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_values_raise_on_every_worker(run: Run, name: str) -> None:
+    said = run(check_bad, name, nprocs=3, timeout=30)
+    assert len(set(said)) == 1
+
+
+def check_weights_of_l1() -> None:
+    """Torch does not hand the weights on; they count."""
+    x, y, w = (values((6, 4), k) for k in (1, 2, 3))
+    got = F.l1_loss(split(x), split(y, 1), weight=w)
+    assert torch.allclose(got.full(), F.l1_loss(x, y, weight=w))
+    got = F.l1_loss(split(x), y, None, None, "sum", w)
+    assert torch.allclose(got.full(), F.l1_loss(x, y, None, None, "sum", w))
+    assert torch.allclose(F.l1_loss(split(x), y).full(), F.l1_loss(x, y))
+
+
+def check_backward_on_every_worker() -> None:
+    """A loss is one number, which every worker derives: gradients of one process, once."""
+    x, target = values((6, 4), 1), torch.tensor([0, 1, 2, 3, 0, 1])
+    alone = x.clone().requires_grad_()
+    F.cross_entropy(alone, target, label_smoothing=0.1).backward()
+    root = x.clone().requires_grad_()
+    loss = F.cross_entropy(split(root, 1), split(target), label_smoothing=0.1)
+    loss.backward()
+    assert torch.allclose(root.grad, alone.grad, 1e-12, 1e-12)
+    assert isinstance(loss.item(), float)
+
+
+def check_nothing_gathers() -> None:
+    """Losses and transforms of tensors that are split move parts only."""
+    with tessel.fallback("raise"):
+        F.cross_entropy(split(values((6, 4), 1), 1), last_is(3))
+        torch.fft.fftn(reals(6, 4, 5))
+        F.scaled_dot_product_attention(*[split(values((2, 1, 9, 4), 1), 2)] * 3, is_causal=True)
+    gathering._said.clear()  # each place warns once
+    with pytest.warns(GatherWarning):
+        torch.kl_div(reals(6, 4), reals(6, 4), 1)
+
+
+@pytest.mark.parametrize(
+    "check", [check_weights_of_l1, check_backward_on_every_worker, check_nothing_gathers]
+)
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_losses(run: Run, check: Callable[[], None], nprocs: int) -> None:
+    run(check, nprocs=nprocs, timeout=30)
