@@ -242,6 +242,7 @@ JOINTS = {
             F.pad(x, (-1, 2, -2, -1)),
             F.pad(x, (1, -1), value=3.0),
             F.pad(x, (-1, 1), "replicate"),
+            F.pad(x, (2, -1), "reflect"),
             F.pad(x[None], (-1, 1, 1, -1), "circular"),
         )
     ),

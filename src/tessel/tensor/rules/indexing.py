@@ -334,11 +334,18 @@ def _assign(x: Tensor, items: list[Any], value: Any) -> None:
             if first < end
             else slice(0, 0)
         )
-    if isinstance(value, torch.Tensor):
-        shaped = _like_region(value, items)
-        part[tuple(local)].copy_(fitted(shaped, region))
+    if not isinstance(value, torch.Tensor):
+        value = part.new_empty(()).fill_(value)  # torch's own error, on all workers
+    new = fitted(_like_region(value, items), region)
+    if not (part.requires_grad and torch.is_grad_enabled()):
+        part[tuple(local)].copy_(new)
     else:
-        part[tuple(local)] = value
+        # torch has another graph for a slice that is everything, as it may be on some workers
+        inside = torch.zeros(part.shape, dtype=torch.bool, device=part.device)
+        inside[tuple(local)] = True
+        values = torch.zeros_like(part, requires_grad=False)
+        values[tuple(local)].copy_(new)
+        part.copy_(torch.where(inside, values, part))
     changed(x)
 
 

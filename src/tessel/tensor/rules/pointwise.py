@@ -41,6 +41,7 @@ ALSO = frozenset(
         *("full_like", "empty_like", "get real", "get imag", "cfloat", "cdouble", "chalf"),
         *("less", "greater", "less_equal", "greater_equal", "not_equal", "negative", "absolute"),
         *("resolve_conj", "resolve_neg", "conj_physical", "isreal", "float_power"),
+        *("complex", "polar"),
     )
 )
 

@@ -425,8 +425,7 @@ def fold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     # (batch, channel, value of the window, place): channels may be split, the rest may not
     windows = x.reshape(x.shape[0], shape[1], size, x.shape[2])
     layout = windows._layout
-    mixed = tuple(dim for dim in (2, 3) if is_split(layout, dim))
-    there = hosted(layout, mixed) if mixed else layout
+    there = hosted(layout, (2, 3)) if is_split(layout, 2) or is_split(layout, 3) else layout
     part = moved(windows, there)
     shared = tuple(sorted({*there.shared, *there.cuts[2].axes, *there.cuts[3].axes}))
     space = (Cut((), ((0, shape[2]),)), Cut((), ((0, shape[3]),)))

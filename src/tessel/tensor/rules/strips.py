@@ -229,10 +229,11 @@ def _inside(layout: Layout, pairs: tuple[Interval, ...]) -> tuple[Layout, Layout
 
 def _in_a_circle(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     length = x._layout.shape[dim]
+    start, stop = max(-before, 0), length - max(-after, 0)  # negative widths cut off first
     strips = [
-        (x, length - max(before, 0), length),
-        (x, max(-before, 0), length - max(-after, 0)),
-        (x, 0, max(after, 0)),
+        (x, stop - max(before, 0), stop),
+        (x, start, stop),
+        (x, start, start + max(after, 0)),
     ]
     return joined(strips, dim, _longer(x._layout, dim, before + length + after))
 
