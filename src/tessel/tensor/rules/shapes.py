@@ -258,9 +258,11 @@ def repeat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     outlines(func, args, kwargs)  # torch's own error
     counts = (1,) * (x.dim() - len(counts)) + counts
     x = x.reshape((1,) * (len(counts) - x.dim()) + tuple(x.shape))
-    return along(
-        x, [d for d, count in enumerate(counts) if count != 1], lambda part: part.repeat(counts)
-    )
+    # of no repeats torch's derivative is a constant, and the graphs of workers would differ
+    nothing_of = tuple(slice(0) if count == 0 else slice(None) for count in counts)
+    some = [max(1, count) for count in counts]
+    x = x[nothing_of] if 0 in counts else x
+    return along(x, [d for d, count in enumerate(some) if count > 1], lambda y: y.repeat(some))
 
 
 @rule("repeat_interleave")
