@@ -12,13 +12,16 @@ from tessel.tensor.gathering import is_random, without_rule
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     attention,
     chance,
+    diagonals,
     distances,
     embedding,
     fourier,
+    indexing,
     losses,
     products,
     reductions,
     shapes,
+    strips,
 )
 from tessel.tensor.rules.pointwise import is_in_place, is_pointwise, pointwise
 from tessel.tensor.table import (
@@ -112,7 +115,7 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     args, kwargs = _settled(args), _settled(kwargs)
     if kwargs.get("out") is not None:
-        raise unsupported(name, "it cannot write to `out`", *held_layouts(args, kwargs))
+        return _written(name, func, args, kwargs)
     if name in RULES:
         if name not in _SECOND:
             args, kwargs = _in_order(args, kwargs)
@@ -130,6 +133,36 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
     return _shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+
+
+def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What a function gives, put into spread tensors of its shape, in their layouts."""
+    rest = {key: value for key, value in kwargs.items() if key != "out"}
+    out = kwargs["out"]
+    targets = list(tensors(out))
+    if not all(isinstance(each, Tensor) for each in targets):
+        raise unsupported(name, "it cannot write to an `out` that is plain", *held_layouts(args))
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors(args, rest, out)):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, "
+            f"but one of the arguments requires grad."
+        )
+    is_spread = next(spread_among(args, rest), None) is not None
+    result = follow(name, func, args, rest) if is_spread else func(*args, **rest)
+    found = list(tensors(result))
+    for each, target in zip(found, targets, strict=True):
+        if each.shape != target.shape:
+            raise ValueError(
+                f"`{name}` gives a tensor of shape {tuple(each.shape)}, got an `out` of shape "
+                f"{tuple(target.shape)}; a spread tensor cannot change its shape"
+            )
+        if not torch.can_cast(each.dtype, target.dtype):
+            raise RuntimeError(
+                f"result type {each.dtype} can't be cast to the desired output type {target.dtype}"
+            )
+    for each, target in zip(found, targets, strict=True):
+        target.copy_(each)
+    return out
 
 
 def _partition(args: Arguments, kwargs: Settings) -> Any:

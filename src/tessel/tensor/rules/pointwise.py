@@ -41,6 +41,7 @@ ALSO = frozenset(
         *("full_like", "empty_like", "get real", "get imag", "cfloat", "cdouble", "chalf"),
         *("less", "greater", "less_equal", "greater_equal", "not_equal", "negative", "absolute"),
         *("resolve_conj", "resolve_neg", "conj_physical", "isreal", "float_power"),
+        *("complex", "polar"),
     )
 )
 
@@ -81,7 +82,7 @@ def is_in_place(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in (
         *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__idiv__"),
         *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
-        *("__ilshift__", "__irshift__"),
+        *("__ilshift__", "__irshift__", "__setitem__"),
     )
 
 
@@ -92,8 +93,8 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return _in_place(name, func, args, kwargs)
     target = _target(name, args, kwargs)
     result = func(
-        *[_fitted(each, target) for each in args],
-        **{key: _fitted(each, target) for key, each in kwargs.items()},
+        *[fitted(each, target) for each in args],
+        **{key: fitted(each, target) for key, each in kwargs.items()},
     )
     if isinstance(result, str):  # the name of a type
         return result
@@ -114,8 +115,8 @@ def _in_place(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layout = target._layout
     func(
         target._part,
-        *[_fitted(each, layout) for each in others],
-        **{key: _fitted(each, layout) for key, each in kwargs.items()},
+        *[fitted(each, layout) for each in others],
+        **{key: fitted(each, layout) for key, each in kwargs.items()},
     )
     return changed(target)
 
@@ -140,8 +141,12 @@ def changed(target: Tensor) -> Tensor:
 
 def _target(name: str, args: Arguments, kwargs: Settings) -> Layout:
     """How the result lies: as an operand of its shape, a balanced one if there is one."""
-    found = [*args, *kwargs.values()] if kwargs else args
-    operands = [each for each in tensors(*found)]
+    return common_layout(name, [*args, *kwargs.values()] if kwargs else args)
+
+
+def common_layout(name: str, values: Sequence[Any]) -> Layout:
+    """The layout in which tensors that are broadcast against each other are combined."""
+    operands = list(tensors(*values))
     first = next(each._layout for each in operands if isinstance(each, Tensor))
     if all(isinstance(each, Tensor) and each._layout is first for each in operands):
         return first
@@ -177,7 +182,7 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
     return Layout(partition, shape, tuple(cuts), shared)
 
 
-def _fitted(value: Any, target: Layout) -> Any:
+def fitted(value: Any, target: Layout) -> Any:
     """An operand, so that it can be combined with this worker's part of `target`."""
     if isinstance(value, Tensor):
         layout = value._layout
@@ -187,7 +192,7 @@ def _fitted(value: Any, target: Layout) -> Any:
     if isinstance(value, torch.Tensor):
         return sliced(value, target)
     if type(value) in (list, tuple):
-        return type(value)([_fitted(each, target) for each in value])
+        return type(value)([fitted(each, target) for each in value])
     return value
 
 

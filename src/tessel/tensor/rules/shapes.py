@@ -1,25 +1,27 @@
-"""Functions that only move elements: reshaping, permuting, slicing, joining, padding."""
+"""Functions that keep all elements and give them other places: reshaping, permuting, expanding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import torch
 
+from tessel import boxes
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
+from tessel.partition import Partition
 from tessel.shared import nothing
-from tessel.tensor.rules.pointwise import broadcast
+from tessel.tensor.rules.hosting import along, hosted, split_like
+from tessel.tensor.rules.pointwise import broadcast, common_layout
+from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
-    gathered,
+    computed,
     is_split,
     made,
     moved,
@@ -27,9 +29,10 @@ from tessel.tensor.table import (
     opened,
     outlines,
     rule,
+    shared_whole,
     unsupported,
 )
-from tessel.tensor.tensor import Tensor, move, open_part
+from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # dims before, and dims after
@@ -67,7 +70,7 @@ def _blocks(before: Shape, after: Shape) -> tuple[Block, ...]:
     "ravel",
 )
 def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Dimensions that stay keep their parts; those that are merged or split become whole."""
+    """Parts stay where they are if they are parts of the result, too; else, the least is moved."""
     x, layout = args[0], args[0]._layout
     if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
         raise unsupported(name, "it cannot take values as those of another type", layout)
@@ -77,20 +80,96 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return note_view(y, x, copied=loose != layout)
 
 
+@dataclass
+class _Slot:
+    """Where a block of dimensions can be split, before and after: along the first of them.
+
+    Their first dimensions vary slowest, so an interval of them is a run of the values. It is one
+    before and after if its bounds are multiples of `before_step`, of `after_step`.
+    """
+
+    before: int
+    after: int
+    before_step: int
+    after_step: int
+    num_units: int  # how many parts there can be
+    axes: tuple[int, ...] = ()
+    intervals: tuple[Interval, ...] = ((0, 1),)  # of units
+
+    def can_take(self, size: int) -> bool:
+        return self.num_units >= len(self.intervals) * size
+
+    def take(self, axis: int, size: int) -> None:
+        """Let one more axis of the grid split this block, in balanced parts."""
+        self.axes += (axis,)
+        self.intervals = boxes.balanced(self.num_units, len(self.intervals) * size)
+
+    def cut(self, step: int) -> Cut:
+        return Cut(self.axes, tuple((step * a, step * b) for a, b in self.intervals))
+
+
+def _slot(layout: Layout, after: Shape, block: Block) -> _Slot | None:
+    """The place where a block can be split, with the axes that do so now and may stay."""
+    dims, new = block
+    if not dims or not new:
+        return None
+    # dimensions of length one in front of the first longer one do not matter
+    first = next((dim for dim in dims if layout.shape[dim] > 1), dims[0])
+    then = next((dim for dim in new if after[dim] > 1), new[0])
+    inner = prod(layout.shape[dim] for dim in dims if dim > first)
+    inner_after = prod(after[dim] for dim in new if dim > then)
+    unit = lcm(inner, inner_after)
+    step = unit // inner
+    units = layout.shape[first] // step
+    slot = _Slot(first, then, step, unit // inner_after, units, (), ((0, units),))
+    cut = layout.cuts[first]
+    if all(a % step == 0 == b % step for a, b in cut.intervals if a < b):
+        slot.axes = cut.axes
+        slot.intervals = tuple(
+            (a // step, b // step if a < b else a // step) for a, b in cut.intervals
+        )
+    return slot
+
+
 @kept_in_job
 def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
-    """First, what becomes whole; then, what it is after."""
+    """A layout before whose parts are the parts of a layout after.
+
+    Axes of the grid that cannot stay, since they split a dimension within a block or between the
+    bounds that it can have, go over to blocks that are long enough, their own if it is. Where there
+    is none, values become shared along them.
+    """
+    partition = layout.partition
+    if 0 in layout.shape:  # no values: parts are what they are called
+        return layout, shared_whole(partition, after)
     blocks = _blocks(layout.shape, after)
-    mixed = [dim for dims, new in blocks if (len(dims), len(new)) != (1, 1) for dim in dims]
-    loose = gathered(layout, tuple(dim for dim in mixed if is_split(layout, dim)))
-    cuts: list[Cut] = [Cut((), ((0, length),)) for length in after]
-    axes = {axis for cut in loose.cuts for axis in cut.axes}
-    for dims, new in blocks:
-        if (len(dims), len(new)) == (1, 1):
-            cuts[new[0]] = loose.cuts[dims[0]]
-            axes -= set(loose.cuts[dims[0]].axes)
-    shared = tuple(sorted({*loose.shared, *axes}))
-    return loose, replace(loose, shape=after, cuts=tuple(cuts), shared=shared)
+    slots = {block: slot for block in blocks if (slot := _slot(layout, after, block)) is not None}
+    for block in blocks:
+        own = slots.get(block)
+        kept = own.axes if own else ()
+        for axis in (axis for dim in block[0] for axis in layout.cuts[dim].axes):
+            size = partition.shape[axis]
+            hosts = [slot for slot in slots.values() if slot.can_take(size)]
+            if axis not in kept and hosts and size > 1:
+                roomiest = max(hosts, key=lambda slot: slot.num_units / len(slot.intervals))
+                (own if own in hosts else roomiest).take(axis, size)
+    before = [Cut((), ((0, length),)) for length in layout.shape]
+    behind = [Cut((), ((0, length),)) for length in after]
+    for slot in slots.values():
+        before[slot.before] = slot.cut(slot.before_step)
+        behind[slot.after] = slot.cut(slot.after_step)
+    taken = {axis for slot in slots.values() for axis in slot.axes}
+    shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
+    target = Layout(partition, after, tuple(behind), shared)
+    if all(_alike(partition, *pair) for pair in zip(before, layout.cuts, strict=True)):
+        return layout, target  # nothing moves: the result is a view
+    return Layout(partition, layout.shape, tuple(before), shared), target
+
+
+def _alike(partition: Partition, cut: Cut, other: Cut) -> bool:
+    """Whether two cuts are the same but for axes of length one."""
+    long = [[a for a in each.axes if partition.shape[a] > 1] for each in (cut, other)]
+    return cut.intervals == other.intervals and long[0] == long[1]
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
@@ -101,6 +180,7 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
     *("get T", "get mT", "get H", "get mH"),
 )
 def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Each dimension takes its parts along."""
     x, layout = opened(args[0])
     sizes = _PRIMES[: len(layout.shape)]
     order = [
@@ -114,180 +194,6 @@ def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return note_view(made(func(x, *args[1:], **kwargs), target), args[0])
 
 
-@rule("cat", "concat", "concatenate")
-def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Along a whole dimension each worker joins its own parts; else, a sum of embeddings."""
-    given: Sequence[torch.Tensor] = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    first = next(each for each in given if isinstance(each, Tensor))._layout
-    shape = tuple(outlines(func, (list(given), dim), {}).shape)
-    dim %= len(shape)
-    # torch lets empty tensors of one dimension join any others
-    tensors = [
-        as_spread(each, first.partition)
-        for each in given
-        if tuple(each.shape) != (0,) or len(shape) == 1
-    ]
-    target = first.resized(shape)
-    if not is_split(first, dim):
-        aligned = [moved(each, target.resized(_with(shape, dim, each))) for each in tensors]
-        return made(torch.cat(aligned, dim), target)
-    starts = [0, *accumulate(each._layout.shape[dim] for each in tensors)]
-    total: Any = None
-    for start, each in zip(starts, tensors, strict=False):
-        layout = each._layout
-        before = [start if d == dim else 0 for d in range(len(shape))]
-        after = [n - m - b for n, m, b in zip(shape, layout.shape, before, strict=True)]
-        placed = move(layout.embedded(before, after), target).apply(open_part(each))
-        total = placed if total is None else total + placed
-    return made(total, target)
-
-
-def _with(shape: Shape, dim: int, each: Tensor) -> Shape:
-    return (*shape[:dim], each._layout.shape[dim], *shape[dim + 1 :])
-
-
-@rule("__getitem__")
-def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Slices of step one; whole numbers on whole dimensions; new dimensions."""
-    base, key = args
-    x, layout = opened(base)
-    items = list(key) if isinstance(key, tuple) else [key]
-    if not all(each is None or each is Ellipsis or isinstance(each, int | slice) for each in items):
-        raise unsupported(name, "only whole numbers and slices are known", layout)
-    named = sum(each is not None and each is not Ellipsis for each in items)
-    fill = [slice(None)] * (len(layout.shape) - named)
-    at = items.index(Ellipsis) if Ellipsis in items else len(items)
-    items = [*items[:at], *fill, *items[at + 1 :]]
-    picks = [each for each in items if each is not None]
-    parts = [_interval(each, n) for each, n in zip(picks, layout.shape, strict=True)]
-    for dim, (pick, part) in enumerate(zip(picks, parts, strict=True)):
-        if is_split(layout, dim) and (part is None or isinstance(pick, int)):
-            raise unsupported(name, f"dimension {dim} is split and can only be sliced", layout)
-    cropped, x = _cropped(x, layout, parts)
-    rest = [None if each is None else _rest(each, part) for each, part in _pairs(items, parts)]
-    y = x[tuple(rest)]
-    y = made(y, _indexed(cropped, rest, tuple(y.shape)))
-    return note_view(y, base, copied=cropped is not layout)
-
-
-def _pairs(items: list[Any], parts: list[Interval | None]) -> list[tuple[Any, Interval | None]]:
-    left = iter(parts)
-    return [(each, None if each is None else next(left)) for each in items]
-
-
-def _interval(pick: Any, length: int) -> Interval | None:
-    """What a slice of step one keeps; None for any other pick."""
-    if isinstance(pick, int):
-        return None
-    start, stop, step = pick.indices(length)
-    return (start, max(start, stop)) if step == 1 else None
-
-
-def _rest(pick: Any, part: Interval | None) -> Any:
-    """What remains to pick once slices of step one are cut out."""
-    return pick if part is None else slice(None)
-
-
-def _cropped(
-    x: torch.Tensor, layout: Layout, parts: list[Interval | None]
-) -> tuple[Layout, torch.Tensor]:
-    """The tensor between the bounds, in balanced parts where a split dimension got shorter."""
-    bounds = [part or (0, n) for part, n in zip(parts, layout.shape, strict=True)]
-    if all(bound == (0, n) for bound, n in zip(bounds, layout.shape, strict=True)):
-        return layout, x
-    target = _shortened(layout, tuple(bounds))
-    before = [start for start, _ in bounds]
-    after = [n - stop for n, (_, stop) in zip(layout.shape, bounds, strict=True)]
-    return target, move(layout, target.embedded(before, after)).apply(x)
-
-
-def _shortened(layout: Layout, bounds: tuple[Interval, ...]) -> Layout:
-    shape = tuple(stop - start for start, stop in bounds)
-    even = layout.resized(shape)
-    cuts = tuple(
-        old if n == m else new
-        for old, new, n, m in zip(layout.cuts, even.cuts, layout.shape, shape, strict=True)
-    )
-    return replace(even, cuts=cuts)
-
-
-def _indexed(layout: Layout, rest: list[Any], local: Shape) -> Layout:
-    """The layout after picks that concern whole dimensions only."""
-    cuts: list[Cut] = []
-    lengths: list[int] = []
-    lost: tuple[int, ...] = ()
-    dim = 0
-    for each in rest:
-        if each is None:
-            cuts.append(Cut((), ((0, 1),)))
-            lengths.append(1)
-            continue
-        cut, length = layout.cuts[dim], layout.shape[dim]
-        dim += 1
-        if isinstance(each, int):
-            lost += cut.axes
-            continue
-        length = len(range(*each.indices(length)))
-        cuts.append(cut if each == slice(None) else Cut(cut.axes, ((0, length),)))
-        lengths.append(length)
-    shared = tuple(sorted({*layout.shared, *lost}))
-    return replace(layout, shape=tuple(lengths), cuts=tuple(cuts), shared=shared)
-
-
-@rule("chunk", "split", "tensor_split", "unbind", "split_with_sizes")
-def chunk(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Pieces along a whole dimension."""
-    x, layout = opened(args[0])
-    default = 0
-    position = 1 if name == "unbind" else 2
-    dim = args[position] if len(args) > position else kwargs.get("dim", default)
-    dim %= len(layout.shape)
-    if is_split(layout, dim):
-        raise unsupported(name, f"dimension {dim} is split", layout)
-    pieces = func(x, *args[1:], **kwargs)
-    shapes = [tuple(each.shape) for each in outlines(func, args, kwargs)]
-    if name == "unbind":
-        keep = [d for d in range(len(layout.shape)) if d != dim]
-        axes = tuple(sorted({*layout.shared, *layout.cuts[dim].axes}))
-        rest = replace(
-            layout,
-            shape=tuple(layout.shape[d] for d in keep),
-            cuts=tuple(layout.cuts[d] for d in keep),
-            shared=axes,
-        )
-        return tuple(note_view(made(each, rest), args[0]) for each in pieces)
-    return tuple(
-        note_view(made(each, _shortened(layout, tuple((0, n) for n in shape))), args[0])
-        for each, shape in zip(pieces, shapes, strict=True)
-    )
-
-
-@rule("narrow", "select")
-def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A slice, or one index, along a dimension."""
-    names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
-    given = dict(zip(names, args[1:], strict=False)) | kwargs
-    dim = range(len(args[0]._layout.shape))[given["dim"]]
-    if name == "narrow":
-        outlines(func, args, kwargs)  # torch's own error
-        start = given["start"] % max(1, args[0]._layout.shape[dim])
-        pick: Any = slice(start, start + given["length"])
-    else:
-        pick = given["index"]
-    return getitem(name, Tensor.__getitem__, (args[0], (*[slice(None)] * dim, pick)), {})
-
-
-@rule("stack")
-def stack(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Tensors one beside the other along a new dimension, which is whole."""
-    tensors: Sequence[torch.Tensor] = args[0] if args else kwargs["tensors"]
-    given = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    dim = range(outlines(func, (list(tensors), given), {}).dim())[given]
-    wider = [each.unsqueeze(dim) for each in tensors]
-    return cat("cat", torch.cat, (wider, dim), {})
-
-
 @rule("expand", "expand_as", "broadcast_to")
 def expand(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Dimensions of length one become longer, and lie as those of the tensor that is named."""
@@ -299,48 +205,233 @@ def expand(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         first = len(shape) - len(layout.shape)
         new = tuple(Cut((), ((0, n),)) for n in shape[:first])
         wider = replace(layout, shape=(*shape[:first], *layout.shape), cuts=(*new, *layout.cuts))
-        other = wider.resized(shape)
+        other = split_like(wider, shape)
     y = moved(x, broadcast(layout, other)).expand(other.local_shape)
     return note_view(made(y, other), x, copied=True)
 
 
-@rule("pad")
-def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Zeros beyond the border of split dimensions; whole dimensions as torch has it."""
-    x, layout = opened(args[0])
-    shape = tuple(outlines(func, args, kwargs).shape)
-    changed = [dim for dim, n in enumerate(layout.shape) if shape[dim] != n]
-    widths = list(args[1] if len(args) > 1 else kwargs["pad"])
-    touched = [len(shape) - 1 - k // 2 for k, width in enumerate(widths) if width]
-    if not any(is_split(layout, dim) for dim in (*changed, *touched)):
-        target = _shortened(layout, tuple((0, n) for n in shape))
-        if 0 in x.shape and 0 not in layout.shape:  # torch refuses it, in some modes
-            return made(nothing(target.local_shape, x), target)
-        return made(func(x, *args[1:], **kwargs), target)
-    rest = dict(zip(("mode", "value"), args[2:], strict=False)) | kwargs
-    if rest.get("mode", "constant") != "constant" or rest.get("value") not in (None, 0):
-        raise unsupported(name, "split dimensions can be padded with zeros only", layout)
-    pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
-    pairs = [(0, 0)] * (len(shape) - len(pairs)) + pairs
-    source = layout.embedded([max(a, 0) for a, _ in pairs], [max(b, 0) for _, b in pairs])
-    target = layout.resized(shape)
-    inside = target.embedded([max(-a, 0) for a, _ in pairs], [max(-b, 0) for _, b in pairs])
-    return made(move(source, inside).apply(x), target)
+@rule("broadcast_tensors")
+def broadcast_tensors(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """All of one shape and one layout, that of their sum."""
+    given = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+    outlines(torch.broadcast_tensors, tuple(given), kwargs)  # torch's own error
+    target = common_layout(name, given)
+    found = []
+    for each in given:
+        x = as_spread(each, target.partition)
+        y = moved(x, broadcast(x._layout, target)).expand(target.local_shape)
+        found.append(note_view(made(y, target), x, copied=True))
+    return tuple(found)
+
+
+@rule("meshgrid")
+def meshgrid(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Each tensor along a dimension of its own."""
+    given = list(args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args)
+    shapes = [tuple(each.shape) for each in outlines(torch.meshgrid, tuple(given), kwargs)]
+    partition = next(each._layout.partition for each in given if isinstance(each, Tensor))
+    count = len(given)
+    dims = list(range(count))
+    if kwargs.get("indexing") == "xy" and count > 1:
+        dims[:2] = 1, 0
+    rows = (
+        as_spread(each, partition).reshape([-1 if d == dim else 1 for d in range(count)])
+        for each, dim in zip(given, dims, strict=True)
+    )
+    return tuple(row.expand(shape) for row, shape in zip(rows, shapes, strict=True))
+
+
+@rule("atleast_1d", "atleast_2d", "atleast_3d")
+def at_least(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """New dimensions of length one where torch puts them."""
+    given = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+    found = tuple(each.reshape(outlines(func, (each,), kwargs).shape) for each in given)
+    return found[0] if len(args) == 1 and given is args else found
+
+
+@rule("repeat", "tile")
+def repeat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What is repeated has to be whole for that."""
+    x = args[0]
+    given = args[1:] or tuple(kwargs.values())
+    counts = tuple(given[0]) if isinstance(given[0], list | tuple) else tuple(given)
+    outlines(func, args, kwargs)  # torch's own error
+    counts = (1,) * (x.dim() - len(counts)) + counts
+    x = x.reshape((1,) * (len(counts) - x.dim()) + tuple(x.shape))
+    # of no repeats torch's derivative is a constant, and the graphs of workers would differ
+    nothing_of = tuple(slice(0) if count == 0 else slice(None) for count in counts)
+    some = [max(1, count) for count in counts]
+    x = x[nothing_of] if 0 in counts else x
+    return along(x, [d for d, count in enumerate(some) if count > 1], lambda y: y.repeat(some))
+
+
+@rule("repeat_interleave")
+def repeat_interleave(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Every element some times, where it is: the parts grow."""
+    x, count = args[0], argument(args, kwargs, 1, "repeats")
+    dim = argument(args, kwargs, 2, "dim")
+    if not isinstance(count, int):
+        raise unsupported(name, "only one number of repeats is known", x._layout)
+    outlines(func, args, kwargs)  # torch's own error
+    if dim is None:
+        x, dim = x.reshape(-1), 0
+    (dim,) = dims_of(dim, x._layout)
+    part, layout = opened(x)
+    target = _scaled(layout, dim, count)
+    return made(computed(lambda y: y.repeat_interleave(count, dim), part), target)
+
+
+def _scaled(layout: Layout, dim: int, factor: int) -> Layout:
+    """The layout of a tensor in which a dimension is some times as long, as are its parts."""
+    old = layout.cuts[dim]
+    cut = Cut(old.axes, tuple((factor * a, factor * b) for a, b in old.intervals))
+    shape = (*layout.shape[:dim], factor * layout.shape[dim], *layout.shape[dim + 1 :])
+    return replace(layout, shape=shape, cuts=(*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :]))
+
+
+@rule("rot90")
+def rot90(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Turns are flips and a transposition."""
+    x, turns = args[0], argument(args, kwargs, 1, "k", 1) % 4
+    first, second = argument(args, kwargs, 2, "dims", (0, 1))
+    outlines(func, args, kwargs)  # torch's own error
+    if turns == 1:
+        return x.flip(second).transpose(first, second)
+    if turns == 2:
+        return x.flip((first, second))
+    return x.flip(first).transpose(first, second) if turns else x.clone()
 
 
 @rule("pixel_shuffle")
 def pixel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Channels become space where they are: every part grows."""
+    """Channels become space: every part grows where it is."""
+    x = args[0]
+    *batch, channels, height, width = outlines(func, args, kwargs).shape
+    factor = argument(args, kwargs, 1, "upscale_factor")
+    k = len(batch)
+    x = x.reshape(*batch, channels, factor, factor, *x.shape[-2:])
+    x = x.permute(*range(k), k, k + 3, k + 1, k + 4, k + 2)
+    return x.reshape(*batch, channels, height, width)
+
+
+@rule("pixel_unshuffle")
+def pixel_unshuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Space becomes channels: every part gets smaller where it is, if its bounds allow that."""
+    x = args[0]
+    *batch, channels, height, width = outlines(func, args, kwargs).shape
+    factor = argument(args, kwargs, 1, "downscale_factor")
+    k = len(batch)
+    x = x.reshape(*batch, x.shape[-3], height, factor, width, factor)
+    x = x.permute(*range(k), k, k + 2, k + 4, k + 1, k + 3)
+    return x.reshape(*batch, channels, height, width)
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Groups of channels become interleaved."""
+    x, groups = args[0], argument(args, kwargs, 1, "groups")
+    outlines(func, args, kwargs)  # torch's own error
+    return x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(x.shape)
+
+
+@rule("view_as_real")
+def view_as_real(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A new last dimension, which is whole."""
     x, layout = opened(args[0])
-    if is_split(layout, -3):
-        raise unsupported(name, "the channels are split", layout)
+    cuts = (*layout.cuts, Cut((), ((0, 2),)))
+    y = made(func(x), replace(layout, shape=(*layout.shape, 2), cuts=cuts))
+    return note_view(y, args[0])
+
+
+@rule("view_as_complex")
+def view_as_complex(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The last dimension, which has to be whole, becomes the two parts of a number."""
+    x, layout = args[0], args[0]._layout
+    outlines(func, args, kwargs)  # torch's own error
+    last = len(layout.shape) - 1
+    there = hosted(layout, (last,)) if is_split(layout, last) else layout
+    shared = tuple(sorted({*there.shared, *there.cuts[-1].axes}))
+    target = replace(there, shape=there.shape[:-1], cuts=there.cuts[:-1], shared=shared)
+    part = moved(x, there)
+    part = part if there is layout else part.contiguous()
+    return note_view(made(func(part), target), x, copied=there is not layout)
+
+
+@rule("unfold")
+def unfold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Windows along a dimension, or, by `torch.nn.functional.unfold`, of an image."""
+    if func is torch.nn.functional.unfold:
+        return _image_windows(name, func, args, kwargs)
+    x, layout = args[0], args[0]._layout
+    given = dict(zip(("dimension", "size", "step"), args[1:], strict=False)) | kwargs
     shape = tuple(outlines(func, args, kwargs).shape)
-    factor = shape[-1] // layout.shape[-1]
-    cuts = list(_shortened(layout, tuple((0, n) for n in shape)).cuts)
-    for dim in (-1, -2):
-        parts = tuple((factor * a, factor * b) for a, b in layout.cuts[dim].intervals)
-        cuts[dim] = Cut(layout.cuts[dim].axes, parts)
-    target = replace(layout, shape=shape, cuts=tuple(cuts))
-    if 0 in x.shape:
-        return made(nothing(target.local_shape, x), target)
-    return made(func(x, *args[1:], **kwargs), target)
+    if not layout.shape:
+        return made(
+            func(moved(x, layout), *args[1:], **kwargs), shared_whole(layout.partition, shape)
+        )
+    (dim,) = dims_of(given["dimension"], layout)
+    reads, target = _windows(layout, dim, shape, given["step"])
+    part = moved(x, reads)
+    if 0 in target.local_shape:  # torch has no windows of what is too short
+        return made(nothing(target.local_shape, part), target)
+    y = made(part.unfold(dim, given["size"], given["step"]), target)
+    return note_view(y, x, copied=reads != layout)
+
+
+@kept_in_job
+def _windows(layout: Layout, dim: int, shape: Shape, step: int) -> tuple[Layout, Layout]:
+    """What the windows of each worker read, and how they lie: in balanced parts."""
+    *counts, size = shape
+    window = Cut((), ((0, size),))
+    if not is_split(layout, dim):
+        cut = Cut(layout.cuts[dim].axes, ((0, counts[dim]),))
+        reads = layout
+    else:
+        old = layout.cuts[dim]
+        cut = Cut(old.axes, boxes.balanced(counts[dim], len(old.intervals)))
+        wide = tuple(
+            (step * a, step * (b - 1) + size) if a < b else (0, 0) for a, b in cut.intervals
+        )
+        cuts = (*layout.cuts[:dim], Cut(old.axes, wide), *layout.cuts[dim + 1 :])
+        reads = replace(layout, cuts=cuts)
+    cuts = (*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :], window)
+    return reads, replace(layout, shape=shape, cuts=cuts)
+
+
+def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The image has to be whole for that, its channels and the batch need not be."""
+    x = args[0]
+    shape = tuple(outlines(func, args, kwargs).shape)
+    if x.dim() == 3:
+        return _image_windows(name, func, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
+    layout = x._layout
+    there = hosted(layout, (2, 3)) if is_split(layout, 2) or is_split(layout, 3) else layout
+    part = moved(x, there)
+    grown = _scaled(there, 1, shape[1] // max(1, layout.shape[1])) if layout.shape[1] else there
+    shared = tuple(sorted({*there.shared, *there.cuts[2].axes, *there.cuts[3].axes}))
+    cuts = (*grown.cuts[:2], Cut((), ((0, shape[2]),)))
+    target = replace(there, shape=shape, cuts=cuts, shared=shared)
+    if not part.numel():
+        return made(nothing(target.local_shape, part), target)
+    return made(func(part, *args[1:], **kwargs), target)
+
+
+@rule("fold")
+def fold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Windows are added up where they are whole; the batch and the channels need not be."""
+    x = args[0]
+    shape = tuple(outlines(func, args, kwargs).shape)
+    if x.dim() == 2:
+        return fold(name, func, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
+    size = x.shape[1] // max(1, shape[1])  # values of a window for each channel
+    # (batch, channel, value of the window, place): channels may be split, the rest may not
+    windows = x.reshape(x.shape[0], shape[1], size, x.shape[2])
+    layout = windows._layout
+    there = hosted(layout, (2, 3)) if is_split(layout, 2) or is_split(layout, 3) else layout
+    part = moved(windows, there)
+    shared = tuple(sorted({*there.shared, *there.cuts[2].axes, *there.cuts[3].axes}))
+    space = (Cut((), ((0, shape[2]),)), Cut((), ((0, shape[3]),)))
+    target = replace(there, shape=shape, cuts=(*there.cuts[:2], *space), shared=shared)
+    if not part.numel():
+        return made(nothing(target.local_shape, part), target)
+    return made(func(part.flatten(1, 2), *args[1:], **kwargs), target)

@@ -1,0 +1,101 @@
+"""Functions of matrices that know about the diagonal: triangles, diagonals, traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tessel.layout import Cut, Layout
+from tessel.tensor.rules.hosting import hosted
+from tessel.tensor.rules.pointwise import changed, check_change
+from tessel.tensor.rules.reductions import argument
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    computed,
+    is_split,
+    made,
+    moved,
+    note_view,
+    opened,
+    outlines,
+    rule,
+)
+from tessel.tensor.tensor import Tensor
+from tessel.transport import kept_in_job
+
+
+@rule("tril", "triu", "tril_", "triu_")
+def triangle(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A triangle of a block of a matrix, whose diagonal lies elsewhere; nothing moves.
+
+    The block begins at row r and column c: j + c - (i + r) ≤ k is j - i ≤ k + r - c.
+    """
+    x, layout = opened(args[0])
+    outlines(func, args, kwargs)  # torch's own error
+    box = layout.box()
+    assert box is not None
+    diagonal = argument(args, kwargs, 1, "diagonal", 0) + box[-2][0] - box[-1][0]
+    if not name.endswith("_"):
+        return made(func(x, diagonal), layout)
+    check_change(name, args[0], [layout])
+    func(x, diagonal)
+    return changed(args[0])
+
+
+@rule("diagonal", "diag", "trace")
+def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Each worker has the diagonal's entries in its rows; columns, or rows, have to be whole."""
+    x = args[0]
+    shape = tuple(outlines(func, args, kwargs).shape)
+    if name == "trace":
+        return x.diagonal().sum()
+    first = "offset" if name == "diagonal" else "diagonal"
+    offset = argument(args, kwargs, 1, first, 0)
+    if name == "diag" and x.dim() == 1:
+        return x.diag_embed(offset)
+    rows = range(x.dim())[argument(args, kwargs, 2, "dim1", 0)]
+    columns = range(x.dim())[argument(args, kwargs, 3, "dim2", 1)]
+    if is_split(x._layout, columns) and not is_split(x._layout, rows):
+        rows, columns, offset = columns, rows, -offset  # it reads the same either way
+    layout = x._layout
+    there = hosted(layout, (columns,)) if is_split(layout, columns) else layout
+    part, box = moved(x, there), there.box()
+    assert box is not None
+    y = computed(lambda z: z.diagonal(offset + box[rows][0], rows, columns), part)
+    target = _without_columns(there, rows, columns, shape[-1], max(0, -offset))
+    return note_view(made(y, target), x, copied=there is not layout or name == "diag")
+
+
+@kept_in_job
+def _without_columns(layout: Layout, rows: int, columns: int, length: int, first: int) -> Layout:
+    """The layout of a diagonal that begins in row `first`, as the last dimension."""
+    kept = [dim for dim in range(len(layout.shape)) if dim not in (rows, columns)]
+    cut = layout.cuts[rows]
+    entries = tuple(
+        (min(max(a - first, 0), length), min(max(b - first, 0), length)) for a, b in cut.intervals
+    )
+    return replace(
+        layout,
+        shape=(*(layout.shape[dim] for dim in kept), length),
+        cuts=(*(layout.cuts[dim] for dim in kept), Cut(cut.axes, entries)),
+        shared=tuple(sorted({*layout.shared, *layout.cuts[columns].axes})),
+    )
+
+
+@rule("diag_embed")
+def diag_embed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The last dimension, whole, becomes a diagonal of two new ones."""
+    x: Tensor = args[0]
+    shape = tuple(outlines(func, args, kwargs).shape)
+    new = {
+        range(len(shape))[argument(args, kwargs, 2, "dim1", -2)],
+        range(len(shape))[argument(args, kwargs, 3, "dim2", -1)],
+    }
+    layout, last = x._layout, len(x._layout.shape) - 1
+    there = hosted(layout, (last,)) if is_split(layout, last) else layout
+    others = iter(there.cuts[:-1])
+    cuts = tuple(Cut((), ((0, n),)) if d in new else next(others) for d, n in enumerate(shape))
+    shared = tuple(sorted({*there.shared, *there.cuts[-1].axes}))
+    target = replace(there, shape=shape, cuts=cuts, shared=shared)
+    return made(computed(lambda part: func(part, *args[1:], **kwargs), moved(x, there)), target)

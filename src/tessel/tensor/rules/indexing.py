@@ -1,0 +1,585 @@
+"""Indexing: slices and numbers, tensors of indices, assignment, and pieces along a dimension.
+
+Slices and numbers are the same on all workers, so each knows what the others read. The values of a
+tensor of indices are never looked at to decide what moves: the dimension that they index becomes
+whole instead, through a host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from operator import index as as_int
+from typing import Any
+
+import torch
+
+from tessel import boxes
+from tessel.layout import Cut, Layout, Shape
+from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
+from tessel.tensor.rules.pointwise import changed, check_change, fitted, pointwise
+from tessel.tensor.rules.reductions import argument, dims_of
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    as_spread,
+    computed,
+    gathered,
+    held_layouts,
+    is_split,
+    is_whole,
+    made,
+    moved,
+    note_view,
+    opened,
+    outlines,
+    parts,
+    rule,
+    shared_whole,
+    unsupported,
+)
+from tessel.tensor.tensor import Tensor
+from tessel.transport import kept_in_job
+
+Run = tuple[int, int, int]  # start, stop and step
+Pick = int | Run  # of one dimension
+
+
+# -- keys -----------------------------------------------------------------------------------------
+
+
+def _is_number(item: Any) -> bool:
+    return hasattr(item, "__index__") and not isinstance(item, bool | torch.Tensor)
+
+
+def _items(name: str, key: Any, layout: Layout) -> list[Any]:
+    """A key, one item for each dimension, and None for new ones.
+
+    Numbers are counted from the start, slices have their bounds, lists are tensors.
+    """
+    given = list(key) if isinstance(key, tuple) else [key]
+    items = [_item(name, each, layout) for each in given]
+    named = sum(each is not None and each is not Ellipsis for each in items)
+    dots = [k for k, each in enumerate(items) if each is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    if named > len(layout.shape):
+        raise IndexError(f"too many indices for tensor of dimension {len(layout.shape)}")
+    at = dots[0] if dots else len(items)
+    rest = [slice(None)] * (len(layout.shape) - named)
+    items = [*items[:at], *rest, *items[at + 1 :]]
+    lengths = iter(enumerate(layout.shape))
+    return [each if each is None else _bounded(each, *next(lengths)) for each in items]
+
+
+def _item(name: str, item: Any, layout: Layout) -> Any:
+    if item is None or item is Ellipsis or isinstance(item, slice) or _is_number(item):
+        return item
+    if isinstance(item, list | tuple | range) and all(_is_number(each) for each in item):
+        item = torch.tensor([as_int(each) for each in item], dtype=torch.int64)
+    is_index = isinstance(item, torch.Tensor) and item.dtype in (torch.int64, torch.int32)
+    if not is_index:
+        raise unsupported(name, f"an index of type {type(item).__name__} is not known", layout)
+    return item
+
+
+def _bounded(item: Any, dim: int, length: int) -> Any:
+    if isinstance(item, slice):
+        start, stop, step = item.indices(length)
+        if step < 1:
+            raise ValueError("step must be greater than zero")
+        return start, max(start, stop), step
+    if isinstance(item, torch.Tensor):
+        return item
+    place = as_int(item)
+    if not -length <= place < length:
+        raise IndexError(f"index {place} is out of bounds for dimension {dim} with size {length}")
+    return place % length
+
+
+def _check_range(index: torch.Tensor, dim: int, length: int, negative: bool = False) -> None:
+    """Raise, on all workers, if an index is out of range: torch would raise where it is used."""
+    if not index.numel() or index.device.type != "cpu":
+        return
+    low, high = int(index.amin()), int(index.amax())
+    if low < (-length if negative else 0) or high >= length:
+        wrong = high if high >= length else low
+        raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {length}")
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+@rule("__getitem__")
+def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Slices, numbers and new dimensions first, then tensors of indices."""
+    base, key = args
+    items = _items(name, key, base._layout)
+    picks = [
+        (0, n, 1) if isinstance(each, torch.Tensor) else each
+        for each, n in zip((i for i in items if i is not None), base._layout.shape, strict=True)
+    ]
+    news = tuple(k for k, each in enumerate(items) if each is None)
+    y = _picked(base, tuple(picks), news)
+    left = [each for each in items if not isinstance(each, int)]
+    if not any(isinstance(each, torch.Tensor) for each in left):
+        return y
+    return _looked_up(
+        name, y, {k: each for k, each in enumerate(left) if isinstance(each, torch.Tensor)}
+    )
+
+
+def _picked(x: Tensor, picks: tuple[Pick, ...], news: tuple[int, ...]) -> Tensor:
+    """Slices and numbers; a number of a split dimension gives values that all workers share."""
+    layout = x._layout
+    reads, target = _reading(layout, picks, news)
+    local: list[Any] = []
+    for dim, pick in enumerate(picks):
+        if not is_split(layout, dim):
+            local.append(pick if isinstance(pick, int) else slice(*pick))
+        else:
+            local.append(0 if isinstance(pick, int) else slice(None, None, pick[2]))
+    for place in news:
+        local.insert(place, None)
+    y = moved(x, reads)[tuple(local)]
+    return note_view(made(y, target), x, copied=reads != layout)
+
+
+@kept_in_job
+def _reading(
+    layout: Layout, picks: tuple[Pick, ...], news: tuple[int, ...]
+) -> tuple[Layout, Layout]:
+    """What each worker reads, and how the result lies: in balanced parts where it is shorter."""
+    reads: list[Cut] = []
+    found: list[tuple[int, Cut] | None] = []
+    lost: set[int] = set()  # axes that split a dimension of which one index is left
+    dropped: set[int] = set()
+    for pick, cut, n in zip(picks, layout.cuts, layout.shape, strict=True):
+        splits = len(cut.intervals) > 1
+        if isinstance(pick, int):
+            dropped |= {*cut.axes}
+            lost |= {*cut.axes} if splits else set()
+            reads.append(Cut((), ((pick, pick + 1),)) if splits else cut)
+            found.append(None)
+            continue
+        start, _, step = pick
+        length = len(range(*pick))
+        if length == n or not splits:
+            reads.append(cut)
+            found.append((length, cut if length == n else Cut(cut.axes, ((0, length),))))
+            continue
+        intervals = boxes.balanced(length, len(cut.intervals))
+        wide = tuple(
+            (start + step * a, start + step * (b - 1) + 1) if a < b else (0, 0)
+            for a, b in intervals
+        )
+        reads.append(Cut(cut.axes, wide))
+        found.append((length, Cut(cut.axes, intervals)))
+    kept: list[Any] = list(found)
+    for place in news:
+        kept.insert(place, (1, Cut((), ((0, 1),))))
+    kept = [each for each in kept if each is not None]
+    there = replace(layout, cuts=tuple(reads), shared=tuple(sorted({*layout.shared, *lost})))
+    target = replace(
+        layout,
+        shape=tuple(length for length, _ in kept),
+        cuts=tuple(cut for _, cut in kept),
+        shared=tuple(sorted({*layout.shared, *dropped})),
+    )
+    return (layout if there.cuts == layout.cuts else there), target
+
+
+def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor:
+    """The values at indices along some dimensions, as torch and numpy have it.
+
+    The dimensions of the indices take the place of those that they index; if these are not
+    neighbours, the first places.
+    """
+    layout = x._layout
+    for dim, index in indices.items():
+        _check_range(index, dim, layout.shape[dim], negative=True)
+    shape = tuple(torch.broadcast_shapes(*(each.shape for each in indices.values())))
+    split = [each for each in held_layouts(list(indices.values())) if not is_whole(each)]
+    if split and (len(indices) > 1 or split[0].partition != layout.partition):
+        raise unsupported(name, "several tensors of indices have to be whole", layout, *split)
+    if split:
+        there = _beside(layout, tuple(indices), split[0])
+        cuts = split[0].cuts
+    else:
+        mixed = tuple(indices)
+        there = hosted(layout, mixed) if any(is_split(layout, d) for d in mixed) else layout
+        cuts = tuple(Cut((), ((0, n),)) for n in shape)
+    dims = sorted(indices)
+    at = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    kept = [dim for dim in range(len(layout.shape)) if dim not in indices]
+    lengths = [layout.shape[dim] for dim in kept]
+    lying = [there.cuts[dim] for dim in kept]
+    all_cuts = (*lying[:at], *cuts, *lying[at:])
+    taken = {axis for cut in all_cuts for axis in cut.axes}
+    target = Layout(
+        layout.partition,
+        (*lengths[:at], *shape, *lengths[at:]),
+        all_cuts,
+        tuple(axis for axis in range(layout.partition.dim) if axis not in taken),
+    )
+    key = tuple(parts(indices[d]) if d in indices else slice(None) for d in range(x.dim()))
+    y = made(computed(lambda part: part[key], moved(x, there)), target)
+    if len(shape) == len(indices) == 1 and not split:
+        return y.move_to(split_like(layout, target.shape))
+    return y
+
+
+@kept_in_job
+def _beside(layout: Layout, dims: tuple[int, ...], index: Layout) -> Layout:
+    """A tensor for a look-up by an index that is split: whole along its axes, a copy for each."""
+    taken = {axis for cut in index.cuts for axis in cut.axes}
+    whole = [dim for dim, cut in enumerate(layout.cuts) if dim in dims or taken & {*cut.axes}]
+    there = gathered(layout, tuple(whole))
+    return replace(there, shared=tuple(axis for axis in there.shared if axis not in taken))
+
+
+@rule("narrow", "select")
+def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A slice, or one index, along a dimension."""
+    x = args[0]
+    names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    outlines(func, args, kwargs)  # torch's own error
+    dim = range(x.dim())[given["dim"]]
+    picks: list[Pick] = [(0, n, 1) for n in x.shape]
+    if name == "select":
+        picks[dim] = as_int(given["index"]) % x.shape[dim]
+    else:
+        start = as_int(given["start"])
+        start = start + x.shape[dim] if start < 0 else start
+        picks[dim] = (start, start + given["length"], 1)
+    return _picked(x, tuple(picks), ())
+
+
+@rule(
+    *("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"),
+    *("hsplit", "vsplit", "dsplit", "unbind"),
+)
+def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Slices along a dimension, one after the other; `unbind` drops it."""
+    x = args[0]
+    if isinstance(argument(args, kwargs, 1, "tensor_indices_or_sections"), torch.Tensor):
+        raise unsupported(name, "bounds have to be numbers", x._layout)
+    outline = outlines(func, args, kwargs)
+    if name in ("hsplit", "vsplit", "dsplit"):
+        dim = {"hsplit": 0 if x.dim() == 1 else 1, "vsplit": 0, "dsplit": 2}[name]
+    else:
+        dim = range(x.dim())[argument(args, kwargs, 1 if name == "unbind" else 2, "dim", 0)]
+    if name == "unbind":
+        return tuple(x.select(dim, k) for k in range(x.shape[dim]))
+    bounds = argument(args, kwargs, 1, "indices", kwargs.get("indices_or_sections"))
+    if name.endswith("split") and name != "split" and isinstance(bounds, list | tuple):
+        ends = [*bounds, x.shape[dim]]  # as slices have them: from the end, or out of order
+        keys = [slice(*each) for each in zip([0, *bounds], ends, strict=True)]
+    else:
+        ends = list(accumulate(each.shape[dim] for each in outline))
+        keys = [slice(*each) for each in zip([0, *ends], ends, strict=False)]
+    return tuple(x[(*[slice(None)] * dim, key)] for key in keys)
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+@rule("__setitem__", plain=True)
+def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
+    """Each worker changes what lies in its part; a tensor of values comes to where it is needed."""
+    x, key, value = args
+    if not isinstance(x, Tensor):
+        layouts = held_layouts(args)
+        if not all(map(is_whole, layouts)):
+            raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
+        func(*parts(args))
+        return
+    check_change(name, x, held_layouts(args))
+    if isinstance(key, torch.Tensor) and key.dtype == torch.bool:
+        _fill_where(name, x, key, value)
+        return
+    items = _items(name, key, x._layout)
+    if any(isinstance(each, torch.Tensor) for each in items):
+        _assign_at(name, x, items, value)
+    else:
+        _assign(x, items, value)
+
+
+def _fill_where(name: str, x: Tensor, mask: torch.Tensor, value: Any) -> None:
+    """One value wherever a mask says so."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        raise unsupported(name, "at a mask only one value can be assigned", x._layout)
+    if tuple(mask.shape) != tuple(x.shape[: mask.dim()]):
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} does not match the shape of the indexed "
+            f"tensor {list(x.shape)}"
+        )
+    x.masked_fill_(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), value)
+
+
+def _assign(x: Tensor, items: list[Any], value: Any) -> None:
+    """Values for a region, which every worker has a part of."""
+    picks = tuple(each for each in items if each is not None)
+    part, layout = x._part, x._layout
+    region = _region(layout, picks)
+    box, own = region.box(), layout.box()
+    assert box is not None and own is not None
+    local = []
+    for pick, (first, end), (start, _) in zip(picks, box, own, strict=True):
+        begin, step = (pick, 1) if isinstance(pick, int) else (pick[0], pick[2])
+        offset = begin - start
+        local.append(
+            slice(offset + step * first, offset + step * (end - 1) + 1, step)
+            if first < end
+            else slice(0, 0)
+        )
+    if not isinstance(value, torch.Tensor):
+        value = part.new_empty(()).fill_(value)  # torch's own error, on all workers
+    new = fitted(_like_region(value, items), region)
+    if not (part.requires_grad and torch.is_grad_enabled()):
+        part[tuple(local)].copy_(new)
+    else:
+        # torch has another graph for a slice that is everything, as it may be on some workers
+        inside = torch.zeros(part.shape, dtype=torch.bool, device=part.device)
+        inside[tuple(local)] = True
+        values = torch.zeros_like(part, requires_grad=False)
+        values[tuple(local)].copy_(new)
+        part.copy_(torch.where(inside, values, part))
+    changed(x)
+
+
+@kept_in_job
+def _region(layout: Layout, picks: tuple[Pick, ...]) -> Layout:
+    """How the indices that a key picks lie, where they are; those of numbers have length one."""
+    cuts, lengths = [], []
+    for pick, cut in zip(picks, layout.cuts, strict=True):
+        start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
+        length = len(range(start, stop, step))
+        # how many indices of the run lie before a bound
+        cuts.append(
+            Cut(
+                cut.axes,
+                tuple(
+                    (_count(start, step, length, a), _count(start, step, length, b))
+                    for a, b in cut.intervals
+                ),
+            )
+        )
+        lengths.append(length)
+    return replace(layout, shape=tuple(lengths), cuts=tuple(cuts))
+
+
+def _count(start: int, step: int, length: int, bound: int) -> int:
+    """How many indices of a run lie before a bound."""
+    return min(max(-((start - bound) // step), 0), length)
+
+
+def _like_region(value: torch.Tensor, items: list[Any]) -> torch.Tensor:
+    """Values with a dimension for each number, and none for new ones: as the region is."""
+    kept = [each for each in items if not isinstance(each, int)]
+    given = list(value.shape)
+    while len(given) > len(kept) and given[0] == 1:  # torch leaves them out
+        given.pop(0)
+    given = [1] * (len(kept) - len(given)) + given
+    expected = [1 if each is None else len(range(*each)) for each in kept]
+    if len(given) != len(kept) or any(
+        n not in (1, m) for n, m in zip(given, expected, strict=True)
+    ):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
+            f"indexing result of shape {expected}"
+        )
+    lengths = iter(n for n, each in zip(given, kept, strict=True) if each is not None)
+    return value.reshape(
+        [1 if isinstance(each, int) else next(lengths) for each in items if each is not None]
+    )
+
+
+def _assign_at(name: str, x: Tensor, items: list[Any], value: Any) -> None:
+    """At indices of whole dimensions, beside others that are taken as they are."""
+    layout = x._layout
+    indices = [each for each in items if isinstance(each, torch.Tensor)]
+    dims = [dim for dim, each in enumerate(items) if not _is_everything(each, layout, dim)]
+    if (
+        any(each is None for each in items)
+        or any(is_split(layout, dim) for dim in dims)
+        or not all(map(is_whole, held_layouts(indices)))
+        or (isinstance(value, torch.Tensor) and value.dim() and not is_whole(layout))
+    ):
+        raise unsupported(
+            name, "a tensor of indices can only pick one value in whole dimensions", layout
+        )
+    for dim in dims:
+        if isinstance(items[dim], torch.Tensor):
+            _check_range(items[dim], dim, layout.shape[dim], negative=True)
+    key = tuple(
+        slice(None) if dim not in dims else slice(*each) if isinstance(each, tuple) else parts(each)
+        for dim, each in enumerate(items)
+    )
+    x._part[key] = fitted(value, layout) if isinstance(value, torch.Tensor) else value
+    changed(x)
+
+
+def _is_everything(item: Any, layout: Layout, dim: int) -> bool:
+    return isinstance(item, tuple) and item == (0, layout.shape[dim], 1)
+
+
+@rule("copy_", plain=True)
+def copy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The values of another tensor, which come to where this one has its parts."""
+    return pointwise(name, func, args, kwargs)
+
+
+# -- along a dimension ----------------------------------------------------------------------------
+
+
+def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:
+    """The result of a function, in the place of its first operand if its name says so."""
+    if not name.endswith("_"):
+        return result
+    check_change(name, x, [x._layout])
+    x._part.copy_(moved(result, x._layout))
+    return changed(x)
+
+
+def _out_of_place(name: str) -> Any:
+    return getattr(torch, name.removesuffix("_"))
+
+
+def _along(x: Tensor, dim: int) -> Layout:
+    """Where a dimension is whole."""
+    return hosted(x._layout, (dim,)) if is_split(x._layout, dim) else x._layout
+
+
+def _whole_index(index: torch.Tensor, layout: Layout) -> torch.Tensor:
+    spread = as_spread(index, layout.partition)
+    return moved(spread, shared_whole(layout.partition, index.shape))
+
+
+@rule("index_select")
+def index_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Some indices of a dimension, in the order that is given."""
+    x = args[0]
+    dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
+    outlines(func, args, kwargs)  # torch's own error
+    if not x.dim():
+        return made(func(opened(x)[0], dim, _whole_index(index, x._layout)), x._layout)
+    (dim,) = dims_of(dim, x._layout)
+    _check_range(index, dim, x.shape[dim])
+    return x[(*[slice(None)] * dim, index.reshape(-1))]
+
+
+@rule("take")
+def take(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values at indices of the tensor as one row."""
+    outlines(func, args, kwargs)  # torch's own error
+    return args[0].reshape(-1)[argument(args, kwargs, 1, "index")]
+
+
+@rule("gather")
+def gather(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """y[i][j] = x[index[i][j]][j]: along the dimension the tensor is whole, else both lie alike."""
+    x = args[0]
+    dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
+    outlines(func, args, kwargs)  # torch's own error
+    if kwargs.get("sparse_grad"):
+        raise unsupported(name, "gradients of spread tensors are not sparse", x._layout)
+    if not x.dim():
+        index = _whole_index(index, x._layout)
+        return made(func(opened(x)[0], dim, index), shared_whole(x._layout.partition, index.shape))
+    (dim,) = dims_of(dim, x._layout)
+    shape = tuple(index.shape) or (1,)
+    _check_range(index, dim, x.shape[dim])
+    origin = x._layout
+    x = x[tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(shape))]
+    there = _along(x, dim)
+    places = reshaped_along(there, shape, (dim,))
+    spread = as_spread(index.reshape(shape), there.partition)
+    chosen = moved(spread, places)
+    y = made(computed(lambda part: part.gather(dim, chosen), moved(x, there)), places)
+    y = y.move_to(spread._layout if isinstance(index, Tensor) else split_like(origin, shape))
+    return y.reshape(index.shape)
+
+
+@rule("take_along_dim")
+def take_along_dim(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """As `gather`, of tensors that are broadcast against each other."""
+    x, index = args[0], argument(args, kwargs, 1, "indices")
+    dim = argument(args, kwargs, 2, "dim")
+    outlines(func, args, kwargs)  # torch's own error
+    if dim is None:
+        return x.reshape(-1).gather(0, index.reshape(-1))
+    (dim,) = dims_of(dim, x._layout)
+    # along the dimension both keep their lengths, else they have those of both
+    rest = [[1 if d == dim else n for d, n in enumerate(each.shape)] for each in (x, index)]
+    lengths = list(torch.broadcast_shapes(*rest))
+    x = x.expand(*lengths[:dim], x.shape[dim], *lengths[dim + 1 :])
+    index = index.expand(*lengths[:dim], index.shape[dim], *lengths[dim + 1 :])
+    return x.gather(dim, index)
+
+
+@rule(
+    *("scatter", "scatter_add", "scatter_reduce", "scatter_", "scatter_add_", "scatter_reduce_"),
+)
+def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """x[index[i][j]][j] becomes src[i][j]: along the dimension all is whole, else all lie alike."""
+    x = args[0]
+    names = ("dim", "index", "src", "reduce")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    dim, index = given.pop("dim"), given.pop("index")
+    source = given.pop("src", given.pop("value", None))
+    function = _out_of_place(name)
+    outlines(function, (x, dim, index, source), given)  # torch's own error
+    layout = x._layout
+    if not layout.shape or not index.dim():
+        raise unsupported(name, "tensors without dimensions are not known", layout)
+    (dim,) = dims_of(dim, layout)
+    _check_range(index, dim, layout.shape[dim])
+    there = _along(x, dim)
+    shape = tuple(index.shape)
+    places = _corner(there, dim, shape)
+    chosen = moved(as_spread(index, there.partition), places)
+    if isinstance(source, torch.Tensor):
+        corner = source[tuple(slice(n) for n in shape)]
+        source = moved(as_spread(corner, there.partition), places)
+    y = made(function(moved(x, there), dim, chosen, source, **given), there)
+    return _replaced(name, x, y.move_to(layout))
+
+
+@kept_in_job
+def _corner(layout: Layout, dim: int, shape: Shape) -> Layout:
+    """The first indices of a tensor, where they are; along `dim`, as many as there are."""
+    cuts = tuple(
+        Cut(cut.axes, ((0, n),))
+        if d == dim
+        else Cut(cut.axes, tuple((min(a, n), min(b, n)) for a, b in cut.intervals))
+        for d, (cut, n) in enumerate(zip(layout.cuts, shape, strict=True))
+    )
+    return replace(layout, shape=shape, cuts=cuts)
+
+
+@rule(
+    *("index_add", "index_copy", "index_fill", "index_reduce"),
+    *("index_add_", "index_copy_", "index_fill_", "index_reduce_"),
+)
+def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Slices at some indices of a dimension, which is whole for that, get other values."""
+    x, layout = args[0], args[0]._layout
+    last = "value" if name.startswith("index_fill") else "source"
+    given = dict(zip(("dim", "index", last, "reduce"), args[1:], strict=False)) | kwargs
+    dim, index, source = given.pop("dim"), given.pop("index"), given.pop(last)
+    function = _out_of_place(name)
+    outlines(function, (x, dim, index, source), given)  # torch's own error
+    if not layout.shape:
+        raise unsupported(name, "tensors without dimensions are not known", layout)
+    (dim,) = dims_of(dim, layout)
+    _check_range(index, dim, layout.shape[dim], negative=last == "value")
+    there = _along(x, dim)
+    if isinstance(source, torch.Tensor) and source.dim():
+        lying = reshaped_along(there, tuple(source.shape), (dim,))
+        source = moved(as_spread(source, there.partition), lying)
+    elif isinstance(source, torch.Tensor):
+        source = fitted(source, there)
+    y = made(function(moved(x, there), dim, _whole_index(index, layout), source, **given), there)
+    return _replaced(name, x, y.move_to(layout))

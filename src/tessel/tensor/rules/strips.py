@@ -1,0 +1,278 @@
+"""Functions that put strips of tensors together: joining, rolling, flipping, padding.
+
+Each worker's part of the result is made of runs of the operands. What it reads of each is an
+interval, so that a `Move` brings just that, and the runs are joined where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from tessel.boxes import Interval
+from tessel.layout import Cut, Layout, Shape
+from tessel.shared import nothing
+from tessel.tensor.rules.hosting import reshaped_along, split_like
+from tessel.tensor.rules.reductions import argument, dims_of
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    as_spread,
+    held_layouts,
+    is_split,
+    made,
+    moved,
+    opened,
+    outlines,
+    parts,
+    rule,
+)
+from tessel.tensor.tensor import Tensor
+from tessel.transport import kept_in_job
+
+Strip = tuple[Tensor, int, int]  # a tensor, and from where to where along a dimension
+
+
+def joined(strips: Sequence[Strip], dim: int, target: Layout) -> Tensor:
+    """Runs of tensors, one after the other along a dimension.
+
+    Args:
+        strips: tensors that have the target's lengths but for `dim`, with bounds along it.
+        dim: the dimension.
+        target: how the result lies.
+    """
+    starts = accumulate((stop - start for _, start, stop in strips), initial=0)
+    runs = [
+        moved(x, _run(x._layout.shape, dim, target, (start, stop), offset))
+        for (x, start, stop), offset in zip(strips, starts, strict=False)
+    ]
+    return made(torch.cat(runs, dim), target)
+
+
+@kept_in_job
+def _run(shape: Shape, dim: int, target: Layout, bounds: Interval, offset: int) -> Layout:
+    """What each worker reads of a strip that begins at `offset` in the result."""
+    start, stop = bounds
+    cut = target.cuts[dim]
+    reads = tuple(
+        (min(max(a - offset, 0) + start, stop), min(max(b - offset, 0) + start, stop))
+        for a, b in cut.intervals
+    )
+    cuts = (*target.cuts[:dim], Cut(cut.axes, reads), *target.cuts[dim + 1 :])
+    return replace(target, shape=shape, cuts=cuts)
+
+
+def check_together(name: str, layouts: Sequence[Layout]) -> None:
+    """Raise if tensors lie on different workers or grids."""
+    if any(each.partition != layouts[0].partition for each in layouts):
+        raise ValueError(
+            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
+            f"bring them together by x.move_to(...)"
+        )
+
+
+@rule("cat", "concat", "concatenate")
+def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The result lies as the operand that is split most; each worker reads its runs."""
+    given: Sequence[torch.Tensor] = args[0]
+    dim = argument(args, kwargs, 1, "dim", 0)
+    outline = outlines(torch.cat, (list(given), dim), {})
+    shape = tuple(outline.shape)
+    dim %= len(shape)
+    # torch lets empty tensors of one dimension join any others
+    operands = [each for each in given if tuple(each.shape) != (0,) or len(shape) == 1]
+    layouts = held_layouts(operands)
+    check_together(name, held_layouts(given))
+    if not layouts:  # only what is left out was spread
+        return as_spread(torch.cat(parts(list(given)), dim), held_layouts(given)[0].partition)
+    target = split_like(max(layouts, key=_num_parts), shape)
+    strips: list[Strip] = []
+    for each in operands:
+        x = as_spread(each.to(outline.dtype), target.partition)
+        strips.append((x, 0, x.shape[dim]))
+    return joined(strips, dim, target)
+
+
+def _num_parts(layout: Layout) -> tuple[int, int]:
+    """Of how many parts a tensor is, and of how many values: what rather stays where it is."""
+    return prod(len(cut.intervals) for cut in layout.cuts), prod(layout.shape)
+
+
+@rule("stack")
+def stack(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Tensors one beside the other along a new dimension, which is whole."""
+    given = argument(args, kwargs, 1, "dim", 0)
+    dim = range(outlines(torch.stack, (list(args[0]), given), {}).dim())[given]
+    return torch.cat([each.unsqueeze(dim) for each in args[0]], dim)
+
+
+@rule("hstack", "vstack", "dstack", "row_stack", "column_stack")
+def stack_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Joined along the dimension that the name says."""
+    given = list(args[0])
+    outlines(func, (given,), kwargs)  # torch's own error
+    if name in ("vstack", "row_stack"):
+        return torch.cat([torch.atleast_2d(each) for each in given], 0)
+    if name == "dstack":
+        return torch.cat([torch.atleast_3d(each) for each in given], 2)
+    if name == "column_stack":
+        return torch.cat([each.reshape(-1, 1) if each.dim() < 2 else each for each in given], 1)
+    wide = [torch.atleast_1d(each) for each in given]
+    return torch.cat(wide, 0 if wide[0].dim() == 1 else 1)
+
+
+@rule("roll")
+def roll(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What goes over the end comes back at the start."""
+    x = args[0]
+    shifts = argument(args, kwargs, 1, "shifts")
+    dims = argument(args, kwargs, 2, "dims", ())
+    outlines(func, args, kwargs)  # torch's own error
+    shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+    if dims is None or dims == () or dims == []:
+        return torch.roll(x.reshape(-1), shifts, 0).reshape(x.shape)
+    for shift, dim in zip(shifts, (dims,) if isinstance(dims, int) else dims, strict=True):
+        (dim,) = dims_of(dim, x._layout)
+        x = _rolled(x, shift, dim)
+    return x
+
+
+def _rolled(x: Tensor, shift: int, dim: int) -> Tensor:
+    part, layout = opened(x)
+    if not is_split(layout, dim):
+        return made(part.roll(shift, dim), layout)
+    length = layout.shape[dim]
+    start = -shift % max(1, length)
+    return joined([(x, start, length), (x, 0, start)], dim, layout)
+
+
+@rule("flip", "fliplr", "flipud")
+def flip(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Each worker reads the interval that lies opposite, and turns it round."""
+    x, layout = args[0], args[0]._layout
+    outlines(func, args, kwargs)  # torch's own error
+    given = args[1:] or tuple(kwargs.values())
+    named = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+    dims = {"fliplr": (1,), "flipud": (0,)}.get(name) or tuple(
+        dim % max(1, len(layout.shape)) for dim in named
+    )
+    return made(moved(x, _opposite(layout, dims)).flip(dims), layout)
+
+
+@kept_in_job
+def _opposite(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    cuts = tuple(
+        Cut(cut.axes, tuple((length - b, length - a) for a, b in cut.intervals))
+        if dim in dims
+        else cut
+        for dim, (cut, length) in enumerate(zip(layout.cuts, layout.shape, strict=True))
+    )
+    return replace(layout, cuts=cuts)
+
+
+# -- padding --------------------------------------------------------------------------------------
+
+
+@rule("pad")
+def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Constants beyond the border, or what the mode reads there."""
+    x, layout = args[0], args[0]._layout
+    given = dict(zip(("pad", "mode", "value"), args[1:], strict=False)) | kwargs
+    shape = tuple(outlines(func, args, kwargs).shape)
+    widths = [int(width) for width in given["pad"]]
+    pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
+    pairs = [(0, 0)] * (len(shape) - len(pairs)) + pairs
+    touched = tuple(dim for dim, pair in enumerate(pairs) if pair != (0, 0))
+    if not any(is_split(layout, dim) for dim in touched):
+        part = moved(x, layout)
+        target = reshaped_along(layout, shape, touched)
+        if 0 in part.shape and 0 not in layout.shape:  # torch refuses it, in some modes
+            return made(nothing(target.local_shape, part), target)
+        return made(func(part, *args[1:], **kwargs), target)
+    mode = given.get("mode", "constant")
+    if mode == "constant":
+        return _padded(x, tuple(pairs), given.get("value") or 0)
+    for dim in touched:
+        x = _BORDERS[mode](x, dim, *pairs[dim])
+    return x
+
+
+def _padded(x: Tensor, pairs: tuple[Interval, ...], value: float) -> Tensor:
+    """With one value beyond the border; negative widths cut off."""
+    reads, target = _inside(x._layout, pairs)
+    part = moved(x, reads)
+    box, own = target.box(), reads.box()
+    assert box is not None and own is not None
+    widths: list[int] = []
+    for (a, b), (lo, hi), (before, _) in zip(box, own, pairs, strict=True):
+        left = lo + before - a if lo < hi else b - a
+        widths = [left, b - a - left - (hi - lo), *widths]
+    return made(torch.nn.functional.pad(part, widths, value=value), target)
+
+
+@kept_in_job
+def _inside(layout: Layout, pairs: tuple[Interval, ...]) -> tuple[Layout, Layout]:
+    """What each worker reads of a tensor for its part of the padded one, and how that lies."""
+    shape = tuple(a + n + b for n, (a, b) in zip(layout.shape, pairs, strict=True))
+    target = split_like(layout, shape)
+    reads = []
+    for cut, n, (before, _) in zip(target.cuts, layout.shape, pairs, strict=True):
+        bounds = ((min(max(k - before, 0), n) for k in part) for part in cut.intervals)
+        reads.append(Cut(cut.axes, tuple((a, b) for a, b in bounds)))
+    return replace(layout, cuts=tuple(reads)), target
+
+
+def _in_a_circle(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+    length = x._layout.shape[dim]
+    start, stop = max(-before, 0), length - max(-after, 0)  # negative widths cut off first
+    strips = [
+        (x, stop - max(before, 0), stop),
+        (x, start, stop),
+        (x, start, start + max(after, 0)),
+    ]
+    return joined(strips, dim, _longer(x._layout, dim, before + length + after))
+
+
+def _longer(layout: Layout, dim: int, length: int) -> Layout:
+    return split_like(layout, (*layout.shape[:dim], length, *layout.shape[dim + 1 :]))
+
+
+def _by_places(places: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., Tensor]:
+    """A border whose values are those at other places: which, as a function of the place."""
+
+    def border(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+        layout = x._layout
+        length = layout.shape[dim]
+        target = _longer(layout, dim, before + length + after)
+        found = places(torch.arange(-before, length + after), length)
+        cut = target.cuts[dim]
+        reads = tuple(
+            (int(found[a:b].min()), int(found[a:b].max()) + 1) if a < b else (0, 0)
+            for a, b in cut.intervals
+        )
+        cuts = (*layout.cuts[:dim], Cut(cut.axes, reads), *layout.cuts[dim + 1 :])
+        there = replace(layout, cuts=cuts)
+        part = moved(x, there)
+        box, own = target.box(), there.box()
+        assert box is not None and own is not None
+        chosen = found[slice(*box[dim])] - own[dim][0]
+        return made(part.index_select(dim, chosen.to(part.device)), target)
+
+    return border
+
+
+def _mirrored(places: torch.Tensor, length: int) -> torch.Tensor:
+    places = places.abs()
+    return torch.where(places < length, places, 2 * (length - 1) - places)
+
+
+_BORDERS: dict[str, Callable[..., Tensor]] = {
+    "circular": _in_a_circle,
+    "reflect": _by_places(_mirrored),
+    "replicate": _by_places(lambda places, length: places.clamp(0, length - 1)),
+}
