@@ -210,8 +210,23 @@ def _outline(value: Any) -> Any:
 
 def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
     """Remember that torch has a view of `x` in `y`, which may be a copy here."""
-    y._originals = (*x._originals, weakref.ref(x)) if copied else x._originals
+    kin: list[Any] = x.__dict__.setdefault("_kin", [weakref.ref(x)])  # what has the same values
+    if copied:
+        # `x` may itself be a view that is soon gone, of a tensor that is not
+        y._originals = (
+            *x._originals,
+            lambda: next((e for r in kin if (e := r()) is not None), None),
+        )
+    else:
+        kin[:] = [each for each in kin if each() is not None] + [weakref.ref(y)]
+        y.__dict__["_kin"] = kin
+        y._originals = x._originals
     return y
+
+
+def _first_alive(references: list[Any]) -> Any:
+    alive = (each() for each in references)
+    return next((each for each in alive if each is not None), None)
 
 
 def is_copy(x: Any) -> bool:

@@ -1,0 +1,109 @@
+"""Indexing of spread tensors: what is refused, on all workers alike, and what is written to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tessel
+from parity import values
+from tessel import Layout
+
+Run = Callable[..., list[Any]]
+
+
+def rows(shape: tuple[int, ...] = (6, 5)) -> tessel.Tensor:
+    world = tessel.world()
+    return tessel.spread(
+        values(shape, 1), Layout.split(world, shape, [0, *[None] * (len(shape) - 1)])
+    )
+
+
+WRONG: dict[str, Callable[[tessel.Tensor], Any]] = {
+    "number": lambda x: x[6],
+    "too many": lambda x: x[0, 0, 0],
+    "two dots": lambda x: x[..., 0, ...],
+    "step": lambda x: x[::-1],
+    "list": lambda x: x[[0, 6]],
+    "index": lambda x: x.index_select(0, torch.tensor([-1])),
+    "gather": lambda x: x.gather(0, torch.full((6, 5), 6)),
+    "gather by what is split": lambda x: x.gather(0, (x * 0).long() + 7),
+    "value": lambda x: x.__setitem__(slice(2), torch.ones(3, 5)),
+    "complex value": lambda x: x.__setitem__(0, 1j),
+    "mask": lambda x: x.__setitem__(torch.ones(5, dtype=torch.bool), 1.0),
+    "cat": lambda x: torch.cat([x, torch.ones(2, 4)]),
+    "reshape": lambda x: x.reshape(7, 5),
+    "reflect": lambda x: torch.nn.functional.pad(x, (5, 0), "reflect"),
+    "out of another shape": lambda x: torch.add(x, 1, out=x[:3].clone()),
+    "out of another type": lambda x: torch.add(x, 1, out=x.long()),
+}
+
+
+def refuse(name: str) -> str:
+    x = rows()
+    with pytest.raises((IndexError, ValueError, RuntimeError, TypeError)) as caught:
+        WRONG[name](x)
+    assert torch.equal(x.full(), values((6, 5), 1)), "it changed"  # and all workers go on
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_keys_raise_on_all_workers(run: Run, name: str) -> None:
+    said = run(refuse, name, nprocs=3, timeout=60)
+    assert len(set(said)) == 1, said
+
+
+def write() -> None:
+    x = rows()
+    whole = x.full().clone()
+    x[0] = 9.0  # was lost: it went to a gathered copy
+    whole[0] = 9.0
+    assert torch.equal(x.full(), whole)
+    target = rows()
+    assert torch.add(x, 1, out=target) is target
+    assert torch.equal(target.full(), whole + 1)
+    torch.add(whole, 2, out=target)
+    assert torch.equal(target.full(), whole + 2)
+    pair = rows()[0].clone(), rows()[0].long()
+    torch.max(x, 0, out=pair)
+    assert torch.equal(pair[0].full(), whole.max(0)[0])
+    x[:, 1:3].zero_()  # a view, since columns are whole
+    whole[:, 1:3].zero_()
+    assert torch.equal(x.full(), whole)
+    with pytest.raises(NotImplementedError, match="copy"):
+        x[1:].zero_()
+    with pytest.raises(NotImplementedError, match="copy"):
+        x.T[:, 1:].zero_()  # of a view that nobody keeps: x would not change
+
+
+def test_what_is_written_arrives(run: Run) -> None:
+    run(write, nprocs=3, timeout=60)
+
+
+def truth() -> None:
+    x = tessel.spread(values((6, 5), 1), Layout.split(tessel.world(), (6, 5), [None, 0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert x[True].shape == (1, 6, 5), "taken for the number one"
+
+
+def test_a_truth_value_is_no_number(run: Run) -> None:
+    run(truth, nprocs=2, timeout=60)
+
+
+def keep() -> None:
+    """Reshapes whose parts stay where they are move nothing: the results are views."""
+    size = tessel.world().size
+    x = rows((2 * size, 3, 4))
+    before = x.full().clone()
+    for y in (x.flatten(), x.flatten(1), x.flatten(0, 1), x.unflatten(0, (size, 2)), x.view(-1, 2)):
+        y += 1
+    assert torch.allclose(x.full(), before + 5)
+
+
+def test_reshapes_that_need_not_move_are_views(run: Run) -> None:
+    run(keep, nprocs=3, timeout=60)
