@@ -42,11 +42,10 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     Workers pass their parts of the input, tensors with as many dimensions as `P_x` has axes; what
     else they pass must be the same on all of them. They agree on the shapes once for each call of
     the model. An output that has the dimensions of the input is spread as the input is, in balanced
-    parts. After a mean over split dimensions, and mostly after `flatten`, a tensor is *shared*:
-    every worker has it whole and computes the same with it. A loss of it is the loss of the whole,
-    and every worker calls `backward()`. If the batch is split, each worker has the rows of its
-    part, and its loss is a share: the sum over its rows, divided by what one process would divide
-    by. To spread tensors the model answers with spread tensors, whose losses are those of the
+    parts. Any other output is whole but for the batch, and *shared*: every worker has the same. A
+    loss of it is the loss of the whole, and every worker calls `backward()`. If the batch is split,
+    each worker has the rows of its part, and its loss is a share: the sum over its rows, divided by
+    what one process would divide by. To spread tensors the model answers with spread tensors, whose losses are those of the
     whole, whatever is split.
 
     From the second call on, gradients of the parameters are summed in few messages, while others
@@ -247,12 +246,13 @@ def _left(value: Any) -> Any:
 def outside(layout: Layout) -> Layout:
     """How an output leaves a model: as the input lies, if it has its dimensions.
 
-    Of other tensors the features are whole.
+    Other tensors are whole but for the batch: a plain part of features, or of space that became
+    features, would be taken for all of them.
     """
     if len(layout.shape) == layout.partition.dim:
         return Layout.balanced(layout.partition, layout.shape)
-    dims = (dim for dim, cut in enumerate(layout.cuts) if 1 in cut.axes and is_split(layout, dim))
-    return gathered(layout, tuple(dims))
+    dims = (dim for dim, cut in enumerate(layout.cuts) if dim or cut.axes != (0,))
+    return gathered(layout, tuple(dim for dim in dims if is_split(layout, dim)))
 
 
 def _kind(*values: Any) -> tuple[torch.dtype | None, torch.device | None]:
