@@ -45,8 +45,8 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     parts. Any other output is whole but for the batch, and *shared*: every worker has the same. A
     loss of it is the loss of the whole, and every worker calls `backward()`. If the batch is split,
     each worker has the rows of its part, and its loss is a share: the sum over its rows, divided by
-    what one process would divide by. To spread tensors the model answers with spread tensors, whose losses are those of the
-    whole, whatever is split.
+    what one process would divide by. To spread tensors the model answers with spread tensors,
+    whose losses are those of the whole, whatever is split.
 
     From the second call on, gradients of the parameters are summed in few messages, while others
     are computed: see `fuse_gradients`.

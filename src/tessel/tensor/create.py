@@ -40,7 +40,7 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
     >>> import tessel, torch
     >>> tessel.spread(torch.arange(4.0), tessel.world()).sum()
     tessel.Tensor(shape=(), whole on Partition(1 on workers 0))
-    6.0
+    tensor(6.)
     """
     partition = _partition(where)
     if isinstance(x, Tensor):
