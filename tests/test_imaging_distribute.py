@@ -374,3 +374,40 @@ REFUSED = {
 def test_what_is_refused(run: Run, what: str) -> None:
     texts = run(refused, what, nprocs=2)
     assert all(REFUSED[what] in text for text in texts), texts
+
+
+UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a strategy that there is not": ({"gather_strategy": "fast"}, {}),
+    "two strategies": ({"gather_strategy": "naive"}, {"gather_strategy": "broadcast"}),
+    "a kind that there is not": ({"type_object": "camera"}, {}),
+    "no use": ({"patch_size": 8}, {}),
+    "an argument of nobody": ({"colour": "red"}, {}),
+}
+
+
+def unlike(kind: str) -> tuple[str, bool]:
+    """What is raised if one worker passes other arguments, and whether all go on."""
+    with DistributedContext() as ctx:
+        settings = UNLIKE[kind][min(ctx.rank, 1)]
+        with pytest.raises((ValueError, TypeError)) as caught:
+            distribute(operators(), ctx, **settings)
+        return str(caught.value), len(distribute(operators(), ctx)(values(SHAPE, 0))) == 3
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_arguments_of_one_worker_raise_on_all(run: Run, kind: str) -> None:
+    results = run(unlike, kind, nprocs=3)
+    assert len(set(results)) == 1 and results[0][1]
+
+
+def test_what_cannot_be_told_raises_on_all(run: Run) -> None:
+    results = run(object_of_one, nprocs=2)
+    assert len(set(results)) == 1 and "it cannot be told what object is" in results[0]
+
+
+def object_of_one() -> str:
+    with DistributedContext() as ctx:
+        given = object() if ctx.rank else operators()
+        with pytest.raises(ValueError) as caught:
+            distribute(given, ctx)
+        return str(caught.value)

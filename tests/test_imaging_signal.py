@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -381,6 +382,27 @@ def keep_the_argument(source: int | None) -> None:
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_an_update_copies(run: Run, nprocs: int, source: int | None) -> None:
     run(keep_the_argument, source, nprocs=nprocs)
+
+
+def copied(grid: tuple[int, ...] | None) -> bool:
+    """Whether a copy that is kept of a signal stays as it is, and can be updated by itself."""
+    with DistributedContext() as ctx:
+        signal = DistributedSignal(ctx, (1, 1, 6, 5), torch.float64, partition=grid)
+        first, second = values((1, 1, 6, 5), 1), values((1, 1, 6, 5), 2)
+        signal.update_(first)
+        kept = copy.deepcopy(signal)
+        signal.update_(second)
+        assert torch.equal(kept.whole(), first) and torch.equal(signal.whole(), second)
+        kept.update_(second + ctx.rank)  # those of the first worker, where all hold all
+        again = copy.deepcopy(kept)
+        expected = second if grid is None else second + ctx.rank
+        return torch.equal(again.data, again.layout.local_part(expected))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_signal_can_be_copied(run: Run, nprocs: int, split: bool) -> None:
+    assert all(run(copied, (nprocs,) if split else None, nprocs=nprocs))
 
 
 @pytest.mark.parametrize("where", ["signal", "physics"])

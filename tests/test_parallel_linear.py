@@ -821,6 +821,21 @@ def initialize(dtype: torch.dtype) -> None:
     check_by_hand(P, dtype)
 
 
+class OwnLinear(ParallelLinear):
+    """Draws its values in a way of its own."""
+
+    def reset_parameters(self) -> None:
+        for each in self.parameters():
+            torch.nn.init.normal_(each)
+
+
+class OwnEmbedding(ParallelEmbedding):
+    """Draws its values in a way of its own."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.weight, std=0.02)
+
+
 def other_seeds() -> list[Tensor]:
     """All whole values that a parallel layer has, or that its helper draws, with other seeds."""
     torch.manual_seed(tessel.world().rank)
@@ -838,10 +853,18 @@ def other_seeds() -> list[Tensor]:
     shard_init_helper_(torch.nn.init.normal_, own)
     given = ParallelEmbedding.from_pretrained(torch.randn(4, 2))
     converted = ParallelEmbedding.convert_parallel_embedding(torch.nn.Embedding(3, 2))
+    subclasses = (*OwnLinear(5, 3).parameters(), OwnEmbedding(7, 3).weight)
+    bias = OwnLinear(5, 3, dim=0).bias
+    own_shard = OwnLinear(5, 8, dim=-1)
+    assert mark_of(own_shard.weight) is not None and own_shard.weight.any()
     empty = torch.empty(3, 2, device="meta")
     assert shard_init_helper_(torch.nn.init.normal_, empty) is empty
     return [
-        each.detach() for each in (*found, linear.bias, plain, own, given.weight, converted.weight)
+        each.detach()
+        for each in (
+            *(*found, linear.bias, plain, own, given.weight, converted.weight),
+            *(*subclasses, bias),
+        )
     ]
 
 

@@ -463,6 +463,37 @@ def test_the_gradient_of_a_backbone_is_the_sum_over_workers(
     run(classify, size, together, nprocs=4)
 
 
+def mean_over_others(one_alone: bool) -> tuple[str, bool]:
+    """The error of a wrapper around backbone and head in groups of two, and what works after it."""
+    tessel.distributed.init_process_group(2)
+    try:
+        everyone = tessel.world()
+        rank = everyone.rank
+        assert rank is not None
+        torch.manual_seed(0)
+        model = Classifier(
+            torch.nn.Linear(5, 6).double(), ParallelLinear(6, 7, dim=-1, dtype=torch.float64)
+        )
+        wrapped = model if one_alone and rank % 2 else data_parallel(model)
+        x = values((2, 5), rank)
+        with pytest.raises(ValueError) as caught:
+            wrapped(x)
+        with torch.no_grad():  # nothing is averaged
+            kept = tessel.distributed.gather(x, 0)
+            same = torch.equal(wrapped(x), model.head(model.backbone(kept)))
+        return str(caught.value), same
+    finally:
+        tessel.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("one_alone", [False, True])
+def test_a_mean_over_other_workers_than_the_group_raises(run: Run, one_alone: bool) -> None:
+    """Each worker of a group would keep the gradient of its own samples, and drift apart."""
+    results = run(mean_over_others, one_alone, nprocs=4)
+    assert results[0] == results[1] and results[2] == results[3]
+    assert all("averages over other workers" in text and same for text, same in results)
+
+
 def test_a_truth_value_is_no_group_size() -> None:
     with pytest.raises(TypeError, match="a number of workers is needed, got True"):
         tessel.distributed.init_process_group(True)

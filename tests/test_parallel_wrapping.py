@@ -375,6 +375,24 @@ def test_a_module_of_shards_alone_has_nothing_to_average(run: Run) -> None:
     assert "take the model as it is" in results[0][1]
 
 
+def converted_late(one_alone: bool) -> tuple[type[BaseException], str] | None:
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+    wrapped = DistributedDataParallel(plain)
+    model = plain if one_alone and tessel.world().rank else torch.nn.Sequential(wrapped)
+    found = raised(lambda: ParallelLinear.convert_parallel_linear(model, -1))
+    assert type(plain[0]) is torch.nn.Linear and type(plain[2]) is torch.nn.Linear
+    ParallelLinear.convert_parallel_linear(wrapped, None)  # parameters stay
+    wrapped(torch.ones(2, 4)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("one_alone", [False, True])
+def test_a_model_is_converted_before_it_is_wrapped(run: Run, one_alone: bool) -> None:
+    results = run(converted_late, one_alone, nprocs=2)
+    assert len(set(results)) == 1 and results[0] is not None and results[0][0] is ValueError
+    assert one_alone or "convert the model first" in results[0][1]
+
+
 def lost_mark() -> tuple[type[BaseException], str] | None:
     model = split_model(plain_model())
     model.pair[0].weight.data = torch.ones(3)

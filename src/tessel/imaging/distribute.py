@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.fidelity import L2
@@ -84,9 +85,6 @@ def distribute(
       (processor): Conv2d(1, 1, kernel_size=(3, 3), stride=(1, 1))
     )
     """
-    if type_object not in KINDS:
-        raise ValueError(f"type_object must be one of {', '.join(KINDS)}, got {type_object!r}")
-    kind = _kind_of(object) if type_object == "auto" else type_object
     tiling: dict[str, Any] = {
         "tiling_strategy": (tiling_strategy, None),
         "tiling_dims": (tiling_dims, None),
@@ -100,6 +98,7 @@ def distribute(
     counted = {"num_operators": (num_operators, None)}
     travels = {"gather_strategy": (gather_strategy, "concatenated")}
     converted = {"dtype": (dtype, None)}
+    kind = _agreed_kind(object, ctx, type_object, tiling | counted | travels | converted, kwargs)
     given = {name: value for name, (value, _) in tiling.items()}
     if kind in ("physics", "linear_physics"):
         _refuse(kind, tiling)
@@ -118,6 +117,39 @@ def distribute(
         _refuse(kind, {name: (value, _MISSING) for name, value in kwargs.items()})
         return _prior(object, ctx, dtype, given)
     return _module(object, ctx, dtype, given, **kwargs)
+
+
+def _agreed_kind(
+    given: Any,
+    ctx: DistributedContext,
+    type_object: str,
+    settings: dict[str, Any],
+    others: dict[str, Any],
+) -> str:
+    """What the object is. All workers raise unless they pass the same arguments.
+
+    So an argument that is refused later is refused on all of them.
+    """
+    kind, problem = type_object, ""
+    if type_object not in KINDS:
+        problem = f"type_object must be one of {', '.join(KINDS)}, got {type_object!r}"
+    elif type_object == "auto":
+        try:
+            kind = _kind_of(given)
+        except ValueError as error:
+            problem = str(error)
+    values = {name: value for name, (value, default) in settings.items() if value != default}
+    told = ", ".join(f"{name}={_told(value)}" for name, value in (values | others).items())
+    agree_on_call(ctx.partition, f"distribute(…, type_object={kind!r}, {told}) {problem}".rstrip())
+    if problem:
+        raise ValueError(problem)
+    return kind
+
+
+def _told(value: Any) -> str:
+    """A value in words that are the same on all workers, without an address."""
+    plain = str | int | float | tuple | list | torch.dtype | None
+    return repr(value) if isinstance(value, plain) else type(value).__name__
 
 
 _MISSING: Any = type("Missing", (), {})()

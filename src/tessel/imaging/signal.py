@@ -243,6 +243,11 @@ class DistributedSignal:
     def _gather(self) -> Move:
         return Move(self.layout, Layout.whole(self.ctx.partition, self._shape, shared=True))
 
+    def __getstate__(self) -> dict[str, object]:
+        """All but what is made when it is first needed, which holds groups of workers."""
+        made = ("_meeting", "_firsts", "_gather")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
     def __repr__(self) -> str:
         return f"DistributedSignal({self.dtype}, {self.layout})"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from tessel.distributed.agreeing import agree_on_call
@@ -55,8 +56,15 @@ def convert(module: Module, conversion: Conversion) -> Module:
     problems = _problems(module, wanted, conversion)
     layers = [(name, each) for name, each in wanted if id(each) not in problems]
     problem = "; ".join(dict.fromkeys(text for text in problems.values() if text))
+    wrapped = conversion.splits and _has_wrapped(module, {id(each) for _, each in layers})
     listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
-    agree_on_call(conversion.partition, f"{conversion.name} {problem}\n{listing}")
+    agree_on_call(conversion.partition, f"{conversion.name} {problem} {wrapped=}\n{listing}")
+    if wrapped:
+        raise ValueError(
+            f"{conversion.name}: DistributedDataParallel averages the parameters that it was made "
+            f"with, and would know nothing of shards in their place; convert the model first, and "
+            f"wrap it then. Nothing was converted"
+        )
     if problem and conversion.is_strict:
         raise NotImplementedError(f"{conversion.name}: {problem}; nothing was converted")
     known: dict[Any, Parameter] = {}
@@ -72,6 +80,12 @@ def convert(module: Module, conversion: Conversion) -> Module:
         text = f"{conversion.name}: {problem}; all this stays as it is, and strict=True raises"
         warnings.warn(text, stacklevel=3)
     return new.get(id(module), module)
+
+
+def _has_wrapped(module: Module, layers: set[int]) -> bool:
+    """Whether some of these layers are in a wrapper that has lists of their parameters."""
+    wrappers = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
+    return any(id(inner) in layers for wrapper in wrappers for inner in wrapper.modules())
 
 
 def _is_wanted(layer: Module, conversion: Conversion) -> bool:

@@ -10,6 +10,8 @@ too, over the workers that hold the same shards.
 backbone samples of its own; `gather_batch` puts the features of the group together, and the head
 and the loss work on all of them. `DistributedDataParallel` takes the mean of the backbone's
 gradients over the workers, where they are the terms of a sum: `gather_batch` makes up for that.
+With several groups the two come together: `DistributedDataParallel(backbone)` over all workers, and
+`data_parallel(head)`.
 
 Shards are averaged over workers that hold the same ones, and never over workers that hold others.
 `DistributedDataParallel` finds out by itself which of the two its process group is, as
@@ -21,9 +23,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import get_group, row_of
 from tessel.distributed.marks import mark_of
 from tessel.distributed.movements import gather
@@ -115,7 +119,9 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     of the gradient, where P is the number of workers, and nothing moves.
 
     The loss of all samples has a gradient at each worker's own; the gradient of a backbone is the
-    sum of what these give. `DistributedDataParallel` takes their mean, P times smaller.
+    sum of what these give. `DistributedDataParallel` takes their mean, P times smaller. It must do
+    so over all of these workers: under a wrapper that leaves some of them out, as `data_parallel`
+    around backbone and head does, all raise ValueError.
 
     Args:
         x: the features of this worker's samples, or its targets; as many as it has.
@@ -126,7 +132,24 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     torch.Size([2, 3])
     """
     row = row_of(partition)
-    if x.requires_grad and torch.is_grad_enabled():
+    learns = x.requires_grad and torch.is_grad_enabled()
+    problem = _left_out(row) if learns else ""
+    agree_on_call(row, f"gather_batch over {row}{problem}")
+    if problem:
+        raise ValueError(f"gather_batch over {row}{problem}")
+    if learns:
         x = x.view_as(x)  # another use of `x` gets the gradient it asks for
         x.register_hook(lambda grad: grad * row.size)
     return gather(x, 0, row)
+
+
+def _left_out(row: Partition) -> str:
+    """What is wrong if the wrapper that runs now takes no mean over all workers of a group."""
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None or {*row.ranks} <= {*dist.get_process_group_ranks(wrapper.process_group)}:
+        return ""
+    return (
+        " inside of a DistributedDataParallel that averages over other workers: each worker of the "
+        "group would keep the gradient of its own samples; wrap what comes before gather_batch by "
+        "DistributedDataParallel over all workers, and what comes after by tessel.nn.data_parallel"
+    )

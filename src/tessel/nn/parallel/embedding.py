@@ -112,6 +112,9 @@ class ParallelEmbedding(torch.nn.Embedding):
             empty = torch.empty(shape, device=device, dtype=dtype)
             self.weight = torch.nn.Parameter(empty, requires_grad=not _freeze)
             self.reset_parameters()
+            if dim is None:  # a subclass may draw its values in a way of its own
+                drawn_alike = type(self).reset_parameters is ParallelEmbedding.reset_parameters
+                equalize_([] if drawn_alike else [self.weight], row)
         elif dim is not None or row.size > 1:
             self.weight = self._part_of(_weight, not _freeze)
 
@@ -178,6 +181,7 @@ class ParallelEmbedding(torch.nn.Embedding):
         """
         row = row_of(partition)
         name = f"convert_parallel_embedding(module, dim={dim!r}) over {row}"
+        agree_on_call(row, name)
         check_dim(dim, name)
         conversion = Conversion(
             name=name,

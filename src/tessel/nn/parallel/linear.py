@@ -21,6 +21,7 @@ from tessel.distributed.marks import (
     call,
     check_known,
     describe,
+    mark_of,
     marked,
     note,
     share,
@@ -420,6 +421,7 @@ class ParallelLinear(torch.nn.Linear):
         if dim is None:
             self.partition = row  # which torch's layer needs when it draws its values
             super().__init__(in_features, out_features, bias, device, dtype)
+            self._equalize_own_values()
             return
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
@@ -431,6 +433,13 @@ class ParallelLinear(torch.nn.Linear):
                 empty = torch.empty(layout.local_shape, device=device, dtype=dtype)
                 setattr(self, each, torch.nn.Parameter(empty))
         self.reset_parameters()
+        self._equalize_own_values()
+
+    def _equalize_own_values(self) -> None:
+        """Let whole parameters be equal where a subclass draws its values in a way of its own."""
+        if type(self).reset_parameters is not ParallelLinear.reset_parameters:
+            whole = (p for p in self._parameters.values() if p is not None and mark_of(p) is None)
+            equalize_(whole, self.partition)
 
     @property
     def layouts(self) -> dict[str, Layout]:
