@@ -18,6 +18,7 @@ from tessel.graph import eagerly
 from tessel.layout import Layout, Shape, zero_volume_tensor
 from tessel.nn import functions, fusion  # noqa: F401  (functions enter their rules)
 from tessel.nn.layer import Entry, Layer, alone, needs_of
+from tessel.nn.replacements import place_regions
 from tessel.partition import Partition
 from tessel.shared import equalize, even
 from tessel.tensor import Tensor as SpreadTensor
@@ -68,6 +69,7 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     seed = _agree_on_model(model, P_x)
     equalize([value for _, value in _values(model)], P_x)
     stream = Stream(seed)
+    place_regions(model, P_x)
     for module in model.modules():
         own = module.__dict__.get("forward")
         elsewhere = isinstance(own, Entrance) and own.P_x != P_x  # converted for other workers
