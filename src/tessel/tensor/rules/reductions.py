@@ -397,6 +397,8 @@ def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     (dim,) = dims_of(dim, layout) or (0,)
     if not layout.shape or not is_split(layout, dim):
         return made(func(part, *args[1:], **kwargs), layout)
+    if 0 in layout.shape:  # which has no largest value
+        return along(x, (dim,), lambda part: func(part, *args[1:], **kwargs))
     dtype = kwargs.get("dtype")
     x = x if dtype is None else x.to(dtype)
     x = -x if name == "softmin" else x
