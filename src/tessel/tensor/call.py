@@ -8,7 +8,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import facts
-from tessel.tensor.gathering import is_random, without_rule
+from tessel.tensor.gathering import is_random, shared, without_rule
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     attention,
     chance,
@@ -132,7 +132,7 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
-    return _shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+    return shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
 
 
 def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -169,22 +169,12 @@ def _partition(args: Arguments, kwargs: Settings) -> Any:
     return next(spread_among(args, kwargs))._layout.partition
 
 
-def _shared(result: Any, partition: Any) -> Any:
-    """What all workers computed alike."""
-    if isinstance(result, torch.Tensor):
-        return as_spread(result, partition)
-    if isinstance(result, list | tuple):
-        members = [_shared(each, partition) for each in result]
-        return tuple(members) if isinstance(result, tuple) else members
-    return result
-
-
 def _settled(value: Any) -> Any:
     """The same arguments; a tensor in separate copies is a sum that is not made yet: it is now."""
     if isinstance(value, Tensor):
         layout = value._layout
-        if layout.separate and (shared := layout.summed) is not layout:
-            return made(move(layout, shared).apply(value.local), shared)
+        if layout.separate and (summed := layout.summed) is not layout:
+            return made(move(layout, summed).apply(value.local), summed)
         return value
     if type(value) in (list, tuple):
         return type(value)([_settled(each) for each in value])

@@ -86,7 +86,7 @@ def without_rule(
     say(name, spread)
     partition = spread[0]._layout.partition
     result = func(*gathered(args), **gathered(kwargs))
-    return _shared(result, partition)
+    return shared(result, partition)
 
 
 def gathered(value: Any) -> Any:
@@ -100,11 +100,12 @@ def gathered(value: Any) -> Any:
     return value
 
 
-def _shared(result: Any, partition: Any) -> Any:
+def shared(result: Any, partition: Any) -> Any:
+    """What all workers computed alike, as spread tensors that all of them have whole."""
     if isinstance(result, torch.Tensor):
         return as_spread(result, partition)
     if isinstance(result, list | tuple):
-        members = [_shared(each, partition) for each in result]
+        members = [shared(each, partition) for each in result]
         plain = type(result) in (list, tuple)
         return (
             type(result)(members)
