@@ -241,8 +241,8 @@ class UnderMpi:
         program = (str(BENCHMARKS / self.script), str(folder))
         with (folder / "errors").open("w") as errors:
             self._process = subprocess.Popen(
-                [*mpirun(workers), str(self.python), *program, *self.arguments],
-                env={**os.environ, **mpi_environment(), "OMP_NUM_THREADS": "1"},
+                [*self.launcher(workers), *program, *self.arguments],
+                env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -250,6 +250,14 @@ class UnderMpi:
                 cwd=self.python.parents[1],
             )
         self._workers = workers
+
+    def launcher(self, workers: int) -> list[str]:
+        """The command that runs a script in so many processes."""
+        return [*mpirun(workers), str(self.python)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return mpi_environment()
 
     def _answer(self, case: Case) -> str:
         """The next line that begins as an answer does; what libraries print is passed over."""
@@ -288,6 +296,33 @@ def mpirun(workers: int) -> list[str]:
 def mpi_environment() -> dict[str, str]:
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     return dict.fromkeys(names, "1")
+
+
+# --- processes of another state of the library
+
+
+@dataclass
+class OfSource(UnderMpi):
+    """Processes of one thread under torchrun, with the library as it is in another folder.
+
+    Args:
+        source: the folder `src` of a checkout; None for the library that is imported here.
+    """
+
+    source: Path | None = None
+
+    @property
+    def python(self) -> Path:
+        return Path(sys.executable)
+
+    def launcher(self, workers: int) -> list[str]:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+        return [str(self.python), *launcher, str(workers)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        source = Path(tessel.__file__).parents[1] if self.source is None else self.source
+        return {"PYTHONPATH": str(source.resolve())}
 
 
 # --- what is counted, not timed

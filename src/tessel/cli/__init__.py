@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `tessel` command with all of its subcommands."""
-    from importlib.metadata import version
+    from tessel import __version__  # a source tree has no installed metadata
 
     parser = argparse.ArgumentParser(
         prog="tessel",
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"tessel {version('tessel')}")
+    parser.add_argument("--version", action="version", version=f"tessel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         module = import_module(f"tessel.cli.{name}")

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tessel import machine, transport
+from tessel import __version__, machine, transport
 from tessel.cli.measure import Rate, measure_machine, measure_rates
 from tessel.operators.rates import Machine, known_machine, model_path
 from tessel.operators.units import num_bytes, num_flops, num_seconds
@@ -122,7 +122,7 @@ def gather_facts() -> Facts:
     """Ask this machine."""
     shared = machine.shared_memory()
     return Facts(
-        tessel=version("tessel"),
+        tessel=__version__,
         torch=torch.__version__,
         python=platform.python_version(),
         system=platform.platform(terse=True),
