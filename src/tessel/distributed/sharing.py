@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from tessel import boxes
-from tessel.distributed.keeping import Call, Shape, is_pointwise
+from tessel.distributed.call import Call, Shape, is_pointwise
 from tessel.distributed.mark import Mark, State, Unknown, state_of
 from tessel.linop import LinearOperator
 

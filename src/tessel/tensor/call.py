@@ -112,6 +112,11 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return without_rule(name, func, args, kwargs, error)
 
 
+def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What the rule of a function gives; UnsupportedError where there is none."""
+    return _followed(_name(func), func, args, kwargs)
+
+
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     args, kwargs = _settled(args), _settled(kwargs)
     if kwargs.get("out") is not None:
