@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
+from tessel import tensor as spread
 from tessel.distributed import call as calls
 from tessel.distributed import propagation
 from tessel.distributed.group import row_of
@@ -224,7 +225,7 @@ def mark_of(x: Tensor) -> Mark | None:
 
 @eagerly
 def get_parallel_dim(x: Tensor) -> int | None:
-    """The dimension along which a tensor is a shard, or None if it is not marked as one.
+    """The dimension along which a tensor is a shard, or is spread; None if it is neither.
 
     A parameter of a parallel layer answers with the `dim` of its layer. A linear layer counts its
     inputs as 0 and its outputs as 1 or -1, in the order of its arguments, where the weight is
@@ -240,11 +241,21 @@ def get_parallel_dim(x: Tensor) -> int | None:
     >>> tessel.distributed.get_parallel_dim(weight), tessel.distributed.get_parallel_dim(weight * 2)
     (-1, 0)
     """
+    if isinstance(x, spread.Tensor):
+        return _split_dim(x)
     mark = mark_of(x)
     if mark is None:
         return None
     called: int | None = getattr(x, _CALLED, None)
     return mark.dim if called is None else called
+
+
+def _split_dim(x: spread.Tensor) -> int | None:
+    """The dimension along which a spread tensor is split."""
+    dims = [dim for dim in range(x.dim()) if x._layout.is_split(dim)]
+    if len(dims) > 1:
+        raise ValueError(f"this tensor is split along several dimensions, {dims}: {x._layout}")
+    return dims[0] if dims else None
 
 
 @eagerly
