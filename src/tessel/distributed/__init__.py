@@ -1,5 +1,8 @@
 """Tensor parallelism: the group of workers, its four movements, and marks on shards."""
 
+from tessel.distributed import (
+    spreading as _spreading,  # noqa: F401  (shards can meet spread tensors)
+)
 from tessel.distributed.group import destroy_process_group as destroy_process_group
 from tessel.distributed.group import get_group as get_group
 from tessel.distributed.group import get_group_size as get_group_size

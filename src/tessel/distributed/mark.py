@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tessel import boxes
+from tessel.layout import Layout
 from tessel.partition import Partition
 
 ATTRIBUTE = "_tessel_mark"
@@ -44,6 +45,20 @@ class Mark:
     def at(self, dim: int) -> Mark:
         """The same along another dimension."""
         return self if dim == self.dim else replace(self, dim=dim)
+
+    def after(self, layout: Layout) -> Mark | None:
+        """The mark of a result that lies so, over as many workers; None if all of them have it."""
+        split = (dim for dim, cut in enumerate(layout.cuts) if len(cut.intervals) > 1)
+        dim = next(split, None)
+        if dim is None:
+            return None
+        if self.size is None or self.partition.rank is None:
+            return Mark(dim, self.partition)
+        if self.partition.size == 1:
+            return Mark(dim, self.partition, layout.local_shape[dim])
+        size = layout.shape[dim]
+        balanced = layout.cuts[dim].intervals == boxes.balanced(size, self.partition.size)
+        return Mark(dim, self.partition, size if balanced else None)
 
     def __str__(self) -> str:
         size = "" if self.size is None else f", {self.size} long as a whole,"

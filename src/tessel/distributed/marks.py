@@ -18,7 +18,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
-from tessel.distributed import keeping
+from tessel import tensor as spread
+from tessel.distributed import call as calls
+from tessel.distributed import propagation
 from tessel.distributed.group import row_of
 from tessel.distributed.mark import (
     ATTRIBUTE,
@@ -76,8 +78,8 @@ class Shard(Tensor):
     """A tensor with a mark, or with the note that its mark was lost.
 
     It computes as a plain tensor does; what torch's functions give of it has the mark that
-    follows, as `tessel.distributed.keeping` says. A parameter that is a shard is one of these, and
-    a `torch.nn.Parameter` in the way that torch has for tensors of other types.
+    follows, as `tessel.distributed.propagation` says. A parameter that is a shard is one of these,
+    and a `torch.nn.Parameter` in the way that torch has for tensors of other types.
     """
 
     _tessel_mark: Mark | Unknown
@@ -92,13 +94,13 @@ class Shard(Tensor):
                 return NotImplemented
         if torch.compiler.is_compiling():
             return _computed(func, args, kwargs or {})
-        name = keeping.name_of(func)
+        name = calls.name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if name in keeping.QUESTIONS:
+            if name in calls.QUESTIONS:
                 return func(*args, **(kwargs or {}))
             if name == "grad" and len(args) == 1 and not kwargs:
                 return _gradient(func(*args), args[0])
-            mark = keeping.common_mark(name, args, kwargs)
+            mark = propagation.common_mark(name, args, kwargs)
             if mark is not None:
                 result = func(*args, **(kwargs or {}))
                 for each in result if isinstance(result, tuple) else (result,):
@@ -129,7 +131,7 @@ class Shard(Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Take the memory of another tensor, of which torch tells no subclass."""
         with torch._C.DisableTorchFunctionSubclass():
-            result = _replace(keeping.Call.of("set_", (self, *args), kwargs), Tensor.set_)
+            result = _replace(calls.Call.of("set_", (self, *args), kwargs), Tensor.set_)
             assert isinstance(result, Tensor)
             return result
 
@@ -161,29 +163,29 @@ for _known in (of_optimizers, of_utilities):  # which take lists of them, as tor
 @eagerly
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a torch function gives of shards, with the mark that it has."""
-    name = keeping.name_of(func)
+    name = calls.name_of(func)
     if name in ("backward", "grad"):
         return _derive(name, func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        if name in keeping.QUESTIONS:
+        if name in calls.QUESTIONS:
             return func(*args, **kwargs)
-        if name.startswith(keeping.OF_LISTS):
+        if name.startswith(calls.OF_LISTS):
             return _of_lists(name, func, args, kwargs)
-        call = keeping.Call.of(name, args, kwargs)
+        call = calls.Call.of(name, args, kwargs, func)
         if name == "data" and len(args) > 1:
             return _replace(call, func)
         _check(call)
         result = func(*args, **kwargs)
         if name == "__setitem__" and isinstance(args[0], Shard) and not args[0]._is_param:
-            args[0]._tessel_mark = keeping.state_after_writing(call)
-        elif keeping.fills_by_mask(call):
+            args[0]._tessel_mark = propagation.state_after_writing(call)
+        elif propagation.fills_by_mask(call):
             _become(args[0], args[1]._tessel_mark)
         return _noted(result, call)
 
 
-def _check(call: keeping.Call) -> None:
+def _check(call: calls.Call) -> None:
     """Raise ValueError if a call would give something else than it seems to."""
-    keeping.check_target(call)
+    propagation.check_target(call)
     check_uses(call)
     check_classes(call)
     check_factor(call)
@@ -223,7 +225,7 @@ def mark_of(x: Tensor) -> Mark | None:
 
 @eagerly
 def get_parallel_dim(x: Tensor) -> int | None:
-    """The dimension along which a tensor is a shard, or None if it is not marked as one.
+    """The dimension along which a tensor is a shard, or is spread; None if it is neither.
 
     A parameter of a parallel layer answers with the `dim` of its layer. A linear layer counts its
     inputs as 0 and its outputs as 1 or -1, in the order of its arguments, where the weight is
@@ -239,11 +241,21 @@ def get_parallel_dim(x: Tensor) -> int | None:
     >>> tessel.distributed.get_parallel_dim(weight), tessel.distributed.get_parallel_dim(weight * 2)
     (-1, 0)
     """
+    if isinstance(x, spread.Tensor):
+        return _split_dim(x)
     mark = mark_of(x)
     if mark is None:
         return None
     called: int | None = getattr(x, _CALLED, None)
     return mark.dim if called is None else called
+
+
+def _split_dim(x: spread.Tensor) -> int | None:
+    """The dimension along which a spread tensor is split."""
+    dims = [dim for dim in range(x.dim()) if x._layout.is_split(dim)]
+    if len(dims) > 1:
+        raise ValueError(f"this tensor is split along several dimensions, {dims}: {x._layout}")
+    return dims[0] if dims else None
 
 
 @eagerly
@@ -396,27 +408,21 @@ def _become_plain(shard: Shard) -> None:
     shard.__class__ = Tensor  # type: ignore[assignment]
 
 
-def _noted(result: Any, call: keeping.Call) -> Any:
-    """The result of a function with the mark that it has."""
+def _noted(result: Any, call: calls.Call) -> Any:
+    """The result of a function, its tensors with the marks that they have."""
+    states = propagation.states_after(call, result)
+    if not states:
+        return result
     if isinstance(result, Tensor):
-        return _note_one(result, call)
-    if isinstance(result, tuple | list) and any(isinstance(each, Tensor) for each in result):
-        parts = [_noted(each, call) for each in result]
-        plain = type(result) in (tuple, list)
-        return type(result)(parts) if plain else _rebuilt(result, parts)
-    return result
+        return _note_one(result, states[0], call)
+    following = iter(states)
+    return calls.mapped(lambda each: _note_one(each, next(following), call), result)
 
 
-def _rebuilt(result: Any, parts: list[Any]) -> Any:
-    """A named tuple of torch or of Python, with other parts."""
-    return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
-
-
-def _note_one(result: Tensor, call: keeping.Call) -> Tensor:
-    state = keeping.state_after(call, result)
+def _note_one(result: Tensor, state: State, call: calls.Call) -> Tensor:
     if state is None or state_of(result) == state:
         return result
-    if any(result is each for each in keeping.targets(call)):
+    if any(result is each for each in calls.targets(call)):
         return _written(result, state, call)
     if any(result is each for each in call.tensors):  # one that was there before keeps its mark
         return result if _is_parameter(result) else marked(result, state)
@@ -427,7 +433,7 @@ def _is_parameter(x: Any) -> bool:
     return isinstance(x, Shard) and x._is_param
 
 
-def _written(target: Tensor, state: Mark | Unknown, call: keeping.Call) -> Tensor:
+def _written(target: Tensor, state: Mark | Unknown, call: calls.Call) -> Tensor:
     """A tensor after a function wrote into it; a parameter stays what its model says it is."""
     shape = next(
         shape for each, shape in zip(call.tensors, call.shapes, strict=True) if each is target
@@ -437,11 +443,11 @@ def _written(target: Tensor, state: Mark | Unknown, call: keeping.Call) -> Tenso
     return _become(target, state)
 
 
-def _replace(call: keeping.Call, func: Any) -> Any:
+def _replace(call: calls.Call, func: Any) -> Any:
     """Let a tensor take the values of another, and with them its mark."""
     target = call.args[0]
     result = func(*call.args, **call.kwargs)
-    state = keeping.state_after_replacing(call, _is_parameter(target))
+    state = propagation.state_after_replacing(call, _is_parameter(target))
     if state is None or state_of(target) == state:
         return result
     if isinstance(target, torch.nn.Parameter):
@@ -453,11 +459,11 @@ def _replace(call: keeping.Call, func: Any) -> Any:
 
 def _of_lists(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function gives that treats the tensors at each place of its lists by themselves."""
-    if not name.startswith(keeping.EACH):
+    if not name.startswith(calls.EACH):
         return func(*args, **kwargs)  # steps of optimizers, in place
-    marks = keeping.marks_of_each(name, args, kwargs)
-    calls = {} if marks else keeping.calls_of_each(name, args, kwargs)
-    for call in calls.values():
+    marks = propagation.marks_of_each(name, args, kwargs)
+    places = {} if marks else propagation.calls_of_each(name, args, kwargs)
+    for call in places.values():
         _check(call)
     result = func(*args, **kwargs)
     found = args[0] if result is None else result
@@ -467,20 +473,20 @@ def _of_lists(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             if mark is not None:
                 _become(each, mark)
         return result
-    noted = [_note_one(each, calls[k]) if k in calls else each for k, each in enumerate(found)]
+    noted = [_noted(each, places[k]) if k in places else each for k, each in enumerate(found)]
     return result if result is None else type(result)(noted)
 
 
 def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a backward pass, in which torch's functions on shards keep marks as always."""
-    if keeping.is_property(func):
+    if calls.is_property(func):
         with torch._C.DisableTorchFunctionSubclass():
             return _gradient(func(*args, **kwargs), args[0])
-    outputs = {key: keeping.mapped(unmarked, kwargs[key]) for key in kwargs if key == "outputs"}
-    args, kwargs = (*keeping.mapped(unmarked, args[:1]), *args[1:]), {**kwargs, **outputs}
+    outputs = {key: calls.mapped(unmarked, kwargs[key]) for key in kwargs if key == "outputs"}
+    args, kwargs = (*calls.mapped(unmarked, args[:1]), *args[1:]), {**kwargs, **outputs}
     if name == "grad":
         return _slopes(func, args, kwargs)
-    inputs = keeping.tensors_in(kwargs.get("inputs"))
+    inputs = calls.tensors_in(kwargs.get("inputs"))
     if any(isinstance(each, Shard) and not each.is_leaf for each in inputs):
         with torch._C.DisableTorchFunctionSubclass():  # an edge would leave them without gradient
             return func(*args, **kwargs)
@@ -504,7 +510,7 @@ def _make_plain(stepped: Optimizer, args: Any, kwargs: Any) -> None:
     for group in stepped.param_groups:
         for parameter in group["params"]:
             if type(parameter) is Shard and parameter in stepped.state:
-                for each in keeping.tensors_in(stepped.state[parameter]):
+                for each in calls.tensors_in(stepped.state[parameter]):
                     if type(each) is Shard and not each._is_param:
                         _become_plain(each)
 

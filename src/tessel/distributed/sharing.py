@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from tessel import boxes
-from tessel.distributed.keeping import Call, Shape, is_pointwise
+from tessel import tensor as spread
+from tessel.distributed.call import Call, Shape, is_pointwise
 from tessel.distributed.mark import Mark, State, Unknown, state_of
 from tessel.linop import LinearOperator
 
@@ -100,8 +101,10 @@ def _first_mark(call: Call) -> tuple[Mark | None, Shape]:
 def traced_state(x: Any) -> State:
     """The state of a tensor, and that its mark was lost if it has none and comes of a shard."""
     state = state_of(x)
-    if state is not None or not isinstance(x, Tensor) or x.grad_fn is None:
+    if state is not None or not isinstance(x, Tensor) or isinstance(x, spread.Tensor):
         return state
+    if x.grad_fn is None:
+        return None
     for origin in _origins(x.grad_fn, _is_settled):
         if _is_of_shard(origin):
             why = "functions of a parameter, or another tensor, that is a shard"

@@ -13,6 +13,7 @@ from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
 from tessel.nn.parallel.embedding import parallel_embedding
 from tessel.nn.parallel.linear import multiply_shards
 from tessel.partition import Partition
+from tessel.tensor import Tensor as SpreadTensor
 
 __all__ = [
     "cross_entropy_loss",
@@ -48,8 +49,9 @@ def parallel_linear(
     tensor([[3., 3., 3., 3.],
             [3., 3., 3., 3.]])
     """
-    if dim is None:
-        _check_whole(weight)
+    if dim is None or isinstance(input, SpreadTensor):
+        if not isinstance(input, SpreadTensor):  # which knows what a shard is
+            _check_whole(weight)
         return F.linear(input, weight, bias)
     return _parallel_linear(input, weight, bias, dim, partition)
 

@@ -44,12 +44,15 @@ from tessel.nn.pooling import (
 from tessel.nn.upsample import DistributedUpsample
 from tessel.nn.windowed import tuple_of
 from tessel.partition import Partition
+from tessel.tensor.rules.products import linear_in_parts
 from tessel.tensor.table import (
     Arguments,
     Settings,
     check_whole,
     gathered,
+    held_layouts,
     is_split,
+    is_whole,
     made,
     moved,
     opened,
@@ -292,13 +295,14 @@ def interpolate(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("linear")
 def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """All features of a row on one worker; those who have the same row do the same."""
+    given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
+    if not all(map(is_whole, held_layouts(given))):
+        return linear_in_parts(args[0], **given)
     x, layout = opened(args[0])
     last = len(layout.shape) - 1
     if is_split(layout, last):
         layout = gathered(layout, (last,))
         x = moved(args[0], layout)
-    given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
-    check_whole(name, given)
     given = parts(given)
     weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
     assert weight is not None

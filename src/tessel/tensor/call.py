@@ -40,7 +40,7 @@ from tessel.tensor.table import (
     tensors,
     unsupported,
 )
-from tessel.tensor.tensor import Tensor, move
+from tessel.tensor.tensor import Tensor, converters, move
 
 _known: dict[Any, tuple[str, Rule]] = {}
 
@@ -110,6 +110,11 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return _followed(name, func, args, kwargs)
     except UnsupportedError as error:
         return without_rule(name, func, args, kwargs, error)
+
+
+def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What the rule of a function gives; UnsupportedError where there is none."""
+    return _followed(_name(func), func, args, kwargs)
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -193,6 +198,29 @@ def _in_order(args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
     return ((kwargs.pop("input"), *args) if "input" in kwargs else args), kwargs
 
 
+def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Call a torch function on spread tensors and tensors of another kind that can become such."""
+    if any(each not in converters and not issubclass(Tensor, each) for each in types):
+        return NotImplemented
+    partition = _partition(args, kwargs)
+
+    def convert(value: Any) -> Any:
+        if type(value) in converters:
+            return converters[type(value)](value, partition)
+        if type(value) in (list, tuple):
+            return type(value)([convert(each) for each in value])
+        if type(value) is dict:
+            return {name: convert(each) for name, each in value.items()}
+        return value
+
+    if is_in_place(_name(func)) and type(args[0]) in converters:
+        raise TypeError(
+            f"`{_name(func)}` would write a spread tensor into a {type(args[0]).__name__}; write "
+            f"its part, y.local, after y.move_to(...) the layout that it has"
+        )
+    return above(func, convert(args), convert(kwargs))
+
+
 def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What code gets that went round torch's functions: never a part for the whole.
 
@@ -239,4 +267,5 @@ def _values(value: Any) -> Any:
 
 
 Tensor.above = staticmethod(above)
+Tensor.beside = staticmethod(beside)
 Tensor.below = staticmethod(below)

@@ -6,7 +6,7 @@ gradient. From then on every worker knows the layout of everything that is compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from tessel.transport import kept_in_job
 
 Where = Partition | Layout
 Agreed = tuple[Layout, Terms]
+
+# kinds of tensors that know of which whole they are parts, and what tells the part and its workers
+owners: dict[type, Callable[[Any], tuple[torch.Tensor, Partition]]] = {}
 
 
 @eagerly
@@ -56,18 +59,24 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
 
 
 @eagerly
-def from_local(part: torch.Tensor, where: Where) -> Tensor:
+def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
     """The spread tensor whose parts the workers have; they agree on shapes, dtype and gradient.
 
     Args:
         part: this worker's part; what workers outside of `where` pass does not count.
         where: a partition whose axis d splits dimension d, into parts as long as they are; or a
-            layout, whose local shapes the parts must have.
+            layout, whose local shapes the parts must have. A shard of a parallel layer, or one
+            that `tessel.register_parallel_dim` made, says it itself: None.
 
     >>> import tessel, torch
     >>> tessel.from_local(torch.ones(3), tessel.world()).shape
     torch.Size([3])
     """
+    if type(part) in owners:
+        part, own = owners[type(part)](part)
+        where = own if where is None else where
+    if where is None:
+        raise TypeError("from_local: where is needed, a tessel.Partition or a tessel.Layout")
     partition = _partition(where)
     if isinstance(part, Tensor):
         raise TypeError(f"from_local: a plain tensor is needed, got one that is spread, {part}")

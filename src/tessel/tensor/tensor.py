@@ -35,6 +35,9 @@ from tessel.transport import kept_in_job
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors as whole ones
 
+# other kinds that know how they lie, and what makes them spread tensors on a partition
+converters: dict[type, Callable[[Any, Partition], Tensor]] = {}
+
 
 class Tensor(torch.Tensor):
     """A tensor that is spread over workers and knows how.
@@ -53,6 +56,9 @@ class Tensor(torch.Tensor):
     _layout: Layout
     _originals: tuple[Any, ...]  # what torch would have a view of, and this is a copy of
     above: ClassVar[Handler]  # what is done with a torch function
+    beside: ClassVar[
+        Any
+    ]  # what is done with one of spread tensors and others that know their layouts
     below: ClassVar[Handler]  # what is done for code that went round torch's functions
 
     @staticmethod
@@ -78,7 +84,7 @@ class Tensor(torch.Tensor):
     ) -> Any:
         for each in types:
             if each is not Tensor and each not in _FRIENDS and not issubclass(each, Tensor):
-                return NotImplemented
+                return Tensor.beside(func, types, args, kwargs or {})
         return Tensor.above(func, args, kwargs or {})
 
     @classmethod

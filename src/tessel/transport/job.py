@@ -96,7 +96,8 @@ _memories: list[Callable[[], None]] = []
 
 def group_of(workers: Iterable[int]) -> Group:
     """The group of these workers; made by all workers of the job together the first time."""
-    return _job().group(tuple(sorted(workers)))
+    ranks = tuple(sorted(workers))
+    return cast(Group, Supposed(ranks)) if ranks[0] < 0 else _job().group(ranks)
 
 
 def chosen_transport() -> str:
@@ -120,6 +121,23 @@ class _Left:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"these workers cannot be reached: {LEFT}")
+
+
+@dataclass(frozen=True)
+class Supposed:
+    """Workers of which some are only supposed, as negative numbers say: nobody can talk to them.
+
+    What would be sent can be planned for them, and every attempt to send it raises.
+    """
+
+    workers: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"workers {self.workers} are only supposed, and cannot be talked to")
 
 
 @dataclass

@@ -18,6 +18,7 @@ from tessel.graph import eagerly
 from tessel.layout import Shape
 from tessel.nn.parallel.words import Words, WordsMeeting
 from tessel.partition import Partition
+from tessel.tensor import Tensor as SpreadTensor
 from tessel.transport import kept_in_job
 
 SEEDS = 2**63 - 1
@@ -55,7 +56,7 @@ class ParallelDropout(torch.nn.Dropout):
 
     @eagerly
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
+        if not self.training or self.p == 0 or isinstance(input, SpreadTensor):
             return super().forward(input)
         state = traced_state(input)
         row = state.partition if isinstance(state, Mark) else self.partition

@@ -30,6 +30,7 @@ from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
 from tessel.nn.parallel.embedding_agreement import Lookup, Settings, agree, table_layout
 from tessel.nn.parallel.embedding_table import look_up_columns, look_up_rows
 from tessel.partition import Partition
+from tessel.tensor import Tensor as SpreadTensor
 
 DIMS = (None, 0, 1, -1)
 
@@ -205,7 +206,9 @@ class ParallelEmbedding(torch.nn.Embedding):
 
     @eagerly
     def forward(self, input: Tensor) -> Tensor:
-        if self.dim is None:
+        if self.dim is None or isinstance(
+            input, SpreadTensor
+        ):  # torch's function has a rule for it
             return super().forward(input)
         label = f"{type(self).__name__}({self.extra_repr()}) over {self.partition}"
         lookup = Lookup(
@@ -359,6 +362,10 @@ def parallel_embedding(
     torch.Size([2, 4, 3])
     """
     check_dim(dim, "parallel_embedding")
+    if isinstance(input, SpreadTensor):
+        return F.embedding(
+            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
     settings = Settings(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     state = traced_state(weight) if dim is None else state_of(weight)
     if isinstance(state, Mark):

@@ -40,6 +40,7 @@ from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, shard_layout
 from tessel.partition import Partition
 from tessel.shared import Spread, even
+from tessel.tensor import Tensor as SpreadTensor
 from tessel.transport import kept_in_job
 
 COLUMN, ROW = 1, 0
@@ -470,7 +471,11 @@ class ParallelLinear(torch.nn.Linear):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.dim is None else self._multiply(input)
+        if self.dim is None or isinstance(
+            input, SpreadTensor
+        ):  # torch's function has a rule for it
+            return super().forward(input)
+        return self._multiply(input)
 
     @eagerly
     def _multiply(self, x: Tensor) -> Tensor:

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tessel.layout import Cut, Layout
+from tessel.shared import nothing
 from tessel.tensor.rules.batched import batched, holds_anywhere, part_of, whole_of
 from tessel.tensor.rules.losses import arguments_of
 from tessel.tensor.rules.pointwise import pointwise
+from tessel.tensor.rules.products import multiply, planned
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
     Arguments,
@@ -52,7 +54,36 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             return _of_all_indices(key, func, indices, weight, given)
     letters = ascii_lowercase[: indices.dim()]
     equation = ((letters, "XY"), letters + "Y")
+    if isinstance(weight, Tensor) and weight._layout.is_split(0):
+        return _of_rows(name, equation, indices, weight, given)
     return batched(name, equation, "X", (indices, weight), lambda i, w: func(i, w, **given))
+
+
+def _of_rows(name: str, equation: Any, indices: Tensor, weight: Tensor, given: Settings) -> Tensor:
+    """Of a table whose rows are split: a row is found where it is, and the others add zeros.
+
+    This is the product of the table with ones in the places of the indices.
+    """
+    operands = indices, weight
+    layouts = tuple(each._layout for each in operands)
+    shapes = tuple(layout.shape for layout in layouts)
+    indices_of, output = equation
+    plan = planned(weight._layout.partition, indices_of, output, shapes, layouts)
+    box = plan.inputs[1].box()
+    assert box is not None
+    start, stop = box[0]
+    padding = given["padding_idx"]
+    padding = None if padding is None else padding % weight.shape[0] - start
+    own = padding if padding is not None and 0 <= padding < stop - start else None
+
+    def look_up(i: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        inside = (i >= start) & (i < stop)
+        if start == stop:  # no row to look up: zeros, which hang on the table
+            return nothing((*i.shape, rows.shape[1]), rows)
+        found = F.embedding(torch.where(inside, i - start, 0), rows, own)
+        return torch.where(inside.unsqueeze(-1), found, 0)
+
+    return multiply(name, equation, operands, look_up)
 
 
 def _of_all_indices(key: str, func: Any, indices: Tensor, weight: Any, given: Settings) -> Tensor:

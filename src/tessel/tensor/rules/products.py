@@ -264,6 +264,21 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return found if beta == 0 else found + (x if beta == 1 else beta * x)
 
 
+def linear_in_parts(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y[…, o] = Σ w[o, i] x[…, i] + bias[o] of a weight in parts: of its rows, or of its columns.
+
+    Parts of the rows give parts of the outputs; parts of the columns meet those of the inputs, and
+    their products are terms of a sum.
+    """
+    batch = ascii_letters[: x.dim() - 1]
+    output = "Y" * (weight.dim() - 1)
+    equation = (f"{batch}Z", f"{output}Z"), batch + output
+    y: torch.Tensor = multiply("linear", equation, (x, weight), torch.nn.functional.linear)
+    return y if bias is None else y + bias
+
+
 @rule("bilinear", plain=True)
 def bilinear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """y[…, o] = Σ a[…, i] w[o, i, j] b[…, j] + bias[o]."""

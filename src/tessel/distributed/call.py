@@ -1,0 +1,203 @@
+"""Calls of torch functions on shards: their names, their tensors, and what these were before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.distributed.mark import Mark, State, Unknown, state_of
+
+Shape = tuple[int, ...]
+
+# attributes and methods that give no tensor, or nothing of a tensor's values
+QUESTIONS = frozenset(
+    (
+        *("shape", "size", "dim", "ndim", "numel", "nelement", "dtype", "device", "layout"),
+        *("requires_grad", "is_leaf", "grad_fn", "stride", "is_contiguous", "is_cuda", "is_cpu"),
+        *("element_size", "itemsize", "nbytes", "data_ptr", "storage_offset", "untyped_storage"),
+        *("is_floating_point", "is_complex", "item", "tolist", "numpy", "__len__", "__bool__"),
+        *("__repr__", "__format__", "__hash__", "__reduce_ex__", "register_hook", "retain_grad"),
+        *("is_inference", "is_pinned", "is_shared", "get_device", "retains_grad", "is_set_to"),
+        *("equal", "allclose", "is_same_size", "sparse_dim", "dense_dim", "_backward_hooks"),
+        *("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
+        *("output_nr", "_version", "names", "is_sparse", "is_meta", "is_nested", "is_quantized"),
+    )
+)
+
+# functions of lists of tensors: those that treat each place by itself, and steps of optimizers
+EACH = "_foreach_"
+OF_LISTS = (EACH, "_fused_", "_amp_")
+
+# what takes nothing but the shape or the dtype of its second argument
+_LIKE_ANOTHER = frozenset(("to", "type_as", "view_as", "reshape_as", "expand_as"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a torch function, with what its tensors were before it."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+    shapes: tuple[Shape, ...]
+    states: tuple[State, ...]
+    called: Any = None
+
+    @classmethod
+    def of(
+        cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], called: Any = None
+    ) -> Call:
+        found = tuple(tensors_in(args[:1] if name in _LIKE_ANOTHER else (args, kwargs)))
+        shapes = tuple(tuple(each.shape) for each in found)
+        return cls(name, args, kwargs, found, shapes, tuple(map(state_of, found)), called)
+
+    @cached_property
+    def base(self) -> str:
+        """The name of the function, of which this may be an operator or an in-place version."""
+        return plain_name(self.name)
+
+    @property
+    def function(self) -> Any:
+        """The torch function; where this is one that works in place, the one that does not."""
+        if self.called is not None and (self.base == self.name or self.name.startswith("__")):
+            return self.called
+        return getattr(Tensor, self.base, None) or getattr(torch, self.base)
+
+    def argument(self, position: int, *names: str, default: Any = None) -> Any:
+        """An argument by its position or by one of its names."""
+        if len(self.args) > position:
+            return self.args[position]
+        return next((self.kwargs[name] for name in names if name in self.kwargs), default)
+
+    def rest(self, position: int, *names: str) -> tuple[Any, ...]:
+        """All arguments from a position on, which may also be given as one sequence."""
+        given = self.args[position:] or tuple(self.kwargs[n] for n in names if n in self.kwargs)
+        sequence = len(given) == 1 and isinstance(given[0], tuple | list)
+        return tuple(given[0]) if sequence else given
+
+    @property
+    def subject(self) -> tuple[Mark, Shape] | None:
+        """The mark and the shape of the first argument, if it is the only tensor with a mark."""
+        first = self.args[0] if self.args else self.kwargs.get("input")
+        shards = [k for k, state in enumerate(self.states) if state is not None]
+        if len(shards) != 1 or self.tensors[shards[0]] is not first:
+            return None
+        mark = self.states[shards[0]]
+        assert isinstance(mark, Mark)
+        return mark, self.shapes[shards[0]]
+
+    def lost(self, why: str = "") -> Unknown:
+        """The state of a result of which this function does not tell what it is."""
+        marks = (state for state in self.states if isinstance(state, Mark))
+        return Unknown(self.name, why, next((mark.partition for mark in marks), None))
+
+
+def targets(call: Call) -> tuple[Tensor, ...]:
+    """The tensors that a call writes into."""
+    operator = call.name.startswith("__")
+    if "out" in call.kwargs:
+        return tuple(tensors_in(call.kwargs["out"]))
+    if operator and not (call.name == "__setitem__" or call.name.startswith("__i")):
+        return ()
+    if operator or call.name.endswith("_"):
+        return tuple(tensors_in(call.args[:1]))
+    return ()
+
+
+def is_property(func: Any) -> bool:
+    """Whether this is how an attribute of a tensor is read or written."""
+    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+
+
+@lru_cache(maxsize=4096)
+def name_of(func: Any) -> str:
+    """The name of a torch function, or of the attribute that it reads."""
+    if is_property(func):
+        return str(getattr(func.__self__, "__name__", "an attribute"))
+    return str(getattr(func, "__name__", func))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in arguments, also in lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, tuple | list):
+        return []
+    found: list[Tensor] = []
+    for each in value:
+        found += tensors_in(each)
+    return found
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same arguments with another tensor for each."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        members = [mapped(function, each) for each in value]
+        # a named tuple of Python takes its members one by one, one of torch's a sequence
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    if isinstance(value, dict):
+        return {name: mapped(function, each) for name, each in value.items()}
+    return value
+
+
+_OPERATORS = {
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pos": "positive",
+    "invert": "bitwise_not",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}
+
+
+@lru_cache(maxsize=1024)
+def plain_name(name: str) -> str:
+    """The name of a function without what makes it an operator or one that works in place."""
+    if not (name.startswith("__") and name.endswith("__")):
+        return name.removesuffix("_")
+    inner = name[2:-2]
+    for known in (inner, inner[1:] if inner[:1] in "ri" else inner):
+        known = _OPERATORS.get(known, known)
+        if is_pointwise(known):
+            return known
+    return "matmul" if inner == "matmul" else name
+
+
+@lru_cache(maxsize=1024)
+def is_pointwise(name: str) -> bool:
+    """Whether a torch function of this name treats each element on its own."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None else packet.overloads()
+    tagged = any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
+    return name in _ALSO_POINTWISE or tagged
+
+
+_ALSO_POINTWISE = frozenset(
+    (
+        *("hardswish", "leaky_relu", "softsign", "tanhshrink", "log_sigmoid", "threshold"),
+        *("multiply", "subtract", "divide", "true_divide", "floor_divide", "dropout", "relu6"),
+        *("alpha_dropout", "masked_fill", "where", "lerp", "bernoulli", "nan_to_num", "clip"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+        *("clone", "contiguous", "detach", "alias", "requires_grad_", "requires_grad", "data"),
+        *("to", "type", "type_as", "cpu", "cuda", "pin_memory", "float", "double", "half"),
+        *("bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat", "cdouble"),
+        *("real", "imag", "conj", "resolve_conj", "resolve_neg", "fill", "zero", "copy"),
+        *("greater", "greater_equal", "less", "less_equal", "not_equal", "_threshold"),
+        *("_make_dual", "_unpack_dual", "_fw_primal"),
+        *("normal", "uniform", "exponential", "isclose", "celu", "selu", "rrelu"),
+    )
+)

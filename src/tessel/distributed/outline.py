@@ -1,0 +1,142 @@
+"""Outlines: what the table of rules says of a call on shards, without values and messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel import boxes, tensor, transport
+from tessel.distributed.call import Call, Shape, mapped, tensors_in
+from tessel.distributed.mark import Mark
+from tessel.layout import Cut, Layout
+from tessel.partition import Partition
+from tessel.tensor.call import by_rule
+from tessel.tensor.gathering import fallback, is_random
+from tessel.transport import kept_in_job
+
+Answer = tuple[Layout, ...] | str
+_ATTENTION = "scaled_dot_product_attention"
+_IGNORED = ("out", "dropout_p")  # what says nothing of the result's layout
+# functions of at least so many tensors, where a plain one may well be that of one worker
+_UNASKED = {"__getitem__": 2, "einsum": 1}
+_BATCHED = frozenset(("matmul", "bmm"))  # a plain operand may have its part of the batch
+
+
+def layouts_after(call: Call) -> Answer:
+    """How the results of a call on the whole tensors lie if nothing moves; else, why not."""
+    marks = [state for state in call.states if isinstance(state, Mark)]
+    if any(mark.partition.ranks != marks[0].partition.ranks for mark in marks):
+        return "of shards over different workers"
+    if not marks[0].partition.active:
+        return "on a worker that has no shard"
+    if is_random(call.base) and call.base != _ATTENTION:
+        return "of which each worker draws numbers of its own"
+    if call.base in _UNASKED and len(tensors_in((call.args, call.kwargs))) >= _UNASKED[call.base]:
+        return "of tensors of which each worker may have its own"
+    given = {name: value for name, value in call.kwargs.items() if name not in _IGNORED}
+    layouts = {id(each): _layout(call, k) for k, each in enumerate(call.tensors)}
+    memory, key = _memory(), (call.function, _key(call.args, layouts), _key(given, layouts))
+    try:
+        if key in memory:
+            return memory[key]
+    except TypeError:  # an argument that cannot be remembered
+        return _asked(call, given, layouts)
+    if len(memory) > 4096:
+        memory.clear()
+    memory[key] = found = _asked(call, given, layouts)
+    return found
+
+
+@kept_in_job
+def _memory() -> dict[Any, Answer]:
+    """What the table said before."""
+    return {}
+
+
+def _key(value: Any, layouts: dict[int, Layout | None]) -> Any:
+    """What a rule sees of arguments; numbers of different types are equal, and mean other things.
+
+    (Slices are not hashable before Python 3.12.)
+    """
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, layouts.get(id(value))
+    if type(value) in (list, tuple):
+        return type(value), *(_key(each, layouts) for each in value)
+    if type(value) is dict:
+        return tuple((name, _key(each, layouts)) for name, each in value.items())
+    return type(value), repr(value) if type(value) is slice else value
+
+
+def _asked(call: Call, given: dict[str, Any], layouts: dict[int, Layout | None]) -> Answer:
+    """Follow the rule with outlines of the whole tensors in the places of tensors."""
+
+    def outline(each: Tensor) -> Tensor:
+        part = torch.empty(tuple(each.shape), dtype=each.dtype, device="meta")
+        layout = layouts.get(id(each))
+        return part if layout is None else tensor.Tensor(part, layout)
+
+    try:
+        with torch._C._EnableTorchFunction(), fallback("raise"), torch.no_grad():
+            result = by_rule(call.function, mapped(outline, call.args), mapped(outline, given))
+    except Exception:  # the rule would send, or finds that a length is that of a part
+        return "over the dimension that is split"
+    found = tensors_in(result)
+    if not all(isinstance(each, tensor.Tensor) for each in found):
+        return ""
+    return tuple(each._layout for each in found)  # type: ignore[attr-defined]
+
+
+def _layout(call: Call, number: int) -> Layout | None:
+    """How the whole of a tensor of the call lies, over supposed workers; None for a plain one."""
+    state, shape = call.states[number], call.shapes[number]
+    if isinstance(state, Mark):
+        return layout_of(state, shape)
+    if call.base in _BATCHED:
+        mark, other = next(
+            (mark, shape)
+            for mark, shape in zip(call.states, call.shapes, strict=True)
+            if isinstance(mark, Mark)
+        )
+        place = mark.dim - len(other)
+        if -len(shape) <= place < -2 and shape[place] == other[place]:
+            return layout_of(mark.at(place % len(shape)), shape)
+    return None
+
+
+def layout_of(mark: Mark, shape: Shape) -> Layout:
+    """How a tensor lies of which this worker has a shard of this shape, over supposed workers.
+
+    Where the length of the whole is not known, all shards are supposed to be as long as this one.
+    """
+    length = shape[mark.dim]
+    interval = mark.interval
+    size = mark.size if interval is not None and interval[1] - interval[0] == length else None
+    return _layout_of(_supposed(mark.partition), mark.dim, shape, size)
+
+
+@kept_in_job
+def _layout_of(partition: Partition, dim: int, shape: Shape, size: int | None) -> Layout:
+    parts = (
+        boxes.consecutive([shape[dim]] * partition.size)
+        if size in (None, shape[dim])  # or of one worker alone, of which there are two supposed
+        else boxes.balanced(size, partition.size)
+    )
+    cuts = tuple(
+        Cut((0,), parts) if each == dim else Cut((), ((0, n),)) for each, n in enumerate(shape)
+    )
+    return Layout(partition, (*shape[:dim], parts[-1][1], *shape[dim + 1 :]), cuts)
+
+
+@kept_in_job
+def _supposed(partition: Partition) -> Partition:
+    """Workers in a row with whom nobody can talk, this one in its place among them.
+
+    There are two at least: of one alone a rule would not say what it needs of others.
+    """
+    ranks = [-1 - k for k in range(max(2, partition.size))]
+    ranks[partition.rank or 0] = transport.this_worker()
+    supposed = Partition.__new__(Partition)
+    supposed.__setstate__({"ranks": tuple(ranks), "shape": (len(ranks),)})
+    return supposed

@@ -1,0 +1,318 @@
+"""Which mark a result has that torch computes from shards: what the table of rules says.
+
+A shard computes as any tensor does, with the part of one worker. Whether that gives this worker's
+part of what the function gives of the whole tensors, the table of `tessel.tensor` knows: its rule
+is followed on outlines of the whole tensors, which have layouts and no values. If it moves nothing,
+the result is a shard, and the layout says along which dimension; if it would have to move
+something, the part of one worker is not the whole story, and the mark is lost.
+
+Three things are not asked of the table, since a shard means something else by them than a spread
+tensor: lengths that it is given are those of this worker (`tessel.distributed.regrouping`), plain
+tensors beside it may be parts as well, and random numbers are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.distributed.call import (
+    EACH,
+    Call,
+    Shape,
+    is_pointwise,
+    plain_name,
+    targets,
+    tensors_in,
+)
+from tessel.distributed.mark import Mark, State, Unknown, state_of
+from tessel.distributed.outline import layouts_after
+from tessel.distributed.regrouping import flattened, reshaped, unflattened
+
+Rule = Callable[[Call, Mark, Shape, Tensor], State]
+
+
+def common_mark(name: str, args: tuple[Any, ...], kwargs: Any) -> Mark | None:
+    """The mark of the result of the most frequent calls; None for all others, which `Call` tells.
+
+    These are pointwise functions of shards with one mark and one shape, and of values beside them
+    that need no gradient.
+    """
+    if not _is_always_pointwise(name) or type(state_of(args[0] if args else None)) is not Mark:
+        return None
+    mark, shape, derives = state_of(args[0]), args[0].shape, torch.is_grad_enabled()
+    for each in args[1:]:
+        if isinstance(each, Tensor):
+            state = state_of(each)
+            if each.shape != shape and (each.ndim or state is not None):
+                return None
+            if state is None:
+                if derives and each.requires_grad:
+                    return None
+            elif state is not mark and state != mark:
+                return None
+        elif isinstance(each, tuple | list):
+            return None
+    if kwargs and any(isinstance(each, Tensor | tuple | list) for each in kwargs.values()):
+        return None
+    assert isinstance(mark, Mark)
+    return mark
+
+
+@lru_cache(maxsize=1024)
+def _is_always_pointwise(name: str) -> bool:
+    """Whether a function of this name is pointwise, whatever arguments it has."""
+    base = plain_name(name)
+    several = base in _REDUCTIONS or base in _OF_SEVERAL or base in ("where", "data", "set")
+    return is_pointwise(base) and not several
+
+
+def states_after(call: Call, result: Any) -> list[State]:
+    """The states of all tensors in the result of a call."""
+    found = tensors_in(result)
+    if not found:
+        return []
+    known = [state for state in call.states if state is not None]
+    lost = next((state for state in known if isinstance(state, Unknown)), None)
+    if lost is not None or not known:
+        return [lost] * len(found)
+    if call.base in _OF_SEVERAL:
+        return [_OF_SEVERAL[call.base](call, each) for each in found]
+    if is_pointwise(call.base) and not _is_other(call):
+        return [_pointwise(call, each) for each in found]
+    if call.base in _RULES:
+        subject = call.subject
+        return [
+            call.lost() if subject is None else _RULES[call.base](call, *subject, each)
+            for each in found
+        ]
+    return _by_table(call, found)
+
+
+def _by_table(call: Call, found: list[Tensor]) -> list[State]:
+    """The states that follow from the layouts in which the results of the whole tensors lie."""
+    mark = next(state for state in call.states if isinstance(state, Mark))
+    layouts = layouts_after(call)
+    if isinstance(layouts, str) or len(layouts) != len(found):
+        return [call.lost(layouts if isinstance(layouts, str) else "")] * len(found)
+    return [
+        (layout.local_shape == tuple(each.shape) and mark.after(layout)) or call.lost()
+        for layout, each in zip(layouts, found, strict=True)
+    ]
+
+
+def state_after_writing(call: Call) -> Mark | Unknown:
+    """The state of a tensor of which `x[index] = value` has changed a part."""
+    target, index, value = call.args
+    state, written = state_of(target), state_of(value)
+    assert state is not None
+    if isinstance(state, Unknown):
+        return state
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim == target.ndim:
+        return state if written is None and state_of(index) == state else call.lost("by a mask")
+    selected = Tensor.__getitem__(target, index)
+    (part,) = _by_table(Call.of("__getitem__", (target, index), {}), [selected])
+    if isinstance(part, Unknown) or written is None:
+        return call.lost("of a part of the split dimension") if isinstance(part, Unknown) else state
+    ndim = selected.ndim
+    if isinstance(written, Mark):
+        written = written.at(written.dim + ndim - value.ndim)
+    return state if part == written else call.lost("of a value with another mark")
+
+
+def state_after_replacing(call: Call, is_parameter: bool) -> State:
+    """The state of a tensor that took the values of another, `x.set_(y)` or `x.data = y`.
+
+    A parameter takes values of its own shape for what it was, unless these say otherwise.
+    """
+    target = call.args[0]
+    old, given = state_of(target), state_of(call.argument(1, "source"))
+    if is_parameter and tuple(target.shape) == call.shapes[0]:
+        merges = isinstance(old, Mark) and isinstance(given, Mark) and old.merged(given) is not None
+        return old if merges or not isinstance(given, Mark) else given
+    if old is None or isinstance(given, Mark):
+        return given
+    return given or call.lost("of another tensor")
+
+
+def marks_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
+    """The marks of the results of a pointwise function of lists, in their order.
+
+    Nothing where tensors at one place have different marks or shapes, which `Call` tells.
+    """
+    if torch.is_grad_enabled() or any(map(tensors_in, kwargs.values())):
+        return []
+    inner, first = name.removeprefix(EACH), args[0]
+    states = [state_of(each) for each in first]
+    if not _is_always_pointwise(inner) or any(isinstance(state, Unknown) for state in states):
+        return []
+    for given in args[1:]:
+        if isinstance(given, Tensor) and (given.ndim or state_of(given) is not None):
+            return []
+        if not isinstance(given, tuple | list):
+            continue
+        for own, state, each in zip(first, states, given, strict=True):
+            if isinstance(each, Tensor) and not _lies_on(each, own, state):
+                return []
+    return states
+
+
+def _lies_on(x: Tensor, other: Tensor, mark: State) -> bool:
+    """Whether a tensor has the shape of another, and its mark or none."""
+    state = state_of(x)
+    return x.shape == other.shape and (state is mark or state is None or state == mark)
+
+
+def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Call]:
+    """What a function of lists does at each place where there is a mark."""
+    length = len(args[0])
+
+    def at(value: Any, k: int) -> Any:
+        return value[k] if isinstance(value, tuple | list) and len(value) == length else value
+
+    calls = {
+        k: Call.of(
+            name.removeprefix(EACH),
+            tuple(at(value, k) for value in args),
+            {key: at(value, k) for key, value in kwargs.items()},
+        )
+        for k in range(length)
+    }
+    return {k: call for k, call in calls.items() if any(s is not None for s in call.states)}
+
+
+def check_target(call: Call) -> None:
+    """Raise if a function would write shards into a tensor that does not say what it is then.
+
+    A tensor that has its memory for itself becomes a shard; a view, or one that has views, cannot.
+    """
+    if not any(map(_is_of_several, call.states)):
+        return
+    for each in () if fills_by_mask(call) else targets(call):
+        if state_of(each) is None and (call.name == "__setitem__" or not is_own(each)):
+            raise ValueError(
+                f"`{call.name}` writes a shard into a tensor that is not marked as one; mark that "
+                f"first: x = tessel.register_parallel_dim(x, dim)"
+            )
+
+
+def fills_by_mask(call: Call) -> bool:
+    """Whether `x[mask] = number` writes, by a mask that is a shard, into a plain tensor beside it.
+
+    This is `x.masked_fill_(mask, number)`, and `x` becomes a shard as it does there.
+    """
+    if call.name != "__setitem__":
+        return False
+    target, mask, value = call.args
+    if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == target.shape):
+        return False
+    number = not isinstance(value, Tensor) or (value.ndim == 0 and state_of(value) is None)
+    return number and isinstance(state_of(mask), Mark) and is_own(target)
+
+
+def _is_of_several(state: State) -> bool:
+    """Whether a tensor with this state is, or may be, a shard of more than one worker."""
+    return state is not None and (state.partition is None or state.partition.size > 1)
+
+
+def is_own(x: Tensor) -> bool:
+    """Whether a tensor is a plain one, of whose memory no other tensor has a part."""
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return False
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # its own, and this
+
+
+def _is_other(call: Call) -> bool:
+    """Whether `max` and the like reduce one tensor, or `where` gives the places of its values."""
+    if call.base == "where":
+        return len(call.args) + len(call.kwargs) == 1
+    return call.base in _REDUCTIONS and len(call.tensors) == 1
+
+
+def _pointwise(call: Call, result: Tensor) -> State:
+    """Marks count from the last dimension, as broadcasting does."""
+    found: Mark | None = None
+    for mark, shape in _marks(call):
+        dim = mark.dim + result.ndim - len(shape)
+        if not 0 <= dim < result.ndim or result.shape[dim] != shape[mark.dim]:
+            return call.lost("as it broadcasts the split dimension")
+        found = mark.at(dim) if found is None else found.merged(mark.at(dim))
+        if found is None:
+            return call.lost("of shards along different dimensions, sizes or workers")
+    return found
+
+
+def _marks(call: Call) -> Iterator[tuple[Mark, Shape]]:
+    for state, shape in zip(call.states, call.shapes, strict=True):
+        if isinstance(state, Mark):
+            yield state, shape
+
+
+def _weight_norm(call: Call, result: Tensor) -> State:
+    """Rows of a weight, each with a norm of its own, may be split."""
+    state, of_norm = call.states[:2]
+    dim = int(call.argument(2, "dim", default=0))
+    if not isinstance(state, Mark) or of_norm not in (None, state) or state.dim != dim:
+        return call.lost("over the dimension that is split")
+    return state
+
+
+def _norm_except(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+    dim = int(call.argument(2, "dim", default=0))
+    return mark if dim == mark.dim else call.lost("over the dimension that is split")
+
+
+def _new(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+    return mark if tuple(result.shape) == shape else call.lost()
+
+
+def _channels(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+    """Of a function that draws one number for each channel, and so for all that lies behind."""
+    if mark.dim >= 2:
+        return call.lost("behind the channels")
+    return mark
+
+
+def _loaded(call: Call, result: Tensor) -> State:
+    """A parameter is given values of its own shape, and stays what it is."""
+    if len(set(call.shapes)) > 1:
+        return call.lost()
+    old, given = call.states
+    if isinstance(old, Mark) and isinstance(given, Mark):
+        return old.merged(given) or call.lost("of a value with another mark")
+    return old or given
+
+
+def _expand(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+    """The lengths that are given are those of this worker."""
+    dim = mark.dim + result.ndim - len(shape)
+    if result.shape[dim] != shape[mark.dim]:
+        return call.lost("of the dimension that is split")
+    return mark.at(dim)
+
+
+_REDUCTIONS = frozenset(
+    (
+        *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin"),
+        *("var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian", "mode"),
+        *("nansum", "nanmean", "count_nonzero"),
+    )
+)
+_OF_SEVERAL: dict[str, Callable[[Call, Tensor], State]] = {
+    "_weight_norm": _weight_norm,
+    "module_load": _loaded,
+}
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(("reshape", "view", "reshape_as", "view_as"), reshaped),
+    **dict.fromkeys(("flatten", "ravel"), flattened),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _new),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), _channels),
+    "feature_alpha_dropout": _channels,
+    "unflatten": unflattened,
+    "norm_except_dim": _norm_except,
+}

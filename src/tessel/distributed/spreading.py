@@ -1,0 +1,60 @@
+"""Shards as spread tensors: the same part and the same layout, with the shape of the whole."""
+
+from __future__ import annotations
+
+import torch
+
+from tessel import boxes
+from tessel.distributed.mark import Mark, check_known, state_of
+from tessel.distributed.marks import Shard, unmarked
+from tessel.layout import Cut, Layout
+from tessel.partition import Partition
+from tessel.tensor import Tensor
+from tessel.tensor.create import owners
+from tessel.tensor.tensor import converters
+from tessel.transport import kept_in_job
+
+
+def spread_of(shard: Shard, partition: Partition) -> Tensor:
+    """The spread tensor of a shard, on a grid of the workers that have its others.
+
+    Nothing is asked of the others: the mark says how long the whole is. A parameter that meets a
+    spread tensor in a torch function takes part in this form.
+    """
+    mark = state_of(shard)
+    check_known(mark, "a shard that meets a spread tensor")
+    assert isinstance(mark, Mark)
+    if mark.partition.ranks != partition.ranks:
+        raise ValueError(
+            f"{mark} meets a tensor that is spread on {partition}; both must be spread over the "
+            f"same workers in the same order"
+        )
+    if mark.size is None:
+        raise ValueError(
+            f"{mark}, of which the length of the whole is not known, meets a spread tensor; make "
+            f"it one first, by tessel.from_local(x)"
+        )
+    part = unmarked(shard)
+    return Tensor(part, _layout(partition, mark.dim, tuple(part.shape), mark.size))
+
+
+@kept_in_job
+def _layout(partition: Partition, dim: int, shape: tuple[int, ...], size: int) -> Layout:
+    """All axes of the grid split the dimension, one after the other: so workers stay in order."""
+    every = tuple(range(partition.dim))
+    cuts = [Cut((), ((0, length),)) for length in shape]
+    cuts[dim] = Cut(every, boxes.balanced(size, partition.size))
+    return Layout(partition, (*shape[:dim], size, *shape[dim + 1 :]), tuple(cuts))
+
+
+def _owner(shard: torch.Tensor) -> tuple[torch.Tensor, Partition]:
+    """The part of a shard, and the workers on a grid that splits its dimension."""
+    mark = state_of(shard)
+    check_known(mark, "tessel.from_local")
+    assert isinstance(mark, Mark)
+    sizes = [mark.partition.size if dim == mark.dim else 1 for dim in range(shard.ndim)]
+    return unmarked(shard), mark.partition.create_cartesian_topology_partition(sizes)
+
+
+converters[Shard] = spread_of
+owners[Shard] = _owner
