@@ -50,20 +50,21 @@ def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
     try:
         name, rule = _known[func]
     except KeyError:
-        name = _name(func)
-        rule = _rule(name)
+        name = name_of(func)
+        rule = rule_of(name)
         _known[func] = name, rule
     return rule(name, func, args, kwargs)
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     """The name of a torch function; of a property, with `get`, `set` or `delete` before it."""
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__name__.strip('_')} {func.__self__.__name__}"
     return str(func.__name__)
 
 
-def _rule(name: str) -> Rule:
+def rule_of(name: str) -> Rule:
+    """What is done with a function of this name."""
     if name in facts.OF_THE_WHOLE:
         return facts.of_the_whole
     if name in facts.OF_THE_PART:

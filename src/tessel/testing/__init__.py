@@ -1,5 +1,6 @@
 """Proofs for operators, and local workers to run them on."""
 
+from tessel.tensor.comparing import check_calls as check_calls
 from tessel.testing.checks import check_adjoint as check_adjoint
 from tessel.testing.checks import check_gradient as check_gradient
 from tessel.testing.checks import random_in as random_in
