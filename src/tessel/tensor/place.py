@@ -36,12 +36,13 @@ def current_place() -> Place:
     """Where the user called what runs now."""
     frame = sys._getframe(1)
     modules = list(_modules(frame))
-    while frame.f_back is not None and _is_library(frame):
+    while frame.f_back is not None and is_library(frame):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, described(modules[::-1]))
 
 
-def _is_library(frame: FrameType) -> bool:
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame is torch's or ours."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tessel")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,16 +26,18 @@ from tessel.nn.region import HaloRegion
 from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor import spread
-from tessel.tensor.comparing import check_calls, compare
+from tessel.tensor.comparing import compare, comparing
 from tessel.tensor.gathering import Gather, check_choice, noted_gathers
 from tessel.tensor.passes import in_backward
+from tessel.tensor.place import is_library
 from tessel.tensor.stream import common_seed
 from tessel.tensor.tensor import layout_on
 from tessel.testing.drawing import drawing, plain
 from tessel.testing.memory import Memory, count_memory
 from tessel.testing.report import TOLERANCES, Difference, ModelReport, ModuleUse
 
-FLOOR = 1e-2  # gradients far smaller than the largest one are rounded as parts of that are
+# what is far smaller than the largest gradient, or than one, is rounded as parts of that are
+FLOOR = 1e-2
 
 
 def check_model(
@@ -71,8 +75,9 @@ def check_model(
         kwargs: keyword arguments of the model, treated as the inputs are.
         loss: makes the loss of the output; by default it is a sum of all outputs with fixed random
             weights.
-        rtol: which error is allowed, relative to the largest value of a tensor; by default what
-            rounding in the tensor's dtype makes of a deep model.
+        rtol: which error is allowed, relative to the largest value of a tensor (to a hundredth of
+            the largest of all gradients, and of one for other tensors, if that is more); by
+            default what rounding in the tensor's dtype makes of a deep model.
         atol: the same, absolute; by default none.
         dtype: in which both run, as torch.float64, whose rounding hides nothing; by default that of
             the model.
@@ -95,25 +100,22 @@ def check_model(
     everyone = transport.group_of(range(transport.num_workers()))
     with _untouched(seed):
         given = _Given(inputs, dict(kwargs or {}), where, dtype)
-        copies, failure = _attempted(lambda: [_copied(model, dtype) for _ in range(3)])
+        copy, failure = _attempted(lambda: _copied(model, dtype))
         settings = (fallback, calls, seed, rtol, atol, str(dtype), loss is None)
         _agree(everyone, model, given, settings, failure)
-        assert copies is not None
-        converted = distribute_module(copies[0], partition, fallback)
-        entered = given.spread()
-        alone, failure = None, ""
+        converted: Any = distribute_module(copy, partition, fallback)
+        arguments = given.spread()
+        # here, since workers outside of the partition agree on spread tensors, too
+        entered = [arguments.entered() for _ in range(calls)]
+        alone: Any = None
         if partition.active:
-            seeds = [converted.forward.stream.seed + k for k in range(calls)]  # type: ignore[union-attr]
-            for each in copies[1:]:
-                _equalize(each, converted)
-            alone, failure = _attempted(lambda: _alone(copies[1:], given, loss, seeds))
+            seeds = [converted.forward.stream.seed + number for number in range(calls)]
+            values = {name: value.detach().clone() for name, value in _values(converted).items()}
+            fresh = partial(_fresh, model, dtype, values)
+            alone, failure = _attempted(lambda: _alone(fresh, given, loss, seeds))
         _raise_together(everyone, failure, f"{type(model).__name__} raises in one process")
-        with check_calls():
-            found, failure = None, ""
-            if partition.active:
-                assert alone is not None
-                check = partial(_checked, converted, entered, alone, loss, calls)
-                found, failure = _attempted(check, partition)
+        check = partial(_checked, converted, arguments, entered, alone, loss)
+        found, failure = _attempted_together(check, partition, everyone)
         _raise_together(everyone, failure, f"{type(model).__name__}, converted, raises")
         told = [each for each in everyone.share_objects(found) if each is not None]
     report = _merged(type(model).__name__, str(where), told, rtol, atol)
@@ -182,12 +184,13 @@ class _Given:
 
     def wholes(self) -> _Arguments:
         """The arguments of one process."""
-        return _Arguments(*tree_map(self._whole, self.original), [])
+        args, kwargs = tree_map(self._whole, self.original)
+        return _Arguments(args, kwargs, [])
 
     def _whole(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        whole = value.detach().full() if isinstance(value, SpreadTensor) else value.detach()
+        whole = value.full().detach() if isinstance(value, SpreadTensor) else value.detach()
         floating = whole.is_floating_point() or whole.is_complex()
         if self.dtype is not None and floating:
             whole = whole.to(self.dtype.to_complex() if whole.is_complex() else self.dtype)
@@ -201,9 +204,10 @@ class _Given:
             if not isinstance(value, Tensor):
                 return value
             layouts.append(self.layout(value))
-            return self._whole(value) if self.partition.active else value
+            return self._whole(value) if self.partition.active else torch.empty(0)
 
-        return _Arguments(*tree_map(enter, self.original), layouts)
+        args, kwargs = tree_map(enter, self.original)
+        return _Arguments(args, kwargs, layouts)
 
 
 @dataclass
@@ -225,7 +229,7 @@ class _Arguments:
     def passed(self, change: Callable[[int, Tensor], Tensor]) -> tuple[Any, Any]:
         """The arguments for one call, with something else in the places of tensors."""
         numbers = iter(range(len(self.leaves())))
-        return tree_map(  # type: ignore[no-any-return]
+        return tree_map(
             lambda value: change(next(numbers), value) if isinstance(value, Tensor) else value,
             (self.args, self.kwargs),
         )
@@ -235,7 +239,8 @@ class _Arguments:
 
         def enter(number: int, value: Tensor) -> Tensor:
             layout = self.layouts[number]
-            return value.clone() if layout is None else spread(value, layout)
+            copy = value.clone()  # the model may change it
+            return copy if layout is None else spread(copy, layout)
 
         return self.passed(enter)
 
@@ -260,12 +265,17 @@ def _copied(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return copy if dtype is None else copy.to(dtype)
 
 
-def _equalize(model: nn.Module, other: nn.Module) -> None:
-    """Give a model the values of another one."""
-    theirs = dict((*other.named_parameters(), *other.named_buffers()))
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return dict((*model.named_parameters(), *model.named_buffers()))
+
+
+def _fresh(model: nn.Module, dtype: torch.dtype | None, values: dict[str, Tensor]) -> nn.Module:
+    """A copy of the model with the values that all workers have."""
+    copy = _copied(model, dtype)
     with torch.no_grad():
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
-            value.copy_(theirs[name])
+        for name, value in _values(copy).items():
+            value.copy_(values[name])
+    return copy
 
 
 def _agree(
@@ -281,7 +291,7 @@ def _agree(
         + str([each.training for each in model.modules()]),
     }
     mine |= {name: _described(value) for name, value in given.named()}
-    said = everyone.share_objects((failure, mine))
+    said = everyone.share_objects((str(failure), mine))
     for worker, (text, _) in zip(everyone.workers, said, strict=True):
         if text:
             raise ValueError(f"check_model on worker {worker}: {text}")
@@ -317,28 +327,62 @@ def _described(x: Tensor) -> str:
 # -- what raises ----------------------------------------------------------------------------------
 
 
-def _attempted(act: Callable[[], Any], partition: Partition | None = None) -> tuple[Any, str]:
-    """What something gives, or the text of what it raises, which workers of the partition hear.
+class _Failure(str):
+    """The text of an exception, and the exception."""
 
-    While calls are compared, all of them hear of it at their next call, whatever that is.
-    """
+    error: BaseException
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        place = ""
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if not is_library(frame):
+                place = f" at {frame.f_code.co_filename}:{line}"
+        failure = cls(f"{type(error).__name__}: {error}{place}")
+        failure.error = error
+        return failure
+
+
+def _attempted(act: Callable[[], Any]) -> tuple[Any, str]:
+    """What something gives, or the text of what it raises."""
     try:
-        result = act()
-        if partition is not None:
-            compare(partition.group, "the end of check_model")
+        return act(), ""
     except Exception as error:  # of whatever kind the model's are
-        text = f"{type(error).__name__}: {error}"
-        known = transport.DIFFERENT in text  # that workers differ, all of them know
-        if partition is not None and not known and not isinstance(error, WorkerLost):
-            with suppress(ValueError):  # it is what the others raise
-                compare(partition.group, f"nothing more: it raised {text}")
+        return None, _Failure.of(error)
+
+
+def _attempted_together(
+    act: Callable[[], Any], partition: Partition, everyone: transport.Group
+) -> tuple[Any, str]:
+    """The same of something that workers of a partition do together, and none of them alone.
+
+    Meanwhile they compare their calls. A worker that raises says so in the place of its next one,
+    and all others raise there, whatever they are about to do.
+    """
+    result = None
+    groups = [partition.group, everyone] if partition.active else [everyone]
+    groups = list(dict.fromkeys(groups))  # which are one, if all workers take part
+    try:
+        with comparing():
+            if partition.active:
+                result = act()
+            for group in groups:
+                compare(group, "the end of check_model")
+    except WorkerLost as error:  # there is nobody to tell
+        return None, _Failure.of(error)
+    except Exception as error:  # of whatever kind the model's are
+        text = _Failure.of(error)
+        for group in groups:
+            if group.workers != getattr(error, "workers", None):  # who know of it
+                with suppress(ValueError):  # it is what the others raise
+                    compare(group, f"nothing more: it raised {text}")
         return None, text
     return result, ""
 
 
 def _raise_together(everyone: transport.Group, failure: str, what: str) -> None:
     """Raise the same on all workers if something failed on one."""
-    said = dict(zip(everyone.workers, everyone.share_objects(failure), strict=True))
+    said = dict(zip(everyone.workers, everyone.share_objects(str(failure)), strict=True))
     failed = {worker: text for worker, text in said.items() if text}
     # a worker that only heard of it has nothing new to say
     own = {w: text for w, text in failed.items() if transport.DIFFERENT not in text} or failed
@@ -347,7 +391,7 @@ def _raise_together(everyone: transport.Group, failure: str, what: str) -> None:
         listed = "; ".join(
             f"on workers {[w for w, each in own.items() if each == text]} {text}" for text in texts
         )
-        raise AssertionError(f"check_model: {what}, {listed}")
+        raise AssertionError(f"check_model: {what}, {listed}") from getattr(failure, "error", None)
 
 
 # -- one process ----------------------------------------------------------------------------------
@@ -367,16 +411,16 @@ class _Alone:
 
 
 def _alone(
-    models: list[nn.Module], given: _Given, loss: Any, seeds: list[int], mark: bool = False
+    fresh: Callable[[], nn.Module], given: _Given, loss: Any, seeds: list[int], mark: bool = False
 ) -> _Alone:
-    """Run the model in plain torch.
+    """Run a fresh copy of the model in plain torch.
 
     If it draws random numbers it runs once more, with tensors that draw as spread ones do: so a
     model that draws none sees torch's own tensors alone.
     """
     arguments, trace, outputs = given.wholes(), _Trace(), []
     spread_there = [given.layout(value) is not None for _, value in given.named()]
-    model, *others = models
+    model = fresh()
 
     def enter(number: int, value: Tensor) -> Tensor:
         copy = value.clone()  # the model may change it
@@ -395,8 +439,8 @@ def _alone(
             draws = draws or _random_state() != before
             outputs.append(_finished(result, loss))
         peak = memory.peak
-    if draws and others:
-        return _alone(others, given, loss, seeds, mark=True)
+    if draws and not mark:
+        return _alone(fresh, given, loss, seeds, mark=True)
     return _Alone(model, arguments, trace, outputs, seeds, peak, draws)
 
 
@@ -408,6 +452,8 @@ def _random_state() -> tuple[Any, ...]:
 def _finished(result: Any, loss: Callable[[Any], Tensor] | None) -> list[tuple[str, Any]]:
     """The outputs by name, after the backward pass of their loss."""
     outputs = [(f"output{keystr(path)}", value) for path, value in _leaves(_opened(result))]
+    if loss is None and not any(isinstance(value, Tensor) for _, value in outputs):
+        raise ValueError(f"there are no tensors in the output, a {type(result).__name__}")
     found = [value for _, value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if loss is not None:
         _seed(0)
@@ -471,9 +517,11 @@ class _Trace:
 def _hooked(model: nn.Module, after: Any, before: Any = None) -> Iterator[None]:
     """Hooks at all modules, but for those in a region, which see more than their part."""
     handles = []
-    regions = tuple(f"{n}." if n else "" for n, m in model.named_modules() if type(m) is HaloRegion)
+    regions = [name for name, each in model.named_modules() if isinstance(each, HaloRegion)]
     for name, module in model.named_modules():
-        if not name.startswith(regions) or f"{name}." in regions or (not name and "" in regions):
+        if not any(
+            name != each and f".{name}".startswith(f".{each}".rstrip(".")) for each in regions
+        ):
             if before is not None:
                 handles.append(module.register_forward_pre_hook(partial(before, name)))
             handles.append(module.register_forward_hook(partial(after, name)))
@@ -500,8 +548,11 @@ class _Comparison:
         self.num_calls[name] = number + 1
         expected = self.trace.outputs.get(name, [])
         values = [value for _, value in _leaves(_opened(output))]
-        if number >= len(expected) or len(expected[number]) != len(values):
-            found = Difference(name, float("inf"), note="called otherwise than in one process")
+        if number >= len(expected):
+            found = Difference(name, math.nan)  # torch has taken a short cut in one process
+        elif len(expected[number]) != len(values):
+            note = f"{len(values)} outputs are not {len(expected[number])}"
+            found = Difference(name, math.inf, note=note)
         else:
             pairs = zip(values, expected[number], strict=True)
             found = _worst(name, [_difference(name, got, exp) for got, exp in pairs])
@@ -544,20 +595,21 @@ class _Found:
     draws: bool
 
 
-def _checked(model: nn.Module, given: _Arguments, alone: _Alone, loss: Any, calls: int) -> _Found:
+def _checked(
+    model: nn.Module, given: _Arguments, entered: list[Any], alone: _Alone, loss: Any
+) -> _Found:
     """Run the converted model, and compare it with one process."""
     comparison = _Comparison(alone.trace)
     values: list[Difference] = []
-    gathers: list[Gather] = []
-    for number in range(calls):
+    for number, (args, kwargs) in enumerate(entered):
         with ExitStack() as stack:
-            args, kwargs = given.entered()
+            noted = stack.enter_context(noted_gathers())
             memory = stack.enter_context(count_memory())
             uses = _Uses(memory)
             if number == 0:
                 stack.enter_context(_hooked(model, after=comparison.note))
-                gathers = stack.enter_context(noted_gathers())
-            if number == calls - 1:
+                gathers = noted
+            if number == len(entered) - 1:
                 stack.enter_context(_hooked(model, after=uses.end, before=uses.begin))
             _seed(common_seed(alone.seeds[number]))
             start = transport.traffic().bytes_sent
@@ -581,7 +633,7 @@ def _checked(model: nn.Module, given: _Arguments, alone: _Alone, loss: Any, call
     only_here = [name for name in comparison.num_calls if name not in alone.trace.outputs]
     used = [
         ModuleUse(
-            comparison.differences.get(name, Difference(name, float("inf"), note="not called")),
+            comparison.differences.get(name, Difference(name, math.nan)),
             type(modules[name]).__name__,
             uses.sent.get(name, 0),
             uses.kept.get(name, 0),
@@ -606,21 +658,24 @@ def _paired(outputs: list[tuple[str, Any]], others: list[tuple[str, Any]]) -> It
     for name in {**theirs, **ours}:
         if name not in ours or name not in theirs:
             where = "in one process" if name in theirs else "in the converted model"
-            yield Difference(name, float("inf"), note=f"only {where}")
+            yield Difference(name, math.inf, note=f"only {where}")
         else:
             yield _difference(name, ours[name], theirs[name])
 
 
 def _difference(name: str, got: Any, expected: Any) -> Difference:
     """By how much what a worker has differs from its part of what one process has."""
+    got, expected = _numbers(got), _numbers(expected)
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
-        same = type(got) is type(expected) and (got is expected or bool(got == expected))
-        note = "" if same else f"{_short(got)} is not {_short(expected)}"
-        return Difference(name, 0.0 if same else float("inf"), note=note)
+        if type(got) is type(expected) and not isinstance(got, _EXACT):
+            return Difference(f"{name}, a {type(got).__name__}, is not compared", math.nan)
+        if type(got) is type(expected) and got == expected:
+            return Difference(name, 0.0)
+        return Difference(name, math.inf, note=f"{_short(got)} is not {_short(expected)}")
     expected = plain(expected)
     if got.shape != expected.shape or got.dtype != expected.dtype:
         note = f"{_short(got)} is not {_short(expected)}"
-        return Difference(name, float("inf"), note=note)
+        return Difference(name, math.inf, note=note)
     got, expected = _dense(got), _dense(expected)
     scale = _largest(expected)
     if isinstance(got, SpreadTensor):
@@ -631,9 +686,23 @@ def _difference(name: str, got: Any, expected: Any) -> Difference:
     wide = torch.complex128 if expected.is_complex() else torch.float64
     part, expected = part.detach().to(wide), expected.detach().to(wide)
     same = (part == expected) | (torch.isnan(part) & torch.isnan(expected))
-    apart = torch.where(same, 0, (part - expected).abs()).nan_to_num(nan=float("inf"))
+    apart = torch.where(same, 0, (part - expected).abs()).nan_to_num(nan=math.inf)
     error = float(apart.max()) if apart.numel() else 0.0
     return Difference(name, error, scale, str(got.dtype))
+
+
+_EXACT = (int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def _numbers(value: Any) -> Any:
+    """Numbers that are rounded, as tensors are; anything else as it is."""
+    if isinstance(value, float | complex | np.ndarray | np.number):
+        return torch.as_tensor(value, dtype=None if isinstance(value, np.ndarray) else _kind(value))
+    return value
+
+
+def _kind(value: Any) -> torch.dtype:
+    return torch.complex128 if isinstance(value, complex) else torch.float64
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -658,7 +727,7 @@ def _worst(name: str, differences: list[Difference]) -> Difference:
     """One for several: the largest error, and the first note."""
     if not differences:
         return Difference(name, 0.0)
-    worst = max(differences, key=lambda each: each.error)
+    worst = max(differences, key=lambda each: -1.0 if math.isnan(each.error) else each.error)
     scale = max(each.scale for each in differences)
     note = next((each.note for each in differences if each.note), "")
     return replace(worst, scale=scale, note=note)
@@ -676,13 +745,14 @@ def _merged(
     first = told[0]
     values = [_worst(v.name, [each.values[k] for each in told]) for k, v in enumerate(first.values)]
     gradients = [each.scale for each in values if each.name.startswith("gradient")]
-    floor = FLOOR * max(gradients, default=0.0)
+    largest = max(gradients, default=0.0)
 
     def allowed(each: Difference) -> Difference:
         kinds = {str(dtype): value for dtype, value in TOLERANCES.items()}
         usual = kinds.get(each.dtype, 0.0)
         is_exact = usual == 0.0  # whole numbers
-        scale = max(each.scale, floor if each.name.startswith("gradient") else 0.0)
+        usual_scale = largest if each.name.startswith("gradient") else 1.0
+        scale = max(each.scale, FLOOR * usual_scale)
         relative = 0.0 if is_exact else usual if rtol is None else rtol
         return replace(each, allowed=relative * scale + (0.0 if is_exact else atol or 0.0))
 

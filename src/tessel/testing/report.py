@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -28,7 +29,8 @@ class Difference:
 
     Attributes:
         name: of an output, parameter, input, buffer or module.
-        error: the largest difference of two values; infinite where they cannot be compared.
+        error: the largest difference of two values; infinite where they are of different kinds,
+            not a number where one process has nothing to compare with.
         scale: the largest value in one process.
         dtype: of the tensor, as text.
         note: what else is different: a shape, a dtype.
@@ -45,7 +47,7 @@ class Difference:
     @property
     def differs(self) -> bool:
         """Whether the error is more than rounding."""
-        return bool(self.note) or not self.error <= self.allowed
+        return bool(self.note) or self.error > self.allowed
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class ModelReport:
         bytes_backward: the same in the backward pass.
         peak: bytes of tensors that were alive at once, on the worker with most.
         peak_alone: the same in one process.
+        remarks: what else is to be said.
 
     >>> import tessel, torch
     >>> report = tessel.testing.check_model(
@@ -105,7 +108,7 @@ class ModelReport:
     bytes_backward: int = 0
     peak: int = 0
     peak_alone: int = 0
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -129,8 +132,8 @@ class ModelReport:
             yield f"{head}: {len(wrong)} of {len(self.values)} values differ from one process"
         if self.differing:
             yield "\nThe first modules whose outputs differ, in the order of execution:"
-            rows = [(_named(each), each.kind, *_figures(each.output)) for each in self.differing]
-            yield from _table(("module", "class", "error", "allowed", ""), rows[:MOST])
+            first = [(_named(each), each.kind, *_figures(each.output)) for each in self.differing]
+            yield from _table(("module", "class", "error", "allowed", ""), first[:MOST])
         elif wrong and self.modules:
             yield (
                 "\nThe outputs of all modules are right: what differs comes from the backward "
@@ -172,14 +175,20 @@ def _row(module: ModuleUse) -> tuple[str, ...]:
 
 
 def _figures(each: Difference) -> tuple[str, str, str]:
-    return f"{each.error:.1e}", f"{each.allowed:.1e}", each.note or ("←" if each.differs else "")
+    """Error, what is allowed, and a remark."""
+    remark = each.note or ("←" if each.differs else "")
+    return _figure(each.error), _figure(each.allowed), remark
 
 
-def _bytes(count: int) -> str:
+def _figure(number: float) -> str:
+    return "–" if math.isnan(number) else f"{number:.1e}"
+
+
+def _bytes(count: float) -> str:
     for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
-        count = count / 1000  # type: ignore[assignment]
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
     return f"{count:.3g} GB"
 
 

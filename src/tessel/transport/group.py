@@ -201,7 +201,9 @@ class Group:
         for place, code in enumerate(codes.tolist()):
             same.setdefault(code, []).append(place)
         said = ", ".join(f"{self._who(places)} {calls[places[0]]}" for places in same.values())
-        raise ValueError(f"{DIFFERENT}: {said}")
+        error = ValueError(f"{DIFFERENT}: {said}")
+        error.workers = self.workers  # type: ignore[attr-defined]  # all of which raise it
+        raise error
 
     def _who(self, places: Sequence[int]) -> str:
         workers = [self.workers[place] for place in places]
