@@ -365,7 +365,7 @@ def test_the_first_module_that_differs(run: Run, wrong: Any, nprocs: int) -> Non
     lines = text.splitlines()
     at = lines.index("The first modules whose outputs differ, in the order of execution:")
     assert lines[at + 2].split()[0] == "second.1"
-    assert "values differ from one process" in lines[0]
+    assert "values and the outputs of 4 of 8 modules differ from one process" in lines[0]
     assert lines[at + 8].split()[0] == "output"  # what differs comes first
 
 

@@ -61,7 +61,7 @@ def said(act: Callable[[], Any]) -> list[str]:
         act()
     found = [each for each in caught if issubclass(each.category, GatherWarning)]
     for each in found:
-        assert each.filename == __file__ and "128 bytes" not in str(each.message)
+        assert each.filename == __file__ and "256 bytes" in str(each.message)
     return [str(each.message).partition(" has no rule")[0] for each in found]
 
 

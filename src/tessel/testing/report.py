@@ -129,7 +129,11 @@ class ModelReport:
         if self.passed:
             yield f"{head} does what it does in one process, in {len(self.values)} values"
         else:
-            yield f"{head}: {len(wrong)} of {len(self.values)} values differ from one process"
+            values, modules = len(self.values), len(self.modules)
+            yield (
+                f"{head}: {len(wrong)} of {values} values and the outputs of "
+                f"{len(self.differing)} of {modules} modules differ from one process"
+            )
         if self.differing:
             yield "\nThe first modules whose outputs differ, in the order of execution:"
             first = [(_named(each), each.kind, *_figures(each.output)) for each in self.differing]
@@ -145,7 +149,7 @@ class ModelReport:
         yield from _table(("value", "error", "allowed", ""), rows)
         if self.modules:
             yield ""
-            header = ("module", "class", "error", "sent", "kept", "stored")
+            header = ("module", "class", "error", "sent", "kept", "stored", "")
             yield from _table(header, [_row(each) for each in self.modules])
         if self.gathers:
             yield "\nFunctions without a rule, which gather their operands:"
@@ -170,8 +174,8 @@ def _named(module: ModuleUse) -> str:
 
 def _row(module: ModuleUse) -> tuple[str, ...]:
     sizes = map(_bytes, (module.bytes_sent, module.bytes_kept, module.bytes_stored))
-    error, _, note = _figures(module.output)
-    return (_named(module), module.kind, note or error, *sizes)
+    error, _, remark = _figures(module.output)
+    return (_named(module), module.kind, error, *sizes, remark)
 
 
 def _figures(each: Difference) -> tuple[str, str, str]:
