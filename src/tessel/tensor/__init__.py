@@ -1,6 +1,7 @@
 """The spread tensor, and the table that says what torch's functions do with it."""
 
 from tessel.tensor import call as _call  # noqa: F401  (torch's functions are called through it)
+from tessel.tensor import comparing as _comparing  # noqa: F401  (it reads TESSEL_CHECK)
 from tessel.tensor.create import arange as arange
 from tessel.tensor.create import empty as empty
 from tessel.tensor.create import from_local as from_local

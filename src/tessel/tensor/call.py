@@ -50,20 +50,21 @@ def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
     try:
         name, rule = _known[func]
     except KeyError:
-        name = _name(func)
-        rule = _rule(name)
+        name = name_of(func)
+        rule = rule_of(name)
         _known[func] = name, rule
     return rule(name, func, args, kwargs)
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     """The name of a torch function; of a property, with `get`, `set` or `delete` before it."""
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__name__.strip('_')} {func.__self__.__name__}"
     return str(func.__name__)
 
 
-def _rule(name: str) -> Rule:
+def rule_of(name: str) -> Rule:
+    """What is done with a function of this name."""
     if name in facts.OF_THE_WHOLE:
         return facts.of_the_whole
     if name in facts.OF_THE_PART:
@@ -114,7 +115,7 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What the rule of a function gives; UnsupportedError where there is none."""
-    return _followed(_name(func), func, args, kwargs)
+    return _followed(name_of(func), func, args, kwargs)
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -213,9 +214,9 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
             return {name: convert(each) for name, each in value.items()}
         return value
 
-    if is_in_place(_name(func)) and type(args[0]) in converters:
+    if is_in_place(name_of(func)) and type(args[0]) in converters:
         raise TypeError(
-            f"`{_name(func)}` would write a spread tensor into a {type(args[0]).__name__}; write "
+            f"`{name_of(func)}` would write a spread tensor into a {type(args[0]).__name__}; write "
             f"its part, y.local, after y.move_to(...) the layout that it has"
         )
     return above(func, convert(args), convert(kwargs))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from tessel.tensor.place import Place, current_place
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import (
     Arguments,
@@ -25,7 +26,7 @@ from tessel.tensor.tensor import Tensor
 
 _CHOICES = ("gather", "raise")
 _choice: ContextVar[str] = ContextVar("fallback", default="gather")
-_said: set[tuple[str, str, int]] = set()
+_said: set[tuple[str, Place]] = set()
 
 
 class GatherWarning(UserWarning):
@@ -115,30 +116,49 @@ def shared(result: Any, partition: Any) -> Any:
     return result
 
 
+@dataclass(frozen=True)
+class Gather:
+    """That a function gathered its operands: which one, where, and how many bytes of them."""
+
+    name: str
+    place: Place
+    num_bytes: int
+
+
+_notes: ContextVar[list[Gather] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noted_gathers() -> Iterator[list[Gather]]:
+    """All that is gathered inside of the `with` block, also what was said before; no warnings."""
+    notes: list[Gather] = []
+    mark = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(mark)
+
+
 def say(name: str, spread: list[Tensor]) -> None:
-    """Warn, once for each place in the user's code."""
+    """Warn, once for each place in the user's code and each module that comes there."""
     split = [each for each in spread if not is_whole(each._layout)]
-    file, line = _place()
-    if not split or (name, file, line) in _said:
+    if not split:
         return
-    _said.add((name, file, line))
+    place = current_place()
     moved = sum(each.numel() * each.element_size() for each in split)
+    notes = _notes.get()
+    if notes is not None:
+        notes.append(Gather(name, place, moved))
+        return
+    if (name, place) in _said:
+        return
+    _said.add((name, place))
+    where = f" in {place.module}" if place.module else ""
     warnings.warn_explicit(
-        f"torch's `{name}` has no rule for {', '.join(str(each._layout) for each in split)}: every "
-        f"worker gathers its operands, {moved} bytes, and computes all of it; "
+        f"torch's `{name}`{where} has no rule for {', '.join(str(e._layout) for e in split)}: "
+        f"every worker gathers its operands, {moved} bytes, and computes all of it; "
         f'tessel.fallback("raise") raises here instead',
         GatherWarning,
-        file,
-        line,
+        place.file,
+        place.line,
     )
-
-
-def _place() -> tuple[str, int]:
-    """Where the user called a function: the first frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "tessel.")):
-            break
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno

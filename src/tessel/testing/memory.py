@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tessel.tensor import Tensor as SpreadTensor
+
 
 class Memory:
     """Bytes of tensors that were made in a block: `current` now, and `peak` at most at once."""
@@ -72,5 +74,7 @@ class _Counter(TorchDispatchMode):
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     for each in tree_leaves(values):
+        if isinstance(each, SpreadTensor):
+            each = each._part  # what this worker stores of it
         if isinstance(each, torch.Tensor) and each.device.type != "meta":
             yield each.untyped_storage()

@@ -4,11 +4,13 @@ A `Group` is a set of workers that can talk to each other. CPU tensors of worker
 through memory that these share, all else through `torch.distributed`.
 """
 
+from tessel.transport.group import DIFFERENT as DIFFERENT
 from tessel.transport.group import NUM_WORDS as NUM_WORDS
 from tessel.transport.group import Group as Group
 from tessel.transport.group import code_of as code_of
 from tessel.transport.group import packed_words as packed_words
 from tessel.transport.job import can_share_memory as can_share_memory
+from tessel.transport.job import checks_calls as checks_calls
 from tessel.transport.job import chosen_transport as chosen_transport
 from tessel.transport.job import current_call as current_call
 from tessel.transport.job import group_of as group_of

@@ -25,6 +25,7 @@ from tessel.transport.world import this_worker
 
 T = TypeVar("T")
 NUM_WORDS = AGREED
+DIFFERENT = "all workers must make the same calls in the same order"
 _AGREEMENT = -1  # what the messages of agreements carry in the place of a call's number
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
 
@@ -190,16 +191,26 @@ class Group:
         takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
         return self.track(torch.int64, gives, takes)
 
-    def check_same_call(self, everyones: bytes, call: str) -> None:
+    def check_same_call(self, everyones: bytes, call: str | Callable[[], str]) -> None:
         """Raise ValueError on every worker if the first of their words, the codes, differ."""
         codes = np.frombuffer(everyones, dtype=np.int64)[::NUM_WORDS]
         if (codes == codes[0]).all():
             return
-        calls = self.share_objects(call)
-        other = next(k for k, code in enumerate(codes) if code != codes[0])
-        raise ValueError(
-            f"all workers must make the same calls in the same order: worker {self.workers[0]} "
-            f"calls {calls[0]}, worker {self.workers[other]} calls {calls[other]}"
+        calls = self.share_objects(call if isinstance(call, str) else call())
+        same: dict[int, list[int]] = {}  # places of the workers that make the same call
+        for place, code in enumerate(codes.tolist()):
+            same.setdefault(code, []).append(place)
+        said = ", ".join(f"{self._who(places)} {calls[places[0]]}" for places in same.values())
+        error = ValueError(f"{DIFFERENT}: {said}")
+        error.workers = self.workers  # type: ignore[attr-defined]  # all of which raise it
+        raise error
+
+    def _who(self, places: Sequence[int]) -> str:
+        workers = [self.workers[place] for place in places]
+        return (
+            f"worker {workers[0]} calls"
+            if len(workers) == 1
+            else f"workers {listing(workers)} call"
         )
 
     def number_call(self) -> None:

@@ -26,6 +26,7 @@ from tessel.transport.world import is_distributed, num_workers, this_worker
 
 F = TypeVar("F", bound=Callable[..., Any])
 TRANSPORTS = ("shared", "gloo")
+CHECK = "TESSEL_CHECK"
 
 
 def start(backend: str | None = None) -> bool:
@@ -105,6 +106,11 @@ def chosen_transport() -> str:
     return chosen("TESSEL_TRANSPORT", TRANSPORTS)
 
 
+def checks_calls() -> bool:
+    """Whether workers compare what they call at each torch function: what TESSEL_CHECK says."""
+    return chosen(CHECK, ("0", "1")) == "1"
+
+
 def can_share_memory() -> bool:
     """Whether this system has what shared memory needs; else tensors move over Gloo."""
     return semaphore.are_available() and hasattr(os, "memfd_create")
@@ -179,11 +185,22 @@ class _Job:
     def _introduce(self) -> None:
         """Learn the process of every worker, and open the memory of those of this host."""
         meeting = Group(tuple(range(num_workers())), self.default, self.membership)
-        mine = Process.this(), chosen_transport() == "shared"
+        mine = Process.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
         said = meeting.share_objects(mine)
-        self.membership.processes = [process for process, _ in said]
-        if all(shares for _, shares in said):
+        self._check_alike([check for _, _, check in said])
+        self.membership.processes = [process for process, _, _ in said]
+        if all(shares for _, shares, _ in said):
             self.membership.host = _connected(meeting, self.membership.processes)
+
+    def _check_alike(self, choices: list[str]) -> None:
+        """Raise on every worker if only some of them would compare their calls, or wrongly set."""
+        for worker, choice in enumerate(choices):
+            if choice != choices[0]:
+                raise ValueError(
+                    f"{CHECK} must be the same on all workers: it is {choices[0]!r} on worker 0 "
+                    f"and {choice!r} on worker {worker}"
+                )
+        checks_calls()
 
     def _agree_to_make(self, workers: tuple[int, ...], everyone: tuple[int, ...]) -> None:
         """Raise on every worker when they are about to make different groups."""

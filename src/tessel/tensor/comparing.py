@@ -1,0 +1,212 @@
+"""TESSEL_CHECK: at each torch function, workers compare that all of them do the same thing.
+
+Agreement happens where parts become spread tensors, and never again inside: a program whose workers
+take different branches moves what does not fit together, or waits. Here they say before each
+function what they are about to do, and the first difference raises on all of them.
+
+Nothing of this is in the way of a program that does not ask for it: what runs a torch function
+(`Tensor.above`) and what moves data (`Move`, `Fringe`) is exchanged for something that compares
+first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from tessel import transport
+from tessel.errors import WorkerLost
+from tessel.fringe import Fringe
+from tessel.layout import Layout
+from tessel.linop import LinearOperator
+from tessel.move import Move
+from tessel.partition import Partition
+from tessel.tensor import call
+from tessel.tensor.passes import in_backward
+from tessel.tensor.place import current_place
+from tessel.tensor.table import Arguments, Settings, held_layouts
+from tessel.tensor.tensor import Tensor
+from tessel.transport import Group, code_of, kept_in_job
+
+# facts that all workers must state alike, since something moves after them; others may be read by
+# one worker alone, as in `if rank == 0: print(float(loss))`
+_COMPARED_FACTS = frozenset(("backward", "grad", "requires_grad_", "set requires_grad"))
+_PLACED = frozenset(("to", "cuda", "xpu"))  # whose whole numbers are devices, one for each worker
+_DEVICE = re.compile(r"(cuda|cpu|xpu|mps)(:\d+)?")
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # of a rule, which calls others
+
+
+@contextmanager
+def check_calls() -> Iterator[None]:
+    """Let workers compare, at each torch function of spread tensors, that all do the same thing.
+
+    They compare the name of the function, shapes, layouts and dtypes of tensors, whether these need
+    a gradient, and all arguments that are numbers, strings and the like; and each movement of data,
+    in backward passes, too. At the first difference every worker raises the same ValueError, which
+    says what each of them called and where. Values of tensors are not compared.
+
+    All workers enter together. In a whole program the environment variable TESSEL_CHECK=1 does the
+    same. Each function costs a small exchange; without either it costs nothing.
+
+    >>> import tessel, torch
+    >>> with tessel.testing.check_calls():
+    ...     float(tessel.spread(torch.ones(4), tessel.world()).sum())
+    4.0
+    """
+    everyone = transport.group_of(range(transport.num_workers()))
+    compare(everyone, "tessel.testing.check_calls()")
+    with comparing():
+        yield
+        compare(everyone, "nothing more in tessel.testing.check_calls()")
+
+
+@contextmanager
+def comparing() -> Iterator[None]:
+    """The same without a word when it begins and when it ends."""
+    was_on = Tensor.above is compared
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(was_on)
+
+
+def switch(on: bool) -> None:
+    """Compare from here on, or no longer."""
+    Tensor.above = staticmethod(compared if on else call.above)
+    for kind, name, own in _MOVEMENTS:
+        setattr(kind, name, _preceded(own) if on else own)
+
+
+def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Call a torch function on spread tensors, after all of their workers said that they do so."""
+    name = call.name_of(func)
+    if _inside.get() or torch.compiler.is_compiling() or not _counts(name):
+        return call.above(func, args, kwargs)
+    layouts = held_layouts(args, kwargs)
+    exactly = " ".join(layout.identity for layout in layouts)
+    for group in dict.fromkeys(e.partition.group for e in layouts if e.partition.active):
+        compare(group, f"`{name}`({_arguments(name, args, kwargs)})", exactly)
+    if name in ("backward", "grad"):  # whose hooks and checkpoints call functions of the user's
+        return call.above(func, args, kwargs)
+    mark = _inside.set(True)
+    try:
+        return call.above(func, args, kwargs)
+    finally:
+        _inside.reset(mark)
+
+
+def _counts(name: str) -> bool:
+    """Whether a function computes or moves something, rather than tell a fact."""
+    rule = call.rule_of(name)
+    return name in _COMPARED_FACTS or rule in (call.at_once, call.follow)
+
+
+def compare(group: Group, said: str, exactly: str = "") -> None:
+    """Raise on all workers of the group unless all are about to do the same.
+
+    Args:
+        group: who must do the same.
+        said: what that is, for the reader of an error.
+        exactly: what else must be the same.
+    """
+    if group.size == 1 or group.workers[0] < 0:  # of workers that are only supposed, nobody speaks
+        return
+    try:
+        everyones = group.share_words([code_of(f"TESSEL_CHECK {said} {exactly}")])
+    except WorkerLost as error:
+        text = f"{error}; it waited for the others to say that they call {said} as it does at "
+        raise WorkerLost(f"{text}{current_place()}") from error
+    # places are said and not compared: workers may come to the same call by different lines
+    group.check_same_call(everyones, lambda: f"{said} at {current_place()}")
+
+
+def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
+    """What moves data, after all workers of it said that they move the same."""
+
+    def move(operator: LinearOperator, *args: Any) -> Any:
+        source, target = operator.domain, operator.codomain
+        compiles = torch.compiler.is_compiling()
+        if not compiles and operator.takes_part and _anything_moves(source, target):
+            when = " of a backward pass" if in_backward() else ""
+            said = f"a movement{when} from {source} to {target}"
+            compare(operator.group, said, f"{source.identity} {target.identity}")
+        return own(operator, *args)
+
+    return move
+
+
+_MOVEMENTS = tuple(
+    (kind, name, kind.__dict__[name])
+    for kind, name in ((Move, "_apply"), (Move, "depart"), (Fringe, "_swap"))
+)
+
+
+@kept_in_job
+def _anything_moves(source: Layout, target: Layout) -> bool:
+    """Whether something can travel between two layouts, for any worker.
+
+    Where nothing can, a worker may do alone what others have no need of, as with an empty part.
+    """
+    if source.partition != target.partition or source.cuts != target.cuts:
+        return True
+    sizes = source.partition.shape
+    return any(sizes[axis] > 1 for axis in {*source.shared} ^ {*target.shared})
+
+
+# -- arguments in words ---------------------------------------------------------------------------
+
+
+def _arguments(name: str, args: Arguments, kwargs: Settings) -> str:
+    said = [_said(name, each) for each in args]
+    said += [f"{key}={_said(name, each)}" for key, each in sorted(kwargs.items())]
+    return ", ".join(said) + ("" if torch.is_grad_enabled() else "; under torch.no_grad()")
+
+
+def _said(name: str, value: Any) -> str:
+    """What all workers must pass alike, in words: a tensor by its kind, a number by its value."""
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, list | tuple):
+        members = ", ".join(_said(name, each) for each in value)
+        return f"[{members}]" if isinstance(value, list) else f"({members})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_said(name, each)}" for key, each in value.items()) + "}"
+    if isinstance(value, slice):
+        ends = (_said(name, each) for each in (value.start, value.stop, value.step))
+        return f"slice({', '.join(ends)})"
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, str):
+        return value.partition(":")[0] if _DEVICE.fullmatch(value) else repr(value)
+    if isinstance(value, int) and not isinstance(value, bool) and name in _PLACED:
+        return "device"
+    if value is None or value is Ellipsis or isinstance(value, bool | int | float | complex):
+        return repr(value)
+    if isinstance(value, torch.dtype | torch.memory_format | torch.layout | Layout | Partition):
+        return str(value)
+    named = getattr(value, "__qualname__", None)
+    return str(named) if named else type(value).__name__
+
+
+def _tensor(x: torch.Tensor) -> str:
+    if not isinstance(x, Tensor):
+        needs, where = x.requires_grad, f"plain tensor {tuple(x.shape)}"
+    else:
+        needs, where = x._part.requires_grad, str(x._layout)
+    return f"{where} of {x.dtype}" + (" that needs a gradient" if needs else "")
+
+
+def _first(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The first torch function of a spread tensor in this process: TESSEL_CHECK is read."""
+    switch(transport.checks_calls())
+    return Tensor.above(func, args, kwargs)
+
+
+Tensor.above = staticmethod(_first)

@@ -1,0 +1,82 @@
+"""Where something is called: the line of the user's code, and the module of the model.
+
+Nothing is kept while a program runs. Frames are looked at when somebody has to be told: by a
+warning, or by an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's code, and the module whose forward pass it is called in, if any.
+
+    Attributes:
+        file: the first that is neither torch's nor ours.
+        line: in it.
+        module: as in "`layer1.0.conv2` (Conv2d) of ResNet".
+    """
+
+    file: str
+    line: int
+    module: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f", in {self.module}" if self.module else "")
+
+
+def current_place() -> Place:
+    """Where the user called what runs now."""
+    frame = sys._getframe(1)
+    modules = list(_modules(frame))
+    while frame.f_back is not None and is_library(frame):
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno, described(modules[::-1]))
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame is torch's or ours."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tessel")
+
+
+def _modules(frame: FrameType | None) -> Iterator[nn.Module]:
+    """The modules whose forward passes run, from the inside out."""
+    while frame is not None:
+        if frame.f_code.co_name in ("_call_impl", "forward"):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                yield module
+        frame = frame.f_back
+
+
+def described(stack: list[nn.Module]) -> str:
+    """The name of the last of some modules, each of which called the next, within the first."""
+    if not stack:
+        return ""
+    root = at = stack[0]
+    names: list[str] = []
+    for module in stack[1:]:
+        if module is at:
+            continue
+        # a module may have several names: that within the one that called it is the one in use
+        if (name := _name_within(at, module)) is not None:
+            names.append(name)
+        elif (name := _name_within(root, module)) is not None:
+            names = [name]
+        else:
+            root, names = module, []  # it belongs to another model
+        at = module
+    model = type(root).__name__
+    path = ".".join(filter(None, names))
+    return f"`{path}` ({type(at).__name__}) of {model}" if path else model
+
+
+def _name_within(outer: nn.Module, inner: nn.Module) -> str | None:
+    return next((name for name, each in outer.named_modules() if each is inner), None)

@@ -1,0 +1,90 @@
+"""Random functions of plain tensors that draw what they draw of spread ones.
+
+A converted model does not draw the numbers of plain torch, but the same for every number of
+workers. To compare it with one process, that one has to draw these numbers, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_map
+
+from tessel import transport
+from tessel.partition import Partition
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.call import name_of
+from tessel.tensor.rules import chance
+from tessel.tensor.rules.reductions import argument
+from tessel.tensor.table import RULES, shared_whole
+from tessel.tensor.tensor import open_part
+
+
+class Drawing(torch.Tensor):
+    """A plain tensor whose random functions draw by the rules of spread ones, for one worker.
+
+    All that is computed from it is one, as all that is computed from a spread tensor is spread: so
+    plain tensors draw plainly on both sides.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _draws(func, args, kwargs or {}):
+            return _drawn(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor, as torch knows it."""
+    with DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor) if isinstance(x, Drawing) else x
+
+
+def drawing(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor, as one that draws as spread tensors do."""
+    with DisableTorchFunctionSubclass():
+        return x.as_subclass(Drawing)
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function draws random numbers."""
+    name = name_of(func)
+    if func is F.multi_head_attention_forward:
+        given = _SIGNATURE.bind(*args, **kwargs).arguments
+        return given["dropout_p"] > 0 and bool(given.get("training", True))
+    if name == "scaled_dot_product_attention":
+        return bool(argument(args, kwargs, 4, "dropout_p", 0.0) > 0)
+    rule = RULES.get(name)
+    return rule is not None and rule.__module__ == chance.__name__
+
+
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the rule of a function gives on a partition of this worker alone."""
+    alone = Partition((transport.this_worker(),), (1,))
+    known: dict[int, Any] = {}  # the tensors that enter, by what they are inside
+
+    def enter(value: Any) -> Any:
+        if not isinstance(value, Drawing):
+            return value
+        inside = SpreadTensor(plain(value), shared_whole(alone, value.shape))
+        known[id(inside)] = value, inside
+        return inside
+
+    def leave(value: Any) -> Any:
+        if not isinstance(value, SpreadTensor):
+            return value
+        if id(value) in known:  # it was changed in place, or nothing was dropped
+            return known[id(value)][0]
+        return drawing(open_part(value))
+
+    entered_args, entered_kwargs = tree_map(enter, (args, kwargs))
+    return tree_map(leave, func(*entered_args, **entered_kwargs))
