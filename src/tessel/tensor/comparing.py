@@ -203,10 +203,16 @@ def _tensor(x: torch.Tensor) -> str:
     return f"{where} of {x.dtype}" + (" that needs a gradient" if needs else "")
 
 
-def _first(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The first torch function of a spread tensor in this process: TESSEL_CHECK is read."""
+def _as_asked() -> None:
+    """Compare if TESSEL_CHECK says so: on all workers of a job, or on none."""
     switch(transport.checks_calls())
+
+
+def _first(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The first torch function of a spread tensor in a process that has joined no job."""
+    _as_asked()
     return Tensor.above(func, args, kwargs)
 
 
 Tensor.above = staticmethod(_first)
+transport.when_joined(_as_asked)

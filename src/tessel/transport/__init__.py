@@ -20,6 +20,7 @@ from tessel.transport.job import shares_memory as shares_memory
 from tessel.transport.job import start as start
 from tessel.transport.job import tagged as tagged
 from tessel.transport.job import traffic as traffic
+from tessel.transport.job import when_joined as when_joined
 from tessel.transport.parcel import Arrival as Arrival
 from tessel.transport.parcel import Parcel as Parcel
 from tessel.transport.reading import is_pinned as is_pinned

@@ -95,6 +95,14 @@ def kept_in_job(function: F) -> F:
 _memories: list[Callable[[], None]] = []
 
 
+def when_joined(listener: Callable[[], None]) -> None:
+    """Call a function whenever this process joins a job, on all of its workers before they move."""
+    _listeners.append(listener)
+
+
+_listeners: list[Callable[[], None]] = []
+
+
 def group_of(workers: Iterable[int]) -> Group:
     """The group of these workers; made by all workers of the job together the first time."""
     ranks = tuple(sorted(workers))
@@ -191,6 +199,8 @@ class _Job:
         self.membership.processes = [process for process, _, _ in said]
         if all(shares for _, shares, _ in said):
             self.membership.host = _connected(meeting, self.membership.processes)
+        for each in _listeners:
+            each()
 
     def _check_alike(self, choices: list[str]) -> None:
         """Raise on every worker if only some of them would compare their calls, or wrongly set."""
