@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,7 @@ from tessel.partition import Partition
 from tessel.transport import kept_in_job
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 _FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors as whole ones
 
 
@@ -215,19 +217,51 @@ class _History:
         *parts: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the inputs, by a pass over the wrappers' graph alone."""
-        with DisableTorchFunctionSubclass():
-            found = torch.autograd.grad(
-                self.result,
-                self.inputs,
-                Tensor(grad, self.result._layout, records=False),
-                retain_graph=True,  # the parts' graph says when it is over
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
+        seed = Tensor(grad, self.result._layout, records=False)
+        # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
+        # torch's functions switched off would let the backward code of users gather everything.
+        if self._is_reentrant:
+            found = self._accumulated(seed)
+        else:
+            found = _run_backward(
+                (self.result,),
+                (seed,),
+                True,  # the parts' graph says when it is over
+                torch.is_grad_enabled(),
+                tuple(self.inputs),
+                allow_unreachable=True,
+                accumulate_grad=False,
             )
         return tuple(
             None if each is None else _gradient(each, of)
             for each, of in zip(found, self.inputs, strict=True)
         )
+
+
+    @cached_property
+    def _is_reentrant(self) -> bool:
+        """Whether a reentrant checkpoint is part of it, for which torch has no `autograd.grad`."""
+        return any("CheckpointFunction" in node.name() for node in _nodes(self.result.grad_fn))
+
+    def _accumulated(self, seed: Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients as `backward()` leaves them, which a reentrant checkpoint asks for.
+
+        What the inputs have of other passes is put aside meanwhile.
+        """
+        before = self._exchanged([None] * len(self.inputs))
+        try:
+            _run_backward((self.result,), (seed,), True, False, (), True, accumulate_grad=True)
+        finally:
+            found = self._exchanged(before)
+        return tuple(found)
+
+    def _exchanged(self, new: Sequence[Any]) -> list[torch.Tensor | None]:
+        """The gradients of the inputs, of wrappers and not of their parts, which get others."""
+        with DisableTorchFunctionSubclass():
+            found = [each.grad for each in self.inputs]
+            for each, grad in zip(self.inputs, new, strict=True):
+                each.grad = grad
+        return found
 
 
 def _gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
@@ -239,6 +273,11 @@ def _gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 
 def _inputs(node: Any) -> Iterator[torch.Tensor]:
     """The tensors from which a history between wrappers starts."""
+    return (each.variable for each in _nodes(node) if hasattr(each, "variable"))
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """All nodes of a history."""
     seen: set[Any] = set()
     nodes = [node]
     while nodes:
@@ -246,6 +285,5 @@ def _inputs(node: Any) -> Iterator[torch.Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         nodes += [source for source, _ in node.next_functions]
