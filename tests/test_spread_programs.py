@@ -1,7 +1,7 @@
 """Programs as users write them: trained on spread tensors, they are those of one process.
 
-A program is told how to get its data (`put`), and nothing else of workers. Its model is as it is, or
-converted. What it reports, losses and parameters step by step, is compared with one process.
+A program is told how to get its data (`put`), and nothing else of workers. Its model is as it is,
+or converted. What it reports, losses and parameters step by step, is compared with one process.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     indexing,
     losses,
     products,
+    recurrent,
     reductions,
     shapes,
     strips,
