@@ -237,7 +237,6 @@ class _History:
             for each, of in zip(found, self.inputs, strict=True)
         )
 
-
     @cached_property
     def _is_reentrant(self) -> bool:
         """Whether a reentrant checkpoint is part of it, for which torch has no `autograd.grad`."""
