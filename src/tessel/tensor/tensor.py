@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from tessel.graph import untraced
 from tessel.layout import Layout
 from tessel.linop import record_product
 from tessel.move import Move
@@ -75,6 +76,7 @@ class Tensor(torch.Tensor):
         pass  # torch's own would take the arguments for values
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -84,23 +86,27 @@ class Tensor(torch.Tensor):
         return Tensor.above(func, args, kwargs or {})
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return Tensor.below(func, args, kwargs or {})
 
     @property
+    @untraced
     def layout(self) -> Layout:  # type: ignore[override]
         """Which box of the whole each worker stores, and what its copies mean."""
         return self._layout
 
     @property
+    @untraced
     def local(self) -> torch.Tensor:
         """This worker's part, a plain tensor; gradients pass both ways."""
         part = open_part(self)
         with DisableTorchFunctionSubclass():
             return part.view_as(part)
 
+    @untraced
     def full(self) -> torch.Tensor:
         """The whole tensor, plain, on every worker, as one shared value; gradients pass."""
         layout = self._layout
@@ -109,6 +115,7 @@ class Tensor(torch.Tensor):
         ).local
         return found
 
+    @untraced
     def move_to(self, where: Partition | Layout) -> Tensor:
         """The same values in another layout, a `Move`; all workers of both call this.
 
@@ -122,12 +129,14 @@ class Tensor(torch.Tensor):
         part = open_part(self)
         return Tensor(moved.apply(part) if moved.takes_part else part.reshape(-1)[:0], target)
 
+    @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = _like_parameter(self, Tensor(deepcopy(self._part, memo), self._layout))
         found: Tensor = memo[id(self)]
         return found
 
+    @untraced
     def __reduce_ex__(self, protocol: Any) -> Any:
         part = self._part.detach().requires_grad_(self._part.requires_grad)
         return restored, (part, self._layout, getattr(self, "_is_param", False))
