@@ -52,7 +52,9 @@ READING = {
         (SHAPE, SHAPE),
         plain_others=True,
     ),
-    "mask that lies elsewhere": Case(lambda x, y: (x[y > 0], x[y[:, 0, 0] > 0].sum()), (SHAPE, SHAPE)),
+    "mask that lies elsewhere": Case(
+        lambda x, y: (x[y > 0], x[y[:, 0, 0] > 0].sum()), (SHAPE, SHAPE)
+    ),
     "masked_select": Case(
         lambda x: (x.masked_select(x > 0), torch.masked_select(x, LAST), x.masked_select(mask=ALL))
     ),

@@ -9,6 +9,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import facts
 from tessel.tensor.gathering import gathered, is_random, may_gather, say, shared, without_rule
+from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     attention,
     chance,
@@ -137,6 +138,12 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return _followed(name, func, args, kwargs)
     except UnsupportedError as error:
         return without_rule(name, func, args, kwargs, error)
+    except _Outside:
+        return outlined(follow, name, func, args, kwargs)
+
+
+class _Outside(Exception):
+    """That this worker has no part of an operand."""
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -200,6 +207,8 @@ def _settled(value: Any) -> Any:
     """The same arguments; a tensor in separate copies is a sum that is not made yet: it is now."""
     if isinstance(value, Tensor):
         layout = value._layout
+        if layout.is_outside:
+            raise _Outside
         if layout.separate and (summed := layout.summed) is not layout:
             return made(move(layout, summed).apply(value.local), summed)
         return value

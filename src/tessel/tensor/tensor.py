@@ -32,7 +32,7 @@ from tessel.layout import Layout
 from tessel.linop import record_product
 from tessel.move import Move
 from tessel.partition import Partition
-from tessel.transport import kept_in_job
+from tessel.transport import kept_in_job, this_worker
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -108,8 +108,13 @@ class Tensor(torch.Tensor):
 
     @untraced
     def full(self) -> torch.Tensor:
-        """The whole tensor, plain, on every worker, as one shared value; gradients pass."""
+        """The whole tensor, plain, on every worker of its partition, as one shared value.
+
+        Gradients pass.
+        """
         layout = self._layout
+        if layout.is_outside:
+            raise absent("full()", layout)
         found: torch.Tensor = self.move_to(
             Layout.whole(layout.partition, layout.shape, shared=True)
         ).local
@@ -127,7 +132,9 @@ class Tensor(torch.Tensor):
             return self
         moved = move(self._layout, target)
         part = open_part(self)
-        return Tensor(moved.apply(part) if moved.takes_part else part.reshape(-1)[:0], target)
+        if target.is_outside and not moved.takes_part:
+            return Tensor(part.reshape(-1)[:0], target)
+        return Tensor(moved.apply(part), target)
 
     @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -140,6 +147,15 @@ class Tensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         part = self._part.detach().requires_grad_(self._part.requires_grad)
         return restored, (part, self._layout, getattr(self, "_is_param", False))
+
+
+def absent(what: str, layout: Layout) -> ValueError:
+    """What to raise on a worker outside of a partition if it asks for values."""
+    return ValueError(
+        f"{what} needs values, and worker {this_worker()} is outside of {layout.partition}, which "
+        f"has them; call it on these workers alone (`if x.layout.partition.active:`), or bring the "
+        f"tensor to others first, on all workers: x.move_to(...)"
+    )
 
 
 def restored(part: torch.Tensor, layout: Layout, is_parameter: bool) -> Tensor:
