@@ -138,11 +138,11 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return _followed(name, func, args, kwargs)
     except UnsupportedError as error:
         return without_rule(name, func, args, kwargs, error)
-    except _Outside:
+    except _OutsideError:
         return outlined(follow, name, func, args, kwargs)
 
 
-class _Outside(Exception):
+class _OutsideError(Exception):
     """That this worker has no part of an operand."""
 
 
@@ -208,7 +208,7 @@ def _settled(value: Any) -> Any:
     if isinstance(value, Tensor):
         layout = value._layout
         if layout.is_outside:
-            raise _Outside
+            raise _OutsideError
         if layout.separate and (summed := layout.summed) is not layout:
             return made(move(layout, summed).apply(value.local), summed)
         return value

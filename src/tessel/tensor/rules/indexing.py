@@ -145,7 +145,8 @@ def _at_mask(name: str, x: Tensor, given: Sequence[Any]) -> Any:
             key += places_of([each]) if is_mask(each) else [each]
         return x[tuple(key)]
     rest, at = _beside_mask(given, places[0], x.dim())
-    return masked_values(name, x if rest is None else x[rest], given[places[0]], at)
+    base: Any = x if rest is None else x[rest]
+    return masked_values(name, base, given[places[0]], at)
 
 
 def _is_index(item: Any) -> bool:
@@ -364,7 +365,7 @@ def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> N
     if rest is None and not at and not value.dim() and isinstance(given[place], torch.Tensor):
         _fill_where(x, given[place], value)
         return
-    y = x if rest is None else x[rest].clone()
+    y: Any = x if rest is None else x[rest].clone()
     put_at_mask(name, y, given[place], value, at)
     if rest is not None:
         x[rest] = y

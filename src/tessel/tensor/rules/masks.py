@@ -200,7 +200,7 @@ def masked_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     if not layout.shape:
         raise unsupported(name, "tensors without dimensions are not known", layout)
     x, mask = (as_spread(each, layout.partition).expand(layout.shape) for each in (x, mask))
-    return masked_values(name, x.move_to(layout), mask)
+    return masked_values(name, made(fitted(x, layout), layout), mask)
 
 
 @rule("nonzero", "argwhere")
