@@ -85,7 +85,7 @@ def heads() -> nn.Module:
 def recurrent(kind: Any, **settings: Any) -> nn.Module:
     torch.manual_seed(3)
     layer: nn.Module = kind(8, 3, 3, dropout=0.4, batch_first=True, **settings).double()
-    torch.manual_seed(7)
+    torch.manual_seed(7 + tessel.world().rank)  # the first worker's counts
     return layer
 
 
