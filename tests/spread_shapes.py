@@ -277,10 +277,6 @@ INDEXING = {
     ),
     "numpy numbers": Case(lambda x: x[torch.arange(3).numpy()[1]]),
     "truth values": Case(lambda x: (x[True], x[None, False]), may_gather=True, order=1),
-    "masks": Case(lambda x: (x[x > 0], x[x[:, 0, 0] > 0]), may_gather=True, order=1),
-    "masked_select": Case(
-        lambda x: (x.masked_select(x > 0), torch.where(x > 0)[0]), may_gather=True, order=1
-    ),
     "lists": Case(lambda x: (x[[0, 2, 2]], x[:, [4, -1, 0]], x[..., [1]], x[:, (0, 1)])),
     "tensors of indices": Case(lambda x: (x[INDEX], x[:, INDEX], x[..., INDEX], x[1, :, INDEX])),
     "tensors of indices of two dims": Case(

@@ -239,3 +239,72 @@ def compile_layers() -> None:
 
 def test_layers_in_compiled_code(run: Run) -> None:
     run(compile_layers, nprocs=2, timeout=100)
+
+
+def compile_around_spread_tensors(backend: str) -> None:
+    """Compiled modules and functions of spread tensors give the numbers of one process."""
+    P = tessel.world().create_cartesian_topology_partition([tessel.world().size, 1])
+    whole = torch.arange(20, dtype=torch.float64).reshape(5, 4).sin()
+    targets = torch.arange(15, dtype=torch.float64).reshape(5, 3).cos()
+
+    def make(convert: bool) -> torch.nn.Module:
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+        model = torch.nn.Sequential(*layers).double()
+        return tessel.nn.distribute_module(model, P) if convert else model
+
+    def loss(model: Callable[..., Tensor], x: Any) -> Any:
+        y = model(x) - x.mean() * x.shape[0]
+        return torch.nn.functional.mse_loss(y, targets)
+
+    def by_module(model: torch.nn.Module, x: Any) -> Any:
+        return loss(torch.compile(model, backend=backend), x)
+
+    def by_method(model: torch.nn.Module, x: Any) -> Any:
+        model.compile(backend=backend)
+        return loss(model, x)
+
+    def by_inner_method(model: torch.nn.Module, x: Any) -> Any:
+        model[0].compile(backend=backend)
+        return loss(model, x)
+
+    def by_function(model: torch.nn.Module, x: Any) -> Any:
+        return torch.compile(lambda x: loss(model, x), backend=backend)(x)
+
+    def by_function_that_spreads(model: torch.nn.Module, x: Any) -> Any:
+        return torch.compile(lambda x: loss(model, tessel.spread(2 * x, P)), backend=backend)(
+            whole / 2
+        )
+
+    alone = make(False)
+    expected = loss(alone, whole)
+    expected.backward()
+    for way in (by_module, by_method, by_inner_method, by_function, by_function_that_spreads):
+        for convert in (False, True):
+            torch._dynamo.reset()
+            model = make(convert)
+            for _ in range(2):  # compiled, and used again
+                model.zero_grad()
+                found = way(model, tessel.spread(whole, P))
+                found.backward()
+                assert_close(found.full().detach(), expected.detach())
+                for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+                    assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_spread_tensors(run: Run, nprocs: int) -> None:
+    run(compile_around_spread_tensors, "eager", nprocs=nprocs, timeout=100)
+
+
+def compile_whole_graphs() -> None:
+    """A graph without breaks cannot have spread tensors in it, and says so."""
+    torch._dynamo.reset()
+    x = tessel.spread(torch.ones(4), tessel.world())
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda x: x.tanh() - x.mean(), fullgraph=True, backend="eager")(x)
+    assert_close((x * 2).full(), torch.full((4,), 2.0))
+
+
+def test_spread_tensors_in_whole_graphs(run: Run) -> None:
+    run(compile_whole_graphs, nprocs=2, timeout=100)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import tessel
@@ -66,6 +67,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     ),
     "attention with dropout": lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.4),
     "heads with dropout": lambda x: heads().train()(x, x, x)[0],
+    "LSTM with dropout": lambda x: recurrent(nn.LSTM)(x)[0],
+    "GRU with dropout": lambda x: recurrent(nn.GRU, bidirectional=True)(x),
+    "GRU of packed sequences with dropout": lambda x: recurrent(nn.GRU)(
+        pack_padded_sequence(x, [6, 4, 3, 1], batch_first=True)
+    )[0].data,
 }
 
 
@@ -73,6 +79,13 @@ def heads() -> nn.Module:
     torch.manual_seed(3)
     layer = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True).double()
     torch.manual_seed(7)
+    return layer
+
+
+def recurrent(kind: Any, **settings: Any) -> nn.Module:
+    torch.manual_seed(3)
+    layer: nn.Module = kind(8, 3, 3, dropout=0.4, batch_first=True, **settings).double()
+    torch.manual_seed(7 + tessel.world().rank)  # the first worker's counts
     return layer
 
 

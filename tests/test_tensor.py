@@ -217,6 +217,67 @@ def check_round_ways() -> None:
             taken()
 
 
+@torch.jit.script
+def softmax(x: Tensor) -> Tensor:
+    """By the name of another function."""
+    return torch.tanh(x) - x.mean()
+
+
+def check_scripts() -> None:
+    """Scripted and traced modules, of whole operands; random numbers are the same on all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+    expected = model(values(SHAPE, 1))
+    for each in (torch.jit.script(model), torch.jit.trace(model, (values(SHAPE, 1),))):
+        model.zero_grad()
+        y = each(spread())
+        close("scripted", y.full(), expected)
+        y.sum().backward()
+        ours = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(values(SHAPE, 1)).sum().backward()
+        for a, b in zip(ours, model.parameters(), strict=True):
+            close("gradient", a, b.grad)
+    close("of another name", softmax(spread()).full(), softmax(values(SHAPE, 1)))
+    torch.manual_seed(tessel.world().rank)  # the first worker's counts
+    y = torch.jit.script(nn.Dropout(0.5))(spread())
+    parts = tessel.from_local(y.full()[None], rows(4)).full()
+    assert bool((parts == parts[:1]).all()), "workers drew different numbers"
+
+
+class Sorted(torch.autograd.Function):
+    """A function whose backward pass has functions with rules, which must not gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return (2 * x * grad).flip(1) + grad.sum(1, keepdim=True)
+
+
+def check_backward_code() -> None:
+    """Backward code of users follows the rules, as all their code does."""
+    x, alone = spread().detach().requires_grad_(), values(SHAPE, 1).requires_grad_()
+    (Sorted.apply(alone) * values(SHAPE, 2)).sum().backward()
+    with tessel.fallback("raise"):
+        (Sorted.apply(x) * values(SHAPE, 2)).sum().backward()
+    close("gradient", x.grad.full(), alone.grad)
+
+
+def check_vmap() -> None:
+    """It goes round torch's functions: right, or an error where it changes tensors there."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3).double()
+    close("of rows", torch.func.vmap(layer)(spread()).full(), layer(values(SHAPE, 1)))
+    with pytest.raises(NotImplementedError, match=r"as torch\.func\.vmap"):
+        torch.func.vmap(layer)(spread(shape=(6, 4)))
+    close("afterwards", spread().full(), values(SHAPE, 1))
+
+
 def check_transforms() -> None:
     """`torch.func`: of functions that spread their input, and of functional calls."""
     weights, P = values(SHAPE, 5), rows()
@@ -368,7 +429,16 @@ def check_outside() -> None:
 
 CHECKS = (
     *(check_facts, check_text, check_values, check_moves, check_gradients, check_hooks),
-    *(check_copies, check_round_ways, check_transforms, check_modes, check_fallback),
+    *(
+        check_copies,
+        check_round_ways,
+        check_transforms,
+        check_scripts,
+        check_backward_code,
+        check_vmap,
+        check_modes,
+        check_fallback,
+    ),
     *(check_making, check_bad_input, check_layers, check_outside),
 )
 

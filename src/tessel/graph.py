@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 from tessel.numbered import object_of
 
@@ -38,3 +39,16 @@ def eagerly(function: F) -> F:
         return function(*args, **kwargs)
 
     return cast(F, call)
+
+
+def untraced(function: F) -> F:
+    """Keep compilers out of a function, and of all that it calls: what they compile ends before it.
+
+    A compiler that meets something it cannot trace calls it, and would go on with compiling what is
+    called inside. A call of the function itself is as fast as before.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)  # of the function, of what it calls
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

@@ -302,6 +302,11 @@ class Layout:
         return tuple(slice(*part) for part in box or ((0, 0),) * len(self.shape))
 
     @cached_property
+    def is_outside(self) -> bool:
+        """Whether this worker is none of the partition's."""
+        return not self.partition.active
+
+    @cached_property
     def local_shape(self) -> Shape:
         """The shape of this worker's tensor; `(0,)` on workers outside of the partition."""
         return self.shape_on(None)

@@ -20,6 +20,7 @@ from tessel.agreement import Claim, Meeting, Terms, admit, in_forward_mode
 from tessel.graph import node
 from tessel.layout import Layout, Shape
 from tessel.numbered import Numbered, constant_in_graphs, object_of
+from tessel.partition import Outline
 
 Agreed = tuple["LinearOperator", Terms]
 ANCHOR = torch.empty(0, requires_grad=True)  # needs a gradient and never gets one
@@ -69,7 +70,7 @@ class LinearOperator(Numbered):
         Every worker must pass what `domain` says, and all or none an input that needs a gradient.
         """
         if not self.takes_part:
-            return x
+            return self._outlined(x) if isinstance(self.domain.partition, Outline) else x
         if x.shape != self.domain.local_shape:
             raise ValueError(
                 f"{self._label}: worker {transport.this_worker()} expected a tensor of shape "
@@ -79,6 +80,11 @@ class LinearOperator(Numbered):
         if terms is not None and terms.has_tangent and not in_forward_mode():
             self._apply(torch.zeros_like(x))  # others move tangents: so does this worker, a zero
         return y
+
+    def _outlined(self, x: Tensor) -> Tensor:
+        """The output without values, as a worker sees it that holds nothing; x is without, too."""
+        shape = self.codomain.local_shape
+        return x.sum(dtype=x.dtype).expand(shape) if x.requires_grad else x.new_empty(shape)
 
     def prepare(self) -> None:
         """Make now what the operator and its adjoint need, which else the first call makes."""

@@ -171,6 +171,17 @@ class Partition:
         return ", ".join(map(str, self.ranks))
 
 
+class Outline(Partition):
+    """A partition as a worker sees it that is not in it: from the first place, without values."""
+
+    @property
+    def active(self) -> bool:
+        return True
+
+    def place(self, worker: int) -> int | None:
+        return 0 if worker == transport.this_worker() else super().place(worker)
+
+
 def world() -> Partition:
     """The partition of all workers of the job, in a row.
 

@@ -8,7 +8,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import facts
-from tessel.tensor.gathering import is_random, shared, without_rule
+from tessel.tensor.gathering import gathered, is_random, may_gather, say, shared, without_rule
+from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     attention,
     chance,
@@ -18,12 +19,15 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     fourier,
     indexing,
     losses,
+    masks,
     products,
+    recurrent,
     reductions,
     shapes,
     strips,
 )
 from tessel.tensor.rules.pointwise import is_in_place, is_pointwise, pointwise
+from tessel.tensor.stream import common_number, common_seed
 from tessel.tensor.table import (
     PLAIN,
     RULES,
@@ -57,14 +61,24 @@ def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function; of a property, with `get`, `set` or `delete` before it."""
+    """The name of a torch function; of a property, with `get`, `set` or `delete` before it.
+
+    Scripted code has names of its users' choice, which may be those of torch's functions.
+    """
+    if isinstance(func, _SCRIPTED):
+        return f"scripted {func.name}"
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__name__.strip('_')} {func.__self__.__name__}"
     return str(func.__name__)
 
 
+_SCRIPTED = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+
+
 def rule_of(name: str) -> Rule:
     """What is done with a function of this name."""
+    if name.startswith("scripted "):
+        return scripted
     if name in facts.OF_THE_WHOLE:
         return facts.of_the_whole
     if name in facts.OF_THE_PART:
@@ -75,6 +89,20 @@ def rule_of(name: str) -> Rule:
     if found is None and is_pointwise(name) and not is_in_place(name):
         return at_once
     return follow
+
+
+def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Code that nobody can look into: of whole operands, with the same random numbers on all."""
+    args, kwargs = _settled(args), _settled(kwargs)
+    layouts = held_layouts(args, kwargs)
+    if not may_gather() and not all(map(is_whole, layouts)):
+        raise unsupported(name, "scripted code has no rule", *layouts)
+    say(name, list(spread_among(args, kwargs)))
+    number = common_number(layouts[0].partition)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(common_seed(number))
+        result = func(*gathered(args), **gathered(kwargs))
+    return shared(result, layouts[0].partition)
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -111,6 +139,12 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return _followed(name, func, args, kwargs)
     except UnsupportedError as error:
         return without_rule(name, func, args, kwargs, error)
+    except _OutsideError:
+        return outlined(follow, name, func, args, kwargs)
+
+
+class _OutsideError(Exception):
+    """That this worker has no part of an operand."""
 
 
 def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -179,6 +213,8 @@ def _settled(value: Any) -> Any:
     """The same arguments; a tensor in separate copies is a sum that is not made yet: it is now."""
     if isinstance(value, Tensor):
         layout = value._layout
+        if layout.is_outside:
+            raise _OutsideError
         if layout.separate and (summed := layout.summed) is not layout:
             return made(move(layout, summed).apply(value.local), summed)
         return value
@@ -234,7 +270,8 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
         part = first._part.detach() if name == "detach" else first._part
         return Tensor(part, first._layout, records=False)
     if func._schema.is_mutable:
-        raise unsupported(name, "it would change a spread tensor unseen", *held_layouts(found))
+        why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
+        raise unsupported(name, why, *held_layouts(found))
     with torch.no_grad():
         plain = any(not isinstance(each, Tensor) and each.dim() for each in tensors(args, kwargs))
         alike = all(each._layout == first._layout for each in found)

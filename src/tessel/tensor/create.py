@@ -13,7 +13,7 @@ import torch
 
 from tessel import transport
 from tessel.agreement import Meeting, Terms, admit
-from tessel.graph import eagerly
+from tessel.graph import eagerly, untraced
 from tessel.layout import Layout, Shape
 from tessel.partition import Partition
 from tessel.shared import even
@@ -149,6 +149,7 @@ def _sizes(size: tuple[Any, ...]) -> Shape:
     return tuple(given)
 
 
+@untraced
 def _filled(shape: Shape, where: Where, make: Any, requires_grad: bool, **kind: Any) -> Tensor:
     layout = layout_on(where, shape)
     part = make(layout.local_shape, **kind)
@@ -261,6 +262,7 @@ def linspace(
     return _line(line, where, requires_grad)
 
 
+@untraced
 def _line(line: torch.Tensor, where: Where, requires_grad: bool) -> Tensor:
     """A part of one dimension, which is cheap to make whole: values are those of one process."""
     layout = layout_on(where, line.shape)
@@ -327,6 +329,7 @@ def randint(
     return _random(_sizes((size,)), where, draw, dtype, device, False)
 
 
+@untraced
 def _random(
     shape: Shape, where: Where, draw: Any, dtype: torch.dtype, device: Any, requires_grad: bool
 ) -> Tensor:

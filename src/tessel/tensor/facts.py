@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass
 from tessel import transport
 from tessel.layout import Layout
 from tessel.tensor.table import Arguments, Settings, is_whole, made, rule
-from tessel.tensor.tensor import Tensor, open_part
+from tessel.tensor.tensor import Tensor, absent, open_part
 
 OF_THE_WHOLE = frozenset(
     (
@@ -195,6 +195,8 @@ def _seed(output: Any, grad: Any) -> torch.Tensor | None:
         return grad.full() if isinstance(grad, Tensor) else grad
     if grad is not None:
         return part_like(grad, output._layout)
+    if output._layout.is_outside:  # with nothing to derive, but in the passes of the others
+        return torch.zeros_like(open_part(output))
     if output._layout.shape and output.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     check_values(output, "backward()")
@@ -206,6 +208,8 @@ def _seed(output: Any, grad: Any) -> torch.Tensor | None:
 
 def check_values(x: Tensor, what: str) -> None:
     """Raise unless every worker has all values."""
+    if x._layout.is_outside:
+        raise absent(what, x._layout)
     if not is_whole(x._layout):
         raise ValueError(
             f"{what} needs all values, and this worker has a part of {x._layout}; gather them "
@@ -236,12 +240,13 @@ def shown(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
     """The global shape, the layout, and this worker's values; nothing is sent."""
     x = args[0]
     layout, part = x._layout, x._part
-    if is_whole(layout):
+    if is_whole(layout) and not layout.is_outside:
         where = f"whole on {layout.partition}"
         values = str(part.detach())
     else:
         where = f"{layout}"
-        values = f"worker {transport.this_worker()} holds {_box(layout)}:\n{part.detach()}"
+        values = "" if layout.is_outside else f":\n{part.detach()}"
+        values = f"worker {transport.this_worker()} holds {_box(layout)}{values}"
     grad = ", requires_grad=True" if part.requires_grad else ""
     return f"tessel.Tensor(shape={tuple(layout.shape)}, {where}{grad})\n{values}"
 

@@ -33,6 +33,10 @@ PLAIN: set[str] = set()  # names of functions whose rules take a plain tensor as
 running: ContextVar[Partition | None] = ContextVar("running", default=None)
 
 
+# whether a rule is followed without values, on a worker that has none
+outlining: ContextVar[bool] = ContextVar("outlining", default=False)
+
+
 def rule(*names: str, plain: bool = False) -> Callable[[Rule], Rule]:
     """Enter a rule for the torch functions of these names.
 

@@ -21,18 +21,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from tessel.graph import untraced
 from tessel.layout import Layout
 from tessel.linop import record_product
 from tessel.move import Move
 from tessel.partition import Partition
-from tessel.transport import kept_in_job
+from tessel.transport import kept_in_job, this_worker
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 _FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors as whole ones
 
 # other kinds that know how they lie, and what makes them spread tensors on a partition
@@ -79,6 +82,7 @@ class Tensor(torch.Tensor):
         pass  # torch's own would take the arguments for values
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -88,31 +92,41 @@ class Tensor(torch.Tensor):
         return Tensor.above(func, args, kwargs or {})
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return Tensor.below(func, args, kwargs or {})
 
     @property
+    @untraced
     def layout(self) -> Layout:  # type: ignore[override]
         """Which box of the whole each worker stores, and what its copies mean."""
         return self._layout
 
     @property
+    @untraced
     def local(self) -> torch.Tensor:
         """This worker's part, a plain tensor; gradients pass both ways."""
         part = open_part(self)
         with DisableTorchFunctionSubclass():
             return part.view_as(part)
 
+    @untraced
     def full(self) -> torch.Tensor:
-        """The whole tensor, plain, on every worker, as one shared value; gradients pass."""
+        """The whole tensor, plain, on every worker of its partition, as one shared value.
+
+        Gradients pass.
+        """
         layout = self._layout
+        if layout.is_outside:
+            raise absent("full()", layout)
         found: torch.Tensor = self.move_to(
             Layout.whole(layout.partition, layout.shape, shared=True)
         ).local
         return found
 
+    @untraced
     def move_to(self, where: Partition | Layout) -> Tensor:
         """The same values in another layout, a `Move`; all workers of both call this.
 
@@ -124,17 +138,30 @@ class Tensor(torch.Tensor):
             return self
         moved = move(self._layout, target)
         part = open_part(self)
-        return Tensor(moved.apply(part) if moved.takes_part else part.reshape(-1)[:0], target)
+        if target.is_outside and not moved.takes_part:
+            return Tensor(part.reshape(-1)[:0], target)
+        return Tensor(moved.apply(part), target)
 
+    @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = _like_parameter(self, Tensor(deepcopy(self._part, memo), self._layout))
         found: Tensor = memo[id(self)]
         return found
 
+    @untraced
     def __reduce_ex__(self, protocol: Any) -> Any:
         part = self._part.detach().requires_grad_(self._part.requires_grad)
         return restored, (part, self._layout, getattr(self, "_is_param", False))
+
+
+def absent(what: str, layout: Layout) -> ValueError:
+    """What to raise on a worker outside of a partition if it asks for values."""
+    return ValueError(
+        f"{what} needs values, and worker {this_worker()} is outside of {layout.partition}, which "
+        f"has them; call it on these workers alone (`if x.layout.partition.active:`), or bring the "
+        f"tensor to others first, on all workers: x.move_to(...)"
+    )
 
 
 def restored(part: torch.Tensor, layout: Layout, is_parameter: bool) -> Tensor:
@@ -221,19 +248,50 @@ class _History:
         *parts: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the inputs, by a pass over the wrappers' graph alone."""
-        with DisableTorchFunctionSubclass():
-            found = torch.autograd.grad(
-                self.result,
-                self.inputs,
-                Tensor(grad, self.result._layout, records=False),
-                retain_graph=True,  # the parts' graph says when it is over
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
+        seed = Tensor(grad, self.result._layout, records=False)
+        # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
+        # torch's functions switched off would let the backward code of users gather everything.
+        if self._is_reentrant:
+            found = self._accumulated(seed)
+        else:
+            found = _run_backward(
+                (self.result,),
+                (seed,),
+                True,  # the parts' graph says when it is over
+                torch.is_grad_enabled(),
+                tuple(self.inputs),
+                allow_unreachable=True,
+                accumulate_grad=False,
             )
         return tuple(
             None if each is None else _gradient(each, of)
             for each, of in zip(found, self.inputs, strict=True)
         )
+
+    @cached_property
+    def _is_reentrant(self) -> bool:
+        """Whether a reentrant checkpoint is part of it, for which torch has no `autograd.grad`."""
+        return any("CheckpointFunction" in node.name() for node in _nodes(self.result.grad_fn))
+
+    def _accumulated(self, seed: Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients as `backward()` leaves them, which a reentrant checkpoint asks for.
+
+        What the inputs have of other passes is put aside meanwhile.
+        """
+        before = self._exchanged([None] * len(self.inputs))
+        try:
+            _run_backward((self.result,), (seed,), True, False, (), True, accumulate_grad=True)
+        finally:
+            found = self._exchanged(before)
+        return tuple(found)
+
+    def _exchanged(self, new: Sequence[Any]) -> list[torch.Tensor | None]:
+        """The gradients of the inputs, of wrappers and not of their parts, which get others."""
+        with DisableTorchFunctionSubclass():
+            found = [each.grad for each in self.inputs]
+            for each, grad in zip(self.inputs, new, strict=True):
+                each.grad = grad
+        return found
 
 
 def _gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
@@ -245,6 +303,11 @@ def _gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 
 def _inputs(node: Any) -> Iterator[torch.Tensor]:
     """The tensors from which a history between wrappers starts."""
+    return (each.variable for each in _nodes(node) if hasattr(each, "variable"))
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """All nodes of a history."""
     seen: set[Any] = set()
     nodes = [node]
     while nodes:
@@ -252,6 +315,5 @@ def _inputs(node: Any) -> Iterator[torch.Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         nodes += [source for source, _ in node.next_functions]

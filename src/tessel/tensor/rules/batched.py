@@ -16,7 +16,7 @@ from tessel.layout import Layout
 from tessel.shared import nothing
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.products import Product, planned
-from tessel.tensor.table import made, moved
+from tessel.tensor.table import made, moved, outlining
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.use import used
 
@@ -118,5 +118,10 @@ def whole_of(value: Any) -> Any:
 
 @torch.no_grad()
 def holds_anywhere(condition: torch.Tensor) -> bool:
-    """Whether a condition holds at any place of a tensor: all workers know, and raise alike."""
+    """Whether a condition holds at any place of a tensor: all workers know, and raise alike.
+
+    One outside of the tensor's partition, which has no values, does not.
+    """
+    if outlining.get():
+        return False
     return bool(condition.any())

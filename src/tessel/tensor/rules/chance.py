@@ -374,7 +374,6 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule(
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
-    *("gru", "lstm", "rnn_tanh", "rnn_relu"),  # which may drop values between their layers
     *(f"fractional_max_pool{n}d{ending}" for n in (2, 3) for ending in ("", "_with_indices")),
     plain=True,
 )

@@ -7,6 +7,7 @@ whole instead, through a host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import index as as_int
@@ -16,7 +17,9 @@ import torch
 
 from tessel import boxes
 from tessel.layout import Cut, Layout, Shape
+from tessel.tensor.rules.batched import whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
+from tessel.tensor.rules.masks import is_mask, masked_values, places_of, put_at_mask
 from tessel.tensor.rules.pointwise import changed, check_change, fitted, pointwise
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
@@ -33,6 +36,7 @@ from tessel.tensor.table import (
     note_view,
     opened,
     outlines,
+    outlining,
     parts,
     rule,
     shared_whole,
@@ -99,7 +103,7 @@ def _bounded(item: Any, dim: int, length: int) -> Any:
 
 def _check_range(index: torch.Tensor, dim: int, length: int, negative: bool = False) -> None:
     """Raise, on all workers, if an index is out of range: torch would raise where it is used."""
-    if not index.numel() or index.device.type != "cpu":
+    if not index.numel() or index.device.type != "cpu" or outlining.get():
         return
     low, high = int(index.amin()), int(index.amax())
     if low < (-length if negative else 0) or high >= length:
@@ -112,8 +116,11 @@ def _check_range(index: torch.Tensor, dim: int, length: int, negative: bool = Fa
 
 @rule("__getitem__")
 def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Slices, numbers and new dimensions first, then tensors of indices."""
+    """Slices, numbers and new dimensions first, then masks or tensors of indices."""
     base, key = args
+    given = key if isinstance(key, tuple) else (key,)
+    if any(map(is_mask, given)):
+        return _at_mask(name, base, given)
     items = _items(name, key, base._layout)
     picks = [
         (0, n, 1) if isinstance(each, torch.Tensor) else each
@@ -127,6 +134,43 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return _looked_up(
         name, y, {k: each for k, each in enumerate(left) if isinstance(each, torch.Tensor)}
     )
+
+
+def _at_mask(name: str, x: Tensor, given: Sequence[Any]) -> Any:
+    """What a key picks that has a mask, or several tensors of which some are masks."""
+    places = [k for k, each in enumerate(given) if is_mask(each)]
+    if len(places) > 1 or any(_is_index(each) for each in given):
+        key: list[Any] = []
+        for each in given:
+            key += places_of([each]) if is_mask(each) else [each]
+        return x[tuple(key)]
+    rest, at = _beside_mask(given, places[0], x.dim())
+    base: Any = x if rest is None else x[rest]
+    return masked_values(name, base, given[places[0]], at)
+
+
+def _is_index(item: Any) -> bool:
+    return isinstance(item, torch.Tensor | list | range) and not is_mask(item)
+
+
+def _beside_mask(given: Sequence[Any], place: int, ndim: int) -> tuple[Any, int]:
+    """A key with whole dimensions in the place of a mask, None if it is nothing but that.
+
+    Beside it, which dimension of what this key gives is the first that the mask is for.
+    """
+    mask = given[place]
+    covered = mask.dim() if isinstance(mask, torch.Tensor) else 1
+    rest = [*given[:place], *[slice(None)] * covered, *given[place + 1 :]]
+    named = sum(each is not None and each is not Ellipsis for each in rest)
+    if named > ndim:
+        raise IndexError(f"too many indices for tensor of dimension {ndim}")
+    if all((isinstance(each, slice) and each == slice(None)) or each is Ellipsis for each in rest):
+        before = sum(each is not Ellipsis for each in rest[:place])
+        return None, before + (ndim - named if Ellipsis in rest[:place] else 0)
+    at = 0
+    for each in rest[:place]:
+        at += ndim - named if each is Ellipsis else not _is_number(each)
+    return tuple(rest), at
 
 
 def _picked(x: Tensor, picks: tuple[Pick, ...], news: tuple[int, ...]) -> Tensor:
@@ -199,9 +243,11 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
     for dim, index in indices.items():
         _check_range(index, dim, layout.shape[dim], negative=True)
     shape = tuple(torch.broadcast_shapes(*(each.shape for each in indices.values())))
+    if len(indices) > 1:  # they are small beside what they pick
+        indices = {dim: whole_of(index) for dim, index in indices.items()}
     split = [each for each in held_layouts(list(indices.values())) if not is_whole(each)]
-    if split and (len(indices) > 1 or split[0].partition != layout.partition):
-        raise unsupported(name, "several tensors of indices have to be whole", layout, *split)
+    if split and split[0].partition != layout.partition:
+        raise unsupported(name, "tensors of indices on other workers are not known", layout, *split)
     if split:
         there = _beside(layout, tuple(indices), split[0])
         cuts = split[0].cuts
@@ -296,8 +342,9 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
         func(*parts(args))
         return
     check_change(name, x, held_layouts(args))
-    if isinstance(key, torch.Tensor) and key.dtype == torch.bool:
-        _fill_where(name, x, key, value)
+    given = key if isinstance(key, tuple) else (key,)
+    if any(map(is_mask, given)):
+        _assign_at_mask(name, x, given, value)
         return
     items = _items(name, key, x._layout)
     if any(isinstance(each, torch.Tensor) for each in items):
@@ -306,10 +353,26 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
         _assign(x, items, value)
 
 
-def _fill_where(name: str, x: Tensor, mask: torch.Tensor, value: Any) -> None:
-    """One value wherever a mask says so."""
-    if isinstance(value, torch.Tensor) and value.dim():
-        raise unsupported(name, "at a mask only one value can be assigned", x._layout)
+def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> None:
+    """Values at a mask; beside slices and numbers, in what these pick, which is put back then."""
+    places = [k for k, each in enumerate(given) if is_mask(each)]
+    if len(places) > 1 or any(_is_index(each) for each in given):
+        raise unsupported(name, "beside a mask only slices and numbers are known", x._layout)
+    (place,) = places
+    rest, at = _beside_mask(given, place, x.dim())
+    if not isinstance(value, torch.Tensor):
+        value = x._part.new_empty(()).fill_(value)  # torch's own error, on all workers
+    if rest is None and not at and not value.dim() and isinstance(given[place], torch.Tensor):
+        _fill_where(x, given[place], value)
+        return
+    y: Any = x if rest is None else x[rest].clone()
+    put_at_mask(name, y, given[place], value, at)
+    if rest is not None:
+        x[rest] = y
+
+
+def _fill_where(x: Tensor, mask: torch.Tensor, value: torch.Tensor) -> None:
+    """One value wherever a mask says so, of which nobody has to know how often."""
     if tuple(mask.shape) != tuple(x.shape[: mask.dim()]):
         raise IndexError(
             f"The shape of the mask {list(mask.shape)} does not match the shape of the indexed "

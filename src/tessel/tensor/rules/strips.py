@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
@@ -249,12 +250,13 @@ def _by_places(places: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[
         layout = x._layout
         length = layout.shape[dim]
         target = _longer(layout, dim, before + length + after)
-        found = places(torch.arange(-before, length + after), length)
         cut = target.cuts[dim]
-        reads = tuple(
-            (int(found[a:b].min()), int(found[a:b].max()) + 1) if a < b else (0, 0)
-            for a, b in cut.intervals
-        )
+        with unset_fake_temporarily():  # these numbers all workers have, also those without values
+            found = places(torch.arange(-before, length + after), length)
+            reads = tuple(
+                (int(found[a:b].min()), int(found[a:b].max()) + 1) if a < b else (0, 0)
+                for a, b in cut.intervals
+            )
         cuts = (*layout.cuts[:dim], Cut(cut.axes, reads), *layout.cuts[dim + 1 :])
         there = replace(layout, cuts=cuts)
         part = moved(x, there)

@@ -1,0 +1,133 @@
+"""Functions of spread tensors on workers that are outside of their partition.
+
+Such a worker has no values, and still has to know how a result lies: it may be moved to workers of
+which it is one. So the rule is followed without values, from the place of the first worker of the
+partition, by torch's fake tensors. The result is a spread tensor without a part, which hangs on the
+operands, so that this worker takes part in the backward passes of movements before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_map
+
+from tessel import transport
+from tessel.layout import Layout
+from tessel.linop import LinearOperator
+from tessel.partition import Outline, Partition
+from tessel.shared import nothing
+from tessel.tensor.rules.pointwise import is_in_place
+from tessel.tensor.table import Arguments, Settings, held_layouts, outlining, parts, tensors
+from tessel.tensor.tensor import Tensor, absent, open_part
+from tessel.transport import kept_in_job
+
+
+def outlined(
+    follow: Callable[..., Any], name: str, func: Any, args: Arguments, kwargs: Settings
+) -> Any:
+    """What a function gives on a worker that has no values of its operands.
+
+    Args:
+        follow: follows the rule of a function.
+        name, func, args, kwargs: the function and its arguments.
+    """
+    if name.startswith("new_"):  # a plain tensor, for which no values are needed
+        return func(*parts(args), **parts(kwargs))
+    originals: dict[int, Tensor] = {}
+
+    def without_values(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        layout = value._layout
+        there = _seen(layout) if layout.is_outside else layout
+        part = torch.empty(there.local_shape, dtype=value.dtype, device=value.device)
+        held = open_part(value)
+        part.requires_grad_(held.requires_grad)
+        shadow = Tensor(part if held.is_leaf else part.clone(), there)  # it may be changed in place
+        originals[id(shadow)] = value
+        return shadow
+
+    def with_history(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in originals:
+            return originals[id(value)]
+        layout = replace(value._layout, partition=_real(value._layout.partition))
+        part = torch.empty(0, dtype=value._part.dtype, device=value._part.device)
+        if value._part.requires_grad:
+            part = part + hanging.to(part.dtype)
+        return Tensor(part, layout)
+
+    hanging = _hanging(args, kwargs)
+    mark = outlining.set(True)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            given, settings = tree_map(without_values, (args, kwargs))
+            result = follow(name, func, given, settings)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        held = next(each for each in held_layouts(args, kwargs) if each.is_outside)
+        raise absent(f"torch's `{name}`", held) from error
+    finally:
+        outlining.reset(mark)
+    found = tree_map(with_history, result)
+    target = next(tensors(args), None)
+    if is_in_place(name) and isinstance(target, Tensor) and given[0]._part.requires_grad:
+        target._part.add_(hanging.to(target.dtype))
+        with torch._C.DisableTorchFunctionSubclass():
+            target.requires_grad_()
+    return found
+
+
+@kept_in_job
+def _seen(layout: Layout) -> Layout:
+    partition = layout.partition
+    return replace(layout, partition=Outline(partition.ranks, partition.shape))
+
+
+@kept_in_job
+def _real(partition: Partition) -> Partition:
+    return Partition(partition.ranks, partition.shape)
+
+
+def _hanging(*values: Any) -> torch.Tensor:
+    """An empty tensor that depends on all operands, as the graphs of the others do."""
+    found = []
+    for value in tensors(*values):
+        if isinstance(value, Tensor):
+            found.append(open_part(value).reshape(-1)[:0])
+        else:
+            _check_history(value)
+            found.append(value.reshape(-1)[:0])
+    real = [each for each in found if each.is_floating_point() or each.is_complex()]
+    return nothing((0,), *real) if real else torch.empty(0)
+
+
+def _check_history(value: torch.Tensor) -> None:
+    """Raise if a plain tensor has come from this worker's part of a spread one.
+
+    All workers that have it would need its gradient, and those outside of a partition get none of
+    what is computed there.
+    """
+    nodes, seen = [value.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        operator = getattr(node, "operator", None)
+        if isinstance(operator, LinearOperator) and operator.takes_part:
+            raise ValueError(
+                f"a tensor that worker {transport.this_worker()} has by {operator} meets one on "
+                f"other workers, and would get no gradient here; move it there as a spread tensor: "
+                f"x.move_to(...)"
+            )
+        nodes += [source for source, _ in node.next_functions]

@@ -1,0 +1,276 @@
+"""Masks: the values at places that a tensor of truth values says, in torch's order.
+
+How many there are depends on values. Where the first masked dimension is split, and the others are
+whole, each worker finds a run of the result in its own part: the workers tell each other how long
+their runs are, one number each, and the result lies in parts of these lengths. A mask that all
+workers have tells them that without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tessel import boxes
+from tessel.layout import Cut, Layout
+from tessel.tensor.rules.pointwise import changed, check_change, common_layout, fitted, pointwise
+from tessel.tensor.rules.reductions import argument
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    as_spread,
+    computed,
+    is_whole,
+    made,
+    moved,
+    outlines,
+    rule,
+    unsupported,
+)
+from tessel.tensor.tensor import Tensor, move
+from tessel.transport import kept_in_job
+
+
+def is_mask(item: Any) -> bool:
+    """Whether an item of a key is a tensor of truth values, or a list of them."""
+    if isinstance(item, torch.Tensor):
+        return item.dtype == torch.bool and item.dim() > 0
+    return isinstance(item, list) and bool(item) and all(isinstance(each, bool) for each in item)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which values of a tensor a mask picks.
+
+    Attributes:
+        there: how the tensor lies meanwhile, with the masked dimensions in runs.
+        mask: this worker's part of the mask.
+        result: how the values lie that are picked, along one dimension in the place of the masked.
+        at: the first masked dimension.
+    """
+
+    there: Layout
+    mask: torch.Tensor
+    result: Layout
+    at: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The index of what this worker picks from its part."""
+        return (*[slice(None)] * self.at, self.mask)
+
+
+@kept_in_job
+def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout:
+    """A layout in which of the masked dimensions only the first is split.
+
+    Args:
+        layout: of the tensor.
+        mask: of the mask, if it is spread.
+        at: the first masked dimension.
+        count: how many there are.
+    """
+    cuts = list(layout.cuts)
+    masked = slice(at, at + count)
+    others = {axis for cut in (*cuts[:at], *cuts[at + count :]) for axis in cut.axes}
+    split = any(len(cut.intervals) > 1 for cut in cuts[masked])
+    if mask is not None and not split and not others & {a for c in mask.cuts for a in c.axes}:
+        cuts[masked] = mask.cuts  # a tensor that is whole there is cut as its mask is
+    if any(len(cut.intervals) > 1 for cut in cuts[at + 1 : at + count]):
+        axes = tuple(axis for cut in cuts[masked] for axis in cut.axes)
+        parts = 1
+        for axis in axes:
+            parts *= layout.partition.shape[axis]
+        cuts[masked] = [Cut((), ((0, length),)) for length in layout.shape[masked]]
+        cuts[at] = Cut(axes, boxes.balanced(layout.shape[at], parts))
+    taken = {axis for cut in cuts for axis in cut.axes}
+    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in taken)
+    return Layout(layout.partition, layout.shape, tuple(cuts), shared)
+
+
+@kept_in_job
+def _of_mask(there: Layout, at: int, count: int) -> Layout:
+    """How the mask lies beside the tensor: one shared value along axes that split other dims."""
+    cuts = there.cuts[at : at + count]
+    taken = {axis for cut in cuts for axis in cut.axes}
+    shared = tuple(axis for axis in range(there.partition.dim) if axis not in taken)
+    return Layout(there.partition, there.shape[at : at + count], cuts, shared)
+
+
+def _lengths(mask: torch.Tensor, part: torch.Tensor, cut: Cut, partition: Any) -> list[int]:
+    """How many values each interval of the first masked dimension picks, on all workers."""
+    if len(cut.intervals) == 1:
+        return [int(part.sum())]
+    if not isinstance(mask, Tensor) or is_whole(mask._layout):
+        whole = mask._part if isinstance(mask, Tensor) else mask
+        return [int(whole[start:stop].sum()) for start, stop in cut.intervals]
+    num_parts = len(cut.intervals)
+    shared = tuple(axis for axis in range(partition.dim) if axis not in cut.axes)
+    own = Cut(cut.axes, tuple((k, k + 1) for k in range(num_parts)))
+    source = Layout(partition, (num_parts,), (own,), shared)
+    target = Layout.whole(partition, (num_parts,), shared=True)
+    found: list[int] = move(source, target).apply(part.sum().reshape(1)).tolist()
+    return found
+
+
+@torch.no_grad()
+def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> Choice:
+    """What a mask picks of a tensor in this layout, from a dimension on.
+
+    Args:
+        name: of the function.
+        layout: of the tensor.
+        mask: spread, or the same on all workers; its dimensions are those of the tensor.
+        at: the first masked dimension.
+    """
+    if not isinstance(mask, torch.Tensor):
+        mask = torch.tensor(mask, dtype=torch.bool)
+    lengths = layout.shape[at : at + mask.dim()]
+    for dim, (n, m) in enumerate(zip(mask.shape, lengths, strict=False), at):
+        if n != m:
+            raise IndexError(
+                f"The shape of the mask {list(mask.shape)} at index {dim - at} does not match the "
+                f"shape of the indexed tensor {list(layout.shape)} at index {dim}"
+            )
+    if len(lengths) < mask.dim():
+        raise IndexError(f"too many indices for tensor of dimension {len(layout.shape)}")
+    lies = mask._layout if isinstance(mask, Tensor) and not is_whole(mask._layout) else None
+    if isinstance(mask, Tensor) and mask._layout.partition != layout.partition:
+        raise ValueError(
+            f"`{name}` of a tensor and a mask on different workers or grids: {layout}, "
+            f"{mask._layout}; bring them together by x.move_to(...)"
+        )
+    there = _in_runs(layout, lies, at, mask.dim())
+    part = moved(as_spread(mask.detach(), layout.partition), _of_mask(there, at, mask.dim()))
+    runs = boxes.consecutive(_lengths(mask.detach(), part, there.cuts[at], layout.partition))
+    masked = slice(at, at + mask.dim())
+    shape, cuts = list(there.shape), list(there.cuts)
+    shape[masked], cuts[masked] = [runs[-1][1]], [Cut(there.cuts[at].axes, runs)]
+    # axes of masked dimensions of one part, beside the first, split nothing any more
+    taken = {axis for cut in cuts for axis in cut.axes}
+    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in taken)
+    return Choice(there, part, Layout(layout.partition, tuple(shape), tuple(cuts), shared), at)
+
+
+def masked_values(name: str, x: Tensor, mask: Any, at: int = 0) -> Tensor:
+    """The values at a mask, which covers some dimensions from `at` on."""
+    choice = chosen(name, x._layout, mask, at)
+    return made(computed(lambda part: part[choice.key], moved(x, choice.there)), choice.result)
+
+
+def put_at_mask(name: str, x: Tensor, mask: Any, value: torch.Tensor, at: int = 0) -> None:
+    """Other values at a mask, in place."""
+    choice = chosen(name, x._layout, mask, at)
+    _put(x, choice, value)
+
+
+def _put(x: Tensor, choice: Choice, value: torch.Tensor) -> None:
+    shape = choice.result.shape
+    given = list(value.shape)
+    while len(given) > len(shape) and given[0] == 1:  # torch leaves them out
+        given.pop(0)
+    pairs = zip(reversed(given), reversed(shape), strict=False)
+    if len(given) > len(shape) or any(n not in (1, m) for n, m in pairs):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
+            f"indexing result of shape {list(shape)}"
+        )
+    if value.is_complex() and not x.is_complex():
+        raise RuntimeError(f"values of {value.dtype} cannot be put into a tensor of {x.dtype}")
+    new = fitted(value.reshape(given).to(x.dtype), choice.result)
+    if choice.there == x._layout:
+        x._part[choice.key] = new
+    else:
+        part = moved(x, choice.there).clone()
+        part[choice.key] = new
+        x._part.copy_(moved(made(part, choice.there), x._layout))
+    changed(x)
+
+
+@rule("masked_select", plain=True)
+def masked_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The values at a mask, both of one shape after broadcasting, in one row."""
+    x, mask = args[0], argument(args, kwargs, 1, "mask")
+    if mask.dtype != torch.bool:
+        func(torch.empty(0), torch.empty(0, dtype=mask.dtype))  # torch's own error
+    layout = common_layout(name, (x, mask))
+    if not layout.shape:
+        raise unsupported(name, "tensors without dimensions are not known", layout)
+    x, mask = (as_spread(each, layout.partition).expand(layout.shape) for each in (x, mask))
+    return masked_values(name, made(fitted(x, layout), layout), mask)
+
+
+@rule("nonzero", "argwhere")
+def nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The places of values that are not zero, one row for each."""
+    x = args[0].detach()
+    if not x.dim():
+        raise unsupported(name, "tensors without dimensions are not known", x._layout)
+    choice = chosen(name, x._layout, x if x.dtype == torch.bool else x != 0)
+    box = choice.there.box()
+    assert box is not None
+    starts = torch.tensor([start for start, _ in box], device=x.device)
+    (runs,) = choice.result.cuts
+    rows = replace(
+        choice.result,
+        shape=(*choice.result.shape, x.dim()),
+        cuts=(runs, Cut((), ((0, x.dim()),))),
+    )
+    found = made(choice.mask.nonzero() + starts, rows)
+    return found.unbind(1) if argument(args, kwargs, 1, "as_tuple", False) else found
+
+
+@rule("where", plain=True)
+def where(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Of a condition alone, the places where it holds; else, one of two values for each place."""
+    if len(args) == 1 and not kwargs:
+        return nonzero("nonzero", torch.nonzero, (args[0], True), {})
+    return pointwise(name, func, args, kwargs)
+
+
+@rule("masked_scatter", "masked_scatter_")
+def masked_scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The first values of a source, one after the other, where a mask says so."""
+    x, mask = args[0], argument(args, kwargs, 1, "mask")
+    source = argument(args, kwargs, 2, "source")
+    if mask.dtype != torch.bool or source.dtype != x.dtype or not x.dim():
+        raise unsupported(name, "a mask and a source of the tensor's type are needed", x._layout)
+    if name.endswith("_"):
+        check_change(name, x, [x._layout])
+        outlines(torch.broadcast_to, (mask, tuple(x.shape)), {})  # torch's own error
+        y = x
+    else:
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        y = x.expand(shape).clone()
+    choice = chosen(name, y._layout, mask.expand(y.shape))
+    (count,) = choice.result.shape
+    if source.numel() < count:
+        raise RuntimeError(
+            f"masked_scatter: expected a source of at least {count} values, got {source.numel()}"
+        )
+    _put(y, choice, source.reshape(-1)[:count])
+    return y
+
+
+@rule("index_put", "index_put_")
+def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values at indices or masks, as by assignment."""
+    x, indices = args[0], argument(args, kwargs, 1, "indices")
+    value = argument(args, kwargs, 2, "values")
+    if argument(args, kwargs, 3, "accumulate", False):
+        raise unsupported(name, "values that are added are not known", x._layout)
+    y = x if name.endswith("_") else x.clone()
+    y[tuple(slice(None) if each is None else each for each in indices)] = value
+    return y
+
+
+def places_of(masks: Sequence[Any]) -> list[torch.Tensor]:
+    """The indices at which a mask holds, for each of its dimensions, on all workers."""
+    found: list[torch.Tensor] = []
+    for mask in masks:
+        whole = mask.full() if isinstance(mask, Tensor) else torch.as_tensor(mask)
+        found += whole.nonzero(as_tuple=True)
+    return found

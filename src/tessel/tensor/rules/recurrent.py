@@ -1,0 +1,199 @@
+"""Recurrent layers and cells: each sample on its own, so the batch may be split.
+
+Sequences and features are whole on the worker that computes: axes that split them go over to the
+batch if it is long enough. Dropout between layers is torch's function of it, and so draws the same
+numbers for every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from tessel.layout import Cut, Layout, Shape
+from tessel.shared import nothing
+from tessel.tensor.gathering import gathered, may_gather, say, shared
+from tessel.tensor.rules.batched import part_of, plan_of
+from tessel.tensor.rules.hosting import split_like
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    check_whole,
+    held_layouts,
+    is_whole,
+    made,
+    parts,
+    rule,
+    spread_among,
+    unsupported,
+)
+from tessel.tensor.tensor import Tensor
+from tessel.tensor.use import used
+
+_SEQUENCE = (
+    *("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional"),
+    "batch_first",
+)
+_PACKED = ("data", "batch_sizes", *_SEQUENCE[1:-1])
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """How samples lie: the operands that have them, and what is made of these."""
+
+    inputs: tuple[Layout, ...]
+    samples: Layout  # one number for each sample
+
+    def layout(self, shape: Shape, dim: int) -> Layout:
+        """A result with the samples along one of its dimensions."""
+        cuts = [Cut((), ((0, length),)) for length in shape]
+        cuts[dim] = self.samples.cuts[0]
+        return Layout(self.samples.partition, shape, tuple(cuts), self.samples.shared)
+
+
+def _planned(name: str, letters: tuple[str, ...], operands: Sequence[torch.Tensor]) -> _Batch:
+    whole = "".join({*"".join(letters)} - {"n"})
+    plan = plan_of(name, (letters, "n"), whole, operands)
+    return _Batch(plan.inputs, plan.result)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _computed(
+    name: str,
+    func: Any,
+    batch: _Batch,
+    operands: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    lies: Sequence[Layout],
+) -> list[Tensor]:
+    """What a function of the input, the states and the parameters makes of this worker's samples.
+
+    A worker that has none gives zeros that hang on all operands: its backward pass takes part in
+    the sums of gradients, as those of the others do.
+    """
+    check_whole(name, params)
+    part, *states = (part_of(*each) for each in zip(operands, batch.inputs, strict=True))
+    weights = [used(parts(each), batch.samples) for each in params]
+    if batch.samples.local_shape == (0,):
+        found = [nothing(each.local_shape, part, *states, *weights) for each in lies]
+    else:
+        hidden = tuple(states) if name.startswith("lstm") else states[0]
+        found = _as_list(func(part, hidden, weights))
+    return [made(*each) for each in zip(found, lies, strict=True)]
+
+
+def _check(
+    name: str,
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    expected: Sequence[Shape],
+) -> None:
+    """Raise before parts are taken of tensors that do not fit each other."""
+    if params[0].shape[-1] != x.shape[-1]:
+        raise RuntimeError(
+            f"{name}: expected an input with {params[0].shape[-1]} features, got {x.shape[-1]}"
+        )
+    for state, shape in zip(states, expected, strict=False):
+        if tuple(state.shape) != shape:
+            raise RuntimeError(
+                f"{name}: expected a hidden state of shape {shape}, got {tuple(state.shape)}"
+            )
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu", plain=True)
+def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What `torch.nn.LSTM`, `GRU` and `RNN` call: the output, and the last states."""
+    is_packed = len(args) > 3 and isinstance(args[3], list | tuple)
+    given = dict(zip(_PACKED if is_packed else _SEQUENCE, args, strict=False)) | kwargs
+    if given["dropout"] > 0 and given["train"] and given["num_layers"] > 1:
+        return _layer_by_layer(func, given, is_packed)
+    if is_packed:
+        return _of_packed(name, func, args, kwargs)
+    x, params, states = given["input"], given["params"], _as_list(given["hx"])
+    if x.dim() != 3:
+        raise unsupported(
+            name, "an input of three dimensions is needed", *held_layouts(args, kwargs)
+        )
+    letters = "nti" if given["batch_first"] else "tni"
+    lengths = dict(zip(letters, x.shape, strict=True))
+    if not lengths["t"]:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    ways = 2 if given["bidirectional"] else 1
+    width = params[1].shape[-1]  # of what goes round: of the projection, if there is one
+    cells = len(params[1]) // {"lstm": 4, "gru": 3}.get(name, 1)
+    ends = [(given["num_layers"] * ways, lengths["n"], n) for n in (width, cells)]
+    _check(name, x, states, params, ends)
+    operands = [x, *states]
+    batch = _planned(name, (letters, "lnh", "lnc")[: len(operands)], operands)
+    shape = tuple((lengths | {"i": width * ways})[letter] for letter in letters)
+    lies = [batch.layout(shape, letters.index("n"))]
+    lies += [batch.layout(tuple(each.shape), 1) for each in states]
+    settings = [given[key] for key in _SEQUENCE[3:]]
+    y, *last = _computed(name, lambda *held: func(*held, *settings), batch, operands, params, lies)
+    if isinstance(x, Tensor):  # results lie as the input did
+        y = y.move_to(split_like(x._layout, shape))
+    return (y, *last)
+
+
+def _of_packed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Sequences of different length, moment by moment: every worker computes with all of them.
+
+    Torch takes the function for a random one, which it is not without dropout.
+    """
+    layouts = held_layouts(args, kwargs)
+    if not may_gather() and not all(map(is_whole, layouts)):
+        raise unsupported(name, "sequences of different length have to be whole", *layouts)
+    say(name, list(spread_among(args, kwargs)))
+    return shared(func(*gathered(args), **gathered(kwargs)), layouts[0].partition)
+
+
+def _layer_by_layer(func: Any, given: Settings, is_packed: bool) -> Any:
+    """Several layers with dropout between them, which all layouts draw alike."""
+    names = _PACKED if is_packed else _SEQUENCE
+    layers, ways = given["num_layers"], 2 if given["bidirectional"] else 1
+    params, states = list(given["params"]), _as_list(given["hx"])
+    count = len(params) // layers
+    y = given[names[0]]
+    last: list[list[torch.Tensor]] = [[] for _ in states]
+    for layer in range(layers):
+        own = [each[layer * ways : (layer + 1) * ways] for each in states]
+        settings = {
+            **given,
+            names[0]: y,
+            "hx": own if isinstance(given["hx"], list | tuple) else own[0],
+            "params": params[layer * count : (layer + 1) * count],
+            "num_layers": 1,
+            "dropout": 0.0,
+        }
+        y, *ends = func(*(settings[key] for key in names))
+        for kept, end in zip(last, ends, strict=True):
+            kept.append(end)
+        if layer < layers - 1:
+            y = F.dropout(y, given["dropout"])
+    return (y, *(torch.cat(each) for each in last))
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", plain=True)
+def cells(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """One step: the next state of each sample, which lies where it was computed."""
+    names = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, states = given["input"], _as_list(given["hx"])
+    params = [given[key] for key in names[2:] if given.get(key) is not None]
+    if x.dim() != 2:
+        raise unsupported(name, "an input of two dimensions is needed", *held_layouts(args, kwargs))
+    shape = (x.shape[0], params[1].shape[-1])
+    _check(name, x, states, params, [shape] * len(states))
+    operands = [x, *states]
+    batch = _planned(name, ("ni", "nh", "nc")[: len(operands)], operands)
+    lies = [batch.layout(shape, 0)] * len(states)
+    found = _computed(name, lambda a, h, w: func(a, h, *w), batch, operands, params, lies)
+    return tuple(found) if name == "lstm_cell" else found[0]
