@@ -22,7 +22,7 @@ from tessel import boxes
 from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result
+from tessel.nn.layer import ComputingLayer, Result
 from tessel.nn.windowed import Reaches, Windowed, leading, outline
 from tessel.partition import Partition
 from tessel.shared import nothing
@@ -41,7 +41,7 @@ _FEW = 64  # calls of torch's own pool that cost less than making windows of une
 _MANY = torch.iinfo(torch.int64).max
 
 
-class DistributedAdaptivePoolBase(Layer):
+class DistributedAdaptivePoolBase(ComputingLayer):
     """An adaptive pool over a partitioned tensor; the output lies in balanced parts.
 
     A subclass derives from this and from torch's own pool, whose arguments it has.

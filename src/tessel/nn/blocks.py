@@ -14,7 +14,7 @@ from torch import Tensor
 from tessel import transport
 from tessel.layout import Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result
+from tessel.nn.layer import ComputingLayer, Layer, Result
 from tessel.partition import Partition
 from tessel.shared import equalize, spread
 from tessel.tensor.use import used
@@ -74,7 +74,7 @@ def _split(
     return Layout.split(partition, shape, axes, shared)
 
 
-class Weighted(Layer):
+class Weighted(ComputingLayer):
     """A layer with a weight and a bias, whole on all workers or in blocks on a grid of them.
 
     Without `P_w` both are shared by all workers of `P_x`, and others store nothing. With it each

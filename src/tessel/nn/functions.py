@@ -26,13 +26,6 @@ from tessel.nn.conv_transpose import (
 )
 from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from tessel.nn.layer import Layer, spread_result
-from tessel.nn.norm import (
-    DistributedBatchNorm,
-    DistributedGroupNorm,
-    DistributedInstanceNorm,
-    DistributedLayerNorm,
-    DistributedRMSNorm,
-)
 from tessel.nn.pooling import (
     DistributedAvgPool1d,
     DistributedAvgPool2d,
@@ -154,95 +147,6 @@ def convolve_transposed(name: str, func: Any, args: Arguments, kwargs: Settings)
         out_channels=outputs * given["groups"],
         kernel_size=tuple(kernel),
     )
-
-
-@rule("batch_norm")
-def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Over batch and space, of each channel; `torch.batch_norm` has an argument more."""
-    given = _named(
-        args,
-        kwargs,
-        running_mean=None,
-        running_var=None,
-        weight=None,
-        bias=None,
-        training=False,
-        momentum=0.1,
-        eps=1e-5,
-    )
-    if func is torch.batch_norm:  # (input, weight, bias, mean, variance, training, …, cudnn)
-        order = ("weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
-        given = dict(zip(order, args[1:], strict=False)) | kwargs
-    given.pop("cudnn_enabled", None)
-    return _computed(DistributedBatchNorm, name, args[0], **_tracking(given, args[0]))
-
-
-@rule("instance_norm")
-def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Over space, of each channel of each sample."""
-    given = _named(
-        args,
-        kwargs,
-        running_mean=None,
-        running_var=None,
-        weight=None,
-        bias=None,
-        use_input_stats=True,
-        momentum=0.1,
-        eps=1e-5,
-    )
-    if func is torch.instance_norm:
-        order = (
-            *("weight", "bias", "running_mean", "running_var", "use_input_stats", "momentum"),
-            "eps",
-        )
-        given = dict(zip(order, args[1:], strict=False)) | kwargs
-    given.pop("cudnn_enabled", None)
-    given["training"] = given.pop("use_input_stats")
-    return _computed(DistributedInstanceNorm, name, args[0], **_tracking(given, args[0]))
-
-
-def _tracking(given: Settings, x: Any) -> Settings:
-    """What a norm with running statistics has besides."""
-    return given | {
-        "num_features": x.shape[1],
-        "affine": given["weight"] is not None,
-        "track_running_stats": given["running_mean"] is not None,
-        "num_batches_tracked": None,  # the module that calls the function counts
-    }
-
-
-@rule("group_norm")
-def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Over groups of channels, and space, of each sample."""
-    given = _named(args, kwargs, num_groups=1, weight=None, bias=None, eps=1e-5)
-    given.pop("cudnn_enabled", None)
-    affine = given["weight"] is not None
-    return _computed(
-        DistributedGroupNorm,
-        name,
-        args[0],
-        **given,
-        num_channels=args[0].shape[1],
-        affine=affine,
-        training=True,
-    )
-
-
-@rule("layer_norm", "rms_norm")
-def layer_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Over the last dimensions."""
-    if name == "layer_norm":
-        given = _named(args, kwargs, normalized_shape=(), weight=None, bias=None, eps=1e-5)
-    else:
-        given = _named(args, kwargs, normalized_shape=(), weight=None, eps=None)
-    given.pop("cudnn_enable", None)
-    given["normalized_shape"] = tuple(given["normalized_shape"])
-    if name == "layer_norm" and given["weight"] is None and given["bias"] is not None:
-        raise unsupported(name, "a bias without a weight is not known", args[0].layout)
-    kind = DistributedLayerNorm if name == "layer_norm" else DistributedRMSNorm
-    affine = given["weight"] is not None
-    return _computed(kind, name, args[0], **given, elementwise_affine=affine, training=True)
 
 
 _POOLS: dict[str, type[Layer]] = {

@@ -22,7 +22,6 @@ from tessel.shared import even
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.reductions import without
-from tessel.tensor.table import opened, shared_whole
 
 NUM_FAULTS = 8  # of which the first is none
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -61,23 +60,19 @@ class DistributedLossBase(Layer):
     weight_names: tuple[str, ...] = ()  # and tensors
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return self.forward_with(input, target)
+        return super().forward(input, target)
 
-    def forward_with(self, input: Tensor, *others: Any) -> Tensor:
-        """The loss of an input and of what goes with it."""
-        if isinstance(input, SpreadTensor):
-            found: Tensor = self.torch_forward(input, *others)
-            return found
-        return super().forward(input, *others)
+    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
+        if self._group.size == 1 and self.fits(layout, *args):
+            return self.torch_forward(x, *args, **settings)
+        y, _ = self.compute(x, layout, *args, **settings)
+        return y
 
-    def compute(self, x: Tensor, layout: Layout, *args: Any) -> Result:
-        if layout.partition.size == 1 and self.fits(layout, *args):
-            y = self.torch_forward(x, *args)
-            return y, shared_whole(layout.partition, y.shape)
+    def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
         others = self.agree_on_others(x, layout, *args)
         known = checked.set(True)  # that no value is wrong
         try:
-            return opened(self.torch_forward(SpreadTensor(x, layout), *others))
+            return super().compute(x, layout, *others, **settings)
         finally:
             checked.reset(known)
 
@@ -428,7 +423,7 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
     def forward(  # type: ignore[override]
         self, input: Tensor, target: Tensor, var: Tensor | float
     ) -> Tensor:
-        return self.forward_with(input, target, var)
+        return Layer.forward(self, input, target, var)
 
     def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
         target, var = args

@@ -15,7 +15,7 @@ from torch import Tensor
 from tessel.boxes import Interval
 from tessel.layout import Layout, Shape
 from tessel.nn import pieces
-from tessel.nn.layer import Layer, Result
+from tessel.nn.layer import ComputingLayer, Result
 from tessel.nn.mixins import PoolingMixin
 from tessel.nn.windowed import Windowed, leading, outline, overhang, tuple_of, windowed
 from tessel.shared import nothing
@@ -27,7 +27,7 @@ _MAXIMA = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 _AVERAGES = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
 
-class DistributedPoolingBase(PoolingMixin, Layer):
+class DistributedPoolingBase(PoolingMixin, ComputingLayer):
     """A pool over a partitioned tensor: each worker fetches what its windows read, then pools.
 
     A subclass derives from this and from torch's own pool, whose arguments and defaults it has, and

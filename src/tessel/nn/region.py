@@ -47,6 +47,7 @@ from tessel.nn.windowed import Reaches, Windowed, leading, outline
 from tessel.partition import Partition
 from tessel.shared import even, nothing
 from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.rules import norms
 from tessel.tensor.table import as_spread, opened, running
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
@@ -475,12 +476,27 @@ class _Normalizing(Step):
                 f"evaluation; those of the tensor itself would need an exchange between the "
                 f"layers: put it between two regions, or call its eval()"
             )
-        self.layer._check(x, layout.resized(shape))
+        self.layer._check_input_dim(outline(shape))
+        batched = shape if self._channel(shape) == 1 else (1, *shape)
+        norms.check("batch_norm", self._statistics, batched, x, range(1, 2))
         return shape, (None,) * len(shape)
 
+    @property
+    def _statistics(self) -> dict[str, Any]:
+        names = ("running_mean", "running_var", "weight", "bias", "eps")
+        return {name: getattr(self.layer, name) for name in names}
+
+    def _channel(self, shape: Shape) -> int:
+        """The dimension of the channels, which an instance norm may have first."""
+        single = isinstance(self.layer, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+        return 0 if single and len(shape) == self.layer._get_no_batch_dim() else 1
+
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        normalized: Tensor = self.layer.normalize_by_running(x, plan.target)
-        return normalized
+        layer, dim = self.layer, self._channel(tuple(x.shape))
+        dims = range(dim, dim + 1)
+        running = norms.local_running(layer.running_mean, layer.running_var, plan.target, dims)
+        both = norms.local_parameters(layer.weight, layer.bias, plan.target, dims)
+        return norms.normalize_by_running(x, running, *both, layer.eps, dim)
 
 
 class _Padding(Step):

@@ -16,7 +16,7 @@ from torch import Tensor
 from tessel.boxes import Interval, shift
 from tessel.layout import Layout, Shape
 from tessel.nn.adaptive import average
-from tessel.nn.layer import Layer, Result
+from tessel.nn.layer import ComputingLayer, Result
 from tessel.nn.windowed import Windowed, leading, outline, windowed
 from tessel.partition import Partition
 from tessel.shared import nothing
@@ -47,7 +47,7 @@ class Settings(NamedTuple):
         return given if isinstance(given, tuple) else [given] * num_dims
 
 
-class DistributedUpsample(Layer, torch.nn.Upsample):
+class DistributedUpsample(ComputingLayer, torch.nn.Upsample):
     """A tensor that is spread over `P_x` at another resolution: `torch.nn.Upsample`.
 
     Forward:  y[i] = Σ_t w_t(i) · x[index_t(i)] along each dimension after the first two.

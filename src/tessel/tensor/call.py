@@ -18,6 +18,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     fourier,
     indexing,
     losses,
+    norms,
     products,
     reductions,
     shapes,
