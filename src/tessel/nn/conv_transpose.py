@@ -14,8 +14,8 @@ from tessel.boxes import Interval
 from tessel.layout import Layout, Shape
 from tessel.nn.blocks import Weighted, WeightGrid, check_numbers
 from tessel.nn.layer import Result
-from tessel.nn.windowed import Windowed, outline, tuple_of
 from tessel.shared import nothing
+from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
 from tessel.windows import Groups, TransposedWindow
 

@@ -17,8 +17,8 @@ from tessel.nn import strips
 from tessel.nn.blocks import Weighted, WeightGrid, check_numbers
 from tessel.nn.layer import Result
 from tessel.nn.padding import Wrapped, wrapped
-from tessel.nn.windowed import Windowed, outline, tuple_of
 from tessel.shared import nothing
+from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
 from tessel.windows import Groups, Mirrored, Reach, Window
 

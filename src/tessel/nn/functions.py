@@ -11,14 +11,6 @@ from typing import Any
 import torch
 
 from tessel.layout import Layout
-from tessel.nn.adaptive import (
-    DistributedAdaptiveAvgPool1d,
-    DistributedAdaptiveAvgPool2d,
-    DistributedAdaptiveAvgPool3d,
-    DistributedAdaptiveMaxPool1d,
-    DistributedAdaptiveMaxPool2d,
-    DistributedAdaptiveMaxPool3d,
-)
 from tessel.nn.conv_transpose import (
     DistributedConvTranspose1d,
     DistributedConvTranspose2d,
@@ -26,16 +18,6 @@ from tessel.nn.conv_transpose import (
 )
 from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from tessel.nn.layer import Layer, spread_result
-from tessel.nn.pooling import (
-    DistributedAvgPool1d,
-    DistributedAvgPool2d,
-    DistributedAvgPool3d,
-    DistributedMaxPool1d,
-    DistributedMaxPool2d,
-    DistributedMaxPool3d,
-)
-from tessel.nn.upsample import DistributedUpsample
-from tessel.nn.windowed import tuple_of
 from tessel.partition import Partition
 from tessel.tensor.table import (
     Arguments,
@@ -48,9 +30,9 @@ from tessel.tensor.table import (
     opened,
     parts,
     rule,
-    unsupported,
 )
 from tessel.tensor.use import used
+from tessel.tensor.windowed import tuple_of
 from tessel.transport import kept_in_job
 
 
@@ -147,50 +129,6 @@ def convolve_transposed(name: str, func: Any, args: Arguments, kwargs: Settings)
         out_channels=outputs * given["groups"],
         kernel_size=tuple(kernel),
     )
-
-
-_POOLS: dict[str, type[Layer]] = {
-    "avg_pool1d": DistributedAvgPool1d,
-    "avg_pool2d": DistributedAvgPool2d,
-    "avg_pool3d": DistributedAvgPool3d,
-    "max_pool1d": DistributedMaxPool1d,
-    "max_pool2d": DistributedMaxPool2d,
-    "max_pool3d": DistributedMaxPool3d,
-    "adaptive_avg_pool1d": DistributedAdaptiveAvgPool1d,
-    "adaptive_avg_pool2d": DistributedAdaptiveAvgPool2d,
-    "adaptive_avg_pool3d": DistributedAdaptiveAvgPool3d,
-    "adaptive_max_pool1d": DistributedAdaptiveMaxPool1d,
-    "adaptive_max_pool2d": DistributedAdaptiveMaxPool2d,
-    "adaptive_max_pool3d": DistributedAdaptiveMaxPool3d,
-}
-_MAX_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-
-
-@rule(*_POOLS, *(f"{name}_with_indices" for name in _POOLS if "max" in name))
-def pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The layer of the same name; torch orders the arguments of some functions otherwise."""
-    x, layout = opened(args[0])
-    if name.endswith("_with_indices"):
-        name, kwargs = name.removesuffix("_with_indices"), {**kwargs, "return_indices": True}
-    if name.startswith("max_pool"):
-        args, kwargs = (x,), dict(zip(_MAX_POOL, args[1:], strict=False)) | kwargs
-    layer = _POOLS[name](layout.partition, *args[1:], **kwargs)
-    return spread_result(*layer.compute(x, layout))
-
-
-_INTERPOLATE = (
-    *("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"),
-)
-
-
-@rule("interpolate", "upsample")
-def interpolate(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """`torch.nn.functional.interpolate`, each worker what its outputs read."""
-    x, layout = opened(args[0])
-    settings = dict(zip(_INTERPOLATE, args[1:], strict=False)) | kwargs
-    if settings.pop("antialias", False):
-        raise unsupported(name, "antialias is not known", layout)
-    return spread_result(*DistributedUpsample(layout.partition, **settings).compute(x, layout))
 
 
 @rule("linear")

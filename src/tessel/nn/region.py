@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tessel.agreement import Meeting, Terms, admit
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
-from tessel.nn import conv_transpose, convolution, upsample
+from tessel.nn import conv_transpose, convolution
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
     DistributedConvTranspose1d,
@@ -43,13 +43,13 @@ from tessel.nn.norm import (
 from tessel.nn.padding import Wrapped, wrapped
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
-from tessel.nn.windowed import Reaches, Windowed, leading, outline
 from tessel.partition import Partition
 from tessel.shared import even, nothing
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.rules import norms
+from tessel.tensor.rules import interpolation, norms
 from tessel.tensor.table import as_spread, opened, running
 from tessel.tensor.use import used
+from tessel.tensor.windowed import Reaches, Windowed, leading, outline
 from tessel.transport import kept_in_job
 from tessel.windows import Mirrored, Reach, Window
 
@@ -434,11 +434,12 @@ class _Pooling(Step):
                 f"a HaloRegion gives one tensor: {type(self.layer).__name__} with "
                 f"return_indices=True cannot be in it"
             )
-        outputs = self.layer.global_shape(shape, (x.dtype, x.device.type))
-        return outputs, leading(len(shape), self.layer.windows())
+        pool = self.layer.settings()
+        outputs = pool.output_shape(shape, (x.dtype, x.device.type))
+        return outputs, leading(len(shape), pool.windows)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        pooled: Tensor = self.layer._pool(x, plan, self.layer.windows())
+        pooled: Tensor = self.layer.settings().of_read(x, plan)
         return pooled
 
 
@@ -451,15 +452,20 @@ class _Interpolating(Step):
                 "interpolation by area averages over all workers and cannot be in a HaloRegion; "
                 "put it between two regions"
             )
-        settings = self.layer._settings()
-        outputs = upsample._global_shape(shape, x.dtype, settings)
-        reaches = upsample.interpolations(shape, outputs, x.dtype, settings, x.is_cpu)
-        upsample._check_exact(layout, reaches, x, self.layer.mode)
+        settings = self._settings
+        outputs = interpolation.global_shape(shape, x.dtype, settings)
+        reaches = interpolation.interpolations(shape, outputs, x.dtype, settings, x.is_cpu)
+        interpolation.check_exact(layout, reaches, x, settings.mode)
         return outputs, leading(len(shape), reaches)
 
+    @property
+    def _settings(self) -> interpolation.Settings:
+        names = interpolation.Settings._fields
+        return interpolation.Settings.of(*(getattr(self.layer, name) for name in names))
+
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        interpolated: Tensor = self.layer._interpolate(x, plan, plan.reach[2:])
-        return interpolated
+        reaches: Any = plan.reach[2:]
+        return interpolation.of_read(x, plan, reaches, self._settings)
 
 
 class _Normalizing(Step):

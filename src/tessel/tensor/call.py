@@ -10,6 +10,7 @@ from torch._C import DisableTorchFunctionSubclass
 from tessel.tensor import facts
 from tessel.tensor.gathering import is_random, shared, without_rule
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
+    adaptive,
     attention,
     chance,
     diagonals,
@@ -17,8 +18,10 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     embedding,
     fourier,
     indexing,
+    interpolation,
     losses,
     norms,
+    pools,
     products,
     reductions,
     shapes,
