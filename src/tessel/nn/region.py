@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from tessel.agreement import Meeting, Terms, admit
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
-from tessel.nn import conv_transpose, convolution
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
     DistributedConvTranspose1d,
@@ -40,13 +39,13 @@ from tessel.nn.norm import (
     DistributedInstanceNorm2d,
     DistributedInstanceNorm3d,
 )
-from tessel.nn.padding import Wrapped, wrapped
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
 from tessel.partition import Partition
 from tessel.shared import even, nothing
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.rules import interpolation, norms
+from tessel.tensor.padding import Wrapped, wrapped
+from tessel.tensor.rules import convolution, interpolation, norms, transposed
 from tessel.tensor.table import as_spread, opened, running
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Reaches, Windowed, leading, outline
@@ -359,9 +358,9 @@ class _Convolving(Step):
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         x, padding = _surrounded(x, plan, self.layer.num_dims)
-        return self.layer._convolve(
-            x, *parameters, convolution.Plan((), plan, (), padding), plan.target
-        )
+        weight, bias = parameters
+        settings = self.layer.settings()
+        return convolution.of_read(x, weight, bias, padding, plan.target, settings)
 
 
 def _bordered(
@@ -414,15 +413,16 @@ class _Transposed(Step):
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
         self.layer.check_dtype(x)
         settings = self.layer.settings()
-        outputs = conv_transpose.convolved(shape, settings)
+        outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))
 
     def parameters(self, layout: Layout) -> Parameters:
         return tuple(self.layer.use_parameters(layout))
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        weight, bias = parameters
         settings = self.layer.settings()
-        return self.layer._convolve(x, *parameters, plan, plan.target, settings)
+        return transposed.of_read(x, weight, bias, plan, plan.target, settings)
 
 
 class _Pooling(Step):

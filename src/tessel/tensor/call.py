@@ -13,6 +13,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     adaptive,
     attention,
     chance,
+    convolution,
     diagonals,
     distances,
     embedding,
@@ -26,6 +27,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     reductions,
     shapes,
     strips,
+    transposed,
 )
 from tessel.tensor.rules.pointwise import is_in_place, is_pointwise, pointwise
 from tessel.tensor.table import (

@@ -18,7 +18,19 @@ import torch
 from tessel.layout import Cut, Layout, Shape
 from tessel.partition import Partition
 from tessel.tensor.rules.reductions import argument
-from tessel.tensor.table import Arguments, Settings, made, moved, rule, unsupported
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    check_whole,
+    gathered,
+    is_split,
+    made,
+    moved,
+    opened,
+    parts,
+    rule,
+    unsupported,
+)
 from tessel.tensor.tensor import Tensor, move
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
@@ -271,3 +283,29 @@ def bilinear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     weight, bias = argument(args, kwargs, 2, "weight"), argument(args, kwargs, 3, "bias")
     y = torch.einsum("...i,oij,...j->...o", a, weight, b)
     return y if bias is None else y + bias
+
+
+@rule("linear")
+def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """All features of a row on one worker; those who have the same row do the same."""
+    x, layout = opened(args[0])
+    last = len(layout.shape) - 1
+    if is_split(layout, last):
+        layout = gathered(layout, (last,))
+        x = moved(args[0], layout)
+    given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
+    check_whole(name, given)
+    given = parts(given)
+    weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
+    assert weight is not None
+    y = torch.nn.functional.linear(x, weight, bias)
+    return made(y, _with_last(layout, weight.shape[:-1]))
+
+
+def _with_last(layout: Layout, last: tuple[int, ...]) -> Layout:
+    """The layout of rows that have another last dimension, or none, if the weight is a vector."""
+    kept = layout.resized((*layout.shape[:-1], *last, *[1] * (1 - len(last))))
+    cuts = (*layout.cuts[:-1], *kept.cuts[-1:])[: len(layout.shape) - 1 + len(last)]
+    shape = kept.shape[: len(cuts)]
+    lost = () if last else layout.cuts[-1].axes
+    return Layout(layout.partition, shape, cuts, tuple(sorted({*layout.shared, *lost})))
