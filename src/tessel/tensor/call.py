@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -119,7 +120,8 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    args, kwargs = _settled(args), _settled(kwargs)
+    if _holds_separate(args) or (kwargs and _holds_separate(kwargs.values())):
+        args, kwargs = _settled(args), _settled(kwargs)
     if kwargs.get("out") is not None:
         return _written(name, func, args, kwargs)
     if name in RULES:
@@ -173,6 +175,20 @@ def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def _partition(args: Arguments, kwargs: Settings) -> Any:
     return next(spread_among(args, kwargs))._layout.partition
+
+
+def _holds_separate(values: Iterable[Any]) -> bool:
+    """Whether there is a tensor in separate copies among arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value._layout.summed is not value._layout:
+                return True
+        elif isinstance(value, list | tuple):
+            if _holds_separate(value):
+                return True
+        elif isinstance(value, dict) and _holds_separate(value.values()):
+            return True
+    return False
 
 
 def _settled(value: Any) -> Any:

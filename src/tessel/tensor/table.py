@@ -165,6 +165,16 @@ def check_whole(name: str, *values: Any) -> None:
         raise unsupported(name, "all but its first argument must be whole", *layouts)
 
 
+def whole_parts(name: str, given: Settings) -> Settings:
+    """The same arguments with plain tensors in the places of spread ones, which must be whole."""
+    for each in given.values():
+        if isinstance(each, Tensor):
+            check_whole(name, given)
+            plain: Settings = parts(given)
+            return plain
+    return given
+
+
 def moved(x: Tensor, target: Layout) -> torch.Tensor:
     """The part of a spread tensor in another layout."""
     part = open_part(x)

@@ -17,7 +17,7 @@ from tessel.layout import Layout, Shape
 from tessel.shared import nothing
 from tessel.tensor import strips
 from tessel.tensor.padding import Wrapped, wrapped
-from tessel.tensor.table import Arguments, check_whole, made, opened, parts, rule
+from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -31,9 +31,7 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
 @rule("conv1d", "conv2d", "conv3d")
 def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.conv*` with parameters that all workers have."""
-    given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
-    check_whole(name, given)
-    given = parts(given)
+    given = dict(whole_parts(name, dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
     x, layout = opened(args[0])
     weight, bias = given.pop("weight"), given.pop("bias", None)
     check_dtype(x, weight)

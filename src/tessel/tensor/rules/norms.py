@@ -21,7 +21,7 @@ from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.shared import nothing, spread
-from tessel.tensor.table import Arguments, Settings, check_whole, made, opened, parts, rule
+from tessel.tensor.table import Arguments, Settings, made, opened, rule, whole_parts
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.use import used_together
 from tessel.transport import kept_in_job
@@ -295,9 +295,8 @@ class Norm:
     @classmethod
     def of(cls, name: str, x: Any, given: Settings, dims: range) -> Norm:
         """After torch said, of the whole tensor, what is wrong; parts are balanced then."""
-        check_whole(name, given)
         part, layout = opened(x)
-        norm = cls(getattr(F, name), parts(given), part, layout, dims)
+        norm = cls(getattr(F, name), whole_parts(name, given), part, layout, dims)
         if not _is_alone(layout):
             check(name, norm.given, layout.shape, part, dims)
             if (balancing := _balancing(layout)) is not None:
@@ -383,13 +382,12 @@ def normalize_by_running(
 
 def check(name: str, given: Settings, shape: Shape, x: Tensor, dims: range) -> None:
     """Raise what torch raises for a tensor of this shape, of the kind of `x`; once for each."""
-    kinds = tuple(
-        (key, (tuple(each.shape), each.dtype) if isinstance(each, Tensor) else each)
+    kinds = [
+        (key, (each.shape, each.dtype) if isinstance(each, Tensor) else each)
         for key, each in given.items()
         if key != "momentum"  # which may be another one with each batch
-    )
-    least = tuple(length if dim in dims else 2 for dim, length in enumerate(shape))
-    _check(name, kinds, shape, least, x.dtype, x.device.type)
+    ]
+    _check(name, tuple(kinds), shape, dims, x.dtype, x.device.type)
 
 
 @lru_cache(maxsize=1024)
@@ -397,11 +395,12 @@ def _check(
     name: str,
     kinds: tuple[tuple[str, Any], ...],
     shape: Shape,
-    least: Shape,
+    dims: range,
     dtype: torch.dtype,
     device: str,
 ) -> None:
     """Let torch say what is wrong with a global shape, and with a dtype on the least shape."""
+    least = tuple(length if dim in dims else 2 for dim, length in enumerate(shape))
     for lengths, where in ((shape, "meta"), (least, device)):
         given = {
             key: torch.ones(each[0], dtype=each[1], device=where)
@@ -424,7 +423,9 @@ def _named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
     What says whether cuDNN is used plays no part.
     """
     given = {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
-    return {key: given[key] for key in defaults}
+    for key in ("cudnn_enabled", "cudnn_enable"):
+        given.pop(key, None)
+    return given
 
 
 @kept_in_job

@@ -21,15 +21,14 @@ from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
     Arguments,
     Settings,
-    check_whole,
     gathered,
     is_split,
     made,
     moved,
     opened,
-    parts,
     rule,
     unsupported,
+    whole_parts,
 )
 from tessel.tensor.tensor import Tensor, move
 from tessel.tensor.use import used
@@ -293,9 +292,7 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_split(layout, last):
         layout = gathered(layout, (last,))
         x = moved(args[0], layout)
-    given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
-    check_whole(name, given)
-    given = parts(given)
+    given = whole_parts(name, dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs)
     weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
     assert weight is not None
     y = torch.nn.functional.linear(x, weight, bias)

@@ -16,7 +16,7 @@ from tessel.boxes import Interval
 from tessel.layout import Layout, Shape
 from tessel.shared import nothing
 from tessel.tensor.rules.convolution import check_dtype, check_numbers
-from tessel.tensor.table import Arguments, check_whole, made, opened, parts, rule
+from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -29,9 +29,7 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.conv_transpose*` with parameters that all workers have."""
-    given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
-    check_whole(name, given)
-    given = parts(given)
+    given = dict(whole_parts(name, dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
     x, layout = opened(args[0])
     weight, bias = given.pop("weight"), given.pop("bias", None)
     check_dtype(x, weight)
