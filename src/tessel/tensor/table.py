@@ -234,11 +234,6 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
     return y
 
 
-def _first_alive(references: list[Any]) -> Any:
-    alive = (each() for each in references)
-    return next((each for each in alive if each is not None), None)
-
-
 def is_copy(x: Any) -> bool:
     """Whether a change of a tensor should change others that are still there, and does not."""
     return isinstance(x, Tensor) and any(each() is not None for each in x._originals)
