@@ -23,7 +23,7 @@ from torch import Tensor
 from values import check_close
 
 import tessel
-from tessel.nn import strips
+from tessel.tensor import strips
 
 ALONE = "nothing exchanged"
 TOLERANCE = 1e-4  # gradients of weights are sums of some hundred thousand numbers in float32

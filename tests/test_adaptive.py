@@ -12,7 +12,7 @@ import torch
 import tessel
 from parity import Case, check_cases, values
 from tessel import Layout
-from tessel.nn import adaptive
+from tessel.tensor.rules import adaptive
 from tessel.testing import count_traffic
 from tessel.windows import AdaptiveWindow
 

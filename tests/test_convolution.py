@@ -630,6 +630,34 @@ def move_a_copy_elsewhere() -> None:
     assert tuple(y.shape) == ((1, 3, 7) if P_y.active else tuple(y.shape))
 
 
+def give_a_large_result_away() -> None:
+    """A part that is large enough for strips, and a worker that only gets a result."""
+    world = tessel.world()
+    P_x, P_y = (
+        world.create_partition_inclusive(ranks).create_cartesian_topology_partition([1, 1, 2, 1])
+        for ranks in ([0, 1], [1, 2])
+    )
+    torch.manual_seed(0)
+    alone = torch.nn.Conv2d(4, 4, 3, padding=1).double()
+    layer = tessel.nn.DistributedConv2d(P_x, 4, 4, 3, padding=1, P_y=P_y).double()
+    layer.load_state_dict(alone.state_dict())
+    x = values((1, 4, 256, 160), 0)
+    source, target = Layout.balanced(P_x, x.shape), Layout.balanced(P_y, x.shape)
+    part = source.local_part(x) if P_x.active else tessel.zero_volume_tensor(dtype=torch.float64)
+    y = layer(part)
+    expected = alone(x)
+    if P_y.active:
+        close("output", y, target.local_part(expected))
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    if P_x.active:
+        close("weight", layer.weight.grad, alone.weight.grad, 1e-10)  # sums of 40960 products
+
+
+def test_a_large_result_may_lie_elsewhere(run: Run) -> None:
+    run(give_a_large_result_away, nprocs=3, timeout=30)
+
+
 PLACES = [((1,), (1, 1, 1)), ((2,), (1, 1, 1)), ((1, 3), (2, 1, 1))]
 
 

@@ -20,6 +20,7 @@ from parity import close, values
 from tessel import Layout, Partition
 from tessel.nn import loss as losses
 from tessel.nn.pooling import DistributedAvgPool1d
+from tessel.tensor.rules import losses as rules
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -630,6 +631,39 @@ def test_messages(
     assert sum(there[0] for there, _ in results) == messages
     assert sum(there[2] for there, _ in results) == sent
     assert all(there[1] == 2 and back == SILENT for there, back in results)
+
+
+def check_classes_that_stay(cases: Sequence[Case]) -> int:
+    """The same where classes that are split are not gathered, however few there are."""
+    before, rules.GATHERED = rules.GATHERED, 0
+    try:
+        return check_cases(cases)
+    finally:
+        rules.GATHERED = before
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_classes_that_stay_where_they_are(run: Run, nprocs: int) -> None:
+    cases = [case for case in all_cases(nprocs) if case.name in OVER_CLASSES and case.grid[1] > 1]
+    cases += [case for case in random_cases(nprocs, 200) if case.name in OVER_CLASSES]
+    counts = run(check_classes_that_stay, cases, nprocs=nprocs, timeout=SECONDS)
+    assert counts == [len(cases)] * nprocs
+
+
+def count_of_many_classes(name: str) -> tuple[int, int]:
+    P = tessel.world().create_cartesian_topology_partition([1, 2])
+    part = values((4, 5000), 0)
+    layer = getattr(losses, f"Distributed{name}")(P)
+    with count_traffic() as traffic:
+        layer(part, torch.tensor([0, 4000, 5000, 9999]))
+    return traffic.bytes_sent, 8 * part.numel()
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("NLLLoss", 1), ("CrossEntropyLoss", 3)])
+def test_many_classes_are_not_gathered(run: Run, name: str, numbers: int) -> None:
+    """Of each sample travel the largest score, the sum and the target's, not the classes."""
+    for sent, gathered in run(count_of_many_classes, name, nprocs=2):
+        assert sent == 4 * 8 * numbers < gathered
 
 
 def lie_otherwise(name: str, reduction: str) -> None:

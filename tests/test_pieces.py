@@ -12,7 +12,7 @@ import torch
 import tessel
 from parity import Case, check_case
 from tessel import Layout
-from tessel.nn import pieces
+from tessel.tensor import pieces
 from tessel.testing import count_memory, count_traffic
 
 Run = Callable[..., list[Any]]

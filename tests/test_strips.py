@@ -13,7 +13,7 @@ import tessel
 from parity import Case, check_case, close, values
 from tessel import Layout
 from tessel.fringe import Fringe, Journey
-from tessel.nn import strips
+from tessel.tensor import strips
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 from tessel.windows import Window
 

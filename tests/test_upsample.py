@@ -16,7 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 import tessel
 from parity import Case, check_cases, values
 from tessel import Layout
-from tessel.nn import DistributedUpsample, upsample
+from tessel.nn import DistributedUpsample
+from tessel.tensor.rules import interpolation
 from tessel.testing import count_traffic
 from tessel.windows import Cubic, Interpolation, Linear, Nearest
 
@@ -320,8 +321,10 @@ def test_values_that_are_not_finite_stay_where_torch_has_them(run: Any) -> None:
 
 def test_positions_on_accelerators_are_in_single_precision() -> None:
     for mode in ("nearest", "nearest-exact"):
-        settings = upsample.Settings(None, 2.7, mode, None, None)
-        (reach,) = upsample.interpolations((1, 1, 9), (1, 1, 24), torch.float64, settings, False)
+        settings = interpolation.Settings(None, 2.7, mode, None, None)
+        (reach,) = interpolation.interpolations(
+            (1, 1, 9), (1, 1, 24), torch.float64, settings, False
+        )
         exact = mode == "nearest-exact"
         assert reach == Nearest(9, 24, 2.7, double=False, exact=exact, shortcut=exact)
 

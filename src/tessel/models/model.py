@@ -10,11 +10,11 @@ from torch import Tensor
 from tessel.agreement import Meeting
 from tessel.graph import eagerly
 from tessel.nn import fusion
-from tessel.nn.layer import Entry, Layer, needs_of
+from tessel.nn.layer import ComputingLayer, Entry, Layer, needs_of
 from tessel.partition import Partition
 
 
-class Model(Layer):
+class Model(ComputingLayer):
     """A layer that holds others: the workers agree once for all of it.
 
     A subclass derives from this and from `torch.nn.Module`, and gives `compute` as layers do.

@@ -14,9 +14,10 @@ from torch import Tensor
 from tessel import transport
 from tessel.layout import Layout, Shape
 from tessel.move import Move
-from tessel.nn.layer import Layer, Result
+from tessel.nn.layer import ComputingLayer, Layer, Result
 from tessel.partition import Partition
 from tessel.shared import equalize, spread
+from tessel.tensor.rules.convolution import check_dtype
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
 
@@ -74,7 +75,7 @@ def _split(
     return Layout.split(partition, shape, axes, shared)
 
 
-class Weighted(Layer):
+class Weighted(ComputingLayer):
     """A layer with a weight and a bias, whole on all workers or in blocks on a grid of them.
 
     Without `P_w` both are shared by all workers of `P_x`, and others store nothing. With it each
@@ -147,13 +148,14 @@ class Weighted(Layer):
             for name, shape in self.whole_shapes().items()
         }
 
+    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
+        if self._group.size == 1:  # who has all of it
+            return self.torch_forward(x, *args, **settings)
+        return super().of_parts(x, layout, *args, **settings)
+
     def check_dtype(self, x: Tensor) -> None:
         """Raise as torch does, also on workers that have nothing to compute."""
-        weight: Tensor = getattr(self, "weight")  # noqa: B009
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise RuntimeError(
-                f"input and weight must have the same dtype, got {x.dtype} and {weight.dtype}"
-            )
+        check_dtype(x, getattr(self, "weight"))  # noqa: B009
 
     def use_parameters(self, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias for use on a worker's own part of the work.
@@ -208,22 +210,6 @@ class Weighted(Layer):
                 if whole is not None and tuple(whole.shape) == layout.shape:
                     state_dict[prefix + name] = layout.local_part(whole)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-
-def check_numbers(
-    kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], padding: Sequence[int]
-) -> None:
-    """Raise for settings that torch rejects only where there are values to convolve."""
-    for what, numbers, least in (
-        ("padding", padding, 0),
-        ("stride", stride, 1),
-        ("dilation", dilation, 1),
-        ("kernel_size", kernel, 1),
-    ):
-        if any(number < least for number in numbers):
-            raise RuntimeError(
-                f"a {what} of at least {least} is needed along each dimension, got {tuple(numbers)}"
-            )
 
 
 @kept_in_job

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape, zero_volume_tensor
-from tessel.nn import functions, fusion  # noqa: F401  (functions enter their rules)
+from tessel.nn import fusion
 from tessel.nn.layer import Entry, Layer, alone, needs_of
 from tessel.nn.replacements import place_regions
 from tessel.partition import Partition

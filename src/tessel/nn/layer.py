@@ -19,7 +19,7 @@ from tessel.numbered import Numbered
 from tessel.partition import Partition
 from tessel.shared import equalize, even
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.table import as_spread, opened, running
+from tessel.tensor.table import as_spread, opened, parts, running
 from tessel.transport import kept_in_job
 
 Entry = tuple[Layout, Terms]
@@ -40,17 +40,13 @@ class Layer(Numbered):
     """A mixin that lets a torch layer work on tensors that are spread over a partition.
 
     A subclass derives from this and from torch's own layer, whose arguments, parameters and
-    `state_dict` it keeps. It gives `compute`, which takes this worker's part and the layout of the
-    whole to this worker's part of the result and its layout. All that `compute` decides about
-    movements it decides by the layout, which is the same on all workers.
-
-    On its own, a layer lets the workers agree on the shapes at each call. Inside of a converted
-    model the model has done so, and the layouts of all tensors are known.
+    `state_dict` it keeps. It is a layout and torch's function: workers agree on the shapes of their
+    parts, which are a spread tensor then, and torch's own layer is called with it. Inside of a
+    converted model tensors are spread already.
     """
 
     P_x: Partition
     is_converted = False  # from torch's layer, in a model
-    compute: Callable[..., Result]  # (this worker's part, the layout of the whole, and arguments)
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # that of torch's own layer
@@ -98,12 +94,31 @@ class Layer(Numbered):
         if model is not None and not isinstance(input, SpreadTensor):
             input = as_spread(input, model)  # inside of a model, what is plain is whole
         if isinstance(input, SpreadTensor):
-            return spread_result(*self.compute(*opened(input), *args, **settings))
+            return self.of_spread(input, *args, **settings)
         if transport.this_worker() not in self._group.workers:
             return self.placeholder(input)
-        x, layout = self._agree(input)
+        return self.of_parts(*self._agree(input), *args, **settings)
+
+    def of_spread(self, x: SpreadTensor, *args: Any, **settings: Any) -> Any:
+        """What the layer makes of a spread tensor."""
+        return self.torch_forward(x, *args, **settings)
+
+    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
+        """This worker's part of the result; one worker alone has all of it."""
+        if self._group.size == 1:
+            return self.torch_forward(x, *args, **settings)
         y, _ = self.compute(x, layout, *args, **settings)
         return y
+
+    def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
+        """This worker's part of the result, and its layout."""
+        if layout.summed is not layout:
+            raise NotImplementedError(
+                f"{type(self).__name__} takes a tensor that is stored once, or as one shared "
+                f"value; got separate copies in {layout}"
+            )
+        y = self.torch_forward(SpreadTensor(x, layout), *args, **settings)
+        return (parts(y), y[0].layout) if isinstance(y, tuple) else opened(y)
 
     def placeholder(self, x: Tensor) -> Any:
         """What a worker gets that takes no part."""
@@ -155,6 +170,24 @@ class Layer(Numbered):
         assert isinstance(self, torch.nn.Module)
         own = super().extra_repr()  # type: ignore[misc]
         return f"{self.P_x}, {own}" if own else f"{self.P_x}"
+
+
+class ComputingLayer(Layer):
+    """A layer that computes with parts in a way of its own.
+
+    It gives `compute`. All that this decides about movements it decides by the layout, which is the
+    same on all workers.
+    """
+
+    def of_spread(self, x: SpreadTensor, *args: Any, **settings: Any) -> Any:
+        return spread_result(*self.compute(*opened(x), *args, **settings))
+
+    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
+        y, _ = self.compute(x, layout, *args, **settings)
+        return y
+
+    def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
+        raise NotImplementedError(f"{type(self).__name__} does not say how it computes")
 
 
 def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from tessel.layout import Layout, Shape
 from tessel.nn.blocks import Weighted
 from tessel.nn.layer import Result
-from tessel.nn.windowed import Windowed, outline
 from tessel.partition import Partition
 from tessel.shared import nothing
+from tessel.tensor.windowed import Windowed, outline
 from tessel.transport import kept_in_job
 from tessel.windows import Groups
 

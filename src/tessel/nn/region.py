@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from tessel.agreement import Meeting, Terms, admit
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
-from tessel.nn import conv_transpose, convolution, upsample
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
     DistributedConvTranspose1d,
@@ -40,15 +39,16 @@ from tessel.nn.norm import (
     DistributedInstanceNorm2d,
     DistributedInstanceNorm3d,
 )
-from tessel.nn.padding import Wrapped, wrapped
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
-from tessel.nn.windowed import Reaches, Windowed, leading, outline
 from tessel.partition import Partition
 from tessel.shared import even, nothing
 from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.padding import Wrapped, wrapped
+from tessel.tensor.rules import convolution, interpolation, norms, transposed
 from tessel.tensor.table import as_spread, opened, running
 from tessel.tensor.use import used
+from tessel.tensor.windowed import Reaches, Windowed, leading, outline
 from tessel.transport import kept_in_job
 from tessel.windows import Mirrored, Reach, Window
 
@@ -358,9 +358,9 @@ class _Convolving(Step):
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         x, padding = _surrounded(x, plan, self.layer.num_dims)
-        return self.layer._convolve(
-            x, *parameters, convolution.Plan((), plan, (), padding), plan.target
-        )
+        weight, bias = parameters
+        settings = self.layer.settings()
+        return convolution.of_read(x, weight, bias, padding, plan.target, settings)
 
 
 def _bordered(
@@ -413,15 +413,16 @@ class _Transposed(Step):
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
         self.layer.check_dtype(x)
         settings = self.layer.settings()
-        outputs = conv_transpose.convolved(shape, settings)
+        outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))
 
     def parameters(self, layout: Layout) -> Parameters:
         return tuple(self.layer.use_parameters(layout))
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        weight, bias = parameters
         settings = self.layer.settings()
-        return self.layer._convolve(x, *parameters, plan, plan.target, settings)
+        return transposed.of_read(x, weight, bias, plan, plan.target, settings)
 
 
 class _Pooling(Step):
@@ -433,11 +434,12 @@ class _Pooling(Step):
                 f"a HaloRegion gives one tensor: {type(self.layer).__name__} with "
                 f"return_indices=True cannot be in it"
             )
-        outputs = self.layer.global_shape(shape, (x.dtype, x.device.type))
-        return outputs, leading(len(shape), self.layer.windows())
+        pool = self.layer.settings()
+        outputs = pool.output_shape(shape, (x.dtype, x.device.type))
+        return outputs, leading(len(shape), pool.windows)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        pooled: Tensor = self.layer._pool(x, plan, self.layer.windows())
+        pooled: Tensor = self.layer.settings().of_read(x, plan)
         return pooled
 
 
@@ -450,15 +452,20 @@ class _Interpolating(Step):
                 "interpolation by area averages over all workers and cannot be in a HaloRegion; "
                 "put it between two regions"
             )
-        settings = self.layer._settings()
-        outputs = upsample._global_shape(shape, x.dtype, settings)
-        reaches = upsample.interpolations(shape, outputs, x.dtype, settings, x.is_cpu)
-        upsample._check_exact(layout, reaches, x, self.layer.mode)
+        settings = self._settings
+        outputs = interpolation.global_shape(shape, x.dtype, settings)
+        reaches = interpolation.interpolations(shape, outputs, x.dtype, settings, x.is_cpu)
+        interpolation.check_exact(layout, reaches, x, settings.mode)
         return outputs, leading(len(shape), reaches)
 
+    @property
+    def _settings(self) -> interpolation.Settings:
+        names = interpolation.Settings._fields
+        return interpolation.Settings.of(*(getattr(self.layer, name) for name in names))
+
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        interpolated: Tensor = self.layer._interpolate(x, plan, plan.reach[2:])
-        return interpolated
+        reaches: Any = plan.reach[2:]
+        return interpolation.of_read(x, plan, reaches, self._settings)
 
 
 class _Normalizing(Step):
@@ -475,12 +482,27 @@ class _Normalizing(Step):
                 f"evaluation; those of the tensor itself would need an exchange between the "
                 f"layers: put it between two regions, or call its eval()"
             )
-        self.layer._check(x, layout.resized(shape))
+        self.layer._check_input_dim(outline(shape))
+        batched = shape if self._channel(shape) == 1 else (1, *shape)
+        norms.check("batch_norm", self._statistics, batched, x, range(1, 2))
         return shape, (None,) * len(shape)
 
+    @property
+    def _statistics(self) -> dict[str, Any]:
+        names = ("running_mean", "running_var", "weight", "bias", "eps")
+        return {name: getattr(self.layer, name) for name in names}
+
+    def _channel(self, shape: Shape) -> int:
+        """The dimension of the channels, which an instance norm may have first."""
+        single = isinstance(self.layer, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+        return 0 if single and len(shape) == self.layer._get_no_batch_dim() else 1
+
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        normalized: Tensor = self.layer.normalize_by_running(x, plan.target)
-        return normalized
+        layer, dim = self.layer, self._channel(tuple(x.shape))
+        dims = range(dim, dim + 1)
+        running = norms.local_running(layer.running_mean, layer.running_var, plan.target, dims)
+        both = norms.local_parameters(layer.weight, layer.bias, plan.target, dims)
+        return norms.normalize_by_running(x, running, *both, layer.eps, dim)
 
 
 class _Padding(Step):

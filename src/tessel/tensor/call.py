@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,20 +12,26 @@ from tessel.tensor import facts
 from tessel.tensor.gathering import gathered, is_random, may_gather, say, shared, without_rule
 from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
+    adaptive,
     attention,
     chance,
+    convolution,
     diagonals,
     distances,
     embedding,
     fourier,
     indexing,
+    interpolation,
     losses,
     masks,
+    norms,
+    pools,
     products,
     recurrent,
     reductions,
     shapes,
     strips,
+    transposed,
 )
 from tessel.tensor.rules.pointwise import is_in_place, is_pointwise, pointwise
 from tessel.tensor.stream import common_number, common_seed
@@ -153,7 +160,8 @@ def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    args, kwargs = _settled(args), _settled(kwargs)
+    if _needs_settling(args) or (kwargs and _needs_settling(kwargs.values())):
+        args, kwargs = _settled(args), _settled(kwargs)
     if kwargs.get("out") is not None:
         return _written(name, func, args, kwargs)
     if name in RULES:
@@ -207,6 +215,20 @@ def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def _partition(args: Arguments, kwargs: Settings) -> Any:
     return next(spread_among(args, kwargs))._layout.partition
+
+
+def _needs_settling(values: Iterable[Any]) -> bool:
+    """Whether a tensor among the arguments is in separate copies, or has no part here."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value._layout.summed is not value._layout or value._layout.is_outside:
+                return True
+        elif isinstance(value, list | tuple):
+            if _needs_settling(value):
+                return True
+        elif isinstance(value, dict) and _needs_settling(value.values()):
+            return True
+    return False
 
 
 def _settled(value: Any) -> Any:

@@ -169,6 +169,16 @@ def check_whole(name: str, *values: Any) -> None:
         raise unsupported(name, "all but its first argument must be whole", *layouts)
 
 
+def whole_parts(name: str, given: Settings) -> Settings:
+    """The same arguments with plain tensors in the places of spread ones, which must be whole."""
+    for each in given.values():
+        if isinstance(each, Tensor):
+            check_whole(name, given)
+            plain: Settings = parts(given)
+            return plain
+    return given
+
+
 def moved(x: Tensor, target: Layout) -> torch.Tensor:
     """The part of a spread tensor in another layout."""
     part = open_part(x)
@@ -226,11 +236,6 @@ def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
         y.__dict__["_kin"] = kin
         y._originals = x._originals
     return y
-
-
-def _first_alive(references: list[Any]) -> Any:
-    alive = (each() for each in references)
-    return next((each for each in alive if each is not None), None)
 
 
 def is_copy(x: Any) -> bool:

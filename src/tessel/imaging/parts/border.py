@@ -12,7 +12,7 @@ from tessel.boxes import Box, Interval, extent
 from tessel.layout import Cut, Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
-from tessel.nn.padding import wrapped
+from tessel.tensor.padding import wrapped
 
 
 class Wrap(LinearOperator):

@@ -8,36 +8,47 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import partial
-from inspect import Signature, signature
-from typing import Any
+import warnings
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from inspect import signature
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn import _reduction
 
-from tessel.layout import Layout
+from tessel.layout import Layout, Shape
+from tessel.shared import total
 from tessel.tensor.rules.batched import batched, holds_anywhere, part_of, whole_of
-from tessel.tensor.rules.pointwise import pointwise
+from tessel.tensor.rules.pointwise import common_layout, fitted
 from tessel.tensor.rules.reductions import filled, without
 from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
+    gathered,
     held_layouts,
     is_split,
     is_whole,
     made,
+    moved,
     opened,
     outlines,
     rule,
+    shared_whole,
     spread_among,
     unsupported,
 )
 from tessel.tensor.tensor import Tensor, move
 from tessel.tensor.use import used
 
-_signatures: dict[str, Signature] = {}
+
+@lru_cache(maxsize=64)
+def _defaults(func: Any) -> Settings:
+    """The arguments of a function in their order, with their default values."""
+    return {name: each.default for name, each in signature(func).parameters.items()}
 
 
 def arguments_of(name: str, func: Any, args: Arguments, kwargs: Settings) -> Settings:
@@ -49,11 +60,8 @@ def arguments_of(name: str, func: Any, args: Arguments, kwargs: Settings) -> Set
             f"others",
             *held_layouts(args, kwargs),
         )
-    if name not in _signatures:
-        _signatures[name] = signature(func)
-    bound = _signatures[name].bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
+    defaults = _defaults(func)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def _reduction_of(given: Settings) -> str:
@@ -75,48 +83,71 @@ def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
 
 # -- of each element ------------------------------------------------------------------------------
 
-_OPERANDS = ("input", "input1", "input2", "target", "weight", "pos_weight")
+_OPERANDS = ("input", "input1", "input2", "target", "weight", "pos_weight", "var")
+_MEAN_OF_WEIGHTS = ("mse_loss", "l1_loss")  # whose mean divides by the sum of the weights
 
 
 @rule(
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
     *("binary_cross_entropy_with_logits", "poisson_nll_loss", "hinge_embedding_loss"),
-    *("soft_margin_loss", "margin_ranking_loss"),
+    *("soft_margin_loss", "margin_ranking_loss", "gaussian_nll_loss"),
     plain=True,
 )
 def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Losses that compare tensors element by element."""
+    """Losses that compare tensors element by element: torch's own of the parts, and their sum."""
     if name == "l1_loss" and "weight" not in kwargs:
         kwargs = {**kwargs, "weight": _weight_of_l1()}
     given = arguments_of(name, func, args, kwargs)
-    outlines(func, tuple(given.values()), {})  # torch's own errors and warnings
+    _check_elements(name, func, given)
     reduction = _reduction_of(given)
-    weight = given.pop("weight", None) if name in ("mse_loss", "l1_loss", "huber_loss") else None
-    operands = {key: value for key, value in given.items() if key in _OPERANDS}
-    settings = {key: value for key, value in given.items() if key not in _OPERANDS}
     if name == "binary_cross_entropy":
-        _check_probabilities(operands["input"])
-    each = partial(_of_parts, func, tuple(operands), settings)
-    loss = pointwise(name, each, tuple(operands.values()), {})
-    if weight is not None:
-        loss = loss * weight
-        if reduction == "mean" and name != "huber_loss":
-            return loss.sum() / weight.sum()
-    if reduction == "batchmean":
-        total = loss.sum()
-        return total / given["input"].shape[0] if given["input"].dim() else total
-    return _reduced(loss, reduction)
-
-
-def _of_parts(func: Any, names: tuple[str, ...], settings: Settings, *parts: Any) -> torch.Tensor:
-    """The losses of the elements of parts; torch warned of different sizes before."""
-    there = [part for part in parts if part is not None]
-    wide = iter(torch.broadcast_tensors(*there))
+        _check_probabilities(given["input"])
+    if name == "gaussian_nll_loss":
+        given["var"] = _variance(given["var"], given["input"])
     operands = {
-        name: None if part is None else next(wide) for name, part in zip(names, parts, strict=True)
+        key: given.pop(key) for key in _OPERANDS if isinstance(given.get(key), torch.Tensor)
     }
-    found: torch.Tensor = func(**operands, **settings, reduction="none")
-    return found
+    layout = common_layout(name, tuple(operands.values()))
+    wide = torch.broadcast_tensors(*(fitted(each, layout) for each in operands.values()))
+    parts = dict(zip(operands, wide, strict=True))
+
+    def measure(reduction: str) -> torch.Tensor:
+        """Torch's own loss of the parts, which it reduces without keeping that of each element."""
+        loss: torch.Tensor = func(**parts, **given, reduction=reduction)
+        return loss
+
+    if reduction == "none":
+        return made(measure("none"), layout)
+    if reduction == "mean" and name in _MEAN_OF_WEIGHTS and "weight" in parts:
+        both = _total(torch.stack([measure("sum"), parts["weight"].sum()]), layout)
+        return _one_number(both[0] / both[1], layout)
+    count, own = prod(layout.shape), prod(layout.local_shape)
+    if reduction == "mean" and own:  # of short numbers a mean holds more than a sum
+        mean = measure("mean")
+        share = widened(mean) * (own / count)
+        return _one_number(_total(share, layout).to(mean.dtype), layout)
+    loss = measure("sum")
+    share = widened(loss)
+    if reduction == "mean":
+        share = share / count
+    elif reduction == "batchmean" and layout.shape:
+        share = share / operands["input"].shape[0]
+    return _one_number(_total(share, layout).to(loss.dtype), layout)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least, in which torch sums short numbers, too."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _total(share: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The sum of what the workers have found of their parts of a tensor in this layout."""
+    return total(share, layout.partition, layout.shared)
+
+
+def _one_number(value: torch.Tensor, layout: Layout) -> Tensor:
+    """A loss, which all workers of a layout share."""
+    return made(value, shared_whole(layout.partition, ()))
 
 
 def _weight_of_l1() -> Any:
@@ -135,70 +166,212 @@ def _weight_of_l1() -> Any:
 
 def _check_probabilities(x: torch.Tensor) -> None:
     """Torch's own error, which a worker with good values would not raise."""
-    if holds_anywhere(~((x >= 0) & (x <= 1))):
+    if not checked.get() and holds_anywhere(~((x >= 0) & (x <= 1))):
         raise RuntimeError("all elements of input should be between 0 and 1")
 
 
-@rule("gaussian_nll_loss", plain=True)
-def gaussian_nll_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """½ (log v + (x - y)² / v), with a variance v for each element or for each row."""
-    given = arguments_of(name, func, args, kwargs)
-    reduction = _reduction_of(given)
-    x, target, var, eps = (given[key] for key in ("input", "target", "var", "eps"))
+def _variance(var: Any, x: torch.Tensor) -> Any:
+    """A variance for each element or for each row, as it is broadcast; a number stays one."""
     if not isinstance(var, torch.Tensor):
-        var = torch.full((), var, dtype=x.dtype, device=x.device).expand(x.shape)
-    if holds_anywhere(var < 0):
+        return var
+    if not checked.get() and holds_anywhere(var < 0):
         raise ValueError("var has negative entry/entries")
     if var.shape != x.shape:
         differ = [n for m, n in zip(x.shape, var.shape, strict=False) if m != n]
         if x.shape[:-1] == var.shape:
-            var = var.unsqueeze(-1)
-        elif x.dim() != var.dim() or sum(differ) != 1:
+            return var.unsqueeze(-1)
+        if x.dim() != var.dim() or sum(differ) != 1:
             raise ValueError("var is of incorrect size")
-    # torch puts the least variance in place of smaller ones behind autograd's back
-    var = torch.where(var < eps, var - var.detach() + eps, var)
-    loss = 0.5 * (torch.log(var) + (x - target) ** 2 / var)
-    if given["full"]:
-        loss = loss + 0.5 * math.log(2 * math.pi)
-    return _reduced(loss, reduction)
+    return var
+
+
+# -- what torch does not take ---------------------------------------------------------------------
+
+# set while values were looked at already, when the workers agreed on their parts
+checked: ContextVar[bool] = ContextVar("checked", default=False)
+_WEIGHTS = ("weight", "pos_weight")
+
+
+class _Kind(NamedTuple):
+    """All of a tensor that torch's errors depend on, but for its values."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool
+
+    def zeros(self, shape: Shape) -> torch.Tensor:
+        found = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return found.requires_grad_() if self.needs_grad else found
+
+    def outline(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+Kinds = tuple[tuple[str, Any], ...]
+
+
+def _kinds(given: Settings) -> Kinds:
+    return tuple(
+        (key, _kind(each) if isinstance(each, torch.Tensor) else each)
+        for key, each in given.items()
+    )
+
+
+def _kind(x: torch.Tensor) -> _Kind:
+    part = x._part if isinstance(x, Tensor) else x
+    shape = x._layout.shape if isinstance(x, Tensor) else tuple(x.shape)
+    return _Kind(shape, part.dtype, part.device.type, part.requires_grad)
+
+
+def _check_elements(name: str, func: Any, given: Settings) -> None:
+    """Let torch say what it does not take, once for each kind of call."""
+    kinds = _kinds(given)
+    sizes = {each.shape for key, each in kinds if isinstance(each, _Kind) and key not in _WEIGHTS}
+    if len(sizes) > 1 and name != "gaussian_nll_loss":  # which looks at values
+        func(**{key: _outlined(each) for key, each in kinds})  # it warns of sizes at every call
+    _check_least(name, func, kinds)
+
+
+@lru_cache(maxsize=1024)
+def _check_least(name: str, func: Any, kinds: Kinds) -> None:
+    """The same for the least tensors of these kinds; of the whole ones nothing is computed."""
+    is_weighted = name in ("mse_loss", "l1_loss", "huber_loss")  # by weights of the input's shape
+    ones = {
+        key: () if key in _WEIGHTS and not is_weighted else (1,) * len(each.shape)
+        for key, each in kinds
+        if isinstance(each, _Kind)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        func(**{key: each.zeros(ones[key]) if key in ones else each for key, each in kinds})
+        if is_weighted:
+            func(**{key: _outlined(each) for key, each in kinds})
+    for key, each in kinds:
+        if key in _WEIGHTS and each is not None and not is_weighted:
+            _check_broadcast(each.shape, dict(kinds)["input"].shape)
+
+
+def _outlined(value: Any) -> Any:
+    return value.outline() if isinstance(value, _Kind) else value
+
+
+def _check_broadcast(weight: Shape, shape: Shape) -> None:
+    """Raise torch's error if a weight cannot be broadcast to this shape."""
+    value = torch.zeros(())
+    result = tuple(torch.broadcast_tensors(value.expand(shape), value.expand(weight))[0].shape)
+    if result != shape:
+        raise RuntimeError(
+            f"output with shape {list(shape)} doesn't match the broadcast shape {list(result)}"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _check_classes(func: Any, dim: int, kinds: Kinds) -> None:
+    """The same for losses of classes: of one sample with all classes, then of all shapes."""
+    given = dict(kinds)
+    x, target = given["input"], given["target"]
+    row = tuple(length if d == dim else 1 for d, length in enumerate(x.shape))
+    is_probable = len(target.shape) == len(x.shape)
+    weight = given["weight"]
+    least = {
+        "input": x.zeros(row),
+        "target": target.zeros(row if is_probable else (1,) * len(target.shape)),
+        "weight": None if weight is None else weight.zeros(weight.shape),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        func(**given | least)
+        func(**{key: _outlined(each) for key, each in kinds})
 
 
 # -- of classes -----------------------------------------------------------------------------------
 
+GATHERED = 1 << 16  # bytes of scores of classes that go to all workers: one message is quicker
+
 
 @rule("nll_loss", "cross_entropy", plain=True)
 def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The log-probability of each target; classes may be split, and are for `cross_entropy` logits.
+    """The log-probability of each target; for `cross_entropy`, of scores.
 
     Forward:  ℓ_n = -w[y_n] x[n, y_n], where x are log-probabilities.
+
+    Each worker computes, by torch's own function, the losses of samples of which it has all
+    classes. Classes that are split are gathered if they are few; else they stay where they are.
     """
     given = arguments_of(name, func, args, kwargs)
-    outlines(func, tuple(given.values()), {})
+    given["weight"] = weight = whole_of(given["weight"])
+    dim = 0 if given["input"].dim() == 1 else 1
+    _check_classes(func, dim, _kinds(given))
     reduction = _reduction_of(given)
-    x, target, weight = given["input"], given["target"], whole_of(given["weight"])
-    dim = 0 if x.dim() == 1 else 1
-    x = _beside(x, target, dim)
-    smoothing = given.get("label_smoothing", 0.0)
+    target = given.pop("target")
+    x = _beside(given.pop("input"), target, dim)
+    layout = x._layout
+    is_probable = name == "cross_entropy" and x.shape == target.shape
+    if not is_probable:
+        _check_targets(target, layout.shape[dim], given["ignore_index"])
+    if is_split(layout, dim):
+        if prod(layout.shape) * x.element_size() > GATHERED:
+            return _of_split_classes(name, x, target, dim, given, reduction)
+        layout = gathered(layout, (dim,))
+    _, samples = without(layout, (dim,), False)
+    part, chosen = moved(x, layout), part_of(target, layout if is_probable else samples)
+    if weight is not None and weight.requires_grad:
+        given["weight"] = used(weight, samples)
+    each = func(part, chosen, **given, reduction="none")
+    if reduction == "none":
+        return made(each, samples)
+    share = widened(each).sum()
+    if reduction == "mean" and is_probable:
+        share = share / prod(samples.shape)
+    elif reduction == "mean":
+        counted = _weight_of(chosen, weight, given["ignore_index"])
+        both = _total(torch.stack([share, counted.to(share)]), samples)
+        return _one_number((both[0] / both[1]).to(each.dtype), samples)
+    return _one_number(_total(share, samples).to(each.dtype), samples)
+
+
+def _check_targets(target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise on all workers if one has a target that is no class."""
+    if checked.get():
+        return
+    part = target._part if isinstance(target, Tensor) else target
+    wrong = ((part < 0) | (part >= num_classes)) & (part != ignore_index)
+    if holds_anywhere(made(wrong, target._layout) if isinstance(target, Tensor) else wrong):
+        raise IndexError(
+            f"a target is out of bounds: it is none of the {num_classes} classes and not "
+            f"ignore_index, {ignore_index}"
+        )
+
+
+def _weight_of(target: torch.Tensor, weight: torch.Tensor | None, ignore: int) -> torch.Tensor:
+    """The weight of all samples of this worker that count, which a mean divides by."""
+    counts = target != ignore
+    if weight is None:
+        return counts.sum()
+    each = weight.detach()[torch.where(counts, target, 0).long()]
+    return widened(torch.where(counts, each, 0)).sum()
+
+
+def _of_split_classes(
+    name: str, x: Tensor, target: torch.Tensor, dim: int, given: Settings, reduction: str
+) -> Any:
+    """The same where no worker has all classes: a few numbers of each sample travel."""
+    weight, smoothing = given["weight"], given.get("label_smoothing", 0.0)
     if name == "cross_entropy":
         if x.shape == target.shape:
             return _of_probabilities(x, target, weight, dim, smoothing, reduction)
-        x = x.log_softmax(dim)
+        x = as_spread(x.log_softmax(dim), x._layout.partition)
+    target = target.long()
     ignored = target == given["ignore_index"]
-    num_classes = x.shape[dim]
-    if holds_anywhere(((target < 0) | (target >= num_classes)) & ~ignored):
-        raise IndexError(
-            f"a target is out of bounds: it is none of the {num_classes} classes and not "
-            f"ignore_index, {given['ignore_index']}"
-        )
     factors = ~ignored if weight is None else torch.where(ignored, 0, _looked_up(weight, target))
     losses = torch.where(ignored, 0, -_picked(x, target, dim))
     losses = losses if weight is None else losses * factors
-    if not smoothing:
-        return losses.sum() / factors.sum() if reduction == "mean" else _reduced(losses, reduction)
-    smooth = -(x if weight is None else x * _along(weight, x, dim)).sum(dim)
-    smooth = torch.where(ignored, 0, smooth)
-    loss = losses * (1 - smoothing) + smooth * (smoothing / num_classes)
-    return loss.sum() / factors.sum() if reduction == "mean" else _reduced(loss, reduction)
+    if smoothing:
+        smooth = -(x if weight is None else x * _along(weight, x, dim)).sum(dim)
+        smooth = torch.where(ignored, 0, smooth)
+        losses = losses * (1 - smoothing) + smooth * (smoothing / x.shape[dim])
+    return losses.sum() / factors.sum() if reduction == "mean" else _reduced(losses, reduction)
 
 
 def _beside(x: torch.Tensor, target: torch.Tensor, dim: int) -> Tensor:

@@ -18,7 +18,20 @@ import torch
 from tessel.layout import Cut, Layout, Shape
 from tessel.partition import Partition
 from tessel.tensor.rules.reductions import argument
-from tessel.tensor.table import Arguments, Settings, made, moved, rule, unsupported
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    gathered,
+    held_layouts,
+    is_split,
+    is_whole,
+    made,
+    moved,
+    opened,
+    parts,
+    rule,
+    unsupported,
+)
 from tessel.tensor.tensor import Tensor, move
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
@@ -264,7 +277,7 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return found if beta == 0 else found + (x if beta == 1 else beta * x)
 
 
-def linear_in_parts(
+def _linear_in_parts(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y[…, o] = Σ w[o, i] x[…, i] + bias[o] of a weight in parts: of its rows, or of its columns.
@@ -286,3 +299,30 @@ def bilinear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     weight, bias = argument(args, kwargs, 2, "weight"), argument(args, kwargs, 3, "bias")
     y = torch.einsum("...i,oij,...j->...o", a, weight, b)
     return y if bias is None else y + bias
+
+
+@rule("linear")
+def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """All features of a row on one worker; those who have the same row do the same."""
+    given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
+    if not all(map(is_whole, held_layouts(given))):
+        return _linear_in_parts(args[0], **given)
+    x, layout = opened(args[0])
+    last = len(layout.shape) - 1
+    if is_split(layout, last):
+        layout = gathered(layout, (last,))
+        x = moved(args[0], layout)
+    given = parts(given)
+    weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
+    assert weight is not None
+    y = torch.nn.functional.linear(x, weight, bias)
+    return made(y, _with_last(layout, weight.shape[:-1]))
+
+
+def _with_last(layout: Layout, last: tuple[int, ...]) -> Layout:
+    """The layout of rows that have another last dimension, or none, if the weight is a vector."""
+    kept = layout.resized((*layout.shape[:-1], *last, *[1] * (1 - len(last))))
+    cuts = (*layout.cuts[:-1], *kept.cuts[-1:])[: len(layout.shape) - 1 + len(last)]
+    shape = kept.shape[: len(cuts)]
+    lost = () if last else layout.cuts[-1].axes
+    return Layout(layout.partition, shape, cuts, tuple(sorted({*layout.shared, *lost})))

@@ -18,8 +18,8 @@ from torch import Tensor
 from tessel.boxes import Interval, overlap
 from tessel.fringe import Fringe, Journey, Strip
 from tessel.layout import Layout
-from tessel.nn.windowed import Windowed
 from tessel.shared import nothing
+from tessel.tensor.windowed import Windowed
 from tessel.transport import kept_in_job
 from tessel.windows import Reach, Window
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from tessel.boxes import Interval, overlap
 from tessel.fringe import Fringe, Strip
 from tessel.layout import Layout
-from tessel.nn.windowed import Windowed
 from tessel.shared import nothing
+from tessel.tensor.windowed import Windowed
 from tessel.transport import kept_in_job
 from tessel.windows import Window
 

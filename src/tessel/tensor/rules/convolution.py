@@ -1,0 +1,368 @@
+"""Convolutions: each worker fetches what its outputs read, and torch convolves that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.boxes import Interval
+from tessel.layout import Layout, Shape
+from tessel.shared import nothing
+from tessel.tensor import strips
+from tessel.tensor.padding import Wrapped, wrapped
+from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
+from tessel.tensor.use import used
+from tessel.tensor.windowed import Windowed, outline, tuple_of
+from tessel.transport import kept_in_job
+from tessel.windows import Groups, Mirrored, Reach, Window
+
+Numbers = tuple[int, ...]
+Widths = tuple[Interval, ...]  # how much is put before and behind each dimension
+_CONVOLUTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.conv*` with parameters that all workers have."""
+    given = dict(whole_parts(name, dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
+    x, layout = opened(args[0])
+    weight, bias = given.pop("weight"), given.pop("bias", None)
+    check_dtype(x, weight)
+    settings = settings_of(tuple(weight.shape), **{k: _hashable(v) for k, v in given.items()})
+    shared = used(weight, layout), used(bias, layout)
+    return made(*convolve_parts(x, layout, *shared, settings))  # type: ignore[arg-type]
+
+
+_ARGUMENTS = ("weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def check_dtype(x: Tensor, weight: Tensor) -> None:
+    """Raise as torch does, also on workers that have nothing to compute."""
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise RuntimeError(
+            f"input and weight must have the same dtype, got {x.dtype} and {weight.dtype}"
+        )
+
+
+def check_numbers(
+    kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], padding: Sequence[int]
+) -> None:
+    """Raise for settings that torch rejects only where there are values to convolve."""
+    for what, numbers, least in (
+        ("padding", padding, 0),
+        ("stride", stride, 1),
+        ("dilation", dilation, 1),
+        ("kernel_size", kernel, 1),
+    ):
+        if any(number < least for number in numbers):
+            raise RuntimeError(
+                f"a {what} of at least {least} is needed along each dimension, got {tuple(numbers)}"
+            )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a convolution is, but for the values of its weight."""
+
+    weight: Shape  # (outputs, inputs of a group, *kernel)
+    stride: Numbers
+    dilation: Numbers
+    widths: Widths
+    mode: str
+    groups: int
+
+    @property
+    def num_dims(self) -> int:
+        return len(self.stride)
+
+    @cached_property
+    def channels(self) -> Groups:
+        return Groups(self.groups, self.weight[1] * self.groups, self.weight[0])
+
+    def windows(self, before: Numbers) -> tuple[Window, ...]:
+        each = zip(self.weight[2:], self.stride, self.dilation, before, strict=True)
+        return tuple(Window(*numbers) for numbers in each)
+
+
+@lru_cache(maxsize=1024)
+def settings_of(
+    weight: Shape,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    mode: str = "zeros",
+) -> Settings:
+    """The settings that torch's arguments say, for a weight of this shape."""
+    D = len(weight) - 2
+    dilations = tuple_of(dilation, D)
+    if padding == "valid":
+        widths: Widths = ((0, 0),) * D
+    elif padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilations, weight[2:], strict=True)]
+        widths = tuple((total // 2, total - total // 2) for total in totals)
+    else:
+        widths = tuple((p, p) for p in tuple_of(padding, D))
+    return Settings(weight, tuple_of(stride, D), dilations, widths, mode, groups)
+
+
+@lru_cache(maxsize=1024)
+def convolved(shape: Shape, settings: Settings) -> Shape:
+    """The shape of the whole output; torch's own error if there is none."""
+    x = outline(shape)
+    widths = [width for pair in reversed(settings.widths) for width in pair]
+    if settings.mode != "zeros" and any(width < 0 for width in widths):
+        raise NotImplementedError(
+            f"a negative padding, which cuts off the tensor, is not supported: "
+            f"got {settings.widths}"
+        )
+    check_numbers(settings.weight[2:], settings.stride, settings.dilation, widths)
+    if any(widths):
+        x = F.pad(x, widths, "constant" if settings.mode == "zeros" else settings.mode)
+    channel = len(shape) - settings.num_dims - 1
+    if channel in (0, 1) and shape[channel] != settings.channels.inputs:
+        raise RuntimeError(
+            f"Given groups={settings.groups}, weight of size {list(settings.weight)}, expected "
+            f"input{list(shape)} to have {settings.channels.inputs} channels, but got "
+            f"{shape[channel]} channels instead"
+        )
+    convolve = _CONVOLUTIONS[settings.num_dims - 1]
+    weight = outline(settings.weight)
+    y = convolve(x, weight, None, settings.stride, 0, settings.dilation, settings.groups)
+    return tuple(y.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a worker comes from its part of the input to its part of the output.
+
+    Attributes:
+        wraps: first, dimensions that wrap around are continued.
+        windowed: then every worker fetches what its windows read; zeros beyond the border of a
+            dimension that is split come along.
+        places: then dimensions that are mirrored at the border are put in this order, if any.
+        padding: then torch pads the dimensions that are whole, and convolves.
+    """
+
+    wraps: tuple[Wrapped, ...]
+    windowed: Windowed
+    places: tuple[tuple[int, Numbers], ...]
+    padding: Numbers
+
+    def fetch(self, x: Tensor) -> Tensor:
+        """What this worker convolves."""
+        for wrap in self.wraps:
+            x = wrap.apply(x)
+        x = self.windowed.fetch(x)
+        for dim, places in self.places:
+            x = x.index_select(dim, torch.tensor(places, device=x.device))
+        return x
+
+
+@kept_in_job
+def planned(source: Layout, target: Layout, channels: Groups | None, settings: Settings) -> Plan:
+    """The plan for outputs in the layout `target`.
+
+    Args:
+        source: where the input lies.
+        target: where the outputs are computed.
+        channels: which inputs an output reads; if None, `target` says it of the inputs.
+        settings: of the convolution.
+    """
+    D = settings.num_dims
+    first = len(source.shape) - D
+    split = [len(cut.intervals) > 1 for cut in target.cuts[first:]]
+    wraps: list[Wrapped] = []
+    padding, before, after, kept = [0] * D, [0] * D, [0] * D, [0] * D
+    for d, (left, right) in enumerate(settings.widths):
+        if settings.mode == "circular" and left + right > 0:
+            wraps.append(wrapped(source, first + d, left, right))
+            source = wraps[-1].target
+        elif settings.mode in ("reflect", "replicate"):
+            kept[d] = left
+        elif left == right and not split[d]:
+            padding[d] = kept[d] = left
+        else:
+            before[d], after[d] = left, right
+    none = [0] * first
+    source = source.embedded([*none, *before], [*none, *after])
+    windows: list[Reach] = list(settings.windows(tuple(kept)))
+    if settings.mode in ("reflect", "replicate"):
+        lengths = source.shape[first:]
+        windows = [
+            Mirrored(window, length, settings.mode)  # type: ignore[arg-type]
+            for window, length in zip(windows, lengths, strict=True)
+        ]
+    reach = (*([None] * (first - 1)), channels, *windows)
+    plan = Windowed(source, target, reach)
+    return Plan(tuple(wraps), plan, _places(plan), tuple(padding))
+
+
+def _places(plan: Windowed) -> tuple[tuple[int, Numbers], ...]:
+    """For mirrored dimensions of which this worker sees the border: in which order they come."""
+    outputs, inputs = plan.target.box(), plan.read.box()
+    if outputs is None or inputs is None:
+        return ()
+    found = []
+    for dim, (reach, part, (start, stop)) in enumerate(
+        zip(plan.reach, outputs, inputs, strict=True)
+    ):
+        if isinstance(reach, Mirrored) and part[0] < part[1]:
+            places = tuple(index - start for index in reach.places(part))
+            if places != tuple(range(stop - start)):
+                found.append((dim, places))
+    return tuple(found)
+
+
+def convolve_parts(
+    x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: Settings
+) -> tuple[Tensor, Layout]:
+    """This worker's part of the result, and its layout.
+
+    Args:
+        x: this worker's part of the input.
+        layout: of the input.
+        weight: whole, for use on this part.
+        bias: the same.
+        settings: of the convolution.
+    """
+    shape = convolved(layout.shape, settings)
+    target = layout.resized(shape)
+    channel = len(shape) - settings.num_dims - 1
+    if _is_whole(layout, channel) and layout.cuts[0] == target.cuts[0]:
+        return _of_whole(x, weight, bias, settings), target
+    y = _by_strips(x, layout, target, weight, bias, settings)
+    if y is None:
+        plan = planned(layout, target, settings.channels, settings)
+        y = of_read(plan.fetch(x), weight, bias, plan.padding, target, settings)
+    return y, target
+
+
+def _is_whole(layout: Layout, first: int) -> bool:
+    """Whether no dimension from `first` on is split."""
+    return all(len(cut.intervals) == 1 for cut in layout.cuts[first:])
+
+
+def _of_whole(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+    """Torch's own convolution of samples that a worker has whole."""
+    widths, padding = settings.widths, tuple(before for before, _ in settings.widths)
+    if settings.mode != "zeros" or any(before != after for before, after in widths):
+        mode = "constant" if settings.mode == "zeros" else settings.mode
+        x = F.pad(x, [width for pair in reversed(widths) for width in pair], mode)
+        padding = (0,) * len(widths)
+    return _convolved(x, weight, bias, padding, settings)
+
+
+def _convolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Numbers,
+    settings: Settings,
+    groups: int | None = None,
+) -> Tensor:
+    y: Tensor = _CONVOLUTIONS[settings.num_dims - 1](
+        x,
+        weight,
+        bias,
+        settings.stride,
+        padding,
+        settings.dilation,
+        settings.groups if groups is None else groups,
+    )
+    return y
+
+
+def _by_strips(
+    x: Tensor,
+    layout: Layout,
+    target: Layout,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: Settings,
+) -> Tensor | None:
+    """This worker's outputs without a copy of its inputs, if that is possible and quicker."""
+    widths = settings.widths
+    if settings.mode != "zeros" or any(before != after for before, after in widths):
+        return None
+    windows = settings.windows(tuple(before for before, _ in widths))
+    least = strips.LEAST_VALUES and max(
+        strips.LEAST_VALUES, strips.LEAST_RATIO * prod(settings.weight)
+    )
+    plan = strips.stripped(layout, target, windows, least, strips.LARGEST_SHARE)
+    if plan is None:
+        return None
+
+    def of_part(part: Tensor, padding: Numbers) -> Tensor:
+        return _convolved(part, weight, bias, padding, settings)
+
+    def of_strip(strip: Tensor, padding: Numbers, dim: int, taps: Interval) -> Tensor:
+        some = weight.narrow(dim, taps[0], taps[1] - taps[0])
+        if settings.num_dims > 1 and strip.shape[dim] == some.shape[dim] == 1:
+            return _convolve_flat(strip, some, padding, dim, settings)
+        return _convolved(strip, some, None, padding, settings)
+
+    return plan.apply(x, of_part, of_strip)
+
+
+def _convolve_flat(
+    x: Tensor, weight: Tensor, padding: Numbers, dim: int, settings: Settings
+) -> Tensor:
+    """The convolution of one layer with one: quicker with a dimension less."""
+    place = settings.num_dims + dim
+    stride, padding, dilation = (
+        (*each[:place], *each[place + 1 :])
+        for each in (settings.stride, padding, settings.dilation)
+    )
+    convolve = _CONVOLUTIONS[settings.num_dims - 2]
+    flat = x.squeeze(dim), weight.squeeze(dim)
+    y: Tensor = convolve(*flat, None, stride, padding, dilation, settings.groups)
+    return y.unsqueeze(dim)
+
+
+def of_read(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Numbers,
+    target: Layout,
+    settings: Settings,
+    in_blocks: bool = False,
+) -> Tensor:
+    """This worker's outputs from exactly what they read: those of whole groups, of these its own.
+
+    Args:
+        x: what the outputs read.
+        weight: whole, or the block of this worker's outputs and inputs.
+        bias: the same.
+        padding: zeros around `x`.
+        target: how the outputs lie.
+        settings: of the convolution.
+        in_blocks: whether the parameters are blocks.
+    """
+    D = settings.num_dims
+    if 0 in target.local_shape or 0 in x.shape:  # outputs that read no inputs
+        y = nothing(target.local_shape, x, weight, bias)
+        return y if bias is None or 0 in y.shape else y + bias.reshape(-1, *[1] * D)
+    box = target.box()
+    assert box is not None
+    channels, own = settings.channels, box[-D - 1]
+    first, stop = channels.touched(own)
+    origin = own[0] if in_blocks else first * channels.size
+    if not in_blocks and stop - first < channels.groups:
+        rows = slice(origin, stop * channels.size)
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    y = _convolved(x, weight, bias, padding, settings, stop - first)
+    length = own[1] - own[0]
+    return y if y.shape[-D - 1] == length else y.narrow(-D - 1, own[0] - origin, length)

@@ -1,0 +1,292 @@
+"""Interpolation: values between those of a tensor, by the nearest, a linear or a cubic rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.boxes import Interval, shift
+from tessel.layout import Layout, Shape
+from tessel.shared import nothing
+from tessel.tensor.rules.adaptive import average
+from tessel.tensor.table import Arguments, made, opened, rule, unsupported
+from tessel.tensor.windowed import Windowed, leading, outline, windowed
+from tessel.windows import Cubic, Interpolation, Linear, Nearest
+
+Taps = tuple[tuple[Tensor, Tensor | None], ...]  # indices and weights; none if all are 1
+_REDUCED = (torch.float16, torch.bfloat16)
+_NEAREST = ("nearest", "nearest-exact")
+_SMALL = 128  # up to this sum of lengths torch takes other kernels for the nearest in 2 dimensions
+
+
+class Settings(NamedTuple):
+    """The arguments of `torch.nn.functional.interpolate`."""
+
+    size: Any
+    scale_factor: Any
+    mode: str
+    align_corners: bool | None
+    recompute_scale_factor: bool | None
+
+    @classmethod
+    def of(
+        cls,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+        recompute_scale_factor: bool | None = None,
+    ) -> Settings:
+        """Sequences as something that can be hashed, and factors as torch's layer has them."""
+        if isinstance(scale_factor, list | tuple):
+            factor: Any = tuple(map(float, scale_factor))
+        else:
+            factor = None if scale_factor is None else float(scale_factor)
+        size = tuple(size) if isinstance(size, list) else size
+        return cls(size, factor, mode, align_corners, recompute_scale_factor)
+
+    def scales(self, num_dims: int) -> Sequence[float | None]:
+        """How much longer the output is said to be along each dimension, if it is said."""
+        if self.scale_factor is None or self.recompute_scale_factor:
+            return [None] * num_dims
+        given = self.scale_factor
+        return given if isinstance(given, tuple) else [given] * num_dims
+
+
+@rule("interpolate", "upsample")
+def interpolate(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.interpolate`, each worker what its outputs read."""
+    x, layout = opened(args[0])
+    given = dict(zip((*Settings._fields, "antialias"), args[1:], strict=False)) | kwargs
+    if given.pop("antialias", False):
+        raise unsupported(name, "antialias is not known", layout)
+    settings = Settings.of(**given)
+    shape = global_shape(layout.shape, x.dtype, settings)
+    if settings.mode == "area":
+        return made(*average(x, layout, shape, len(shape) - 2))
+    reaches = interpolations(layout.shape, shape, x.dtype, settings, x.is_cpu)
+    check_exact(layout, reaches, x, settings.mode)
+    plan = windowed(layout, shape, leading(len(shape), reaches))
+    return made(of_read(plan.fetch(x), plan, reaches, settings), plan.target)
+
+
+def of_read(
+    x: Tensor, plan: Windowed, reaches: tuple[Interpolation, ...], settings: Settings
+) -> Tensor:
+    """This worker's outputs from exactly what they read."""
+    held, outputs = plan.read.local_shape, plan.target.local_shape
+    if not math.prod(outputs):
+        return nothing(outputs, x)
+    if held[2:] == plan.source.shape[2:] and outputs[2:] == plan.target.shape[2:]:
+        return _interpolated(x, settings)
+    box, read = plan.target.box(), plan.read.box()
+    assert box is not None and read is not None
+    lines = _lines(reaches, read[2:], box[2:])
+    dtype = x.dtype
+    # by tables where the positions are no others, then by torch's own function
+    if any(line.length is None for line in lines):
+        x = _by_tables(x.float() if dtype in _REDUCED else x, lines)
+    if not all(line.stays for line in lines):
+        x = _extended(x, lines, settings)
+    return x.to(dtype)
+
+
+def _extended(x: Tensor, lines: tuple[Line, ...], settings: Settings) -> Tensor:
+    """All lines that torch's own function can make longer or shorter; the others stay."""
+    mode = settings.mode
+    corners = None if mode in _NEAREST else settings.align_corners
+    if any(line.scale is not None for line in lines):
+        scales = tuple(1.0 if line.scale is None else line.scale for line in lines)
+        y = F.interpolate(x, None, scales, mode, corners)
+    else:
+        sizes = [line.length or have for line, have in zip(lines, x.shape[2:], strict=True)]
+        y = F.interpolate(x, sizes, None, mode, corners)
+    return y[(slice(None), slice(None), *(line.wanted for line in lines))]
+
+
+@lru_cache(maxsize=1024)
+def global_shape(shape: Shape, dtype: torch.dtype, settings: Settings) -> Shape:
+    """The shape of the whole output; torch's own error if there is none."""
+    if dtype not in (torch.float32, torch.float64):  # whether torch knows it shows only on values
+        ones = torch.ones((1, 1, *(2 for _ in shape[2:])), dtype=dtype)
+        F.interpolate(ones, scale_factor=2.0, mode=settings.mode)
+    x = outline(shape) if math.prod(shape) else torch.empty(shape)  # whose errors say more
+    return tuple(_interpolated(x, settings).shape)
+
+
+def _interpolated(x: Tensor, settings: Settings) -> Tensor:
+    size, factor, mode, corners, recompute = settings
+    return F.interpolate(x, size, factor, mode, corners, recompute)
+
+
+def check_exact(layout: Layout, reaches: tuple[Interpolation, ...], x: Tensor, mode: str) -> None:
+    """Raise for what torch computes by rules of its own, if a split dimension would need them."""
+    if mode in _NEAREST or all(len(cut.intervals) == 1 for cut in layout.cuts[2:]):
+        return
+    if not x.is_floating_point():
+        raise NotImplementedError(
+            f"interpolation of {x.dtype} in the mode {mode!r} along split dimensions is not "
+            f"supported, got {layout}; convert the tensor to torch.float32, or split its first two "
+            f"dimensions only"
+        )
+    if not x.is_cpu and any(_ignores_scale(reach) for reach in reaches):
+        raise NotImplementedError(
+            f"a scale other than 1 between equal lengths in the mode {mode!r} along split "
+            f"dimensions is not supported on {x.device.type}, where torch ignores it at times, got "
+            f"{layout}; pass the size, or recompute_scale_factor=True"
+        )
+
+
+def _ignores_scale(reach: Interpolation) -> bool:
+    return reach.inputs == reach.outputs and reach.scale not in (None, 1.0)
+
+
+@lru_cache(maxsize=1024)
+def interpolations(
+    inputs: Shape, outputs: Shape, dtype: torch.dtype, settings: Settings, on_cpu: bool = True
+) -> tuple[Interpolation, ...]:
+    """How each dimension after the first two is read, for these global shapes.
+
+    Torch has several kernels for the nearest value, which compute positions differently; on a CPU
+    this takes that of contiguous tensors.
+    """
+    double = dtype == torch.float64
+    scales = settings.scales(len(outputs) - 2)
+    each = list(zip(inputs[2:], outputs[2:], scales, strict=True))
+    if settings.mode in _NEAREST:
+        exact = settings.mode == "nearest-exact"
+        small = len(outputs) == 4 and sum(outputs[2:]) <= _SMALL
+        wide, shortcut = (double and not small, small) if on_cpu else (False, exact)
+        return tuple(Nearest(*numbers, wide, exact, shortcut) for numbers in each)
+    rule = Cubic if settings.mode == "bicubic" else Linear
+    return tuple(rule(*numbers, double, bool(settings.align_corners)) for numbers in each)
+
+
+@dataclass(frozen=True)
+class Line:
+    """How a worker interpolates along one dimension.
+
+    Attributes:
+        reach: the rule, in the whole tensor.
+        read: the inputs that the worker has.
+        outputs: those that it shall have.
+        length: how long torch's own function, on these inputs, must make them so that its positions
+            are those in the whole tensor but for a shift; None if there is no such length.
+        scale: the scale to give to that function, where the length would not say it.
+        skipped: how many outputs too many that function gives before those.
+    """
+
+    reach: Interpolation
+    read: Interval
+    outputs: Interval
+    length: int | None = None
+    scale: float | None = None
+    skipped: int = 0
+
+    @property
+    def stays(self) -> bool:
+        """Whether torch's own function has nothing to do; the cubic one always has."""
+        same = self.length == self.read[1] - self.read[0] and not isinstance(self.reach, Cubic)
+        return self.length is None or same
+
+    @property
+    def wanted(self) -> slice:
+        """Where the outputs lie in what torch's own function gives."""
+        start, stop = self.outputs
+        return slice(self.skipped, self.skipped + stop - start)
+
+
+@lru_cache(maxsize=1024)
+def _lines(
+    reaches: tuple[Interpolation, ...], read: tuple[Interval, ...], box: tuple[Interval, ...]
+) -> tuple[Line, ...]:
+    lines = tuple(_line(*each) for each in zip(reaches, read, box, strict=True))
+    cubic = any(isinstance(reach, Cubic) for reach in reaches)
+    if cubic and any(line.length is None for line in lines):  # one that stays would be read again
+        return tuple(Line(line.reach, line.read, line.outputs) for line in lines)
+    return lines
+
+
+def _line(reach: Interpolation, read: Interval, outputs: Interval) -> Line:
+    length = read[1] - read[0]
+    factor = reach.outputs // reach.inputs
+    if factor * reach.inputs < reach.outputs or not _shifts(reach, factor, read, outputs):
+        whole = read == (0, reach.inputs) and outputs == (0, reach.outputs)
+        if whole and not isinstance(reach, Nearest):
+            return Line(reach, read, outputs, reach.outputs, reach.scale)
+        return Line(reach, read, outputs)
+    scale = None if reach.scale is None else float(factor)
+    return Line(reach, read, outputs, factor * length, scale, outputs[0] - factor * read[0])
+
+
+def _shifts(reach: Interpolation, factor: int, read: Interval, outputs: Interval) -> bool:
+    """Whether a part that becomes `factor` times as long has the positions of the whole."""
+    if reach.scale not in (None, factor):
+        return False
+    if not isinstance(reach, Nearest):
+        return not getattr(reach, "align_corners", False)
+    length = read[1] - read[0]  # no position may fall to another side by rounding, here or there
+    local = [Nearest(length, factor * length, None, wide, reach.exact) for wide in (True, False)]
+    return all(
+        np.array_equal(each.table[0][0, slice(*part)], np.arange(*part) // factor)
+        for each, part in [(reach, outputs), *((each, (0, each.outputs)) for each in local)]
+    )
+
+
+def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
+    """The lines that torch's own function cannot do: those first that become shorter.
+
+    Of others the last, whose values lie beside each other, for then there are fewest of them.
+    """
+    each = [(dim, line) for dim, line in enumerate(lines, 2) if line.length is None]
+    each.sort(key=lambda entry: (entry[1].reach.outputs / entry[1].reach.inputs, -entry[0]))
+    for dim, line in each:
+        taps = _taps(line.reach, line.outputs, line.read, x.dtype, x.device)
+        if taps:
+            x = _weighted(x, dim, taps)
+    return x
+
+
+@lru_cache(maxsize=1024)
+def _taps(
+    reach: Interpolation,
+    outputs: Interval,
+    read: Interval,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Taps:
+    """What the outputs read of a tensor that holds `read`; nothing if it is that tensor itself."""
+    indices, weights = (each[:, slice(*outputs)] for each in reach.table)
+    indices = indices - read[0]
+    local = shift(read, -read[0])
+    if len(indices) == 1 and np.array_equal(indices[0], np.arange(*local)):
+        return ()
+    with torch.inference_mode(False):
+        return tuple(
+            (
+                torch.tensor(index, device=device),
+                None if len(indices) == 1 else torch.tensor(weight, dtype=dtype, device=device),
+            )
+            for index, weight in zip(indices, weights, strict=True)
+        )
+
+
+def _weighted(x: Tensor, dim: int, taps: Taps) -> Tensor:
+    """Σ_t w_t · x[index_t] along one dimension."""
+    result = None
+    for indices, weights in taps:
+        values = x.index_select(dim, indices)
+        if weights is None:
+            return values
+        along = weights.view([-1 if each == dim else 1 for each in range(x.ndim)])
+        result = values * along if result is None else torch.addcmul(result, values, along)
+    assert result is not None
+    return result

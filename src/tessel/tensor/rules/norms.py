@@ -1,0 +1,670 @@
+"""Norms: values shifted and scaled by the mean and variance of the whole tensor.
+
+Where each worker has all values that are averaged, the norm is torch's own of the part. Elsewhere
+the workers exchange the moments of their parts, from which all compute those of the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel import boxes
+from tessel.boxes import Interval
+from tessel.layout import Cut, Layout, Shape
+from tessel.move import Move
+from tessel.shared import nothing, spread
+from tessel.tensor.table import Arguments, Settings, made, opened, rule, whole_parts
+from tessel.tensor.tensor import Tensor as SpreadTensor
+from tessel.tensor.use import used_together
+from tessel.transport import kept_in_job
+
+Pair = tuple[Tensor | None, Tensor | None]
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How all workers get the moments of all parts of what is averaged.
+
+    The index space is (places, moments, statistics): each place of the grid along the averaged
+    dimensions has its own moments, and all of them are everywhere along these axes afterwards.
+
+    Args:
+        layout: of the tensor.
+        dims: its dimensions that are averaged.
+        lengths: the global shape of a statistic.
+        cuts: how a statistic lies on the grid, along the axes that split no averaged dimension.
+        num_moments: how many there are for each statistic.
+        is_shared: whether workers use the moments of all places as one shared value, from which
+            all compute the same, or as separate copies.
+    """
+
+    layout: Layout
+    dims: tuple[int, ...]
+    lengths: Shape
+    cuts: tuple[Cut, ...]
+    num_moments: int = 2
+    is_shared: bool = False
+
+    @classmethod
+    @kept_in_job
+    def over(
+        cls, layout: Layout, dims: tuple[int, ...], num_moments: int = 2, is_shared: bool = False
+    ) -> Gathering:
+        """Averages over `dims`: one statistic for each index of the other dimensions."""
+        kept = [dim for dim in range(len(layout.shape)) if dim not in dims]
+        return cls(
+            layout,
+            dims,
+            tuple(layout.shape[dim] for dim in kept),
+            tuple(layout.cuts[dim] for dim in kept),
+            num_moments,
+            is_shared,
+        )
+
+    @cached_property
+    def places(self) -> list[tuple[Interval, ...]]:
+        """For each place along the averaged dimensions, what it averages."""
+        return list(product(*(self.layout.cuts[dim].intervals for dim in self.dims)))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many values each place averages, for every statistic alike."""
+        return tuple(map(boxes.volume, self.places))
+
+    @property
+    def stays(self) -> bool:
+        """Whether each worker has all of what it averages."""
+        return len(self.places) == 1
+
+    @cached_property
+    def local_shape(self) -> Shape:
+        """The shape of this worker's part of a statistic."""
+        return self.move.domain.local_shape[2:]
+
+    @cached_property
+    def move(self) -> Move:
+        """The one exchange."""
+        num = len(self.places)
+        apart = Cut(self.axes, tuple((k, k + 1) for k in range(num)))
+        shared = self.axes if self.is_shared else ()
+        return Move(self._moments(apart), self._moments(Cut((), ((0, num),)), shared))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the grid that split what is averaged."""
+        return tuple(axis for dim in self.dims for axis in self.layout.cuts[dim].axes)
+
+    def _moments(self, places: Cut, shared: tuple[int, ...] = ()) -> Layout:
+        shape = (len(self.places), self.num_moments, *self.lengths)
+        cuts = (places, Cut((), ((0, self.num_moments),)), *self.cuts)
+        return Layout(self.layout.partition, shape, cuts, (*self.layout.shared, *shared))
+
+    @cached_property
+    def statistics(self) -> Layout:
+        """Two statistics of the whole, one shared value along all axes that split none."""
+        split = {axis for cut in self.cuts for axis in cut.axes}
+        shared = tuple(axis for axis in range(self.layout.partition.dim) if axis not in split)
+        cuts = (Cut((), ((0, 2),)), *self.cuts)
+        return Layout(self.layout.partition, (2, *self.lengths), cuts, shared)
+
+    def gather(self, *moments: Tensor) -> tuple[Tensor, ...]:
+        """This worker's moments to those of all places, which are the first dimension."""
+        local = torch.stack([each.reshape(self.local_shape) for each in moments]).unsqueeze(0)
+        return (local if self.stays else self.move.apply(local)).unbind(1)
+
+    def shares(self, like: Tensor) -> Tensor:
+        """What part of all averaged values lies at each place."""
+        counts = torch.tensor(self.counts, dtype=like.dtype, device=like.device)
+        return (counts / sum(self.counts)).reshape(-1, *[1] * len(self.lengths))
+
+
+@dataclass(frozen=True)
+class Groups(Gathering):
+    """The gathering for channels in groups, which may be cut anywhere.
+
+    Where every cut lies between two groups, the groups are split as their channels are. Elsewhere
+    each place has moments of all groups, of which some may be of no value.
+
+    Args:
+        size: the number of channels of a group.
+    """
+
+    size: int = 1
+
+    @classmethod
+    @kept_in_job
+    def of(cls, layout: Layout, num_groups: int) -> Groups:
+        size = layout.shape[1] // num_groups
+        batch, channels, *space = layout.cuts
+        first = 2
+        if all(bound % size == 0 for part in channels.intervals for bound in part):
+            parts = tuple((start // size, stop // size) for start, stop in channels.intervals)
+            groups = Cut(channels.axes, parts)
+        else:
+            groups, first = Cut((), ((0, num_groups),)), 1
+        dims = tuple(range(first, 2 + len(space)))
+        return cls(layout, dims, (layout.shape[0], num_groups), (batch, groups), size=size)
+
+    @property
+    def members(self) -> list[int]:
+        """The group of each of this worker's channels, among those that it has moments of."""
+        box = self.layout.box()
+        assert box is not None
+        whole = 1 in self.dims
+        start = 0 if whole else box[1][0] // self.size
+        return [channel // self.size - start for channel in range(*box[1])]
+
+    def shares(self, like: Tensor) -> Tensor:
+        if 1 not in self.dims:
+            return super().shares(like)
+        counts = [
+            [self._channels(part, group) * boxes.volume(tuple(space)) for group in self._groups]
+            for part, *space in self.places
+        ]
+        table = torch.tensor(counts, dtype=like.dtype, device=like.device)
+        return (table / table.sum(0)).unsqueeze(1)  # (place, 1, group)
+
+    @property
+    def _groups(self) -> range:
+        return range(self.lengths[1])
+
+    def _channels(self, part: Interval, group: int) -> int:
+        """How many channels of a group lie in `part`."""
+        start, stop = boxes.overlap(part, (group * self.size, (group + 1) * self.size)) or (0, 0)
+        return stop - start
+
+
+def _local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and variance over all dimensions but the second; zeros where there is no value."""
+    x = _widened(x)
+    mean = x.sum(_all_but_second(x)) / max(1, _count(x))
+    centre = mean.detach()
+    return mean, _mean_square(x, centre) - (mean - centre).square()
+
+
+def _mean_square(x: Tensor, centre: Tensor) -> Tensor:
+    """The mean of the squared distances from a constant centre.
+
+    Its gradient is one pass over `x` and keeps nothing else.
+    """
+    target = centre.reshape(-1, *[1] * (x.dim() - 2)).expand_as(x)
+    squares = F.mse_loss(x, target, reduction="none")
+    return squares.sum(_all_but_second(x)) / max(1, _count(x))
+
+
+def _widened(x: Tensor) -> Tensor:
+    """In float32 at least, as torch's own norms compute."""
+    return x.to(_WIDER.get(x.dtype, x.dtype))
+
+
+def _all_but_second(x: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, x.dim()))
+
+
+def _count(x: Tensor) -> int:
+    return prod(x.shape[dim] for dim in _all_but_second(x))
+
+
+def _combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and variance of all places from those of each (Chan's formula)."""
+    mean = (shares * means).sum(0)
+    variance = (shares * (variances + (means - mean).square())).sum(0)
+    return mean, variance
+
+
+def _normalized(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Any,
+    eps: float,
+    gathering: Gathering | None = None,
+) -> Tensor:
+    """w (x − m) / √(v + ε) + b, with one number of each for every index of the second dimension.
+
+    Torch's kernel for given statistics takes constants m̄, v̄. With those, s = √(v + ε) and s̄ alike,
+    the result is w' (x − m̄) / s̄ + b' for w' = w s̄ / s and b' = b + (m̄ − m) w / s. This holds for
+    all m and v, so gradients of every order are right, and nothing is kept but `x`.
+
+    With a `gathering` all that comes before w' and b' is shared. Their use is what differs from
+    worker to worker, and their gradients are what is summed, in one exchange.
+    """
+    dtype = variance.dtype
+    weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
+    constant = variance.detach()
+    centre = torch.zeros_like(constant) if mean is None else mean.detach()
+    if variance.requires_grad:
+        slope = ((constant + eps) / (variance + eps)).sqrt()
+        weight = slope if weight is None else weight * slope
+    if mean is not None and mean.requires_grad:
+        shift = (centre - mean) / (constant + eps).sqrt()
+        shift = shift if weight is None else shift * weight
+        bias = shift if bias is None else bias + shift
+    if gathering is not None and (weight is not None or bias is not None):
+        both = [constant if each is None else each for each in (weight, bias)]
+        first, second = spread(torch.stack(both), gathering.statistics, gathering.axes).unbind()
+        weight = None if weight is None else first
+        bias = None if bias is None else second
+    if not x.numel():
+        return nothing(tuple(x.shape), x, weight, bias).to(x.dtype)
+    return F.batch_norm(x, centre, constant, weight, bias, False, 0.0, eps)
+
+
+@kept_in_job
+def _balancing(layout: Layout) -> Move | None:
+    """To balanced parts; None if the parts are balanced."""
+    balanced = layout.resized(layout.shape)
+    return None if balanced == layout else Move(layout, balanced)
+
+
+@kept_in_job
+def _is_alone(layout: Layout) -> bool:
+    """Whether no worker has to know anything of others: all of them have the whole tensor."""
+    sizes = layout.partition.shape
+    return all(sizes[axis] == 1 or axis in layout.shared for axis in range(len(sizes)))
+
+
+@dataclass
+class Norm:
+    """A call of one of torch's norms on a tensor that is split.
+
+    Args:
+        function: torch's own, which takes `given`.
+        given: its arguments by their names; parameters and statistics are whole on all workers.
+        x: this worker's part.
+        layout: of the tensor.
+        dims: the dimensions that parameters have.
+    """
+
+    function: Any
+    given: Settings
+    x: Tensor
+    layout: Layout
+    dims: range
+
+    @classmethod
+    def of(cls, name: str, x: Any, given: Settings, dims: range) -> Norm:
+        """After torch said, of the whole tensor, what is wrong; parts are balanced then."""
+        part, layout = opened(x)
+        norm = cls(getattr(F, name), whole_parts(name, given), part, layout, dims)
+        if not _is_alone(layout):
+            check(name, norm.given, layout.shape, part, dims)
+            if (balancing := _balancing(layout)) is not None:
+                norm.x, norm.layout = balancing.apply(part), balancing.codomain
+        return norm
+
+    def is_simple(self) -> bool:
+        """Whether no worker has to know anything of others, or there is nothing to know."""
+        return _is_alone(self.layout) or 0 in self.layout.shape
+
+    def simply(self) -> SpreadTensor:
+        """Torch's own on every worker; of nothing, for what it does with running statistics."""
+        if _is_alone(self.layout):
+            return made(self.function(self.x, **self.given), self.layout)
+        with torch.no_grad():
+            self.function(self.x.new_empty(self.layout.shape), **self.given)
+        return self.result(self.nothing(*self.parameters()))
+
+    def nothing(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The result on a worker without values, which hangs on all that it depends on."""
+        return nothing(tuple(self.x.shape), self.x, weight, bias).to(self.x.dtype)
+
+    def parameters(self, shared: tuple[int, ...] = ()) -> Pair:
+        """The weight and bias for this worker's part; their gradients are those of the whole.
+
+        Along the axes `shared` all workers compute the same with them.
+        """
+        return local_parameters(
+            self.given["weight"], self.given.get("bias"), self.layout, self.dims, shared
+        )
+
+    def running(self) -> Pair:
+        """The running statistics of this worker's channels, as views."""
+        return local_running(
+            self.given["running_mean"], self.given["running_var"], self.layout, self.dims
+        )
+
+    @property
+    def tracks(self) -> bool:
+        """Whether a call in training changes running statistics."""
+        return self.given["running_mean"] is not None
+
+    def result(self, y: Tensor) -> SpreadTensor:
+        return made(y.view(self.x.shape), self.layout)
+
+
+def local_parameters(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    dims: range,
+    shared: tuple[int, ...] = (),
+) -> Pair:
+    """This worker's part of parameters that have the dimensions `dims` of a tensor."""
+    present = [each for each in (weight, bias) if each is not None]
+    if not present:
+        return None, None
+    box = layout.box()
+    assert box is not None
+    region = tuple(slice(*box[dim]) for dim in dims)
+    found = iter(each[region] for each in used_together(present, layout, shared))  # one exchange
+    return None if weight is None else next(found), None if bias is None else next(found)
+
+
+def local_running(mean: Tensor | None, var: Tensor | None, layout: Layout, dims: range) -> Pair:
+    """The running statistics of this worker's channels, as views."""
+    box = layout.box()
+    assert box is not None
+    (dim,) = dims
+    region = slice(*box[dim])
+    return None if mean is None else mean[region], None if var is None else var[region]
+
+
+def normalize_by_running(
+    x: Tensor, running: Pair, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int = 1
+) -> Tensor:
+    """What evaluation does with a part whose channels are dimension `dim`: nothing moves."""
+    if not x.numel():
+        return nothing(tuple(x.shape), x, weight, bias).to(x.dtype)
+    batched = x if dim == 1 else x.unsqueeze(0)
+    return F.batch_norm(batched, *running, weight, bias, False, 0.0, eps).view_as(x)
+
+
+def check(name: str, given: Settings, shape: Shape, x: Tensor, dims: range) -> None:
+    """Raise what torch raises for a tensor of this shape, of the kind of `x`; once for each."""
+    kinds = [
+        (key, (each.shape, each.dtype) if isinstance(each, Tensor) else each)
+        for key, each in given.items()
+        if key != "momentum"  # which may be another one with each batch
+    ]
+    _check(name, tuple(kinds), shape, dims, x.dtype, x.device.type)
+
+
+@lru_cache(maxsize=1024)
+def _check(
+    name: str,
+    kinds: tuple[tuple[str, Any], ...],
+    shape: Shape,
+    dims: range,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Let torch say what is wrong with a global shape, and with a dtype on the least shape."""
+    least = tuple(length if dim in dims else 2 for dim, length in enumerate(shape))
+    for lengths, where in ((shape, "meta"), (least, device)):
+        given = {
+            key: torch.ones(each[0], dtype=each[1], device=where)
+            if key in ("weight", "bias", "running_mean", "running_var") and each is not None
+            else each
+            for key, each in kinds
+        }
+        with torch.no_grad():
+            getattr(F, name)(torch.ones(lengths, dtype=dtype, device=where), **given)
+    if not dtype.is_floating_point:
+        raise NotImplementedError(
+            f"{name} over several workers takes real numbers, got {dtype}; "
+            f"normalise the real and the imaginary part on their own"
+        )
+
+
+def _named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
+    """The arguments behind the input by their names, in the order and with the defaults given.
+
+    What says whether cuDNN is used plays no part.
+    """
+    given = {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
+    for key in ("cudnn_enabled", "cudnn_enable"):
+        given.pop(key, None)
+    return given
+
+
+@kept_in_job
+def _collecting(layout: Layout, dims: tuple[int, ...]) -> Move | None:
+    """From statistics of each worker's part along `dims` to all of them, two of each, everywhere.
+
+    None if every worker has all of them.
+    """
+    cuts = tuple(layout.cuts[dim] for dim in dims)
+    if all(len(cut.intervals) == 1 for cut in cuts):
+        return None
+    shape = (2, *(layout.shape[dim] for dim in dims))
+    split = {axis for cut in cuts for axis in cut.axes}
+    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in split)
+    source = Layout(layout.partition, shape, (Cut((), ((0, 2),)), *cuts), shared)
+    return Move(source, Layout.whole(layout.partition, shape, shared=True))
+
+
+def _collected(mean: Tensor, variance: Tensor, layout: Layout, dims: tuple[int, ...]) -> Tensor:
+    """The means and variances of the whole tensor on every worker, without gradient."""
+    local = torch.stack([mean.detach(), variance.detach()])
+    move = _collecting(layout, dims)
+    return local if move is None else move.apply(local)
+
+
+# -- of batches -----------------------------------------------------------------------------------
+
+
+_ORDER = dict.fromkeys(("running_mean", "running_var", "weight", "bias"))
+_TORCHS_ORDER = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
+
+
+@rule("batch_norm")
+def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Over batch and space, of each channel; torch's function has another order of arguments."""
+    settings = {"training": False, "momentum": 0.1, "eps": 1e-5}
+    parameters, running = (
+        {"weight": None, "bias": None},
+        {"running_mean": None, "running_var": None},
+    )
+    order = [running, parameters] if func is F.batch_norm else [parameters, running]
+    given = _named(args, kwargs, **order[0], **order[1], **settings)
+    norm = Norm.of(name, args[0], given, range(1, 2))
+    if norm.is_simple():
+        return norm.simply()
+    if not given["training"]:
+        return norm.result(
+            normalize_by_running(norm.x, norm.running(), *norm.parameters(), given["eps"])
+        )
+    gathering = Gathering.over(norm.layout, (0, *range(2, norm.x.dim())), is_shared=True)
+    y = _of_own_channels(norm) if gathering.stays else _of_all_parts(norm, gathering)
+    if norm.tracks:
+        _collect_running(norm)
+    return norm.result(y)
+
+
+def _of_own_channels(norm: Norm) -> Tensor:
+    """Each worker has all values of its channels: this is torch's own."""
+    weight, bias = norm.parameters()
+    if not norm.x.numel():
+        return norm.nothing(weight, bias)
+    running = norm.running()
+    mean, variance = (None if each is None else each.clone() for each in running)
+    y = F.batch_norm(
+        norm.x, mean, variance, weight, bias, True, norm.given["momentum"], norm.given["eps"]
+    )
+    for each, new in zip(running, (mean, variance), strict=True):
+        if each is not None and new is not None:  # autograd keeps the new one: it must stay
+            each.copy_(new)
+    return y
+
+
+def _of_all_parts(norm: Norm, gathering: Gathering) -> Tensor:
+    means, variances = gathering.gather(*_local_moments(norm.x))
+    mean, variance = _combined(means, variances, gathering.shares(means))
+    if norm.tracks:
+        _update(norm.running(), mean, _unbiased(variance, gathering), norm.given["momentum"])
+    both = norm.parameters(gathering.axes)
+    return _normalized(norm.x, mean, variance, *both, norm.given["eps"], gathering)
+
+
+def _unbiased(variance: Tensor, gathering: Gathering) -> Tensor:
+    count = sum(gathering.counts)
+    return variance * (count / (count - 1))
+
+
+@torch.no_grad()
+def _update(running: Pair, mean: Tensor, variance: Tensor, rate: float) -> None:
+    """Running statistics take in new ones, which count so much among them."""
+    for each, new in zip(running, (mean, variance), strict=True):
+        assert each is not None
+        each.mul_(1.0 - rate).add_(new, alpha=rate)
+
+
+@torch.no_grad()
+def _collect_running(norm: Norm) -> None:
+    """Learn the new statistics of other workers' channels."""
+    if _collecting(norm.layout, (1,)) is None:
+        return
+    mean, variance = norm.running()
+    assert mean is not None and variance is not None
+    means, variances = _collected(mean, variance, norm.layout, (1,))
+    norm.given["running_mean"].copy_(means)
+    norm.given["running_var"].copy_(variances)
+
+
+# -- of instances ---------------------------------------------------------------------------------
+
+
+@rule("instance_norm")
+def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Over space, of each channel of each sample; torch's function has another order, too."""
+    settings = {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5}
+    parameters, running = (
+        {"weight": None, "bias": None},
+        {"running_mean": None, "running_var": None},
+    )
+    order = [running, parameters] if func is F.instance_norm else [parameters, running]
+    given = _named(args, kwargs, **order[0], **order[1], **settings)
+    norm = Norm.of(name, args[0], given, range(1, 2))
+    if norm.is_simple():
+        return norm.simply()
+    x, eps = norm.x, given["eps"]
+    if not given["use_input_stats"]:
+        return norm.result(normalize_by_running(x, norm.running(), *norm.parameters(), eps))
+    gathering = Gathering.over(norm.layout, tuple(range(2, x.dim())))
+    if gathering.stays and not norm.tracks:  # each worker has all values of its instances
+        weight, bias = norm.parameters()
+        if not x.numel():
+            return norm.result(norm.nothing(weight, bias))
+        return norm.result(F.instance_norm(x, None, None, weight, bias, True, 0.0, eps))
+    rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
+    means, variances = gathering.gather(*_local_moments(rows))
+    mean, variance = _combined(means, variances, gathering.shares(means))
+    if norm.tracks:
+        _update_by_instances(norm, mean, _unbiased(variance, gathering))
+    weight, bias = (
+        None if each is None else each.expand_as(mean).reshape(-1) for each in norm.parameters()
+    )
+    return norm.result(_normalized(rows, mean.reshape(-1), variance.reshape(-1), weight, bias, eps))
+
+
+@torch.no_grad()
+def _update_by_instances(norm: Norm, mean: Tensor, variance: Tensor) -> None:
+    """The running statistics take in the average over the instances of the whole batch."""
+    running = norm.given["running_mean"], norm.given["running_var"]
+    mean, variance = _collected(mean, variance, norm.layout, (0, 1)).mean(1)
+    _update(running, mean, variance, norm.given["momentum"])
+
+
+# -- of groups ------------------------------------------------------------------------------------
+
+
+@rule("group_norm")
+def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Over groups of channels, and space, of each sample."""
+    given = _named(args, kwargs, num_groups=1, weight=None, bias=None, eps=1e-5)
+    norm = Norm.of(name, args[0], given, range(1, 2))
+    if norm.is_simple():
+        return norm.simply()
+    x = norm.x
+    groups = Groups.of(norm.layout, given["num_groups"])
+    weight, bias = norm.parameters()
+    if groups.stays:  # each worker has all values of its groups
+        if not x.numel():
+            return norm.result(norm.nothing(weight, bias))
+        return norm.result(torch.group_norm(x, groups.local_shape[1], weight, bias, given["eps"]))
+    rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
+    members = torch.tensor(groups.members, dtype=torch.long, device=x.device)
+    means, variances = (each.reshape(x.shape[:2]) for each in _local_moments(rows))
+    local = _grouped(means, variances, members, groups.local_shape)
+    means, variances = groups.gather(*local)
+    mean, variance = (
+        each.index_select(1, members).reshape(-1)
+        for each in _combined(means, variances, groups.shares(means))
+    )
+    weight, bias = (
+        None if each is None else each.expand(x.shape[:2]).reshape(-1) for each in (weight, bias)
+    )
+    return norm.result(_normalized(rows, mean, variance, weight, bias, given["eps"]))
+
+
+def _grouped(
+    means: Tensor, variances: Tensor, members: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor]:
+    """The moments of groups from those of channels; zeros for a group without a channel."""
+    sizes = torch.bincount(members, minlength=shape[1]).clamp(min=1).to(means.dtype)
+
+    def averaged(values: Tensor) -> Tensor:
+        return values.new_zeros(shape).index_add(1, members, values) / sizes
+
+    mean = averaged(means)
+    offsets = means - mean.index_select(1, members)
+    return mean, averaged(variances + offsets.square())
+
+
+# -- of rows --------------------------------------------------------------------------------------
+
+
+@rule("layer_norm", "rms_norm")
+def layer_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Over the last dimensions, with a parameter for each place there."""
+    if name == "layer_norm":
+        given = _named(args, kwargs, normalized_shape=(), weight=None, bias=None, eps=1e-5)
+    else:
+        given = _named(args, kwargs, normalized_shape=(), weight=None, eps=None)
+    given["normalized_shape"] = shape = tuple(given["normalized_shape"])
+    ndim = args[0].dim()
+    norm = Norm.of(name, args[0], given, range(ndim - len(shape), ndim))
+    if norm.is_simple():
+        return norm.simply()
+    x, first = norm.x, ndim - len(shape)
+    is_layer = name == "layer_norm"
+    gathering = Gathering.over(norm.layout, tuple(norm.dims), 2 if is_layer else 1)
+    weight, bias = norm.parameters()
+    if gathering.stays:  # each worker has whole rows
+        parameters = {"weight": weight, "bias": bias} if is_layer else {"weight": weight}
+        return norm.result(norm.function(x, shape, **parameters, eps=given["eps"]))
+    rows = x.reshape(1, prod(x.shape[:first]), prod(x.shape[first:]))
+    normalized = _centred_rows if is_layer else _scaled_rows
+    y = normalized(rows, gathering, given["eps"]).view(x.shape)
+    if weight is not None:
+        y = (y * weight if bias is None else torch.addcmul(bias, y, weight)).to(y.dtype)
+    elif bias is not None:
+        y = (y + bias).to(y.dtype)
+    return norm.result(y)
+
+
+def _centred_rows(rows: Tensor, gathering: Gathering, eps: float) -> Tensor:
+    """The layer norm of a tensor (1, rows, columns), the rows of which go on elsewhere."""
+    means, variances = gathering.gather(*_local_moments(rows))
+    mean, variance = _combined(means, variances, gathering.shares(means))
+    return _normalized(rows, mean.reshape(-1), variance.reshape(-1), None, None, eps)
+
+
+def _scaled_rows(rows: Tensor, gathering: Gathering, eps: float | None) -> Tensor:
+    """The same for a norm by the mean of squares."""
+    wide = _widened(rows)
+    (squares,) = gathering.gather(_mean_square(wide, wide.new_zeros(rows.shape[1])))
+    square = (gathering.shares(squares) * squares).sum(0).reshape(-1)
+    least = torch.finfo(square.dtype).eps if eps is None else eps
+    return _normalized(rows, None, square, None, None, least)

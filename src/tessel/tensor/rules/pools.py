@@ -1,0 +1,394 @@
+"""Pools: the largest value or the mean of each window.
+
+Each worker fetches what the windows of its outputs read, and pools it by torch's own function.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.boxes import Interval
+from tessel.layout import Layout, Shape
+from tessel.shared import nothing
+from tessel.tensor import pieces
+from tessel.tensor.table import Arguments, Settings, made, opened, rule
+from tessel.tensor.windowed import Windowed, leading, outline, overhang, tuple_of, windowed
+from tessel.transport import kept_in_job
+from tessel.windows import Window
+
+Numbers = tuple[int, ...]
+Kind = tuple[torch.dtype, str]  # the dtype and the type of device
+_MAXIMA: tuple[Any, ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+_AVERAGES: tuple[Any, ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+
+
+@dataclass(frozen=True)
+class Pool(ABC):
+    """What a pool does, as a value.
+
+    Attributes:
+        windows: along each of the last dimensions.
+        ceil_mode: whether a last window may stick out.
+    """
+
+    windows: tuple[Window, ...]
+    ceil_mode: bool
+
+    @property
+    @abstractmethod
+    def arguments(self) -> tuple[Any, ...]:
+        """Those of torch's own pool behind the input, which decide about the shape."""
+
+    @property
+    @abstractmethod
+    def function(self) -> Any:
+        """Torch's own pool."""
+
+    @abstractmethod
+    def whole(self, x: Tensor) -> Any:
+        """What one process would compute."""
+
+    @abstractmethod
+    def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Any:
+        """This worker's outputs, at least one, from what its windows read."""
+
+    @lru_cache(maxsize=1024)  # noqa: B019  (pools are values)
+    def output_shape(self, shape: Shape, kind: Kind) -> Shape:
+        """The shape of the whole output; torch's own error if it cannot be pooled."""
+        if kind[0] not in (torch.float32, torch.float64):  # which torch knows shows on values only
+            kernel = tuple(window.kernel for window in self.windows)
+            least = (1,) * (len(shape) - len(kernel)) + kernel
+            self.function(torch.ones(least, dtype=kind[0], device=kind[1]), kernel)
+        return tuple(self.function(outline(shape), *self.arguments).shape)
+
+    def of_read(self, x: Tensor, plan: Windowed) -> Any:
+        """This worker's outputs from exactly what its windows read."""
+        if plan.stays_whole:
+            return self.whole(x)
+        if not math.prod(plan.target.local_shape):
+            return self.nothing(plan.target.local_shape, x)
+        return self.pool(x, plan, Frame.of(plan, self.windows))
+
+    def without_copy(self, x: Tensor, plan: Windowed) -> Tensor | None:
+        """This worker's outputs without a copy of its inputs, if that is possible and quicker."""
+        return None
+
+    def nothing(self, shape: Shape, x: Tensor) -> Any:
+        """The outputs of a worker that has none."""
+        return nothing(shape, x)
+
+
+@kept_in_job
+def _planned(pool: Pool, layout: Layout, kind: Kind) -> Windowed:
+    shape = pool.output_shape(layout.shape, kind)
+    return windowed(layout, shape, leading(len(shape), pool.windows))
+
+
+def pooled(x: Any, pool: Pool) -> Any:
+    """A pool of a spread tensor."""
+    part, layout = opened(x)
+    plan = _planned(pool, layout, (part.dtype, part.device.type))
+    y = pool.without_copy(part, plan)
+    y = pool.of_read(plan.fetch(part), plan) if y is None else y
+    if isinstance(y, tuple):
+        return tuple(made(each, plan.target) for each in y)
+    return made(y, plan.target)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How torch's own pool, on what a worker's windows read, gives that worker's outputs.
+
+    Torch pads both sides alike, and where windows stick out on the right only it counts at most
+    one of them. So there may be some outputs too many before, and values to add behind.
+
+    Attributes:
+        windows: one for each pooled dimension.
+        padding: for torch's own argument.
+        outputs: where this worker's outputs lie in what torch's pool gives.
+        behind: how many values are to be put behind the tensor, for each dimension.
+    """
+
+    windows: tuple[Window, ...]
+    padding: Numbers
+    outputs: tuple[Any, ...]
+    behind: Numbers
+
+    @classmethod
+    def of(cls, plan: Windowed, windows: tuple[Window, ...]) -> Frame:
+        D = len(windows)
+        return cls.around(windows, plan.overhang[-D:], plan.target.local_shape[-D:])
+
+    @classmethod
+    def around(
+        cls, windows: tuple[Window, ...], sides: Sequence[Interval], counts: Sequence[int]
+    ) -> Frame:
+        """For so many outputs, whose windows stick out so far on both sides."""
+        each = zip(windows, sides, counts, strict=True)
+        padding, outputs, behind = zip(*(_frame(*numbers) for numbers in each), strict=True)
+        return cls(windows, padding, (..., *outputs), behind)
+
+    def filled(self, x: Tensor, value: float, least: Numbers | None = None) -> Tensor:
+        """The tensor with `value` put behind it, so that it has also the lengths `least`."""
+        sizes = x.shape[-len(self.behind) :]
+        short = (
+            [0] * len(sizes)
+            if least is None
+            else [n - m for n, m in zip(least, sizes, strict=True)]
+        )
+        behind = [max(a, b) for a, b in zip(self.behind, short, strict=True)]
+        if not any(behind):
+            return x
+        return F.pad(x, [width for each in reversed(behind) for width in (0, each)], value=value)
+
+    @property
+    def kernel(self) -> Numbers:
+        return tuple(window.kernel for window in self.windows)
+
+    @property
+    def stride(self) -> Numbers:
+        return tuple(window.stride for window in self.windows)
+
+    @property
+    def dilation(self) -> Numbers:
+        return tuple(window.dilation for window in self.windows)
+
+
+def _frame(window: Window, overhang: Interval, count: int) -> tuple[int, slice, int]:
+    """Torch's padding, where the outputs lie then, and how many values must stand behind."""
+    before, after = overhang
+    missing = after - before - window.stride  # in ceil mode torch counts windows up to this
+    skipped = 0 if missing < 0 else missing // window.stride + 1
+    padding = before + skipped * window.stride
+    if padding <= window.before:
+        return padding, slice(skipped, skipped + count), 0
+    return before, slice(0, count), after - before
+
+
+# -- means ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _windows(num_dims: int, *settings: int | Numbers) -> tuple[Window, ...]:
+    """From kernel, stride, dilation and padding, each a number or one for each dimension."""
+    each = zip(*(tuple_of(value, num_dims) for value in settings), strict=True)
+    return tuple(Window(*numbers) for numbers in each)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class AveragePool(Pool):
+    """The mean of each window."""
+
+    count_include_pad: bool
+    divisor_override: int | None
+
+    @classmethod
+    def of(
+        cls,
+        num_dims: int,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> AveragePool:
+        """That of torch's arguments."""
+        stride = kernel_size if stride is None or stride == [] else stride
+        sizes = _hashable(kernel_size), _hashable(stride), 1, _hashable(padding)
+        return cls(_windows(num_dims, *sizes), ceil_mode, count_include_pad, divisor_override)
+
+    @property
+    def function(self) -> Any:
+        return _AVERAGES[len(self.windows) - 1]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        each = ((window.kernel, window.stride, window.before) for window in self.windows)
+        return (*zip(*each, strict=True), self.ceil_mode)
+
+    def whole(self, x: Tensor) -> Tensor:
+        last = () if len(self.windows) == 1 else (self.divisor_override,)
+        result: Tensor = self.function(x, *self.arguments, self.count_include_pad, *last)
+        return result
+
+    def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Tensor:
+        least = frame.kernel if len(self.windows) == 3 else None  # what torch's own asks for
+        sums = _sums(frame.filled(x, 0.0, least), frame)[frame.outputs]
+        divisor = self._divisor(plan, frame, x)
+        if sums.is_floating_point():
+            return sums / divisor
+        return torch.div(sums, divisor, rounding_mode="trunc")
+
+    def _divisor(self, plan: Windowed, frame: Frame, x: Tensor) -> Tensor | int:
+        """How many values each output is the mean of, as a number if that is the same for all."""
+        if self.divisor_override is not None:
+            return self.divisor_override
+        D = len(self.windows)
+        box = plan.target.box()
+        assert box is not None
+        counts = [
+            _counts(window, part, length, self.count_include_pad)
+            for window, part, length in zip(
+                frame.windows, box[-D:], plan.source.shape[-D:], strict=True
+            )
+        ]
+        if all(len(set(each)) == 1 for each in counts):
+            return math.prod(each[0] for each in counts)
+        tensors = [torch.tensor(each, dtype=x.dtype, device=x.device) for each in counts]
+        return math.prod(torch.meshgrid(*tensors, indexing="ij"))
+
+
+def _sums(x: Tensor, frame: Frame) -> Tensor:
+    """The sum over each window."""
+    kernel, stride, padding = frame.kernel, frame.stride, frame.padding
+    if len(kernel) == 1:  # torch's own in one dimension takes no divisor
+        pooled = F.avg_pool2d(
+            x.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), True, True, 1
+        )
+        return pooled.squeeze(-2)
+    average = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
+    return average(x, kernel, stride, padding, True, True, 1)
+
+
+@lru_cache(maxsize=1024)
+def _counts(window: Window, outputs: Interval, length: int, include_pad: bool) -> Numbers:
+    """How many values each output averages along one dimension.
+
+    What sticks out beyond the padding, in ceil mode, is never counted.
+    """
+    border = window.before if include_pad else 0
+    firsts = [window.first(i) for i in range(*outputs)]
+    return tuple(
+        min(first + window.kernel, length + border) - max(first, -border) for first in firsts
+    )
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """`torch.nn.functional.avg_pool*`."""
+    return pooled(args[0], AveragePool.of(int(name[-2]), *args[1:], **kwargs))
+
+
+# -- largest values -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MaximumPool(Pool):
+    """The largest value of each window, and its place in the whole tensor if that is wanted."""
+
+    return_indices: bool
+
+    @classmethod
+    def of(
+        cls,
+        num_dims: int,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> MaximumPool:
+        """That of torch's arguments."""
+        stride = kernel_size if stride is None or stride == [] else stride
+        sizes = map(_hashable, (kernel_size, stride, dilation, padding))
+        return cls(_windows(num_dims, *sizes), ceil_mode, return_indices)
+
+    @property
+    def function(self) -> Any:
+        return _MAXIMA[len(self.windows) - 1]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        each = ((w.kernel, w.stride, w.before, w.dilation) for w in self.windows)
+        return (*zip(*each, strict=True), self.ceil_mode)
+
+    def whole(self, x: Tensor) -> Any:
+        return self.function(x, *self.arguments, return_indices=self.return_indices)
+
+    def without_copy(self, x: Tensor, plan: Windowed) -> Tensor | None:
+        if self.return_indices:
+            return None
+        windows = self.windows
+        found = pieces.in_pieces(plan, windows, pieces.LEAST_VALUES)
+        if found is None:
+            return None
+        sides = list(plan.overhang[-len(windows) :])
+        counts = list(plan.target.local_shape[-len(windows) :])
+        at = found.dim - len(plan.target.shape)
+
+        def pool(rows: Tensor, outputs: Interval) -> Tensor:
+            hull, length = found.window.hull(outputs), plan.source.shape[at]
+            sides[at], counts[at] = overhang(hull, length), outputs[1] - outputs[0]
+            frame = Frame.around(windows, sides, counts)
+            rows = frame.filled(rows, _lowest(rows.dtype))
+            largest: Tensor = _maximum(rows, frame, False)[frame.outputs]
+            return largest
+
+        return found.apply(x, pool)
+
+    def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Tensor | tuple[Tensor, Tensor]:
+        x = frame.filled(x, _lowest(x.dtype))
+        result = _maximum(x, frame, self.return_indices)
+        if not self.return_indices:
+            largest: Tensor = result[frame.outputs]
+            return largest
+        values, places = (each[frame.outputs] for each in result)
+        return values, _global_places(places, x.shape, plan, len(self.windows))
+
+    def nothing(self, shape: Shape, x: Tensor) -> Any:
+        values = super().nothing(shape, x)
+        return (values, values.detach().long()) if self.return_indices else values
+
+
+def _maximum(x: Tensor, frame: Frame, indices: bool) -> Any:
+    maximum: Any = _MAXIMA[len(frame.windows) - 1]
+    return maximum(
+        x, frame.kernel, frame.stride, frame.padding, frame.dilation, True, return_indices=indices
+    )
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _global_places(places: Tensor, shape: Sequence[int], plan: Windowed, D: int) -> Tensor:
+    """Places in a worker's tensor, counted row by row over D dimensions, in the whole tensor."""
+    box = plan.read.box()
+    assert box is not None
+    result = torch.zeros_like(places)
+    factor = 1
+    for local, length, (start, _) in zip(
+        reversed(shape[-D:]), reversed(plan.source.shape[-D:]), reversed(box[-D:]), strict=True
+    ):
+        result += (places % local + start) * factor
+        places = places // local
+        factor *= length
+    return result
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d")
+def maximum_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """`torch.nn.functional.max_pool*`."""
+    return pooled(args[0], MaximumPool.of(int(name[-2]), *args[1:], **kwargs))
+
+
+@rule("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices")
+def maximum_pool_with_places(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The same with the places of these values."""
+    kwargs = {**kwargs, "return_indices": True}
+    return pooled(args[0], MaximumPool.of(int(name[8]), *args[1:], **kwargs))

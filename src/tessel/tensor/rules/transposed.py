@@ -1,0 +1,205 @@
+"""Transposed convolutions: the adjoints of convolutions.
+
+Each worker fetches the inputs that are written to its outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.boxes import Interval
+from tessel.layout import Layout, Shape
+from tessel.shared import nothing
+from tessel.tensor.rules.convolution import check_dtype, check_numbers
+from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
+from tessel.tensor.use import used
+from tessel.tensor.windowed import Windowed, outline, tuple_of
+from tessel.transport import kept_in_job
+from tessel.windows import Groups, TransposedWindow
+
+Numbers = tuple[int, ...]
+_CONVOLUTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.conv_transpose*` with parameters that all workers have."""
+    given = dict(whole_parts(name, dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
+    x, layout = opened(args[0])
+    weight, bias = given.pop("weight"), given.pop("bias", None)
+    check_dtype(x, weight)
+    sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    shared = used(weight, layout), used(bias, layout)
+    settings = settings_of(tuple(weight.shape), **sizes)
+    return made(*convolve_parts(x, layout, *shared, settings))  # type: ignore[arg-type]
+
+
+_ARGUMENTS = ("weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a transposed convolution is, but for the values of its weight."""
+
+    weight: Shape  # (inputs, outputs of a group, *kernel)
+    stride: Numbers
+    padding: Numbers
+    output_padding: Numbers
+    dilation: Numbers
+    groups: int
+
+    @property
+    def num_dims(self) -> int:
+        return len(self.stride)
+
+    @cached_property
+    def channels(self) -> Groups:
+        return Groups(self.groups, self.weight[0], self.weight[1] * self.groups)
+
+    def windows(self) -> tuple[TransposedWindow, ...]:
+        each = zip(self.weight[2:], self.stride, self.dilation, self.padding, strict=True)
+        return tuple(TransposedWindow(*numbers) for numbers in each)
+
+
+@lru_cache(maxsize=1024)
+def settings_of(
+    weight: Shape,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Settings:
+    """The settings that torch's arguments say, for a weight of this shape."""
+    D = len(weight) - 2
+    steps, widths, behind, dilations = (
+        tuple_of(value, D) for value in (stride, padding, output_padding, dilation)
+    )
+    return Settings(weight, steps, widths, behind, dilations, groups)
+
+
+@lru_cache(maxsize=1024)
+def convolved(shape: Shape, settings: Settings) -> Shape:
+    """The shape of the whole output; torch's own error if there is none."""
+    check_numbers(settings.weight[2:], settings.stride, settings.dilation, settings.padding)
+    limits = [max(pair) for pair in zip(settings.stride, settings.dilation, strict=True)]
+    if any(not 0 <= n < m for n, m in zip(settings.output_padding, limits, strict=True)):
+        raise RuntimeError(
+            f"output padding must be smaller than either stride or dilation, and not negative: got "
+            f"{settings.output_padding} for {settings.stride} and {settings.dilation}"
+        )
+    channel = len(shape) - settings.num_dims - 1
+    if channel in (0, 1) and shape[channel] != settings.weight[0]:
+        raise RuntimeError(
+            f"Given transposed=1, weight of size {list(settings.weight)}, expected input"
+            f"{list(shape)} to have {settings.weight[0]} channels, but got {shape[channel]} "
+            f"channels instead"
+        )
+    return tuple(_as_torch(outline(shape), outline(settings.weight), None, settings).shape)
+
+
+@kept_in_job
+def planned(
+    source: Layout, target: Layout, channels: Groups | None, settings: Settings
+) -> Windowed:
+    """Each worker reads the inputs that are written to its outputs."""
+    lead = [None] * (len(source.shape) - settings.num_dims - 1)
+    return Windowed(source, target, (*lead, channels, *settings.windows()))
+
+
+def convolve_parts(
+    x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: Settings
+) -> tuple[Tensor, Layout]:
+    """This worker's part of the result, and its layout; parameters are whole, for this part."""
+    target = layout.resized(convolved(layout.shape, settings))
+    if target.local_shape == target.shape and layout.local_shape == layout.shape:
+        return _as_torch(x, weight, bias, settings), target
+    plan = planned(layout, target, settings.channels, settings)
+    return of_read(plan.fetch(x), weight, bias, plan, target, settings), target
+
+
+def of_read(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Windowed,
+    target: Layout,
+    settings: Settings,
+    in_blocks: bool = False,
+) -> Tensor:
+    """This worker's outputs, cut out of all that its inputs are written to."""
+    D = settings.num_dims
+    box = target.box()
+    assert box is not None
+    own = box[-D - 1]
+    if 0 in target.local_shape or 0 in x.shape:
+        y = nothing(target.local_shape, x, weight, bias)
+    else:
+        y = _trimmed(x, weight, plan, target, settings, own)
+        length = own[1] - own[0]
+        if y.shape[-D - 1] != length:  # those of whole groups
+            y = y.narrow(-D - 1, own[0] % settings.weight[1], length)
+    if bias is None or 0 in y.shape:
+        return y
+    bias = bias if in_blocks else bias[slice(*own)]
+    return y + bias.reshape(-1, *[1] * D)
+
+
+def _as_torch(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+    y: Tensor = _CONVOLUTIONS[settings.num_dims - 1](
+        x,
+        weight,
+        bias,
+        settings.stride,
+        settings.padding,
+        settings.output_padding,
+        settings.groups,
+        settings.dilation,
+    )
+    return y
+
+
+def _trimmed(
+    x: Tensor, weight: Tensor, plan: Windowed, target: Layout, settings: Settings, own: Interval
+) -> Tensor:
+    """The outputs of all groups that `own` channels touch, of this worker's box of space."""
+    D = settings.num_dims
+    box, inputs = target.box(), plan.read.box()
+    assert box is not None and inputs is not None
+    channels = settings.channels
+    first, stop = channels.touched(own)
+    if plan.reach[-D - 1] is not None and stop - first < channels.groups:
+        size = settings.weight[0] // channels.groups
+        weight = weight[first * size : stop * size]
+    sides = zip(settings.windows(), inputs[-D:], box[-D:], strict=True)
+    trims = [_trim(window, read, part) for window, read, part in sides]
+    padding = tuple(trim.padding for trim in trims)
+    behind = tuple(trim.behind for trim in trims)
+    convolve = _CONVOLUTIONS[D - 1]
+    y = convolve(x, weight, None, settings.stride, padding, behind, stop - first, settings.dilation)
+    if not any(trim.rest != (0, 0) for trim in trims):
+        return y
+    return F.pad(y, [width for trim in reversed(trims) for width in trim.rest])
+
+
+@dataclass(frozen=True)
+class _Trim:
+    """How much torch takes away on both sides and adds behind, and what then remains to add."""
+
+    padding: int
+    behind: int
+    rest: Interval
+
+
+def _trim(window: TransposedWindow, read: Interval, outputs: Interval) -> _Trim:
+    written = window.writes(read)
+    before, after = outputs[0] - written[0], written[1] - outputs[1]
+    if before >= after and 0 <= before < after + window.stride:
+        return _Trim(before, before - after, (0, 0))
+    padding = max(0, min(before, after))
+    return _Trim(padding, 0, (padding - before, padding - after))
