@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -198,6 +199,41 @@ def test_shards_meet_spread_tensors(run: Run, nprocs: int) -> None:
     if nprocs > 1:
         assert lost[0] is ValueError and "lost in `sum`" in lost[1]
         assert of_lost[0] is ValueError and "lost in `sum`" in of_lost[1]
+
+
+def convert_with_head(out: int) -> None:
+    """A model of which the activations are split in space, and the head is in shards."""
+    P = tessel.world()
+    grid = P.create_cartesian_topology_partition([1, 1, P.size, 1])
+    torch.manual_seed(0)
+    body = [torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
+    head = ParallelLinear(4, out, dim=-1)
+    plain = torch.nn.Sequential(*copy.deepcopy(body), torch.nn.Linear(4, out)).double()
+    model = torch.nn.Sequential(*body, head).double()
+    with torch.no_grad():
+        plain[-1].weight.copy_(gather(head.weight.detach()))
+        plain[-1].bias.copy_(gather(head.bias.detach()))
+    model = tessel.nn.distribute_module(model, grid)
+    x, target = values((2, 3, 9, 8), 1), torch.tensor([1, 0])
+    expected = F.cross_entropy(plain(x), target)
+    expected.backward()
+    for part in (tessel.spread(x, grid), tessel.spread(x, grid).local):
+        y = model(part)
+        assert y.shape == (2, out)
+        loss = F.cross_entropy(y, target)
+        close("loss", loss.full() if isinstance(loss, tessel.Tensor) else loss, expected)
+        loss.backward()
+        for own, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            close("gradient", whole_gradient(own), whole.grad)
+        model.zero_grad()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize("out", [8, 7])
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_a_converted_model_may_have_a_head_in_shards(run: Run, nprocs: int, out: int) -> None:
+    """Its shards are left as they are; they were overwritten by those of one worker, or refused."""
+    run(convert_with_head, out, nprocs=nprocs)
 
 
 def other_workers() -> Any:

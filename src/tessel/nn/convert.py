@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
+from tessel.distributed.mark import state_of
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape, zero_volume_tensor
 from tessel.nn import fusion
@@ -84,6 +85,11 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
         (name, tuple(value.shape), str(value.dtype), value.requires_grad)
         for name, value in _values(model)
     ]
+    form += [
+        (name, str(state), str(value.dtype), value.requires_grad)
+        for name, value in (*model.named_parameters(), *model.named_buffers())
+        if (state := state_of(value)) is not None
+    ]
     form += [(p, type(m).__qualname__, m.extra_repr()) for p, m in model.named_modules()]
     if not P_x.active:
         return 0
@@ -99,7 +105,7 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
 
 
 def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers but for those of layers that are distributed already."""
+    """The parameters and buffers that are whole, not shards nor those of distributed layers."""
     placed = {
         id(value)
         for module in model.modules()
@@ -107,7 +113,9 @@ def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
         for value in (*module.parameters(), *module.buffers())
     }
     values = (*model.named_parameters(), *model.named_buffers())
-    return [(name, value) for name, value in values if id(value) not in placed]
+    return [
+        (name, value) for name, value in values if id(value) not in placed and not state_of(value)
+    ]
 
 
 @dataclass
