@@ -119,6 +119,7 @@ REDUCTIONS = {
     "topk": Case(lambda x: (*x.topk(2), *torch.topk(x, 3, dim=0, largest=False))),
     "kthvalue": Case(lambda x: tuple(x.kthvalue(2, 1))),
     "median": Case(lambda x: (x.median(), *x.median(1), *x.median(dim=0, keepdim=True))),
+    "nanmedian": Case(lambda x: (x.nanmedian(), *x.nanmedian(1), *torch.nanmedian(x, dim=-1))),
     "mode": Case(lambda x: tuple(x.mode(1)), make=whole_numbers),
     "diff": Case(lambda x: x.diff() + 0),
     "diff along": Case(lambda x: torch.diff(x, n=2, dim=1)),
@@ -159,6 +160,15 @@ PRODUCTS = {
         lambda x, a, b: torch.addmm(x, a, b, beta=0.5, alpha=2), ((4, 6), (4, 5), (5, 6))
     ),
     "baddbmm": Case(lambda x, a, b: torch.baddbmm(x, a, b), ((3, 4, 6), (3, 4, 5), (3, 5, 6))),
+    "addmv": Case(lambda x, a, b: torch.addmv(x, a, b, alpha=2), ((4,), (4, 5), (5,))),
+    "addbmm": Case(lambda x, a, b: torch.addbmm(x, a, b), ((4, 6), (3, 4, 5), (3, 5, 6))),
+    "addr": Case(lambda x, a, b: torch.addr(x, a, b, beta=0.5), ((4, 6), (4,), (6,))),
+    "ger": Case(lambda a, b: torch.ger(a, b), ((5,), (7,))),
+    "vdot": Case(lambda a, b: torch.vdot(a, b), ((7,), (7,))),
+    "vdot of complex vectors": Case(
+        lambda a, b: torch.vdot(torch.complex(a, b), torch.complex(b, 2 * a)), ((7,), (7,)), order=1
+    ),
+    "matmul of a plain first": Case(lambda b: values((4, 5), 1) @ b, ((5, 6),)),
     "linear": Case(lambda x, w, b: F.linear(x, w, b), ((3, 4, 5), (6, 5), (6,)), plain_others=True),
     "bilinear": Case(lambda a, b, w: F.bilinear(a, b, w), ((4, 3), (4, 5), (2, 3, 5))),
 }

@@ -66,7 +66,7 @@ class Verdict:
 
     wrong: list[str] = field(default_factory=list)
     gathers: set[str] = field(default_factory=set)
-    raises: set[str] = field(default_factory=set)
+    raises: dict[str, str] = field(default_factory=dict)  # with what it said
     count: int = 0
 
     def compare(self, what: str, got: Any, expected: Any, tolerance: float = TOLERANCE) -> None:
@@ -134,7 +134,7 @@ def check(name: str, case: Any, layouts: Sequence[Layout | None], verdict: Verdi
         try:
             got = flat(case.does(*spread))
         except NotImplementedError as error:
-            verdict.raises.add(name)
+            verdict.raises[name] = str(error)
             if not case.may_raise:
                 verdict.wrong.append(f"{what}: raised {error}")
             return

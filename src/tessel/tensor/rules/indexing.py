@@ -443,6 +443,13 @@ def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:
     return changed(x)
 
 
+def _origin(name: str, x: Tensor, there: Layout) -> torch.Tensor:
+    """The part that a function reads; a copy of what it will change, as the derivative reads it."""
+    part = moved(x, there)
+    changes = name.endswith("_") and part is x._part and part.requires_grad
+    return part.clone() if changes else part
+
+
 def _out_of_place(name: str) -> Any:
     return getattr(torch, name.removesuffix("_"))
 
@@ -543,7 +550,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if isinstance(source, torch.Tensor):
         corner = source[tuple(slice(n) for n in shape)]
         source = moved(as_spread(corner, there.partition), places)
-    y = made(function(moved(x, there), dim, chosen, source, **given), there)
+    y = made(function(_origin(name, x, there), dim, chosen, source, **given), there)
     return _replaced(name, x, y.move_to(layout))
 
 
@@ -581,5 +588,6 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         source = moved(as_spread(source, there.partition), lying)
     elif isinstance(source, torch.Tensor):
         source = fitted(source, there)
-    y = made(function(moved(x, there), dim, _whole_index(index, layout), source, **given), there)
+    origin = _origin(name, x, there)
+    y = made(function(origin, dim, _whole_index(index, layout), source, **given), there)
     return _replaced(name, x, y.move_to(layout))
