@@ -138,7 +138,9 @@ RESHAPES = {
         lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 3]), 0), may_gather=True
     ),
     "rot90": Case(lambda x: tuple(torch.rot90(x, k, (0, 2)) for k in range(-1, 4))),
-    "native_channel_shuffle": Case(lambda x: torch.native_channel_shuffle(x, 2), ((2, 6, 3, 4),)),
+    "native_channel_shuffle": Case(
+        lambda x: torch.native_channel_shuffle(x.detach(), 2), ((2, 6, 3, 4),), derives=False
+    ),
     "pixel_shuffle": Case(lambda x: F.pixel_shuffle(x, 2), ((2, 8, 3, 5),)),
     "pixel_shuffle without batch": Case(lambda x: F.pixel_shuffle(x, 2), ((4, 3, 5),)),
     "pixel_unshuffle": Case(lambda x: F.pixel_unshuffle(x, 2), ((2, 3, 6, 10),)),
@@ -464,6 +466,14 @@ WRITING = {
     "number at nothing": Case(assigned((slice(3, 1)), -1.0)),
     "number at a list": Case(assigned(([0, 1],), 1.5), may_raise=True),
     "number at indices": Case(assigned((slice(None), INDEX), 1.5), may_raise=True),
+    "tensor at indices": Case(
+        assigned((slice(None), torch.tensor([3, 0]))), ((4, 5), (4, 2)), may_raise=True
+    ),
+    "tensor at indices of two dims": Case(
+        assigned((torch.tensor([3, 0, 1]), torch.tensor([1, 2, -1]))),
+        ((4, 5), (3,)),
+        may_raise=True,
+    ),
     "tensor at a slice": Case(assigned((slice(None), slice(1, 4))), ((4, 5), (4, 3))),
     "tensor at a step": Case(assigned((slice(None), slice(0, 5, 2))), ((4, 5), (4, 3))),
     "tensor at a number": Case(assigned((slice(None), 2)), ((4, 5, 6), (4, 6))),

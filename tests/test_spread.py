@@ -65,7 +65,7 @@ class Verdict:
     """What is wrong; all workers go on, so that all make the same exchanges."""
 
     wrong: list[str] = field(default_factory=list)
-    gathers: set[str] = field(default_factory=set)
+    gathers: dict[str, str] = field(default_factory=dict)  # with what it said
     raises: dict[str, str] = field(default_factory=dict)  # with what it said
     count: int = 0
 
@@ -138,10 +138,11 @@ def check(name: str, case: Any, layouts: Sequence[Layout | None], verdict: Verdi
             if not case.may_raise:
                 verdict.wrong.append(f"{what}: raised {error}")
             return
-        if any(issubclass(each.category, GatherWarning) for each in said):
-            verdict.gathers.add(name)
-            if not case.may_gather:
-                verdict.wrong.append(f"{what}: gathered, {said[0].message}")
+        for each in said:
+            if issubclass(each.category, GatherWarning):
+                verdict.gathers[name] = str(each.message)
+                if not case.may_gather:
+                    verdict.wrong.append(f"{what}: gathered, {each.message}")
     for k, (a, b) in enumerate(zip(got, expected, strict=True)):
         verdict.compare(f"{what}: output {k}", a, b, case.tolerance)
     wanted = [k for k, each in enumerate(leaves) if each.requires_grad]
