@@ -104,7 +104,9 @@ RESHAPES = {
         lambda x, y: (x.view(20, 6), x.view(-1), x.view_as(y), x.reshape_as(y), x.ravel()),
         ((4, 5, 6), (5, 4, 6)),
     ),
-    "view as another type": Case(lambda x: x.detach().view(torch.int64), derives=False),
+    "view as another type": Case(
+        lambda x: (x.detach().view(torch.int64), x.detach().view(torch.int32)), derives=False
+    ),
     "unflatten": Case(lambda x: (x.unflatten(0, (2, 2)), x.unflatten(-1, (2, -1)))),
     "expand": Case(lambda x: (x.expand(3, 4, 5), x.expand(2, 3, -1, 5)), ((1, 4, 1),)),
     "expand to another": Case(lambda x, y: x.expand_as(y) * y, ((1, 4, 1), (3, 4, 5))),
@@ -135,7 +137,11 @@ RESHAPES = {
         )
     ),
     "repeat_interleave by numbers": Case(
-        lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 3]), 0), may_gather=True
+        lambda x: (
+            x.repeat_interleave(torch.tensor([1, 0, 2, 3]), 0),
+            x[0, 0].repeat_interleave(torch.tensor([1, 0, 2, 3, 0, 1])),
+            x.repeat_interleave(torch.tensor(2), 1),
+        )
     ),
     "rot90": Case(lambda x: tuple(torch.rot90(x, k, (0, 2)) for k in range(-1, 4))),
     "native_channel_shuffle": Case(
@@ -210,7 +216,7 @@ JOINTS = {
         ),
         ((5,), (5,)),
     ),
-    "block_diag": Case(lambda x, y: torch.block_diag(x, y), ((4, 5), (2, 3)), may_gather=True),
+    "block_diag": Case(lambda x, y: torch.block_diag(x, y, x), ((4, 5), (2, 3))),
     **{
         f"pieces along {dim}": Case(
             lambda x, dim=dim: (
@@ -432,17 +438,18 @@ INDEXING = {
         ),
         ((5, 4), (4, 4)),
         order=1,
-        may_gather=True,
+    ),
+    "index_put in place": Case(
+        written(lambda y, z: y.index_put_((INDEX % 4, INDEX), z, accumulate=True)),
+        ((5, 4), (4,)),
     ),
     "select_scatter": Case(
         lambda x, y: (
             x.select_scatter(y[0], 0, 1),
             x.slice_scatter(y[:2], 0, 1, 3),
-            torch.diagonal_scatter(x, y[0]),
         ),
         ((5, 4), (5, 4)),
         order=1,
-        may_gather=True,
     ),
     "masked_scatter": Case(
         lambda x, y: x.masked_scatter(x > 0, y), ((5, 4), (5, 4)), order=1, may_gather=True
@@ -464,16 +471,22 @@ WRITING = {
     },
     "number at slices": Case(assigned((slice(1, 3), slice(0, 5, 2), 4), -1.0)),
     "number at nothing": Case(assigned((slice(3, 1)), -1.0)),
-    "number at a list": Case(assigned(([0, 1],), 1.5), may_raise=True),
-    "number at indices": Case(assigned((slice(None), INDEX), 1.5), may_raise=True),
-    "tensor at indices": Case(
-        assigned((slice(None), torch.tensor([3, 0]))), ((4, 5), (4, 2)), may_raise=True
-    ),
+    "number at a list": Case(assigned(([0, 1],), 1.5)),
+    "number at indices": Case(assigned((slice(None), INDEX), 1.5)),
+    "number at indices and slices": Case(assigned((INDEX, slice(1, 4), 2), 1.5)),
+    "tensor at indices": Case(assigned((slice(None), torch.tensor([3, 0]))), ((4, 5), (4, 2))),
     "tensor at indices of two dims": Case(
         assigned((torch.tensor([3, 0, 1]), torch.tensor([1, 2, -1]))),
         ((4, 5), (3,)),
         may_raise=True,
     ),
+    "tensor at indices and slices": Case(
+        assigned((torch.tensor([3, 0]), slice(1, 4))), ((4, 5, 6), (2, 3, 6))
+    ),
+    "tensor at indices that are no neighbours": Case(
+        assigned((torch.tensor([3, 0]), slice(None), torch.tensor([1, 5]))), ((4, 5, 6), (2, 5))
+    ),
+    "row at indices": Case(assigned(([3, 0],)), ((4, 5), (5,))),
     "tensor at a slice": Case(assigned((slice(None), slice(1, 4))), ((4, 5), (4, 3))),
     "tensor at a step": Case(assigned((slice(None), slice(0, 5, 2))), ((4, 5), (4, 3))),
     "tensor at a number": Case(assigned((slice(None), 2)), ((4, 5, 6), (4, 6))),

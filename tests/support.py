@@ -59,8 +59,7 @@ ELEMENTS: Rows = {
         *("types", "clone"),
     ],
     "special.entr special.erfcx special.ndtr special.xlog1py special.zeta …": ["special*"],
-    "frexp": ["frexp"],
-    "isin": ["isin"],
+    "frexp isin": ["frexp", "isin"],
 }
 
 FACTORIES: Rows = {
@@ -73,9 +72,16 @@ FACTORIES: Rows = {
 REDUCTIONS: Rows = {
     "sum mean nansum nanmean count_nonzero": ["sum*", "mean", "nansum", "nanmean", "count_nonzero"],
     "amax amin aminmax": ["amax*", "amin*", "aminmax"],
-    "max min argmax argmin": ["max", "max [!o]*", "max of*", "min", "min along*", "arg[!s]*"],
-    "prod": ["prod"],
-    "all any": ["all and any"],
+    "max min argmax argmin": [
+        "max",
+        "max along*",
+        "max with k*",
+        "max of*",
+        "min",
+        "min along*",
+        "arg[!s]*",
+    ],
+    "prod all any": ["prod", "all and any", "reductions of nothing*"],
     "logsumexp": ["logsumexp*"],
     "var std var_mean std_mean": ["var*", "std*"],
     "norm linalg.vector_norm dist": ["norm [0-9a-]*", "dist"],
@@ -89,11 +95,10 @@ REDUCTIONS: Rows = {
     "F.glu": ["glu"],
     "quantile nanquantile": ["quantile", "nanquantile"],
     "cov corrcoef": ["cov"],
+    "renorm": ["renorm"],
+    "histc bincount": ["histc", "bincount"],
     "trapezoid cumulative_trapezoid": ["trapezoid"],
     "gradient": ["gradient"],
-    "renorm": ["renorm"],
-    "histc": ["histc"],
-    "bincount": ["bincount"],
     "unique": ["unique"],
 }
 
@@ -107,17 +112,16 @@ PRODUCTS: Rows = {
     "addmm addmv addbmm baddbmm addr": ["addmm", "addmv", "addbmm", "baddbmm", "addr"],
     "F.linear": ["linear", "linear *"],
     "F.bilinear": ["bilinear"],
-    "linalg.multi_dot": ["multi_dot"],
-    "linalg.matrix_power": ["matrix_power"],
-    "linalg.matrix_norm linalg.norm": ["matrix_norm"],
-    "linalg.cross": ["cross"],
-    "kron": ["kron"],
+    "linalg.multi_dot linalg.matrix_power linalg.vecdot linalg.cross kron": [
+        *("multi_dot", "matrix_power", "vecdot", "cross*", "kron", "other names"),
+    ],
+    "linalg.norm linalg.matrix_norm": ["matrix_norm"],
+    "linalg.inv linalg.det linalg.solve linalg.cholesky linalg.qr matrix_exp logdet": [
+        *("inv*", "solve", "logdet", "cholesky", "qr", "matrix_exp"),
+    ],
+    "linalg.svdvals linalg.eigvalsh": ["svdvals", "eigvalsh"],
     "cartesian_prod": ["cartesian_prod"],
     "vander": ["vander"],
-    "linalg.inv linalg.solve": ["inv", "solve"],
-    "logdet det": ["logdet"],
-    "linalg.cholesky linalg.qr": ["cholesky", "qr"],
-    "linalg.svdvals linalg.eigvalsh matrix_exp": ["svdvals", "eigvalsh", "matrix_exp"],
     "cdist F.pairwise_distance F.cosine_similarity": [
         *("cdist 2*", "pairwise_distance", "cosine_similarity*"),
     ],
@@ -146,12 +150,10 @@ SHAPES: Rows = {
     ],
     "atleast_1d atleast_2d atleast_3d": ["atleast"],
     "Tensor.repeat tile": ["repeat", "repeat of*", "repeat nothing"],
-    "repeat_interleave": ["repeat_interleave"],
-    "repeat_interleave, a tensor of numbers": ["repeat_interleave by numbers"],
+    "repeat_interleave": ["repeat_interleave*"],
     "rot90": ["rot90"],
     "F.pixel_shuffle F.pixel_unshuffle F.channel_shuffle": ["pixel_*", "*channel_shuffle"],
-    "view_as_real view_as_complex": ["view_as_*"],
-    "Tensor.view, another type": ["view as another type"],
+    "view_as_real view_as_complex, Tensor.view of another type": ["view_as_*", "view as another*"],
     "Tensor.unfold": ["Tensor.unfold*"],
     "F.unfold F.fold": ["F.*fold*"],
     "cat concat": ["cat *", "concat"],
@@ -166,7 +168,7 @@ SHAPES: Rows = {
     "F.pad replicate": ["pad replicate*"],
     "F.pad circular": ["pad circular*"],
     "tril triu": ["triangles*"],
-    "diagonal diag diag_embed trace": ["diag*", "trace"],
+    "diagonal diag diag_embed diagflat trace": ["diag*", "trace"],
     "block_diag": ["block_diag"],
 }
 
@@ -183,9 +185,13 @@ INDEXING: Rows = {
     "masked_select": ["masked_select"],
     "gather take_along_dim": ["gather*", "take_along*", "argsort and gather"],
     "scatter scatter_add scatter_reduce": ["scatter*"],
-    "index_add index_copy index_fill index_reduce": ["index functions*", "index_[acfr]*"],
-    "index_put": ["index_put"],
-    "select_scatter slice_scatter diagonal_scatter": ["select_scatter"],
+    "index_add index_copy index_fill index_reduce": [
+        "index functions*",
+        "index_add in*",
+        "index_[cfr]*",
+    ],
+    "index_put": ["index_put*"],
+    "select_scatter slice_scatter": ["select_scatter"],
     "masked_scatter": ["masked_scatter"],
     "Tensor.put": ["put"],
     "x[1:3] = y, x[…, ::2] = 1": [
@@ -197,8 +203,8 @@ INDEXING: Rows = {
         "plain*",
         "augm*",
     ],
-    "x[index] = 1": ["number at a list", "number at indices"],
-    "x[index] = y": ["tensor at indices*"],
+    "x[index] = 1": ["number at a list", "number at indices*"],
+    "x[index] = y": ["tensor at indices*", "row at indices"],
     "x[mask] = 1": ["where a mask*"],
     "Tensor.copy_": ["copy_*"],
 }
@@ -258,6 +264,7 @@ LOSSES: Rows = {
     ],
     "F.nll_loss": ["nll*mean", "nll*4) none"],
     "F.cross_entropy": ["cross_entropy (*mean", "cross_entropy*4) none", "cross_entropy [i]*"],
+    "F.linear_cross_entropy": ["linear_cross_entropy*"],
     "F.multi_margin_loss F.multilabel_margin_loss F.multilabel_soft_margin_loss": [
         "multi*margin*mean"
     ],

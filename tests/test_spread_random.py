@@ -65,8 +65,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "rrelu_": lambda x: torch.rrelu_(x * 1, training=True),
     "poisson": lambda x: torch.poisson(x.detach().exp()),
     "binomial": lambda x: torch.binomial(torch.full_like(x.detach(), 9), x.detach().sigmoid()),
-    "_standard_gamma": lambda x: torch._standard_gamma(x.exp()),
-    "_sample_dirichlet": lambda x: torch._sample_dirichlet(x.exp()),
+    "_standard_gamma": lambda x: torch._standard_gamma(x.detach().exp()),
+    "_sample_dirichlet": lambda x: torch._sample_dirichlet(x.detach().exp()),
     "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x.reshape(4, 6, 4, 2), 2, (2, 1)),
     "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(
         x.reshape(4, 6, 2, 2, 2), 1, (1, 2, 2), return_indices=True

@@ -6,9 +6,11 @@ layer, whose parameters are its arguments.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from tessel.layout import Layout
 from tessel.nn.adaptive import (
@@ -44,18 +46,24 @@ from tessel.nn.pooling import (
 from tessel.nn.upsample import DistributedUpsample
 from tessel.nn.windowed import tuple_of
 from tessel.partition import Partition
+from tessel.shared import nothing
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.rules.batched import holds_anywhere
+from tessel.tensor.rules.hosting import along, hosted, reshaped_along, split_like
 from tessel.tensor.table import (
     Arguments,
     Settings,
-    check_whole,
+    as_spread,
     gathered,
+    held_layouts,
     is_split,
+    is_whole,
     made,
     moved,
     opened,
+    outlines,
     parts,
     rule,
-    unsupported,
 )
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
@@ -72,12 +80,18 @@ def _computed(kind: type[Layer], name: str, x: Any, **attributes: Any) -> Any:
     Weights and statistics are whole on all workers, and no parameters of the layer: nothing is
     registered, and nothing has to be made equal.
     """
-    check_whole(name, attributes)
     part, layout = opened(x)
     layer: Any = object.__new__(kind)
     layer.__dict__.update(_blank(kind, layout.partition))
-    layer.__dict__.update(parts(attributes))
+    layer.__dict__.update({key: _whole(each) for key, each in attributes.items()})
     return spread_result(*layer.compute(part, layout))
+
+
+def _whole(value: Any) -> Any:
+    """A weight that every worker has, and one that is spread, gathered: layers use all of it."""
+    if isinstance(value, SpreadTensor):
+        return parts(value) if is_whole(value._layout) else value.full()
+    return value
 
 
 @kept_in_job
@@ -204,6 +218,13 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
 
 def _tracking(given: Settings, x: Any) -> Settings:
     """What a norm with running statistics has besides."""
+    if given["training"] and not all(
+        map(is_whole, held_layouts(given["running_mean"], given["running_var"]))
+    ):
+        raise NotImplementedError(
+            "running statistics that are split cannot be changed in place; every worker needs all "
+            "of them, as plain tensors"
+        )
     return given | {
         "num_features": x.shape[1],
         "affine": given["weight"] is not None,
@@ -239,7 +260,7 @@ def layer_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given.pop("cudnn_enable", None)
     given["normalized_shape"] = tuple(given["normalized_shape"])
     if name == "layer_norm" and given["weight"] is None and given["bias"] is not None:
-        raise unsupported(name, "a bias without a weight is not known", args[0].layout)
+        given["weight"] = args[0].new_ones(given["normalized_shape"])
     kind = DistributedLayerNorm if name == "layer_norm" else DistributedRMSNorm
     affine = given["weight"] is not None
     return _computed(kind, name, args[0], **given, elementwise_affine=affine, training=True)
@@ -274,6 +295,60 @@ def pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return spread_result(*layer.compute(x, layout))
 
 
+@rule("lp_pool1d", "lp_pool2d", "lp_pool3d")
+def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Norms of windows, as means of powers."""
+    given = _named(args, kwargs, norm_type=2.0, kernel_size=1, stride=None, ceil_mode=False)
+    D, p = int(name[-2]), given["norm_type"]
+    sizes = {key: given[key] for key in ("kernel_size", "stride", "ceil_mode")}
+    if abs(p) == float("inf"):
+        sign = 1 if p > 0 else -1
+        return sign * getattr(F, f"max_pool{D}d")(sign * args[0].abs(), **sizes)
+    mean = getattr(F, f"avg_pool{D}d")(args[0].pow(p), **sizes)
+    count = prod(tuple_of(given["kernel_size"], D))
+    return (mean.sign() * mean.abs().relu()).mul(count).pow(1.0 / p)
+
+
+@rule("max_unpool1d", "max_unpool2d", "max_unpool3d")
+def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values go to places anywhere in an image, which is whole for that; others need not be."""
+    given = _named(
+        args, kwargs, indices=None, kernel_size=1, stride=None, padding=0, output_size=None
+    )
+    x, indices, D = args[0], given.pop("indices"), int(name[-2])
+    layout = x._layout
+    space = tuple(range(len(layout.shape) - D, len(layout.shape)))
+    if tuple(indices.shape) != layout.shape:
+        raise ValueError(
+            f"`{name}`: indices of the shape of the input are needed, {layout.shape}, got "
+            f"{tuple(indices.shape)}"
+        )
+    there = hosted(layout, space) if any(map(layout.is_split, space)) else layout
+    size = _unpooled(layout.shape[-D:], D, **given)
+    shape = (*layout.shape[:-D], *size)
+    if holds_anywhere((indices < 0) | (indices >= prod(size))):
+        raise ValueError(f"`{name}`: an index is outside of an output of size {size}")
+    places = moved(as_spread(indices, layout.partition), there)
+    given["output_size"] = size
+    part, target = moved(x, there), reshaped_along(there, shape, space)
+    y = func(part, places, **given) if part.numel() else nothing(target.local_shape, part)
+    return made(y, target).move_to(split_like(layout, shape))
+
+
+def _unpooled(
+    lengths: tuple[int, ...], D: int, kernel_size: Any, stride: Any, padding: Any, output_size: Any
+) -> tuple[int, ...]:
+    """The size of an image whose pool has this one; torch's own check of what is asked for."""
+    if output_size is not None:
+        return tuple(output_size)[-D:]
+    kernel = tuple_of(kernel_size, D)
+    steps = kernel if stride is None else tuple_of(stride, D)
+    return tuple(
+        (n - 1) * step - 2 * pad + size
+        for n, step, pad, size in zip(lengths, steps, tuple_of(padding, D), kernel, strict=True)
+    )
+
+
 _INTERPOLATE = (
     *("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"),
 )
@@ -284,8 +359,15 @@ def interpolate(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """`torch.nn.functional.interpolate`, each worker what its outputs read."""
     x, layout = opened(args[0])
     settings = dict(zip(_INTERPOLATE, args[1:], strict=False)) | kwargs
-    if settings.pop("antialias", False):
-        raise unsupported(name, "antialias is not known", layout)
+    if settings.pop("antialias", False):  # what an output reads grows with the scale
+        size = outlines(func, args, kwargs).shape[2:]
+
+        def sampled(part: torch.Tensor) -> Any:
+            if not part.numel():  # torch refuses it
+                return part.new_zeros((*part.shape[:2], *size))
+            return func(part, *args[1:], **kwargs)
+
+        return along(args[0], range(2, len(layout.shape)), sampled)
     return spread_result(*DistributedUpsample(layout.partition, **settings).compute(x, layout))
 
 
@@ -298,7 +380,11 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         layout = gathered(layout, (last,))
         x = moved(args[0], layout)
     given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
-    check_whole(name, given)
+    if not all(map(is_whole, held_layouts(given))):
+        outlines(func, args, kwargs)  # torch's own error
+        equation = "...i,oi->...o" if given["weight"].dim() == 2 else "...i,i->..."
+        product = torch.einsum(equation, args[0], given["weight"])
+        return product if given.get("bias") is None else product + given["bias"]
     given = parts(given)
     weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
     assert weight is not None
