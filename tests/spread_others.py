@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -109,8 +110,24 @@ SIGNALS = {
     ),
 }
 
+
+@lru_cache
+def recurrent(kind: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    name, _, nonlinearity = kind.partition(" ")
+    settings = {"nonlinearity": nonlinearity} if nonlinearity else {}
+    layer: torch.nn.Module = getattr(torch.nn, name)(6, 3, batch_first=True, **settings).double()
+    return layer
+
+
+RECURRENT = {
+    f"recurrent {kind}": gathers(lambda x, kind=kind: recurrent(kind)(x)[0])
+    for kind in ("LSTM", "GRU", "RNN tanh", "RNN relu")
+}
+
 FAMILIES: dict[str, dict[str, Case]] = {
     "statistics": STATISTICS,
     "matrices": MATRICES,
     "signals": SIGNALS,
+    "recurrent": RECURRENT,
 }

@@ -23,7 +23,7 @@ from tessel import Layout, Partition
 from tessel.tensor import gathering
 from tessel.tensor.gathering import GatherWarning
 from tessel.tensor.table import RULES
-from test_spread import CASES, Verdict, check, grids, partition
+from test_spread import CASES, Verdict, check, partition
 from test_spread_random import FUNCTIONS, SHAPE, drawn
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
@@ -226,7 +226,7 @@ LAYERS: Rows = {
         )
     },
     "F.interpolate, antialias": ["interpolate * with antialias"],
-    "F.grid_sample": ["grid_sample bi* zeros", "grid_sample of*"],
+    "F.grid_sample": ["grid_sample bilinear zeros", "grid_sample of points"],
     "F.affine_grid": ["affine_grid*"],
     "F.batch_norm F.instance_norm F.group_norm": [
         *("batch_norm*", "instance_norm", "group_norm", "norms with*"),
@@ -236,6 +236,7 @@ LAYERS: Rows = {
     "F.embedding": ["embedding", "embedding with*", "embedding of*"],
     "F.embedding_bag": ["embedding_bag*"],
     "F.one_hot": ["one_hot"],
+    "nn.RNN nn.LSTM nn.GRU": ["recurrent *"],
     "bucketize searchsorted": ["bucketize", "searchsorted*"],
 }
 
@@ -359,8 +360,10 @@ def layouts(shape: tuple[int, ...]) -> Iterator[tuple[str, Layout]]:
     row, D = Partition(tuple(range(WORKERS)), (WORKERS,)), len(shape)
     for dim in range(D):
         yield str(dim), Layout.split(row, shape, _axes(D, dim))
-    for layout in grids(shape, WORKERS):
-        yield "two", layout
+    square = partition([2, 2])
+    for a, b in sorted({(0, 1), (D - 2, D - 1), (0, D - 1)}) if D > 1 else ():
+        axes = [0 if d == a else 1 if d == b else None for d in range(D)]
+        yield "two", Layout.split(square, shape, axes)
     for dim in {0, D - 1} if D else ():
         lengths = [max(0, shape[dim] - 1), min(1, shape[dim]), 0, 0]
         grid = partition([WORKERS if d == dim else 1 for d in range(D)])
@@ -482,8 +485,8 @@ with those of one process; `make support` writes this page anew, and a test comp
 - **raises**: on all workers, before anything is computed; the notes below say why.
 
 The columns are the dimensions of the first argument, counted from zero, of which one is split at a
-time; *two*: any two of them at once; *uneven*: the first or the last, with parts of all but one, of
-one and of no values; *others*: the other tensors among the arguments (weights, targets, indices)
+time; *two*: two of them at once, the first, the last, or the first and the last; *uneven*: the first
+or the last, with parts of all but one, of one and of no values; *others*: the other tensors among the arguments (weights, targets, indices)
 are split as well, along any of their dimensions. In all other columns these are plain.
 """
 

@@ -69,7 +69,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "_sample_dirichlet": lambda x: torch._sample_dirichlet(x.detach().exp()),
     "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x.reshape(4, 6, 4, 2), 2, (2, 1)),
     "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(
-        x.reshape(4, 6, 2, 2, 2), 1, (1, 2, 2), return_indices=True
+        x.reshape(4, 6, 2, 2, 2), 1, 1, return_indices=True
     ),
     "rrelu": lambda x: F.rrelu(x, training=True),
     "rrelu in place": lambda x: F.rrelu(x * 1, training=True, inplace=True),
