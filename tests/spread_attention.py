@@ -194,7 +194,7 @@ PADDING = torch.arange(5) > torch.tensor([[4], [2], [3], [4]])
 CAUSAL = torch.ones(5, 5).triu(1).bool()
 
 LAYERS = {
-    "heads": Case(lambda x: heads(batch_first=True)(x, x, x), (X,), order=1),
+    "attention of heads": Case(lambda x: heads(batch_first=True)(x, x, x), (X,), order=1),
     "heads without weights": Case(
         lambda x: heads(batch_first=True)(x, x, x, need_weights=False)[0], (X,), order=1
     ),

@@ -71,7 +71,7 @@ X = (4, 5, 6)
 
 ELEMENTS: dict[str, Case] = {
     "of any number": Case(each_of(ANY)),
-    "steps": Case(each_of(STEPS)),
+    "jumps": Case(each_of(STEPS)),
     "of positive numbers": Case(each_of(ABOVE), make=positive),
     "of numbers up to one": Case(each_of(UNIT), make=between),
     "gammas": Case(
@@ -200,7 +200,7 @@ ELEMENTS: dict[str, Case] = {
     ),
     "frexp": Case(lambda x: tuple(torch.frexp(x.detach())), derives=False),
     "isin": Case(lambda x: torch.isin(x.round(), torch.tensor([0.0, 1.0]).to(x))),
-    "new": Case(
+    "new ones": Case(
         lambda x: (
             x.new_zeros(3) + x[0, 0, 0],
             x.new_ones(4, 5, 6) * x,

@@ -125,9 +125,38 @@ RECURRENT = {
     for kind in ("LSTM", "GRU", "RNN tanh", "RNN relu")
 }
 
+
+def changed_view(x: Tensor) -> Tensor:
+    y = x * 1
+    y[1:].zero_()
+    return y
+
+
+def refused(does: Any, *shapes: Shape, **settings: Any) -> Case:
+    return once(does, *shapes, may_raise=True, **settings)
+
+
+REFUSED = {
+    "view of a split dimension, changed": refused(changed_view),
+    "masked_scatter in place": refused(
+        lambda x, y: (x * 1).masked_scatter_(x > 0, y), (5, 4), (20,)
+    ),
+    "put in place": refused(lambda x, y: (x * 1).put_(torch.tensor([3, 7]), y), (5, 4), (2,)),
+    "fill with a generator": refused(
+        lambda x: torch.ones_like(x).normal_(0.0, 0.0, generator=torch.Generator())
+    ),
+    "embedding with a largest norm": refused(
+        lambda x, w: F.embedding((x * 100).long().abs() % 7, w.detach() * 1, max_norm=1.0),
+        (4, 5),
+        (7, 3),
+        derives=False,
+    ),
+}
+
 FAMILIES: dict[str, dict[str, Case]] = {
     "statistics": STATISTICS,
     "matrices": MATRICES,
     "signals": SIGNALS,
     "recurrent": RECURRENT,
+    "refused": REFUSED,
 }

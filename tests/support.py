@@ -37,7 +37,7 @@ Rows = dict[str, Sequence[str]]
 
 ELEMENTS: Rows = {
     elements.ANY: ["of any number"],
-    elements.STEPS: ["steps"],
+    elements.STEPS: ["jumps"],
     elements.ABOVE: ["of positive numbers"],
     f"{elements.UNIT} acosh polygamma mvlgamma": ["of numbers up to one", "gammas"],
     f"{elements.ACTIVATIONS} F.hardsigmoid F.threshold": ["activations*"],
@@ -64,7 +64,10 @@ ELEMENTS: Rows = {
 
 FACTORIES: Rows = {
     "zeros_like ones_like full_like empty_like": ["like"],
-    "Tensor.new_zeros Tensor.new_ones Tensor.new_full Tensor.new_empty Tensor.new_tensor": ["new"],
+    "Tensor.new_zeros Tensor.new_ones Tensor.new_full Tensor.new_empty Tensor.new_tensor": [
+        "new",
+        "new ones",
+    ],
     "zeros arange linspace eye as_tensor meshgrid, in a model": ["made in a model"],
     "meshgrid": ["meshgrid"],
 }
@@ -163,20 +166,20 @@ SHAPES: Rows = {
     ],
     "roll": ["roll"],
     "flip fliplr flipud": ["flip*"],
-    "F.pad constant": ["pad constant*", "pad with*"],
-    "F.pad reflect": ["pad reflect*"],
-    "F.pad replicate": ["pad replicate*"],
-    "F.pad circular": ["pad circular*"],
+    "F.pad, constant": ["pad constant*", "pad with*"],
+    "F.pad, reflect": ["pad reflect*"],
+    "F.pad, replicate": ["pad replicate*"],
+    "F.pad, circular": ["pad circular*"],
     "tril triu": ["triangles*"],
     "diagonal diag diag_embed diagflat trace": ["diag*", "trace"],
     "block_diag": ["block_diag"],
 }
 
 INDEXING: Rows = {
-    "x[1:3], x[::2], x[-1], x[None], narrow, select": [
+    "x[1:3]; x[::2]; x[-1]; x[None]; narrow; select": [
         *("numbers", "slices", "steps", "new dimensions", "numpy numbers", "narrow and select"),
     ],
-    "x[index], x[[0, 2]], index_select take": [
+    "x[index]; x[[0, 2]]; index_select; take": [
         *("lists", "tensors of*", "index without*", "index_select", "spread index*"),
     ],
     "x[index, :, index]": ["several tensors of indices"],
@@ -194,7 +197,7 @@ INDEXING: Rows = {
     "select_scatter slice_scatter": ["select_scatter"],
     "masked_scatter": ["masked_scatter"],
     "Tensor.put": ["put"],
-    "x[1:3] = y, x[…, ::2] = 1": [
+    "x[1:3] = y; x[…, ::2] = 1": [
         "number at [!ai]*",
         "tensor at a*",
         "tensor at the*",
@@ -220,7 +223,7 @@ LAYERS: Rows = {
     "F.lp_pool1d F.lp_pool2d F.lp_pool3d": ["lp_pool*"],
     "F.max_unpool1d F.max_unpool2d F.max_unpool3d": ["max_unpool*"],
     **{
-        f"F.interpolate {mode}": [f"interpolate {mode} [123]*"]
+        f"F.interpolate, {mode}": [f"interpolate {mode} [123]*"]
         for mode in (
             *("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear", "area"),
         )
@@ -233,7 +236,7 @@ LAYERS: Rows = {
     ],
     "F.layer_norm F.rms_norm": ["layer_norm*", "rms_norm"],
     "F.local_response_norm": ["local_response_norm"],
-    "F.embedding": ["embedding", "embedding with*", "embedding of*"],
+    "F.embedding": ["embedding", "embedding with padding", "embedding of*"],
     "F.embedding_bag": ["embedding_bag*"],
     "F.one_hot": ["one_hot"],
     "nn.RNN nn.LSTM nn.GRU": ["recurrent *"],
@@ -242,10 +245,10 @@ LAYERS: Rows = {
 
 ATTENTION: Rows = {
     "F.scaled_dot_product_attention": [
-        *("attention", "attention o*", "attention c*", "attention with*"),
+        *("attention", "attention causal", "attention of [gt]*", "attention with*"),
     ],
-    "nn.MultiheadAttention": ["heads", "heads[, ]*"],
-    "nn.TransformerEncoderLayer nn.TransformerDecoderLayer": ["encoder*", "decoder", "stack of*"],
+    "nn.MultiheadAttention": ["attention of heads", "heads across", "heads with padding"],
+    "nn.TransformerEncoderLayer nn.TransformerDecoderLayer": ["encoder in*", "decoder"],
 }
 
 LOSSES: Rows = {
@@ -263,8 +266,8 @@ LOSSES: Rows = {
     "F.soft_margin_loss F.hinge_embedding_loss F.margin_ranking_loss": [
         *("soft_margin mean", "hinge* none", "margin_ranking* sum"),
     ],
-    "F.nll_loss": ["nll*mean", "nll*4) none"],
-    "F.cross_entropy": ["cross_entropy (*mean", "cross_entropy*4) none", "cross_entropy [i]*"],
+    "F.nll_loss": ["nll (4, 5) mean", "nll*2, 4) [mn]*"],
+    "F.cross_entropy": ["cross_entropy (4, 5) mean", "cross_entropy*2, 4) [mn]*"],
     "F.linear_cross_entropy": ["linear_cross_entropy*"],
     "F.multi_margin_loss F.multilabel_margin_loss F.multilabel_soft_margin_loss": [
         "multi*margin*mean"
@@ -284,7 +287,12 @@ FOURIER: Rows = {
     for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 } | {
     "fft.fftshift fft.ifftshift": ["fftshift", "ifftshift"],
-    "fft of complex numbers": ["complex input", "there and back", "a filter", "of one dimension"],
+    "fft.fft fft.ifftn fft.irfft2 fft.hfftn, complex numbers": [
+        "complex input",
+        "there and back",
+        "a filter",
+        "of one dimension",
+    ],
     "stft": ["stft"],
 }
 
@@ -309,6 +317,14 @@ RANDOM: Rows = {
     "F.fractional_max_pool2d F.fractional_max_pool3d": ["fractional*"],
 }
 
+REFUSED: Rows = {
+    "x[1:].zero_(); x[1:] += 1": ["view of a split*"],
+    "Tensor.masked_scatter_": ["masked_scatter in place"],
+    "Tensor.put_": ["put in place"],
+    "Tensor.normal_, generator": ["fill with*"],
+    "F.embedding, max_norm": ["embedding with a largest norm"],
+}
+
 SECTIONS: dict[str, Rows] = {
     "Functions of each element": ELEMENTS,
     "Factories": FACTORIES,
@@ -321,6 +337,7 @@ SECTIONS: dict[str, Rows] = {
     "Losses": LOSSES,
     "Fourier transforms": FOURIER,
     "Random functions": RANDOM,
+    "What cannot be right in parts": REFUSED,
 }
 
 # functions of the table that say what a tensor is, or read its values: `test_tensor.py` has them
@@ -485,9 +502,10 @@ with those of one process; `make support` writes this page anew, and a test comp
 - **raises**: on all workers, before anything is computed; the notes below say why.
 
 The columns are the dimensions of the first argument, counted from zero, of which one is split at a
-time; *two*: two of them at once, the first, the last, or the first and the last; *uneven*: the first
-or the last, with parts of all but one, of one and of no values; *others*: the other tensors among the arguments (weights, targets, indices)
-are split as well, along any of their dimensions. In all other columns these are plain.
+time; *two*: two of them at once, the first, the last, or the first and the last; *uneven*: the
+first or the last, with parts of all but one, of one and of no values; *others*: the other tensors
+among the arguments (weights, targets, indices) are split as well, along any of
+their dimensions. In all other columns these are plain.
 """
 
 
@@ -523,9 +541,9 @@ def _shown(cell: Cell, notes: dict[str, int]) -> str:
 def _named(functions: str) -> str:
     """Names of functions as code; after a comma, words."""
     if functions.startswith("x["):
-        return ", ".join(f"`{each}`" for each in functions.split(", "))
+        return ", ".join(f"`{each}`" for each in functions.split("; "))
     names, comma, words = functions.partition(", ")
-    if " of " in names or " and " in names:
+    if " of " in names or " and " in names:  # words alone
         return functions
     return ", ".join("…" if each == "…" else f"`{each}`" for each in names.split()) + comma + words
 

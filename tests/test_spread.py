@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {}
 for path in sorted(Path(__file__).parent.glob("spread_*.py")):
     FAMILIES |= import_module(path.stem).FAMILIES
 CASES = {name: case for family in FAMILIES.values() for name, case in family.items()}
+assert len(CASES) == sum(map(len, FAMILIES.values())), "two cases have one name"
 
 TOLERANCE = 1e-11  # of float64 in sums of up to a few hundred terms, in another order
 

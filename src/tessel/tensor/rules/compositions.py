@@ -52,8 +52,14 @@ def diagflat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @rule("linalg_multi_dot", plain=True)
 def multi_dot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Matrix products from the left to the right."""
-    outlines(func, args, kwargs)  # torch's own error
-    return reduce(torch.matmul, args[0])
+    given = list(args[0])
+    ndims = [each.dim() for each in given]
+    if len(given) < 2 or {*ndims[1:-1]} - {2} or {ndims[0], ndims[-1]} - {1, 2}:
+        raise RuntimeError(
+            f"multi_dot(): expected at least two matrices, of which the first and the last may be "
+            f"vectors, got tensors of {ndims} dimensions"
+        )
+    return reduce(torch.matmul, given)
 
 
 @rule("linalg_matrix_power")
@@ -96,9 +102,9 @@ def cross(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def kron(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Every element of the one tensor times the other tensor."""
     x, y = args[0], argument(args, kwargs, 1, "other")
-    shape = outlines(func, (x, y), {}).shape
-    ndim = len(shape)
+    ndim = max(x.dim(), y.dim())
     rows = [(1,) * (ndim - each.dim()) + tuple(each.shape) for each in (x, y)]
+    shape = [n * m for n, m in zip(*rows, strict=True)]
     left = x.reshape(list(chain(*((n, 1) for n in rows[0]))))
     right = y.reshape(list(chain(*((1, n) for n in rows[1]))))
     return (left * right).reshape(shape)
