@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test venv bench lint format types docs clean
+.PHONY: demo test venv bench lint format types docs support clean
 
 demo: $(READY)
 	$(BIN)/tessel demo
@@ -38,6 +38,9 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+support: $(READY)
+	$(BIN)/python tests/support.py
 
 clean:
 	rm -rf $(VENV) site build dist

@@ -157,12 +157,19 @@ TABLES = {
     "affine_grid of volumes": Case(
         lambda t: F.affine_grid(t, [4, 3, 2, 5, 2], align_corners=False), ((4, 3, 4),)
     ),
-    "embedding_bag gathers": Case(
-        lambda i, w: F.embedding_bag(i, w),
-        ((4, 5), (ROWS, 3)),
+    **{
+        f"embedding_bag {mode}": Case(
+            lambda i, w, mode=mode: F.embedding_bag(i, w, mode=mode, padding_idx=2),
+            ((4, 5), (ROWS, 3)),
+            indices,
+            order=1,
+        )
+        for mode in ("sum", "mean", "max")
+    },
+    "embedding_bag with factors": Case(
+        lambda i, w, f: F.embedding_bag(i, w, mode="sum", per_sample_weights=f),
+        ((4, 5), (ROWS, 3), (4, 5)),
         indices,
-        plain_others=True,
-        may_gather=True,
         order=1,
     ),
 }
@@ -187,7 +194,7 @@ PADDING = torch.arange(5) > torch.tensor([[4], [2], [3], [4]])
 CAUSAL = torch.ones(5, 5).triu(1).bool()
 
 LAYERS = {
-    "heads": Case(lambda x: heads(batch_first=True)(x, x, x), (X,), order=1),
+    "attention of heads": Case(lambda x: heads(batch_first=True)(x, x, x), (X,), order=1),
     "heads without weights": Case(
         lambda x: heads(batch_first=True)(x, x, x, need_weights=False)[0], (X,), order=1
     ),

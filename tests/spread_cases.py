@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,19 @@ class Case:
         return values(shape, 3 + number) if self.make is None else self.make(shape, number)
 
 
+def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without torch's own warnings, of deprecated arguments and of sizes that differ."""
+
+    def call(*operands: Tensor) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+            warnings.filterwarnings("ignore", message="Using a target size|reduction: 'mean'")
+            warnings.filterwarnings("ignore", message="size_average and reduce|Implicit dimension")
+            return function(*operands)
+
+    return call
+
+
 def whole_numbers(shape: Shape, number: int) -> Tensor:
     """With many ties."""
     return (values(shape, 3 + number) * 2).round()
@@ -79,6 +93,19 @@ REDUCTIONS = {
     "max with keepdim": Case(lambda x: tuple(torch.max(x, dim=1, keepdim=True))),
     "max along of ties": Case(lambda x: tuple(x.max(1)), make=whole_numbers),
     "argmax": Case(lambda x: x.argmax()),
+    "argmax with keepdim": Case(lambda x: (x.argmax(keepdim=True), x.argmin(keepdim=True))),
+    "softmax of no named dimension": Case(lambda x: (quiet(F.softmax)(x), quiet(F.log_softmax)(x))),
+    **{
+        f"reductions of nothing in {shape}": Case(
+            lambda x: (
+                *(x.prod(), (x > 0).all(), (x > 0).any(1), x.sum(0), x.norm(), x.logsumexp(0)),
+                *(x.prod(1), x.norm(dim=1), torch.linalg.vector_norm(x, 3, dim=0)),
+            ),
+            (shape,),
+            order=1,
+        )
+        for shape in ((0, 4), (4, 0))
+    },
     "argmin along": Case(lambda x: (x.argmin(0), x.argmin(1), x.argmin(2, keepdim=True))),
     # torch 2.11 has no derivative of it
     "aminmax": Case(lambda x: tuple(torch.aminmax(x, dim=1)), derives=False),
@@ -119,8 +146,13 @@ REDUCTIONS = {
     "topk": Case(lambda x: (*x.topk(2), *torch.topk(x, 3, dim=0, largest=False))),
     "kthvalue": Case(lambda x: tuple(x.kthvalue(2, 1))),
     "median": Case(lambda x: (x.median(), *x.median(1), *x.median(dim=0, keepdim=True))),
+    "nanmedian": Case(lambda x: (x.nanmedian(), *x.nanmedian(1), *torch.nanmedian(x, dim=-1))),
     "mode": Case(lambda x: tuple(x.mode(1)), make=whole_numbers),
     "diff": Case(lambda x: x.diff() + 0),
+    "diff with ends": Case(
+        lambda x, y: (torch.diff(x, prepend=y), torch.diff(x, append=y, dim=2, prepend=y)),
+        ((4, 5, 6), (4, 5, 2)),
+    ),
     "diff along": Case(lambda x: torch.diff(x, n=2, dim=1)),
     "glu": Case(lambda x: F.glu(x) + F.glu(x, -1)),
 }
@@ -148,6 +180,13 @@ PRODUCTS = {
         lambda a, b: torch.einsum("...ij,jk->...ik", a, b), ((2, 3, 4, 5), (5, 3))
     ),
     "einsum of one": Case(lambda a: torch.einsum("ijk->kj", a), ((4, 5, 6),)),
+    "einsum of diagonals": Case(
+        lambda a, b: (torch.einsum("ii->i", b), torch.einsum("iij,ij->j", a, b)),
+        ((4, 4, 4), (4, 4)),
+    ),
+    "einsum by numbers": Case(
+        lambda a, b: torch.einsum(a, [0, 1], b, [1, 2], [0, 2]), ((4, 5), (5, 3))
+    ),
     "einsum of three": Case(
         lambda a, b, c: torch.einsum("bi,ij,bj->b", a, b, c), ((3, 4), (4, 5), (3, 5))
     ),
@@ -159,6 +198,15 @@ PRODUCTS = {
         lambda x, a, b: torch.addmm(x, a, b, beta=0.5, alpha=2), ((4, 6), (4, 5), (5, 6))
     ),
     "baddbmm": Case(lambda x, a, b: torch.baddbmm(x, a, b), ((3, 4, 6), (3, 4, 5), (3, 5, 6))),
+    "addmv": Case(lambda x, a, b: torch.addmv(x, a, b, alpha=2), ((4,), (4, 5), (5,))),
+    "addbmm": Case(lambda x, a, b: torch.addbmm(x, a, b), ((4, 6), (3, 4, 5), (3, 5, 6))),
+    "addr": Case(lambda x, a, b: torch.addr(x, a, b, beta=0.5), ((4, 6), (4,), (6,))),
+    "ger": Case(lambda a, b: torch.ger(a, b), ((5,), (7,))),
+    "vdot": Case(lambda a, b: torch.vdot(a, b), ((7,), (7,))),
+    "vdot of complex vectors": Case(
+        lambda a, b: torch.vdot(torch.complex(a, b), torch.complex(b, 2 * a)), ((7,), (7,)), order=1
+    ),
+    "matmul of a plain first": Case(lambda b: values((4, 5), 1) @ b, ((5, 6),)),
     "linear": Case(lambda x, w, b: F.linear(x, w, b), ((3, 4, 5), (6, 5), (6,)), plain_others=True),
     "bilinear": Case(lambda a, b, w: F.bilinear(a, b, w), ((4, 3), (4, 5), (2, 3, 5))),
 }

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from parity import values
-from spread_cases import Case, positive
+from spread_cases import Case, positive, quiet
 
 Shape = tuple[int, ...]
 Maker = Callable[[Shape, int], Tensor]
@@ -54,24 +52,15 @@ def signs(shape: Shape, number: int) -> Tensor:
     return torch.where(values(shape, 3 + number) > 0, 1, -1)
 
 
+def labels_of_times(shape: Shape, number: int) -> Tensor:
+    return classes(shape, number) % (CLASSES - 1) + 1
+
+
 def labels(shape: Shape, number: int) -> Tensor:
     """Lists of classes, which end with -1."""
     found = classes(shape, number)
     found[..., 2:] = -1
     return found
-
-
-def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without torch's own warnings, of deprecated arguments and of sizes that differ."""
-
-    def call(*operands: Tensor) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-            warnings.filterwarnings("ignore", message="Using a target size|reduction: 'mean'")
-            warnings.filterwarnings("ignore", message="size_average and reduce")
-            return function(*operands)
-
-    return call
 
 
 ELEMENTS: dict[str, Case] = {}
@@ -240,6 +229,22 @@ CLASS_LOSSES |= {
     ),
 }
 
+if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+    CLASS_LOSSES |= {
+        "linear_cross_entropy": Case(
+            lambda x, w, y, b: F.linear_cross_entropy(
+                x, w, y, linear_bias=b, label_smoothing=0.1, ignore_index=1
+            ),
+            ((4, 6), (CLASSES, 6), (4,), (CLASSES,)),
+            make=then(real, real, classes, real),
+        ),
+        "linear_cross_entropy of more": Case(
+            lambda x, w, y: F.linear_cross_entropy(x, w, y, reduction="sum"),
+            ((4, 6), (CLASSES, 3, 6), (4, 3)),
+            make=then(real, real, classes),
+        ),
+    }
+
 ROWS: dict[str, Case] = {}
 for _reduction in ("none", "mean", "sum"):
     for _n in ((4,), ()):
@@ -307,13 +312,33 @@ ROWS |= {
         for p in (1.0, 2.0, 3.0)
         for a, b in (((4, 6), (5, 6)), ((3, 4, 6), (3, 5, 6)), ((3, 4, 6), (5, 6)))
     },
-    "ctc gathers": Case(
-        lambda x, y: F.ctc_loss(x, y, torch.tensor([6, 6, 5]), torch.tensor([2, 2, 1])),
-        ((6, 3, CLASSES), (3, 2)),
-        make=then(log_chances, lambda shape, number: classes(shape, number) % 4 + 1),
-        may_gather=True,
+    **{
+        f"ctc {reduction}": Case(
+            lambda x, y, reduction=reduction: F.ctc_loss(
+                x,
+                y,
+                torch.tensor([6, 6, 5]),
+                torch.tensor([2, 2, 1]),
+                reduction=reduction,
+                zero_infinity=True,
+            ),
+            ((6, 3, CLASSES), (3, 2)),
+            make=then(log_chances, labels_of_times),
+            order=1,
+        )
+        for reduction in ("none", "mean", "sum")
+    },
+    "ctc of one sample": Case(
+        lambda x, y: F.ctc_loss(x, y, torch.tensor(6), torch.tensor(2)),
+        ((6, CLASSES), (2,)),
+        make=then(log_chances, labels_of_times),
         order=1,
-        plain_others=True,
+    ),
+    "ctc of targets in a row": Case(
+        lambda x, y: F.ctc_loss(x, y, (6, 6, 5), (2, 2, 1)),
+        ((6, 3, CLASSES), (5,)),
+        make=then(log_chances, labels_of_times),
+        order=1,
     ),
 }
 

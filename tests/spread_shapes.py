@@ -95,6 +95,19 @@ RESHAPES = {
     "squeeze of ones": Case(lambda x: (x.squeeze(), x.squeeze(0) * 2), ((1, 1),)),
     "unsqueeze": Case(lambda x: (x.unsqueeze(0), x.unsqueeze(-1), x[:, None, :, None])),
     "movedim": Case(lambda x: (x.movedim(0, -1), x.swapaxes(0, 2), x.permute(2, 0, 1), x[0].T)),
+    "moveaxis": Case(lambda x: (x.moveaxis(0, 1), x.swapdims(0, 2), x.transpose(1, 2))),
+    "transposed": Case(lambda x: (x.t(), x.T, x.mT, x.H, x.mH, x.adjoint()), ((4, 5),)),
+    "adjoint of complex matrices": Case(
+        lambda x: (torch.complex(x, 2 * x).adjoint(), torch.complex(x, x).mH), order=1
+    ),
+    "view": Case(
+        lambda x, y: (x.view(20, 6), x.view(-1), x.view_as(y), x.reshape_as(y), x.ravel()),
+        ((4, 5, 6), (5, 4, 6)),
+    ),
+    "view as another type": Case(
+        lambda x: (x.detach().view(torch.int64), x.detach().view(torch.int32)), derives=False
+    ),
+    "unflatten": Case(lambda x: (x.unflatten(0, (2, 2)), x.unflatten(-1, (2, -1)))),
     "expand": Case(lambda x: (x.expand(3, 4, 5), x.expand(2, 3, -1, 5)), ((1, 4, 1),)),
     "expand to another": Case(lambda x, y: x.expand_as(y) * y, ((1, 4, 1), (3, 4, 5))),
     "broadcast_tensors": Case(
@@ -124,9 +137,16 @@ RESHAPES = {
         )
     ),
     "repeat_interleave by numbers": Case(
-        lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 3]), 0), may_gather=True
+        lambda x: (
+            x.repeat_interleave(torch.tensor([1, 0, 2, 3]), 0),
+            x[0, 0].repeat_interleave(torch.tensor([1, 0, 2, 3, 0, 1])),
+            x.repeat_interleave(torch.tensor(2), 1),
+        )
     ),
     "rot90": Case(lambda x: tuple(torch.rot90(x, k, (0, 2)) for k in range(-1, 4))),
+    "native_channel_shuffle": Case(
+        lambda x: torch.native_channel_shuffle(x.detach(), 2), ((2, 6, 3, 4),), derives=False
+    ),
     "pixel_shuffle": Case(lambda x: F.pixel_shuffle(x, 2), ((2, 8, 3, 5),)),
     "pixel_shuffle without batch": Case(lambda x: F.pixel_shuffle(x, 2), ((4, 3, 5),)),
     "pixel_unshuffle": Case(lambda x: F.pixel_unshuffle(x, 2), ((2, 3, 6, 10),)),
@@ -169,6 +189,14 @@ JOINTS = {
         derives=False,
     ),
     "stack": Case(lambda x, y: (torch.stack([x, y]), torch.stack((y, x), -1)), ((4, 5), (4, 5))),
+    "concat": Case(
+        lambda x, y: (
+            torch.concat([x, y], 1),
+            torch.concatenate([x, y]),
+            torch.row_stack([x, y]),
+        ),
+        ((4, 5), (4, 5)),
+    ),
     "stack within": Case(lambda x, y: torch.stack([x, y], 1), ((4, 5), (4, 5)), plain_others=True),
     "hstack and others": Case(
         lambda x, y: (
@@ -188,7 +216,7 @@ JOINTS = {
         ),
         ((5,), (5,)),
     ),
-    "block_diag": Case(lambda x, y: torch.block_diag(x, y), ((4, 5), (2, 3)), may_gather=True),
+    "block_diag": Case(lambda x, y: torch.block_diag(x, y, x), ((4, 5), (2, 3))),
     **{
         f"pieces along {dim}": Case(
             lambda x, dim=dim: (
@@ -205,6 +233,17 @@ JOINTS = {
     },
     "hsplit and others": Case(
         lambda x: (*x.hsplit(2), *x.vsplit([1, 3]), *torch.dsplit(x, 3)), ((4, 6, 6),), order=1
+    ),
+    "split_with_sizes": Case(
+        lambda x: (
+            *x.split_with_sizes([1, 3], 0),
+            *torch.unsafe_split(x, 2, 1),
+            *torch.unsafe_chunk(x, 2, 2),
+        ),
+        order=1,
+    ),
+    "tensor_split by a tensor": Case(
+        lambda x: torch.tensor_split(x, torch.tensor([1, 3]), 1), order=1
     ),
     "hsplit of a row": Case(lambda x: x.hsplit([2, 9]), ((6,),)),
     "iteration": Case(lambda x: tuple(x), ((4, 5),)),
@@ -253,7 +292,7 @@ TRIANGLES = {
         f"triangles {k}": Case(lambda x, k=k: (x.tril(k), torch.triu(x, diagonal=k)), ((2, 5, 6),))
         for k in (-2, 0, 1)
     },
-    "triangles in place": Case(written(lambda y: y.tril_(1)), ((5, 6),)),
+    "triangles in place": Case(written(lambda y: y.tril_(1).triu_(-1)), ((5, 6),)),
     **{
         f"diagonal {k} of {shape}": Case(lambda x, k=k: (x.diagonal(k), torch.diag(x, k)), (shape,))
         for k in (-3, -1, 0, 2)
@@ -349,6 +388,15 @@ INDEXING = {
     "scatter_reduce": Case(
         lambda x, y: x.scatter_reduce(1, (y > 0).long(), y, "amax"), ((4, 5), (4, 5)), order=1
     ),
+    "scatter_reduce in place": Case(
+        written(
+            lambda y, z: y.scatter_(1, z.argsort(1), z).scatter_reduce_(
+                0, (z > 0).long(), z, "amax"
+            )
+        ),
+        ((4, 5), (4, 5)),
+        order=1,
+    ),
     "scatter in place": Case(
         written(lambda y, z: y.scatter_add_(1, (z > 0).long(), z)), ((4, 5), (4, 5))
     ),
@@ -366,6 +414,48 @@ INDEXING = {
     "index_add in place": Case(
         written(lambda y, z: y.index_add_(0, INDEX % 4, z)), ((5, 4), (4, 4))
     ),
+    "index_copy in place": Case(
+        written(lambda y, z: y.index_copy_(0, torch.tensor([3, 0]), z)), ((5, 4), (2, 4))
+    ),
+    "index_reduce": Case(
+        lambda x, y: x.detach().index_reduce(1, INDEX % 4, y.detach(), "amax"),
+        ((4, 5), (4, 4)),
+        derives=False,
+    ),
+    "index_reduce in place": Case(
+        written(lambda y, z: y.detach().index_reduce_(0, INDEX % 4, z.detach(), "mean")),
+        ((5, 4), (4, 4)),
+        derives=False,
+    ),
+    "index_put": Case(
+        lambda x, y: (
+            x.index_put((INDEX,), y),
+            x.index_put((INDEX % 4, INDEX), y[0], accumulate=True),
+        ),
+        ((5, 4), (4, 4)),
+        order=1,
+    ),
+    "index_put in place": Case(
+        written(lambda y, z: y.index_put_((INDEX % 4, INDEX), z, accumulate=True)),
+        ((5, 4), (4,)),
+    ),
+    "select_scatter": Case(
+        lambda x, y: (
+            x.select_scatter(y[0], 0, 1),
+            x.slice_scatter(y[:2], 0, 1, 3),
+        ),
+        ((5, 4), (5, 4)),
+        order=1,
+    ),
+    "masked_scatter": Case(
+        lambda x, y: x.masked_scatter(x > 0, y), ((5, 4), (5, 4)), order=1, may_gather=True
+    ),
+    "put": Case(
+        lambda x, y: x.put(torch.tensor([3, 7]), y[0, :2]),
+        ((5, 4), (5, 4)),
+        order=1,
+        may_gather=True,
+    ),
     "index_fill in place": Case(written(lambda y: y.index_fill_(1, INDEX, 3.0)), ((5, 4),)),
     "where": Case(lambda x, y: torch.where(x > 0, x, y), ((4, 5), (5,))),
 }
@@ -377,8 +467,22 @@ WRITING = {
     },
     "number at slices": Case(assigned((slice(1, 3), slice(0, 5, 2), 4), -1.0)),
     "number at nothing": Case(assigned((slice(3, 1)), -1.0)),
-    "number at a list": Case(assigned(([0, 1],), 1.5), may_raise=True),
-    "number at indices": Case(assigned((slice(None), INDEX), 1.5), may_raise=True),
+    "number at a list": Case(assigned(([0, 1],), 1.5)),
+    "number at indices": Case(assigned((slice(None), INDEX), 1.5)),
+    "number at indices and slices": Case(assigned((INDEX, slice(1, 4), 2), 1.5)),
+    "tensor at indices": Case(assigned((slice(None), torch.tensor([3, 0]))), ((4, 5), (4, 2))),
+    "tensor at indices of two dims": Case(
+        assigned((torch.tensor([3, 0, 1]), torch.tensor([1, 2, -1]))),
+        ((4, 5), (3,)),
+        may_raise=True,
+    ),
+    "tensor at indices and slices": Case(
+        assigned((torch.tensor([3, 0]), slice(1, 4))), ((4, 5, 6), (2, 3, 6))
+    ),
+    "tensor at indices that are no neighbours": Case(
+        assigned((torch.tensor([3, 0]), slice(None), torch.tensor([1, 5]))), ((4, 5, 6), (2, 5))
+    ),
+    "row at indices": Case(assigned(([3, 0],)), ((4, 5), (5,))),
     "tensor at a slice": Case(assigned((slice(None), slice(1, 4))), ((4, 5), (4, 3))),
     "tensor at a step": Case(assigned((slice(None), slice(0, 5, 2))), ((4, 5), (4, 3))),
     "tensor at a number": Case(assigned((slice(None), 2)), ((4, 5, 6), (4, 6))),

@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {}
 for path in sorted(Path(__file__).parent.glob("spread_*.py")):
     FAMILIES |= import_module(path.stem).FAMILIES
 CASES = {name: case for family in FAMILIES.values() for name, case in family.items()}
+assert len(CASES) == sum(map(len, FAMILIES.values())), "two cases have one name"
 
 TOLERANCE = 1e-11  # of float64 in sums of up to a few hundred terms, in another order
 
@@ -65,8 +66,8 @@ class Verdict:
     """What is wrong; all workers go on, so that all make the same exchanges."""
 
     wrong: list[str] = field(default_factory=list)
-    gathers: set[str] = field(default_factory=set)
-    raises: set[str] = field(default_factory=set)
+    gathers: dict[str, str] = field(default_factory=dict)  # with what it said
+    raises: dict[str, str] = field(default_factory=dict)  # with what it said
     count: int = 0
 
     def compare(self, what: str, got: Any, expected: Any, tolerance: float = TOLERANCE) -> None:
@@ -134,14 +135,15 @@ def check(name: str, case: Any, layouts: Sequence[Layout | None], verdict: Verdi
         try:
             got = flat(case.does(*spread))
         except NotImplementedError as error:
-            verdict.raises.add(name)
+            verdict.raises[name] = str(error)
             if not case.may_raise:
                 verdict.wrong.append(f"{what}: raised {error}")
             return
-        if any(issubclass(each.category, GatherWarning) for each in said):
-            verdict.gathers.add(name)
-            if not case.may_gather:
-                verdict.wrong.append(f"{what}: gathered, {said[0].message}")
+        for each in said:
+            if issubclass(each.category, GatherWarning):
+                verdict.gathers[name] = str(each.message)
+                if not case.may_gather:
+                    verdict.wrong.append(f"{what}: gathered, {each.message}")
     for k, (a, b) in enumerate(zip(got, expected, strict=True)):
         verdict.compare(f"{what}: output {k}", a, b, case.tolerance)
     wanted = [k for k, each in enumerate(leaves) if each.requires_grad]

@@ -37,7 +37,39 @@ def last_chance(value: float) -> Any:
     return split(torch.tensor([0.5] * 5 + [value], dtype=torch.float64))
 
 
+def ctc(target: int = 1, times: int = 4, length: int = 1) -> Any:
+    """Six samples, of which the last worker has one that is bad."""
+    return F.ctc_loss(
+        split(values((4, 6, 3), 1).log_softmax(2), 1),
+        split(torch.tensor([[1]] * 5 + [[target]])),
+        torch.tensor([4] * 5 + [times]),
+        torch.tensor([1] * 5 + [length]),
+    )
+
+
 BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "ctc of classes": (lambda: ctc(target=3), RuntimeError, "3 classes"),
+    "ctc of times": (lambda: ctc(times=5), RuntimeError, "input_lengths"),
+    "ctc of lengths": (lambda: ctc(length=2), RuntimeError, "target_lengths"),
+    "embedding_bag": (
+        lambda: F.embedding_bag(split(torch.tensor([[0], [1], [7]])), values((5, 2), 1)),
+        IndexError,
+        "5 rows",
+    ),
+    "max_unpool": (
+        lambda: F.max_unpool1d(reals(6, 1, 2), split(torch.tensor([[[0, 9]]] * 6)), 2),
+        ValueError,
+        "outside",
+    ),
+    "bincount": (lambda: torch.bincount(last_is(-1)), RuntimeError, "non-negative"),
+    # was: a gathered copy of them was changed, and the change was lost
+    "statistics that are split": (
+        lambda: F.batch_norm(
+            reals(6, 3), split(torch.zeros(3)), split(torch.ones(3)), training=True
+        ),
+        NotImplementedError,
+        "running statistics",
+    ),
     "cross_entropy": (lambda: F.cross_entropy(reals(6, 3), last_is(3)), IndexError, "3 classes"),
     "cross_entropy of classes": (
         lambda: F.cross_entropy(split(values((6, 3), 1), 1), last_is(-1)),

@@ -169,14 +169,21 @@ def check_whole(name: str, *values: Any) -> None:
         raise unsupported(name, "all but its first argument must be whole", *layouts)
 
 
-def whole_parts(name: str, given: Settings) -> Settings:
-    """The same arguments with plain tensors in the places of spread ones, which must be whole."""
-    for each in given.values():
-        if isinstance(each, Tensor):
-            check_whole(name, given)
-            plain: Settings = parts(given)
-            return plain
-    return given
+def whole_parts(given: Settings) -> Settings:
+    """The same arguments with plain tensors in the places of spread ones, all of each.
+
+    Weights and statistics of layers are used by every worker as a whole.
+    """
+    if not any(isinstance(each, Tensor) for each in given.values()):
+        return given
+    return {
+        key: each
+        if not isinstance(each, Tensor)
+        else open_part(each)
+        if is_whole(each._layout)
+        else each.full()
+        for key, each in given.items()
+    }
 
 
 def moved(x: Tensor, target: Layout) -> torch.Tensor:

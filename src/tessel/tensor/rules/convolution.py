@@ -31,7 +31,7 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
 @rule("conv1d", "conv2d", "conv3d")
 def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.conv*` with parameters that all workers have."""
-    given = dict(whole_parts(name, dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
+    given = dict(whole_parts(dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
     x, layout = opened(args[0])
     weight, bias = given.pop("weight"), given.pop("bias", None)
     check_dtype(x, weight)

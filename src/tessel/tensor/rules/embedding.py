@@ -97,6 +97,33 @@ def _of_all_indices(key: str, func: Any, indices: Tensor, weight: Any, given: Se
     return as_spread(func(parts(indices), parts(weight), **given), layouts[0].partition)
 
 
+@rule("embedding_bag", plain=True)
+def embedding_bag(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Sums, means or largest values of rows of a table, one for each row of indices."""
+    given = arguments_of(name, func, args, kwargs)
+    indices, weight = given.pop("input"), given.pop("weight")
+    factors = given.pop("per_sample_weights")
+    layouts = held_layouts(args, kwargs)
+    if indices.dim() != 2:
+        raise unsupported(name, "bags must be rows of indices", *layouts)
+    for key in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if given[key]:
+            raise unsupported(name, f"{key} needs all indices", *layouts)
+    if holds_anywhere((indices < 0) | (indices >= weight.shape[0])):
+        raise IndexError(f"index out of range: the table has {weight.shape[0]} rows")
+    if factors is None:
+        return batched(
+            name, (("nl", "XY"), "nY"), "lX", (indices, weight), lambda i, w: func(i, w, **given)
+        )
+    return batched(
+        name,
+        (("nl", "XY", "nl"), "nY"),
+        "lXY",  # the derivative of the factors is a sum over all features
+        (indices, weight, factors),
+        lambda i, w, f: func(i, w, per_sample_weights=f, **given),
+    )
+
+
 @rule("one_hot")
 def one_hot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """A new last dimension, whole, with a one in the place of the class."""

@@ -304,13 +304,17 @@ def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule(
     *("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"),
+    "unsafe_split_with_sizes",
     *("hsplit", "vsplit", "dsplit", "unbind"),
 )
 def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Slices along a dimension, one after the other; `unbind` drops it."""
     x = args[0]
-    if isinstance(argument(args, kwargs, 1, "tensor_indices_or_sections"), torch.Tensor):
-        raise unsupported(name, "bounds have to be numbers", x._layout)
+    bounds = argument(args, kwargs, 1, "tensor_indices_or_sections")
+    if isinstance(bounds, torch.Tensor):
+        bounds = bounds.full() if isinstance(bounds, Tensor) else bounds
+        dim = argument(args, kwargs, 2, "dim", 0)
+        return x.tensor_split(bounds.tolist(), dim)
     outline = outlines(func, args, kwargs)
     if name in ("hsplit", "vsplit", "dsplit"):
         dim = {"hsplit": 0 if x.dim() == 1 else 1, "vsplit": 0, "dsplit": 2}[name]
@@ -460,28 +464,91 @@ def _like_region(value: torch.Tensor, items: list[Any]) -> torch.Tensor:
 
 
 def _assign_at(name: str, x: Tensor, items: list[Any], value: Any) -> None:
-    """At indices of whole dimensions, beside others that are taken as they are."""
+    """At indices of some dimensions, beside others that are taken as they are."""
     layout = x._layout
-    indices = [each for each in items if isinstance(each, torch.Tensor)]
-    dims = [dim for dim, each in enumerate(items) if not _is_everything(each, layout, dim)]
-    if (
-        any(each is None for each in items)
-        or any(is_split(layout, dim) for dim in dims)
-        or not all(map(is_whole, held_layouts(indices)))
-        or (isinstance(value, torch.Tensor) and value.dim() and not is_whole(layout))
-    ):
-        raise unsupported(
-            name, "a tensor of indices can only pick one value in whole dimensions", layout
-        )
-    for dim in dims:
-        if isinstance(items[dim], torch.Tensor):
-            _check_range(items[dim], dim, layout.shape[dim], negative=True)
+    if any(each is None for each in items):
+        raise unsupported(name, "new dimensions beside tensors of indices are not known", layout)
+    there, region, key = _places(x, items)
+    if isinstance(value, torch.Tensor):
+        value = fitted(_like_places(value, region), region)
+    else:
+        value = x._part.new_empty(()).fill_(value)  # torch's own error, on all workers
+    if there is layout:
+        x._part[key] = value
+        changed(x)
+        return
+    part = moved(x, there).clone()
+    part[key] = value
+    _replaced("__setitem_", x, made(part, there))
+
+
+def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...]]:
+    """Where what a key names is whole, how the values lie that it names, and the key there."""
+    layout = x._layout
+    for dim, each in enumerate(items):
+        if isinstance(each, torch.Tensor):
+            _check_range(each, dim, layout.shape[dim], negative=True)
+    named = tuple(d for d, each in enumerate(items) if not _is_everything(each, layout, d))
+    there = hosted(layout, named) if any(is_split(layout, d) for d in named) else layout
     key = tuple(
-        slice(None) if dim not in dims else slice(*each) if isinstance(each, tuple) else parts(each)
+        slice(None)
+        if dim not in named
+        else slice(*each)
+        if isinstance(each, tuple)
+        else _whole_index(each, layout)
+        if isinstance(each, torch.Tensor)
+        else each
         for dim, each in enumerate(items)
     )
-    x._part[key] = fitted(value, layout) if isinstance(value, torch.Tensor) else value
-    changed(x)
+    # numbers beside tensors of indices are such tensors, too
+    picked = [dim for dim, each in enumerate(items) if not isinstance(each, tuple)]
+    shape = torch.broadcast_shapes(*(e.shape for e in items if isinstance(e, torch.Tensor)))
+    kept = [
+        (len(range(*each)), Cut((), ((0, len(range(*each))),)) if dim in named else there.cuts[dim])
+        for dim, each in enumerate(items)
+        if dim not in picked
+    ]
+    neighbours = picked == list(range(picked[0], picked[-1] + 1))
+    at = picked[0] if neighbours else 0
+    found = [*kept[:at], *((n, Cut((), ((0, n),))) for n in shape), *kept[at:]]
+    taken = {axis for _, cut in found for axis in cut.axes}
+    region = Layout(
+        layout.partition,
+        tuple(n for n, _ in found),
+        tuple(cut for _, cut in found),
+        tuple(axis for axis in range(layout.partition.dim) if axis not in taken),
+    )
+    return there, region, key
+
+
+def _like_places(value: torch.Tensor, region: Layout) -> torch.Tensor:
+    """Values that fit a region; dimensions of length one in front of it are left out."""
+    given = list(value.shape)
+    while len(given) > len(region.shape) and given[0] == 1:
+        given.pop(0)
+    pairs = zip(reversed(given), reversed(region.shape), strict=False)
+    if len(given) > len(region.shape) or any(n not in (1, m) for n, m in pairs):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
+            f"indexing result of shape {list(region.shape)}"
+        )
+    return value.reshape(given)
+
+
+@rule("index_put", "index_put_")
+def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values at indices of the first dimensions, in the place of others or added to them."""
+    x, layout = args[0], args[0]._layout
+    given = dict(zip(("indices", "values", "accumulate"), args[1:], strict=False)) | kwargs
+    items = _items(name, tuple(given["indices"]), layout)
+    if not any(isinstance(each, torch.Tensor) for each in items):
+        raise unsupported(name, "tensors of indices are needed", layout)
+    there, region, key = _places(x, items)
+    value = fitted(_like_places(given["values"], region), region)
+    indices = tuple(each for each in key if isinstance(each, torch.Tensor))
+    origin = _origin(name, x, there)
+    y = made(origin.index_put(indices, value, given.get("accumulate", False)), there)
+    return _replaced(name, x, y.move_to(layout))
 
 
 def _is_everything(item: Any, layout: Layout, dim: int) -> bool:
@@ -504,6 +571,13 @@ def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:
     check_change(name, x, [x._layout])
     x._part.copy_(moved(result, x._layout))
     return changed(x)
+
+
+def _origin(name: str, x: Tensor, there: Layout) -> torch.Tensor:
+    """The part that a function reads; a copy of what it will change, as the derivative reads it."""
+    part = moved(x, there)
+    changes = name.endswith("_") and part is x._part and part.requires_grad
+    return part.clone() if changes else part
 
 
 def _out_of_place(name: str) -> Any:
@@ -606,7 +680,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if isinstance(source, torch.Tensor):
         corner = source[tuple(slice(n) for n in shape)]
         source = moved(as_spread(corner, there.partition), places)
-    y = made(function(moved(x, there), dim, chosen, source, **given), there)
+    y = made(function(_origin(name, x, there), dim, chosen, source, **given), there)
     return _replaced(name, x, y.move_to(layout))
 
 
@@ -644,5 +718,6 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         source = moved(as_spread(source, there.partition), lying)
     elif isinstance(source, torch.Tensor):
         source = fitted(source, there)
-    y = made(function(moved(x, there), dim, _whole_index(index, layout), source, **given), there)
+    origin = _origin(name, x, there)
+    y = made(function(origin, dim, _whole_index(index, layout), source, **given), there)
     return _replaced(name, x, y.move_to(layout))

@@ -17,7 +17,8 @@ from tessel.boxes import Interval, shift
 from tessel.layout import Layout, Shape
 from tessel.shared import nothing
 from tessel.tensor.rules.adaptive import average
-from tessel.tensor.table import Arguments, made, opened, rule, unsupported
+from tessel.tensor.rules.hosting import along
+from tessel.tensor.table import Arguments, made, opened, outlines, rule
 from tessel.tensor.windowed import Windowed, leading, outline, windowed
 from tessel.windows import Cubic, Interpolation, Linear, Nearest
 
@@ -66,8 +67,15 @@ def interpolate(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -
     """`torch.nn.functional.interpolate`, each worker what its outputs read."""
     x, layout = opened(args[0])
     given = dict(zip((*Settings._fields, "antialias"), args[1:], strict=False)) | kwargs
-    if given.pop("antialias", False):
-        raise unsupported(name, "antialias is not known", layout)
+    if given.pop("antialias", False):  # what an output reads grows with the scale
+        size = outlines(func, args, kwargs).shape[2:]
+
+        def sampled(part: Tensor) -> Any:
+            if not part.numel():  # torch refuses it
+                return part.new_zeros((*part.shape[:2], *size))
+            return func(part, *args[1:], **kwargs)
+
+        return along(args[0], range(2, len(layout.shape)), sampled)
     settings = Settings.of(**given)
     shape = global_shape(layout.shape, x.dtype, settings)
     if settings.mode == "area":

@@ -21,7 +21,14 @@ from torch.nn import _reduction
 
 from tessel.layout import Layout, Shape
 from tessel.shared import total
-from tessel.tensor.rules.batched import batched, holds_anywhere, part_of, whole_of
+from tessel.tensor.rules.batched import (
+    applied,
+    batched,
+    holds_anywhere,
+    part_of,
+    plan_of,
+    whole_of,
+)
 from tessel.tensor.rules.pointwise import common_layout, fitted
 from tessel.tensor.rules.reductions import filled, without
 from tessel.tensor.table import (
@@ -288,6 +295,90 @@ def _check_classes(func: Any, dim: int, kinds: Kinds) -> None:
         warnings.simplefilter("ignore")
         func(**given | least)
         func(**{key: _outlined(each) for key, each in kinds})
+
+
+@rule("linear_cross_entropy", plain=True)
+def linear_cross_entropy(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """`cross_entropy` of what a linear map gives."""
+    given = arguments_of(name, func, args, kwargs)
+    x, weight, bias = given["input"], given["linear_weight"], given["linear_bias"]
+    if given["options"] is not None:
+        raise unsupported(name, "options are not known", *held_layouts(args, kwargs))
+    outlines(func, args, kwargs)  # torch's own error
+    classes, *features = weight.shape[:-1]
+    logits = F.linear(
+        x, weight.reshape(-1, weight.shape[-1]), None if bias is None else bias.reshape(-1)
+    )
+    settings = {key: given[key] for key in ("weight", "reduction", "label_smoothing")}
+    if given["ignore_index"] is not None:
+        settings["ignore_index"] = given["ignore_index"]
+    logits = logits.reshape(*x.shape[:-1], classes, *features)
+    return F.cross_entropy(logits, given["target"], **settings)
+
+
+@rule("ctc_loss", plain=True)
+def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """All times and classes of a sample on one worker; samples may be split."""
+    given = arguments_of(name, func, args, kwargs)
+    x, targets = given["log_probs"], given["targets"]
+    reduction = _reduction_of(given)
+    lengths = [_whole_numbers(given[f"{key}_lengths"]) for key in ("input", "target")]
+    if x.dim() == 2:  # one sample
+        x = x.unsqueeze(1)
+        lengths = [each.reshape(1) for each in lengths]
+        targets = targets.reshape(1, -1)
+    elif targets.dim() == 1:  # those of all samples, one after the other
+        targets = _in_rows(whole_of(targets), lengths[1])
+    _check_times(given["blank"], x, targets, *lengths)
+    settings = {key: given[key] for key in ("blank", "zero_infinity")} | {"reduction": "none"}
+    operands = x, targets, *lengths
+    plan = plan_of(name, (("tnc", "ns", "n", "n"), "n"), "tcs", operands)
+    part = applied(lambda *parts: F.ctc_loss(*parts, **settings), operands, plan, x.dtype)
+    losses: torch.Tensor = made(part, plan.result)
+    if reduction == "mean":
+        losses = losses / lengths[1].clamp_min(1)
+    return _reduced(losses[0] if given["log_probs"].dim() == 2 else losses, reduction)
+
+
+def _check_times(
+    blank: int, x: torch.Tensor, targets: torch.Tensor, times: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Raise on all workers what torch would raise on the one that has the sample."""
+    steps, samples, classes = x.shape
+    for what, each, most in (
+        ("input_lengths", times, steps),
+        ("target_lengths", lengths, targets.shape[-1]),
+    ):
+        if tuple(each.shape) != (samples,) or (
+            samples and not 0 <= each.min() <= each.max() <= most
+        ):
+            raise RuntimeError(
+                f"ctc_loss: {what} of {samples} samples are needed, from 0 to {most}, got {each}"
+            )
+    if targets.dim() != 2 or targets.shape[0] != samples:
+        raise RuntimeError(
+            f"ctc_loss: targets of {samples} samples are needed, got shape {tuple(targets.shape)}"
+        )
+    if not 0 <= blank < classes:
+        raise RuntimeError("blank must be in label range")
+    is_used = torch.arange(targets.shape[1]) < lengths[:, None]
+    if holds_anywhere(((targets < 0) | (targets >= classes)) & is_used.to(targets.device)):
+        raise RuntimeError(f"ctc_loss: a target is none of the {classes} classes")
+
+
+def _whole_numbers(value: Any) -> torch.Tensor:
+    """Numbers that a caller gave as a tensor or as a list, on all workers."""
+    return torch.as_tensor(whole_of(value), device="cpu")
+
+
+def _in_rows(targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Targets of samples, one after the other, as rows that end with zeros."""
+    if int(lengths.sum()) != len(targets):
+        raise RuntimeError(
+            f"Expected targets of {int(lengths.sum())} values, the sum of target_lengths, got "
+            f"{len(targets)}"
+        )
+    return torch.nn.utils.rnn.pad_sequence(list(targets.split(lengths.tolist())), True)
 
 
 # -- of classes -----------------------------------------------------------------------------------

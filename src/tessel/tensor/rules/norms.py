@@ -21,7 +21,16 @@ from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.shared import nothing, spread
-from tessel.tensor.table import Arguments, Settings, made, opened, rule, whole_parts
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    held_layouts,
+    is_whole,
+    made,
+    opened,
+    rule,
+    whole_parts,
+)
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.use import used_together
 from tessel.transport import kept_in_job
@@ -296,7 +305,14 @@ class Norm:
     def of(cls, name: str, x: Any, given: Settings, dims: range) -> Norm:
         """After torch said, of the whole tensor, what is wrong; parts are balanced then."""
         part, layout = opened(x)
-        norm = cls(getattr(F, name), whole_parts(name, given), part, layout, dims)
+        changes = given.get("training", given.get("use_input_stats", False))
+        running = given.get("running_mean"), given.get("running_var")
+        if changes and not all(map(is_whole, held_layouts(running))):
+            raise NotImplementedError(
+                "running statistics that are split cannot be changed in place; every worker needs "
+                "all of them, as plain tensors"
+            )
+        norm = cls(getattr(F, name), whole_parts(given), part, layout, dims)
         if not _is_alone(layout):
             check(name, norm.given, layout.shape, part, dims)
             if (balancing := _balancing(layout)) is not None:

@@ -41,7 +41,12 @@ ALSO = frozenset(
         *("full_like", "empty_like", "get real", "get imag", "cfloat", "cdouble", "chalf"),
         *("less", "greater", "less_equal", "greater_equal", "not_equal", "negative", "absolute"),
         *("resolve_conj", "resolve_neg", "conj_physical", "isreal", "float_power"),
-        *("complex", "polar"),
+        *("complex", "polar", "conj", "isclose", "fix", "arccos", "arccosh", "arcsin", "arcsinh"),
+        *("arctan", "arctan2", "arctanh"),
+        *(f"special_{name}" for name in ("digamma", "erf", "erfc", "erfinv", "exp2", "expit")),
+        *(f"special_{name}" for name in ("expm1", "gammainc", "gammaincc", "gammaln", "i0")),
+        *(f"special_{name}" for name in ("log1p", "logit", "multigammaln", "ndtr", "polygamma")),
+        *(f"special_{name}" for name in ("psi", "round", "sinc", "xlogy")),
     )
 )
 
@@ -64,6 +69,7 @@ def is_pointwise(name: str) -> bool:
 
 _OPERATORS = {"rdiv": "div", "truediv": "div", "rpow": "pow", "invert": "bitwise_not"}
 _OPERATORS |= {"floordiv": "floor_divide", "pos": "positive"}
+_OPERATORS |= {"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"}
 _OPERATORS |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder"}
 
 
@@ -98,6 +104,8 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     )
     if isinstance(result, str):  # the name of a type
         return result
+    if name == "frexp":
+        return type(result)([made(each, target) for each in result])
     if not isinstance(result, torch.Tensor):
         raise unsupported(name, "it does not give one tensor", target)
     return made(result, target)
@@ -226,7 +234,9 @@ def convert(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def prelu(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """With a slope for all channels, or for each."""
     weight = kwargs["weight"] if len(args) == 1 else args[1]
-    check_whole(name, weight)
+    if not all(map(is_whole, held_layouts(weight))):
+        slopes = weight.reshape(-1, *[1] * (args[0].dim() - 2)) if weight.numel() > 1 else weight
+        return torch.where(args[0] >= 0, args[0], slopes * args[0])
     (x, layout), weight = opened(args[0]), parts(weight)
     if weight.numel() > 1:
         weight = sliced(weight.reshape(-1, *[1] * (len(layout.shape) - 2)), layout)

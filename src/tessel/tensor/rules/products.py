@@ -131,12 +131,6 @@ def multiply(
         compute: gives, of parts of the operands, the part of the result.
     """
     indices, output = equation
-    if any(len(set(letters)) < len(letters) for letters in indices):
-        raise unsupported(
-            name,
-            "an index twice is a diagonal",
-            *(x._layout for x in operands if isinstance(x, Tensor)),
-        )
     layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
     partition = next(layout for layout in layouts if layout is not None).partition
     if any(layout is not None and layout.partition != partition for layout in layouts):
@@ -173,8 +167,21 @@ def einsum(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     indices, output = _parsed(text, tuple(each.dim() for each in operands))
+    pairs = [_with_diagonals(*each) for each in zip(operands, indices, strict=True)]
+    operands, indices = [x for x, _ in pairs], tuple(letters for _, letters in pairs)
     plain = f"{','.join(indices)}->{output}"
     return multiply(name, (indices, output), operands, lambda *parts: func(plain, *parts))
+
+
+def _with_diagonals(x: torch.Tensor, letters: str) -> tuple[torch.Tensor, str]:
+    """An operand with every index once: one that is there twice stands for a diagonal."""
+    for letter in dict.fromkeys(letters):
+        while letters.count(letter) > 1:
+            first = letters.index(letter)
+            second = letters.index(letter, first + 1)
+            x = x.diagonal(0, first, second)
+            letters = letters[:first] + letters[first + 1 : second] + letters[second + 1 :] + letter
+    return x, letters
 
 
 def _layouts(values: Any) -> list[Layout]:

@@ -11,11 +11,13 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from tessel import boxes
 from tessel.layout import Cut, Layout
+from tessel.shared import nothing
 from tessel.tensor.rules.hosting import along, hosted
-from tessel.tensor.rules.pointwise import pointwise
+from tessel.tensor.rules.pointwise import fitted, pointwise
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -25,8 +27,8 @@ from tessel.tensor.table import (
     made,
     moved,
     opened,
+    outlines,
     rule,
-    tensors,
     unsupported,
 )
 from tessel.tensor.tensor import Tensor, move
@@ -155,8 +157,14 @@ def filled(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     for dim in dims:
         if not x.shape[dim]:
             # not torch.cat, whose derivative for an empty row is a constant
-            x = torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - dim - 1), 0, 1))
+            x = F.pad(x, (*[0, 0] * (x.dim() - dim - 1), 0, 1))
     return x
+
+
+def _of_nothing(x: Tensor, dims: tuple[int, ...], keepdim: bool, compute: Any) -> Tensor:
+    """A reduction of a tensor without values, which costs nothing to make whole."""
+    there = gathered(x._layout, dims)
+    return made(compute(moved(x, there)), without(there, dims, keepdim)[1])
 
 
 @rule("amax", "amin", "all", "any", "prod", "logsumexp")
@@ -170,7 +178,7 @@ def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) ->
         _, shared = without(layout, dims, keepdim)
         return made(func(x, *args[1:], **kwargs), shared)
     if 0 in layout.shape:
-        raise unsupported(name, "an empty tensor must be whole", layout)
+        return _of_nothing(args[0], dims, keepdim, lambda y: func(y, *args[1:], **kwargs))
     if dtype is not None:
         x = x.to(dtype)
     stage = _STAGES[name]
@@ -279,7 +287,7 @@ def place_of_extreme(name: str, func: Any, args: Arguments, kwargs: Settings) ->
     keepdim = argument(args, kwargs, 2, "keepdim", False)
     if dim is None:
         if keepdim:
-            raise unsupported(name, "keepdim without a dimension is not known", x._layout)
+            return getattr(x.flatten(), name)(0).reshape([1] * x.dim())
         return getattr(x.flatten(), name)(0)
     extreme = torch.max if name == "argmax" else torch.min
     return _with_places(extreme, x, dims_of(dim, x._layout)[0], keepdim)[1]
@@ -363,7 +371,7 @@ def norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if p == 0:  # a number of values, not a norm: these add
         return (args[0] != 0).sum(dims, keepdim).to(dtype or x.abs().dtype)
     if 0 in layout.shape:
-        raise unsupported(name, "an empty tensor must be whole", layout)
+        return _of_nothing(args[0], dims, keepdim, lambda y: func(y, *args[1:], **kwargs))
     return _stages(
         x, layout, dims, lambda part: stage(part, True), lambda y: stage(y, keepdim), keepdim
     )
@@ -392,8 +400,9 @@ def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x = args[0]
     dim = argument(args, kwargs, 1, "dim")
     part, layout = opened(x)
-    if dim is None or isinstance(dim, torch.dtype):
-        raise unsupported(name, "the dimension must be named", layout)
+    if dim is None:  # with torch's own warning
+        dim = F._get_softmax_dim(name, len(layout.shape), 5)  # type: ignore[attr-defined]
+        args, kwargs = args[:1], {**kwargs, "dim": dim}
     (dim,) = dims_of(dim, layout) or (0,)
     if not layout.shape or not is_split(layout, dim):
         return made(func(part, *args[1:], **kwargs), layout)
@@ -466,14 +475,76 @@ def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     return type(result)([made(each, shared) for each in result])
 
 
+@rule("quantile", "nanquantile")
+def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values of each row, which has to be in one place; several have a dimension in front."""
+    x, q = args[0], argument(args, kwargs, 1, "q")
+    dim, keepdim = argument(args, kwargs, 2, "dim"), argument(args, kwargs, 3, "keepdim", False)
+    q = q.full() if isinstance(q, Tensor) else q
+    settings = {key: kwargs[key] for key in ("interpolation",) if key in kwargs}
+    func(x.new_empty([1] * x.dim()), q, dim, keepdim, **settings)  # torch's own errors
+    if dim is None:
+        found = func(x.flatten(), q, 0, **settings)
+        return found.reshape(*found.shape, *[1] * x.dim()) if keepdim else found
+    (dim,) = dims_of(dim, x._layout) or (0,)
+    there = hosted(x._layout, (dim,)) if is_split(x._layout, dim) else x._layout
+    _, target = without(there, (dim,), keepdim)
+    if isinstance(q, torch.Tensor) and q.dim():
+        first = Cut((), ((0, len(q)),))
+        target = replace(target, shape=(len(q), *target.shape), cuts=(first, *target.cuts))
+    part = moved(x, there)
+    if 0 in part.shape and 0 not in there.shape:  # torch refuses it
+        return made(nothing(target.local_shape, part), target)
+    return made(func(part, q, dim, keepdim, **settings), target)
+
+
+@rule("histc")
+def histc(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The sum of the parts' own counts."""
+    x, layout = args[0], args[0]._layout
+    given = {"bins": 100, "min": 0, "max": 0} | dict(
+        zip(("bins", "min", "max"), args[1:], strict=False)
+    )
+    given |= kwargs
+    if given["min"] == given["max"] and x.numel():
+        given |= {"min": float(x.min()), "max": float(x.max())}
+    return _counted(func(x._part.detach(), **given), layout)
+
+
+@rule("bincount")
+def bincount(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The sum of the parts' own counts, as many as the largest number needs."""
+    x, layout = args[0], args[0]._layout
+    outline = x.new_empty(0)
+    weights, least = argument(args, kwargs, 1, "weights"), argument(args, kwargs, 2, "minlength", 0)
+    func(outline, minlength=least)  # torch's own errors
+    if x.numel() and int(x.min()) < 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    count = max(least, int(x.max()) + 1 if x.numel() else 0)
+    if weights is not None and tuple(weights.shape) != tuple(x.shape):
+        raise RuntimeError("weights should be 1-d and have the same length as input")
+    factors = None if weights is None else fitted(weights, layout).detach()
+    return _counted(func(x._part, factors, count), layout)
+
+
+def _counted(own: torch.Tensor, layout: Layout) -> Tensor:
+    """What workers counted in their parts, summed."""
+    axes = {axis for cut in layout.cuts for axis in cut.axes if len(cut.intervals) > 1}
+    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in axes)
+    shape = tuple(own.shape)
+    separate = Layout(layout.partition, shape, tuple(Cut((), ((0, n),)) for n in shape), shared)
+    return made(move(separate, separate.summed).apply(own), separate.summed)
+
+
 @rule("diff")
 def diff(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Neighbours along a dimension."""
-    x = args[0]
-    if next(tensors(args[1:], kwargs), None) is not None:
-        raise unsupported(name, "values to put before or behind are not known", x._layout)
-    n = argument(args, kwargs, 1, "n", 1)
+    x, n = args[0], argument(args, kwargs, 1, "n", 1)
     (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout)
+    ends = argument(args, kwargs, 3, "prepend"), argument(args, kwargs, 4, "append")
+    if any(each is not None for each in ends):
+        outlines(func, args, kwargs)  # torch's own error
+        x = torch.cat([each for each in (ends[0], x, ends[1]) if each is not None], dim)
     for _ in range(n):
         length = max(0, x.shape[dim] - 1)
         x = x.narrow(dim, x.shape[dim] - length, length) - x.narrow(dim, 0, length)

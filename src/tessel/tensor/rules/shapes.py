@@ -14,7 +14,7 @@ from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.partition import Partition
 from tessel.shared import nothing
-from tessel.tensor.rules.hosting import along, hosted, split_like
+from tessel.tensor.rules.hosting import along, hosted, reshaped_along, split_like
 from tessel.tensor.rules.pointwise import broadcast, common_layout
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
@@ -73,11 +73,25 @@ def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Parts stay where they are if they are parts of the result, too; else, the least is moved."""
     x, layout = args[0], args[0]._layout
     if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
-        raise unsupported(name, "it cannot take values as those of another type", layout)
+        return _as_type(name, func, args, kwargs)
     after = tuple(outlines(func, args, kwargs).shape)
     loose, target = _reshaped(layout, after)
     y = made(moved(x, loose).reshape(target.local_shape), target)
     return note_view(y, x, copied=loose != layout)
+
+
+def _as_type(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values as those of another type; if it is shorter or longer, the last dimension is whole."""
+    x, layout = args[0], args[0]._layout
+    shape = tuple(outlines(func, args, kwargs).shape)
+    if shape == layout.shape:
+        return note_view(made(func(opened(x)[0], *args[1:], **kwargs), layout), x)
+    last = len(shape) - 1
+    if not is_split(layout, last):
+        y = func(opened(x)[0], *args[1:], **kwargs)
+        return note_view(made(y, reshaped_along(layout, shape, (last,))), x)
+    y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
+    return note_view(y, x, copied=True)
 
 
 @dataclass
@@ -270,12 +284,17 @@ def repeat_interleave(name: str, func: Any, args: Arguments, kwargs: Settings) -
     """Every element some times, where it is: the parts grow."""
     x, count = args[0], argument(args, kwargs, 1, "repeats")
     dim = argument(args, kwargs, 2, "dim")
-    if not isinstance(count, int):
-        raise unsupported(name, "only one number of repeats is known", x._layout)
-    outlines(func, args, kwargs)  # torch's own error
+    if count is None:
+        raise unsupported(name, "numbers of repeats alone have to be whole", x._layout)
+    if isinstance(count, int):
+        outlines(func, args, kwargs)  # torch's own error
     if dim is None:
         x, dim = x.reshape(-1), 0
     (dim,) = dims_of(dim, x._layout)
+    if not isinstance(count, int):  # which elements come where is the same on all workers
+        count = count.full() if isinstance(count, Tensor) else torch.as_tensor(count)
+        places = torch.arange(x.shape[dim], device=count.device)
+        return x.index_select(dim, places.repeat_interleave(count))
     part, layout = opened(x)
     target = _scaled(layout, dim, count)
     return made(computed(lambda y: y.repeat_interleave(count, dim), part), target)

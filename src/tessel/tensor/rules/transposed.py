@@ -29,7 +29,7 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.conv_transpose*` with parameters that all workers have."""
-    given = dict(whole_parts(name, dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
+    given = dict(whole_parts(dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
     x, layout = opened(args[0])
     weight, bias = given.pop("weight"), given.pop("bias", None)
     check_dtype(x, weight)

@@ -1,0 +1,349 @@
+"""Functions that are others, one after the other: every step has a rule of its own."""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from tessel.shared import nothing
+from tessel.tensor.rules.batched import holds_anywhere, whole_of
+from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
+from tessel.tensor.rules.pointwise import pointwise
+from tessel.tensor.rules.reductions import argument, dims_of
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    as_spread,
+    held_layouts,
+    made,
+    moved,
+    outlines,
+    rule,
+    unsupported,
+)
+from tessel.tensor.windowed import tuple_of
+
+# -- other names ----------------------------------------------------------------------------------
+
+_ALIASES: dict[str, Any] = {
+    "special_softmax": torch.softmax,
+    "special_log_softmax": torch.log_softmax,
+    "special_logsumexp": torch.logsumexp,
+    "linalg_matmul": torch.matmul,
+    "chain_matmul": lambda *matrices: torch.linalg.multi_dot(matrices),
+    "inverse": torch.linalg.inv,
+    "det": torch.linalg.det,
+    "slogdet": torch.linalg.slogdet,
+    "matrix_power": torch.linalg.matrix_power,
+}
+
+
+@rule(*_ALIASES, plain=True)
+def alias(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A function that torch has under two names."""
+    return _ALIASES[name](*args, **kwargs)
+
+
+@rule("linalg_diagonal")
+def matrix_diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """`diagonal` of the last two dimensions, unless others are named."""
+    return torch.diagonal(args[0], **{"offset": 0, "dim1": -2, "dim2": -1} | kwargs)
+
+
+@rule("diagflat")
+def diagflat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    return args[0].flatten().diag(argument(args, kwargs, 1, "offset", 0))
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+@rule("linalg_multi_dot", plain=True)
+def multi_dot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Matrix products from the left to the right."""
+    given = list(args[0])
+    ndims = [each.dim() for each in given]
+    if len(given) < 2 or {*ndims[1:-1]} - {2} or {ndims[0], ndims[-1]} - {1, 2}:
+        raise RuntimeError(
+            f"multi_dot(): expected at least two matrices, of which the first and the last may be "
+            f"vectors, got tensors of {ndims} dimensions"
+        )
+    return reduce(torch.matmul, given)
+
+
+@rule("linalg_matrix_power")
+def matrix_power(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Squares of squares, as many as the power has binary digits."""
+    x, power = args[0], argument(args, kwargs, 1, "n")
+    outlines(func, args, kwargs)  # torch's own error
+    if power < 0:
+        x, power = torch.linalg.inv(x), -power
+    found = x - x + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if not power else None
+    while power:
+        if power % 2:
+            found = x if found is None else found @ x
+        x, power = x @ x if power > 1 else x, power // 2
+    return found
+
+
+@rule("linalg_vecdot", plain=True)
+def vecdot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Σ conj(x) y along a dimension."""
+    x, y = args[0], argument(args, kwargs, 1, "y")
+    outlines(func, (x, y), kwargs)  # torch's own error
+    return (x.conj() * y if x.is_complex() else x * y).sum(kwargs.get("dim", -1))
+
+
+@rule("linalg_cross", "cross", plain=True)
+def cross(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """z_i = x_{i+1} y_{i+2} - x_{i+2} y_{i+1}, where indices go round."""
+    x, y = args[0], argument(args, kwargs, 1, "other")
+    usual = -1 if name == "linalg_cross" else None
+    dim = argument(args, kwargs, 2, "dim", usual)
+    outlines(func, (x, y), {"dim": dim})  # torch's own error
+    if dim is None:  # the first of length three
+        dim = list(x.shape).index(3)
+    dim = dim if dim < 0 else dim - x.dim()  # from behind: the operands may be broadcast
+    return x.roll(-1, dim) * y.roll(-2, dim) - x.roll(-2, dim) * y.roll(-1, dim)
+
+
+@rule("kron", plain=True)
+def kron(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Every element of the one tensor times the other tensor."""
+    x, y = args[0], argument(args, kwargs, 1, "other")
+    ndim = max(x.dim(), y.dim())
+    rows = [(1,) * (ndim - each.dim()) + tuple(each.shape) for each in (x, y)]
+    shape = [n * m for n, m in zip(*rows, strict=True)]
+    left = x.reshape(list(chain(*((n, 1) for n in rows[0]))))
+    right = y.reshape(list(chain(*((1, n) for n in rows[1]))))
+    return (left * right).reshape(shape)
+
+
+# -- reductions -----------------------------------------------------------------------------------
+
+
+@rule("linalg_norm")
+def any_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """That of a vector, of matrices, or of all values."""
+    x, order = args[0], argument(args, kwargs, 1, "ord")
+    dim, keepdim = argument(args, kwargs, 2, "dim"), argument(args, kwargs, 3, "keepdim", False)
+    kind = {"dtype": kwargs.get("dtype")}
+    outlines(func, args, kwargs)  # torch's own error
+    if order is None or (dim is None and x.dim() == 1) or isinstance(dim, int):
+        order = 2 if order is None else order
+        return torch.linalg.vector_norm(x, order, dim, keepdim, **kind)
+    dims = tuple(dim) if dim is not None else (-2, -1)
+    if len(dims) == 1:
+        return torch.linalg.vector_norm(x, order, dims, keepdim, **kind)
+    return torch.linalg.matrix_norm(x, order, dims, keepdim, **kind)
+
+
+@rule("linalg_matrix_norm")
+def matrix_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Norms that need no singular values: of all entries, or the largest sum of a row."""
+    x, order = args[0], argument(args, kwargs, 1, "ord", "fro")
+    dims = argument(args, kwargs, 2, "dim", (-2, -1))
+    keepdim, dtype = argument(args, kwargs, 3, "keepdim", False), kwargs.get("dtype")
+    outlines(func, args, kwargs)  # torch's own error
+    if order == "fro":
+        return torch.linalg.vector_norm(x, 2, dims, keepdim, dtype=dtype)
+    if order not in (1, -1, float("inf"), -float("inf")):
+        raise unsupported(name, f"a norm of kind {order!r} needs singular values", x._layout)
+    rows, columns = (dim % x.dim() for dim in dims)
+    summed, other = (rows, columns) if abs(order) == 1 else (columns, rows)
+    sums = (x if dtype is None else x.to(dtype)).abs().sum(summed, True)
+    found = sums.amax(other, True) if order > 0 else sums.amin(other, True)
+    return found if keepdim else found.squeeze((rows, columns))
+
+
+@rule("sum_to_size")
+def sum_to_size(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """The adjoint of `expand`."""
+    x = args[0]
+    shape = tuple(outlines(func, args, kwargs).shape)
+    first = x.dim() - len(shape)
+    dims = [d for d, n in enumerate(x.shape) if d < first or (n != 1 and shape[d - first] == 1)]
+    return x.sum(dims, True).reshape(shape) if dims else x.reshape(shape)
+
+
+@rule("renorm")
+def renorm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Slices along a dimension whose norm is too large are made smaller."""
+    given = dict(zip(("p", "dim", "maxnorm"), args[1:], strict=False)) | kwargs
+    x, most = args[0], given["maxnorm"]
+    outlines(func, args, kwargs)  # torch's own error
+    (dim,) = dims_of(given["dim"], x._layout)
+    others = [d for d in range(x.dim()) if d != dim]
+    norms = torch.linalg.vector_norm(x, given["p"], others, keepdim=True)
+    return x * torch.where(norms > most, most / (norms + 1e-7), 1.0)
+
+
+@rule("cov")
+def cov(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Products of rows around their means."""
+    x = args[0]
+    given = dict(zip(("correction", "fweights", "aweights"), args[1:], strict=False)) | kwargs
+    if given.get("fweights") is not None or given.get("aweights") is not None:
+        raise unsupported(name, "weights are not known", x._layout)
+    func(x.new_empty([1] * x.dim()))  # torch's own errors
+    rows = x.reshape(1, -1) if x.dim() < 2 else x
+    offsets = rows - rows.mean(1, True)
+    conjugate = offsets.conj() if x.is_complex() else offsets
+    found = offsets @ conjugate.mT / max(0, rows.shape[1] - given.get("correction", 1))
+    return found if x.dim() == 2 else found.reshape(())
+
+
+@rule("corrcoef")
+def corrcoef(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Covariances, divided by deviations."""
+    x = args[0]
+    if x.is_complex():
+        raise unsupported(name, "complex numbers are not known", x._layout)
+    covariances = torch.cov(x)
+    if x.dim() < 2:
+        return covariances / covariances
+    deviations = covariances.diagonal().sqrt()
+    return (covariances / deviations[:, None] / deviations).clip(-1, 1)
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+@rule("block_diag", plain=True)
+def block_diag(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Matrices one below the other, each padded to the width of all."""
+    given = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+    outlines(func, tuple(given), {})  # torch's own error
+    matrices = [torch.atleast_2d(each) for each in given]
+    width, before, rows = sum(each.shape[1] for each in matrices), 0, []
+    for each in matrices:
+        rows.append(F.pad(each, (before, width - before - each.shape[1])))
+        before += each.shape[1]
+    return torch.cat(rows)
+
+
+@rule("cartesian_prod", plain=True)
+def cartesian_prod(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """All pairs, triples, … of values."""
+    given = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+    if len(given) == 1:
+        return given[0]
+    return torch.stack([each.flatten() for each in torch.meshgrid(*given, indexing="ij")], 1)
+
+
+@rule("select_scatter", "slice_scatter", plain=True)
+def scatter_slice(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A copy with other values at one index of a dimension, or at a slice of it."""
+    names = ("src", "dim", "index") if name.startswith("select") else _SLICE
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    outlines(func, args, kwargs)  # torch's own error
+    x = args[0].clone()
+    dim = given.get("dim", 0) % x.dim()
+    key: Any = given.get("index")
+    if name == "slice_scatter":
+        key = slice(given.get("start"), given.get("end"), given.get("step", 1))
+    if not held_layouts(x):
+        x = x + 0 * given["src"].sum()  # so that it is spread, too
+    x[(*[slice(None)] * dim, key)] = given["src"]
+    return x
+
+
+_SLICE = ("src", "dim", "start", "end", "step")
+
+
+# -- of channels ----------------------------------------------------------------------------------
+
+
+@rule("local_response_norm")
+def local_response_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values divided by those of neighbouring channels: x / (k + α mean x²)^β."""
+    given = dict(zip(("size", "alpha", "beta", "k"), args[1:], strict=False)) | kwargs
+    x, size = args[0], given["size"]
+    outlines(func, args, kwargs)  # torch's own error
+    if not x.numel():
+        return x
+    around = (*[0, 0] * (x.dim() - 2), size // 2, (size - 1) // 2)
+    squares = F.pad(x.square(), around).unfold(1, size, 1).mean(-1)
+    base = squares * given.get("alpha", 1e-4) + given.get("k", 1.0)
+    return x / base.pow(given.get("beta", 0.75))
+
+
+# -- by indices -----------------------------------------------------------------------------------
+
+
+@rule("isin", plain=True)
+def isin(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Whether each element is one of some values, which all workers have."""
+    elements = argument(args, kwargs, 0, "elements")
+    values = whole_of(argument(args, kwargs, 1, "test_elements"))
+    rest = {key: value for key, value in kwargs.items() if "elements" not in key}
+    if not held_layouts(elements):
+        raise unsupported(name, "elements must be spread", *held_layouts(args, kwargs))
+    return pointwise(name, lambda x: func(x, values, **rest), (elements,), {})
+
+
+# -- pools that others are made of ----------------------------------------------------------------
+
+
+def _named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
+    """The arguments behind the input by their names, in the order and with the defaults given."""
+    return {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
+
+
+@rule("lp_pool1d", "lp_pool2d", "lp_pool3d")
+def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Norms of windows, as means of powers."""
+    given = _named(args, kwargs, norm_type=2.0, kernel_size=1, stride=None, ceil_mode=False)
+    D, p = int(name[-2]), given["norm_type"]
+    sizes = {key: given[key] for key in ("kernel_size", "stride", "ceil_mode")}
+    if abs(p) == float("inf"):
+        sign = 1 if p > 0 else -1
+        return sign * getattr(F, f"max_pool{D}d")(sign * args[0].abs(), **sizes)
+    mean = getattr(F, f"avg_pool{D}d")(args[0].pow(p), **sizes)
+    count = prod(tuple_of(given["kernel_size"], D))
+    return (mean.sign() * mean.abs().relu()).mul(count).pow(1.0 / p)
+
+
+@rule("max_unpool1d", "max_unpool2d", "max_unpool3d")
+def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Values go to places anywhere in an image, which is whole for that; others need not be."""
+    given = _named(
+        args, kwargs, indices=None, kernel_size=1, stride=None, padding=0, output_size=None
+    )
+    x, indices, D = args[0], given.pop("indices"), int(name[-2])
+    layout = x._layout
+    space = tuple(range(len(layout.shape) - D, len(layout.shape)))
+    if tuple(indices.shape) != layout.shape:
+        raise ValueError(
+            f"`{name}`: indices of the shape of the input are needed, {layout.shape}, got "
+            f"{tuple(indices.shape)}"
+        )
+    there = hosted(layout, space) if any(map(layout.is_split, space)) else layout
+    size = _unpooled(layout.shape[-D:], D, **given)
+    shape = (*layout.shape[:-D], *size)
+    if holds_anywhere((indices < 0) | (indices >= prod(size))):
+        raise ValueError(f"`{name}`: an index is outside of an output of size {size}")
+    places = moved(as_spread(indices, layout.partition), there)
+    given["output_size"] = size
+    part, target = moved(x, there), reshaped_along(there, shape, space)
+    y = func(part, places, **given) if part.numel() else nothing(target.local_shape, part)
+    return made(y, target).move_to(split_like(layout, shape))
+
+
+def _unpooled(
+    lengths: tuple[int, ...], D: int, kernel_size: Any, stride: Any, padding: Any, output_size: Any
+) -> tuple[int, ...]:
+    """The size of an image whose pool has this one; torch's own check of what is asked for."""
+    if output_size is not None:
+        return tuple(output_size)[-D:]
+    kernel = tuple_of(kernel_size, D)
+    steps = kernel if stride is None else tuple_of(stride, D)
+    return tuple(
+        (n - 1) * step - 2 * pad + size
+        for n, step, pad, size in zip(lengths, steps, tuple_of(padding, D), kernel, strict=True)
+    )

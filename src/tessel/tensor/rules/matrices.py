@@ -1,0 +1,78 @@
+"""Functions of whole matrices, one by one: those of a batch lie on several workers."""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+
+from tessel.layout import Cut, Layout
+from tessel.shared import nothing
+from tessel.tensor.rules.batched import batched
+from tessel.tensor.rules.hosting import hosted
+from tessel.tensor.rules.reductions import argument
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    held_layouts,
+    is_whole,
+    made,
+    moved,
+    outlines,
+    rule,
+    unsupported,
+)
+from tessel.transport import kept_in_job
+
+
+@rule(
+    *("linalg_inv", "linalg_det", "linalg_slogdet", "linalg_cholesky", "linalg_qr", "linalg_svd"),
+    *("linalg_svdvals", "linalg_eigh", "linalg_eigvalsh", "linalg_eig", "linalg_eigvals"),
+    *("linalg_matrix_exp", "linalg_pinv", "logdet", "matrix_exp"),
+)
+def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Every worker has whole matrices of its share of the batch."""
+    x, layout = args[0], args[0]._layout
+    last = len(layout.shape) - 2
+    if last < 1 and not is_whole(layout):
+        raise unsupported(name, "it has no rule for tensors that are split", layout)
+    whole = outlines(func, args, kwargs)  # torch's own error
+    mixed = (last, last + 1)
+    there = hosted(layout, mixed) if any(map(layout.is_split, mixed)) else layout
+    part = moved(x, there)
+    members = whole if isinstance(whole, tuple) else (whole,)
+    targets = [_target(there, tuple(each.shape), last) for each in members]
+    if part.numel():
+        result = func(part, *args[1:], **kwargs)
+    else:  # not all functions have derivatives for no matrices
+        found = [
+            nothing(target.local_shape, part).to(each.dtype)
+            for each, target in zip(members, targets, strict=True)
+        ]
+        result = type(whole)(found) if isinstance(whole, tuple) else found[0]
+    if not isinstance(whole, tuple):
+        return made(result, targets[0])
+    return type(result)([made(each, target) for each, target in zip(result, targets, strict=True)])
+
+
+@kept_in_job
+def _target(layout: Layout, shape: tuple[int, ...], num_batch: int) -> Layout:
+    """The layout of results, of which each belongs to a matrix of the batch."""
+    cuts = (*layout.cuts[:num_batch], *(Cut((), ((0, n),)) for n in shape[num_batch:]))
+    taken = {axis for cut in cuts for axis in cut.axes}
+    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in taken)
+    return Layout(layout.partition, shape, cuts, shared)
+
+
+@rule("linalg_solve", plain=True)
+def solve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """Matrices and right-hand sides of one batch, which may lie otherwise."""
+    a, b = args[0], argument(args, kwargs, 1, "B")
+    if a.dim() != b.dim() or a.dim() < 3 or not kwargs.get("left", True):
+        why = "batches of matrices, and of right-hand sides, are needed"
+        raise unsupported(name, why, *held_layouts(a, b))
+    outlines(func, (a, b), {})  # torch's own error
+    batch = ascii_lowercase[: a.dim() - 2]
+    equation = (batch + "XY", batch + "YZ"), batch + "YZ"
+    return batched(name, equation, "XYZ", (a, b), torch.linalg.solve)

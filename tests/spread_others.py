@@ -1,0 +1,162 @@
+"""Functions for `test_spread.py` that users meet less often, some of which gather."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from parity import values
+from spread_cases import Case, Shape
+
+
+def matrices(shape: Shape, number: int) -> Tensor:
+    """Square ones that can be inverted."""
+    return values(shape, 3 + number) + 4 * torch.eye(shape[-1], dtype=torch.float64)
+
+
+def once(does: Any, *shapes: Shape, **settings: Any) -> Case:
+    """With first derivatives."""
+    return Case(does, shapes or ((4, 5, 6),), order=1, **settings)
+
+
+def gathers(does: Any, *shapes: Shape, **settings: Any) -> Case:
+    return once(does, *shapes, may_gather=True, **settings)
+
+
+M = (3, 4, 4)
+LOOSE = {"make": matrices, "tolerance": 1e-9}  # of iterations
+
+STATISTICS = {
+    "quantile": once(
+        lambda x: (
+            x.quantile(0.3, 1),
+            torch.quantile(x, torch.tensor([0.5, 0.1]).double(), dim=0, keepdim=True),
+            x.quantile(0.2),
+            x.quantile(0.2, 2, interpolation="lower"),
+        )
+    ),
+    "nanquantile": once(lambda x: x.nanquantile(0.3, 1)),
+    "cov": once(lambda x: (torch.cov(x), torch.corrcoef(x)), (4, 6)),
+    "histc": once(lambda x: x.detach().histc(5, -2, 2), derives=False),
+    "bincount": once(
+        lambda x: torch.bincount((x.detach() * 100).long().abs() % 5), (9,), derives=False
+    ),
+    "unique": gathers(lambda x: torch.unique(x.detach().round()), derives=False),
+    "renorm": once(lambda x: x.renorm(2, 0, 1.0)),
+    "trapezoid": gathers(lambda x: (torch.trapezoid(x, dim=1), torch.cumulative_trapezoid(x))),
+    "gradient": gathers(lambda x: torch.gradient(x)),
+    "logdet": once(
+        lambda x: (torch.logdet(x), torch.det(x), torch.slogdet(x)[1]), M, make=matrices
+    ),
+}
+
+MATRICES = {
+    "inv": once(lambda x: torch.linalg.inv(x), M, make=matrices),
+    "solve": once(lambda x, y: torch.linalg.solve(x, y), M, M, make=matrices),
+    "svdvals": once(lambda x: torch.linalg.svdvals(x), M, **LOOSE),
+    "eigvalsh": once(lambda x: torch.linalg.eigvalsh(x + x.mT), M, **LOOSE),
+    "cholesky": once(lambda x: torch.linalg.cholesky(x @ x.mT), M, **LOOSE),
+    "qr": once(lambda x: torch.linalg.qr(x), M, **LOOSE),
+    "matrix_norm": once(
+        lambda x: (
+            torch.linalg.matrix_norm(x),
+            torch.linalg.norm(x),
+            torch.linalg.norm(x, 1, (0, 1)),
+            torch.linalg.matrix_norm(x, -float("inf"), keepdim=True),
+            torch.linalg.norm(x, 3, 1),
+        ),
+        M,
+        make=matrices,
+    ),
+    "matrix_power": once(
+        lambda x: (torch.linalg.matrix_power(x, 5), x.matrix_power(0), x.matrix_power(-2)),
+        M,
+        make=matrices,
+    ),
+    "matrix_exp": once(lambda x: torch.matrix_exp(x / 9), M, make=matrices),
+    "multi_dot": once(lambda a, b, c: torch.linalg.multi_dot([a, b, c]), (4, 5), (5, 6), (6, 3)),
+    "kron": once(lambda a, b: torch.kron(a, b), (4, 3), (2, 5)),
+    "cross": once(lambda a, b: torch.linalg.cross(a, b), (4, 5, 3), (4, 5, 3)),
+    "cross with broadcasting": once(lambda a, b: torch.cross(a, b, dim=0), (3, 4, 5), (3, 1, 5)),
+    "vecdot": once(lambda a, b: torch.linalg.vecdot(a, b, dim=1), (4, 5, 3), (5, 3)),
+    "diagflat": once(lambda a: torch.diagflat(a, 1), (3, 2)),
+    "other names": once(
+        lambda a, b: (
+            torch.linalg.matmul(a, b),
+            torch.special.softmax(a, 0),
+            torch.special.log_softmax(a, 1),
+            torch.special.logsumexp(a, 0),
+            torch.linalg.diagonal(a),
+            torch.arctan(a),
+            torch.fix(a),
+            a.sum_to_size(1, 5),
+        ),
+        (4, 5),
+        (5, 6),
+    ),
+    "inverse": once(lambda a: (torch.inverse(a), a.det(), a.slogdet()[1]), M, **LOOSE),
+    "cartesian_prod": once(lambda a, b: torch.cartesian_prod(a, b), (4,), (5,)),
+    "pdist": gathers(lambda x: F.pdist(x), (6, 4)),
+    "vander": gathers(lambda x: torch.vander(x.detach(), 3), (5,), derives=False),
+}
+
+SIGNALS = {
+    "stft": gathers(
+        lambda x: torch.stft(x, 6, window=torch.ones(6).double(), return_complex=True), (3, 30)
+    ),
+}
+
+
+@lru_cache
+def recurrent(kind: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    name, _, nonlinearity = kind.partition(" ")
+    settings = {"nonlinearity": nonlinearity} if nonlinearity else {}
+    layer: torch.nn.Module = getattr(torch.nn, name)(6, 3, batch_first=True, **settings).double()
+    return layer
+
+
+RECURRENT = {
+    f"recurrent {kind}": gathers(lambda x, kind=kind: recurrent(kind)(x)[0])
+    for kind in ("LSTM", "GRU", "RNN tanh", "RNN relu")
+}
+
+
+def changed_view(x: Tensor) -> Tensor:
+    y = x * 1
+    y[1:].zero_()
+    return y
+
+
+def refused(does: Any, *shapes: Shape, **settings: Any) -> Case:
+    return once(does, *shapes, may_raise=True, **settings)
+
+
+REFUSED = {
+    "view of a split dimension, changed": refused(changed_view),
+    "masked_scatter in place": refused(
+        lambda x, y: (x * 1).masked_scatter_(x > 0, y), (5, 4), (20,)
+    ),
+    "put in place": refused(lambda x, y: (x * 1).put_(torch.tensor([3, 7]), y), (5, 4), (2,)),
+    "fill with a generator": refused(
+        lambda x: torch.ones_like(x).normal_(0.0, 0.0, generator=torch.Generator())
+    ),
+    "embedding with a largest norm": refused(
+        lambda x, w: F.embedding((x * 100).long().abs() % 7, w.detach() * 1, max_norm=1.0),
+        (4, 5),
+        (7, 3),
+        derives=False,
+    ),
+}
+
+FAMILIES: dict[str, dict[str, Case]] = {
+    "statistics": STATISTICS,
+    "matrices": MATRICES,
+    "signals": SIGNALS,
+    "recurrent": RECURRENT,
+    "refused": REFUSED,
+}

@@ -1,0 +1,585 @@
+"""The support matrix: what each function of the table does, for every way a tensor may be split.
+
+`python tests/support.py` (`make support`) finds it on four workers and writes `docs/support.md`;
+`test_support.py` compares.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import spread_elements as elements
+from spread_cases import Case
+from tessel import Layout, Partition
+from tessel.tensor import gathering
+from tessel.tensor.gathering import GatherWarning
+from tessel.tensor.table import RULES
+from test_spread import CASES, Verdict, check, partition
+from test_spread_random import FUNCTIONS, SHAPE, drawn
+
+PAGE = Path(__file__).parent.parent / "docs" / "support.md"
+WORKERS = 4
+NUM_DIMS = 5
+COLUMNS = (*map(str, range(NUM_DIMS)), "two", "uneven", "others")
+
+# Functions, as the page names them, and the cases that call them. A pattern stands for all cases
+# whose names fit. What a function does may depend on its arguments: then it has several rows.
+Rows = dict[str, Sequence[str]]
+
+ELEMENTS: Rows = {
+    elements.ANY: ["of any number"],
+    elements.STEPS: ["jumps"],
+    elements.ABOVE: ["of positive numbers"],
+    f"{elements.UNIT} acosh polygamma mvlgamma": ["of numbers up to one", "gammas"],
+    f"{elements.ACTIVATIONS} F.hardsigmoid F.threshold": ["activations*"],
+    "F.prelu": ["prelu", "prelu with *"],
+    elements.TWO: ["of two*", "of a tensor and a row", "operators"],
+    f"{elements.QUOTIENTS} {elements.POWERS} ldexp igamma igammac": [
+        "quotients",
+        "powers",
+        "incomplete gammas",
+    ],
+    f"{elements.COMPARISONS} {elements.LOGIC}": ["comparison*", "logic"],
+    f"{elements.BITS} bitwise_not": ["bits"],
+    "addcmul addcdiv lerp where clamp clip clamp_min clamp_max masked_fill": [
+        *("of three", "clamp", "masked_fill*", "where"),
+    ],
+    "add_ mul_ exp_ fill_ zero_ masked_fill_ …": ["in place*"],
+    "complex polar real imag conj_physical resolve_conj resolve_neg angle": ["complex numbers"],
+    "Tensor.to Tensor.float Tensor.type_as clone Tensor.contiguous Tensor.detach": [
+        *("types", "clone"),
+    ],
+    "special.entr special.erfcx special.ndtr special.xlog1py special.zeta …": ["special*"],
+    "frexp isin": ["frexp", "isin"],
+}
+
+FACTORIES: Rows = {
+    "zeros_like ones_like full_like empty_like": ["like"],
+    "Tensor.new_zeros Tensor.new_ones Tensor.new_full Tensor.new_empty Tensor.new_tensor": [
+        "new",
+        "new ones",
+    ],
+    "zeros arange linspace eye as_tensor meshgrid, in a model": ["made in a model"],
+    "meshgrid": ["meshgrid"],
+}
+
+REDUCTIONS: Rows = {
+    "sum mean nansum nanmean count_nonzero": ["sum*", "mean", "nansum", "nanmean", "count_nonzero"],
+    "amax amin aminmax": ["amax*", "amin*", "aminmax"],
+    "max min argmax argmin": [
+        "max",
+        "max along*",
+        "max with k*",
+        "max of*",
+        "min",
+        "min along*",
+        "arg[!s]*",
+    ],
+    "prod all any": ["prod", "all and any", "reductions of nothing*"],
+    "logsumexp": ["logsumexp*"],
+    "var std var_mean std_mean": ["var*", "std*"],
+    "norm linalg.vector_norm dist": ["norm [0-9a-]*", "dist"],
+    "F.normalize": ["normalize"],
+    "softmax log_softmax F.softmin": ["softmax*", "log_softmax*", "softmin*"],
+    "cumsum cumprod cummax cummin logcumsumexp": ["cumsum*", "cumprod*", "cumm*", "logcumsumexp*"],
+    "sort argsort msort": ["sort", "argsort", "msort"],
+    "topk kthvalue mode": ["topk", "kthvalue", "mode"],
+    "median nanmedian": ["median", "nanmedian"],
+    "diff": ["diff*"],
+    "F.glu": ["glu"],
+    "quantile nanquantile": ["quantile", "nanquantile"],
+    "cov corrcoef": ["cov"],
+    "renorm": ["renorm"],
+    "histc bincount": ["histc", "bincount"],
+    "trapezoid cumulative_trapezoid": ["trapezoid"],
+    "gradient": ["gradient"],
+    "unique": ["unique"],
+}
+
+PRODUCTS: Rows = {
+    "matmul mm bmm mv dot vdot @": [
+        *("*matmul*", "vector*", "mm", "mv", "bmm", "vdot*", "matrix and*"),
+    ],
+    "outer ger inner": ["outer", "ger", "inner"],
+    "einsum": ["einsum*"],
+    "tensordot": ["tensordot*"],
+    "addmm addmv addbmm baddbmm addr": ["addmm", "addmv", "addbmm", "baddbmm", "addr"],
+    "F.linear": ["linear", "linear *"],
+    "F.bilinear": ["bilinear"],
+    "linalg.multi_dot linalg.matrix_power linalg.vecdot linalg.cross kron": [
+        *("multi_dot", "matrix_power", "vecdot", "cross*", "kron", "other names"),
+    ],
+    "linalg.norm linalg.matrix_norm": ["matrix_norm"],
+    "linalg.inv linalg.det linalg.solve linalg.cholesky linalg.qr matrix_exp logdet": [
+        *("inv*", "solve", "logdet", "cholesky", "qr", "matrix_exp"),
+    ],
+    "linalg.svdvals linalg.eigvalsh": ["svdvals", "eigvalsh"],
+    "cartesian_prod": ["cartesian_prod"],
+    "vander": ["vander"],
+    "cdist F.pairwise_distance F.cosine_similarity": [
+        *("cdist 2*", "pairwise_distance", "cosine_similarity*"),
+    ],
+    "F.pdist": ["pdist"],
+}
+
+SHAPES: Rows = {
+    "Tensor.view reshape flatten unflatten ravel Tensor.view_as Tensor.reshape_as": [
+        *(
+            "all reshapes of (4, 3)",
+            "all reshapes of (2, 2, 3)",
+            "reshapes of nothing in (3, 0)",
+            "flatten",
+            "heads",
+            "heads and back",
+            "view",
+        ),
+        "unflatten",
+    ],
+    "squeeze unsqueeze": ["squeeze*", "unsqueeze"],
+    "permute transpose movedim swapaxes Tensor.T Tensor.mT Tensor.H adjoint": [
+        *("movedim", "moveaxis", "transposed", "adjoint*"),
+    ],
+    "Tensor.expand Tensor.expand_as broadcast_to broadcast_tensors": [
+        *("expand*", "broadcast_t*"),
+    ],
+    "atleast_1d atleast_2d atleast_3d": ["atleast"],
+    "Tensor.repeat tile": ["repeat", "repeat of*", "repeat nothing"],
+    "repeat_interleave": ["repeat_interleave*"],
+    "rot90": ["rot90"],
+    "F.pixel_shuffle F.pixel_unshuffle F.channel_shuffle": ["pixel_*", "*channel_shuffle"],
+    "view_as_real view_as_complex, Tensor.view of another type": ["view_as_*", "view as another*"],
+    "Tensor.unfold": ["Tensor.unfold*"],
+    "F.unfold F.fold": ["F.*fold*"],
+    "cat concat": ["cat *", "concat"],
+    "stack hstack vstack dstack column_stack row_stack": ["stack", "stack within", "hstack*"],
+    "chunk split tensor_split unbind hsplit vsplit dsplit": [
+        *("pieces*", "hsplit*", "split_with_sizes", "tensor_split*", "iteration"),
+    ],
+    "roll": ["roll"],
+    "flip fliplr flipud": ["flip*"],
+    "F.pad, constant": ["pad constant*", "pad with*"],
+    "F.pad, reflect": ["pad reflect*"],
+    "F.pad, replicate": ["pad replicate*"],
+    "F.pad, circular": ["pad circular*"],
+    "tril triu": ["triangles*"],
+    "diagonal diag diag_embed diagflat trace": ["diag*", "trace"],
+    "block_diag": ["block_diag"],
+}
+
+INDEXING: Rows = {
+    "x[1:3]; x[::2]; x[-1]; x[None]; narrow; select": [
+        *("numbers", "slices", "steps", "new dimensions", "numpy numbers", "narrow and select"),
+    ],
+    "x[index]; x[[0, 2]]; index_select; take": [
+        *("lists", "tensors of*", "index without*", "index_select", "spread index*"),
+    ],
+    "x[index, :, index]": ["several tensors of indices"],
+    "x[True]": ["truth values"],
+    "x[mask]": ["masks"],
+    "masked_select": ["masked_select"],
+    "gather take_along_dim": ["gather*", "take_along*", "argsort and gather"],
+    "scatter scatter_add scatter_reduce": ["scatter*"],
+    "index_add index_copy index_fill index_reduce": [
+        "index functions*",
+        "index_add in*",
+        "index_[cfr]*",
+    ],
+    "index_put": ["index_put*"],
+    "select_scatter slice_scatter": ["select_scatter"],
+    "masked_scatter": ["masked_scatter"],
+    "Tensor.put": ["put"],
+    "x[1:3] = y; x[…, ::2] = 1": [
+        "number at [!ai]*",
+        "tensor at a*",
+        "tensor at the*",
+        "tensor with*",
+        "row to all",
+        "plain*",
+        "augm*",
+    ],
+    "x[index] = 1": ["number at a list", "number at indices*"],
+    "x[index] = y": ["tensor at indices*", "row at indices"],
+    "x[mask] = 1": ["where a mask*"],
+    "Tensor.copy_": ["copy_*"],
+}
+
+LAYERS: Rows = {
+    **{f"F.conv{D}d": [f"conv{D}d", f"conv{D}d *"] for D in (1, 2, 3)},
+    **{f"F.conv_transpose{D}d": [f"conv_transpose{D}d*"] for D in (1, 2, 3)},
+    "conv_tbc": ["conv_tbc"],
+    **{f"F.avg_pool{D}d": [f"avg_pool{D}d*"] for D in (1, 2, 3)},
+    **{f"F.max_pool{D}d": [f"max_pool{D}d*"] for D in (1, 2, 3)},
+    **{f"F.adaptive_avg_pool{D}d": [f"adaptive_avg_pool{D}d"] for D in (1, 2, 3)},
+    **{f"F.adaptive_max_pool{D}d": [f"adaptive_max_pool{D}d*"] for D in (1, 2, 3)},
+    "F.lp_pool1d F.lp_pool2d F.lp_pool3d": ["lp_pool*"],
+    "F.max_unpool1d F.max_unpool2d F.max_unpool3d": ["max_unpool*"],
+    **{
+        f"F.interpolate, {mode}": [f"interpolate {mode} [123]*"]
+        for mode in (
+            *("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear", "area"),
+        )
+    },
+    "F.interpolate, antialias": ["interpolate * with antialias"],
+    "F.grid_sample": ["grid_sample bilinear zeros", "grid_sample of points"],
+    "F.affine_grid": ["affine_grid*"],
+    "F.batch_norm F.instance_norm F.group_norm": [
+        *("batch_norm*", "instance_norm", "group_norm", "norms with*"),
+    ],
+    "F.layer_norm F.rms_norm": ["layer_norm*", "rms_norm"],
+    "F.local_response_norm": ["local_response_norm"],
+    "F.embedding": ["embedding", "embedding with padding", "embedding of*"],
+    "F.embedding_bag": ["embedding_bag*"],
+    "F.one_hot": ["one_hot"],
+    "nn.RNN nn.LSTM nn.GRU": ["recurrent *"],
+    "bucketize searchsorted": ["bucketize", "searchsorted*"],
+}
+
+ATTENTION: Rows = {
+    "F.scaled_dot_product_attention": [
+        *("attention", "attention causal", "attention of [gt]*", "attention with*"),
+    ],
+    "nn.MultiheadAttention": ["attention of heads", "heads across", "heads with padding"],
+    "nn.TransformerEncoderLayer nn.TransformerDecoderLayer": ["encoder in*", "decoder"],
+}
+
+LOSSES: Rows = {
+    "F.mse_loss F.l1_loss F.smooth_l1_loss F.huber_loss": [
+        *("mse_loss*", "l1_loss* mean", "smooth* mean", "huber* mean", "mse with*"),
+        *("weighted* sum", "a plain input"),
+    ],
+    "F.kl_div F.poisson_nll_loss F.gaussian_nll_loss": [
+        "kl_div* mean",
+        "kl_div batch*",
+        "poisson*mean",
+        "gaussian*mean",
+    ],
+    "F.binary_cross_entropy F.binary_cross_entropy_with_logits": ["bce*mean"],
+    "F.soft_margin_loss F.hinge_embedding_loss F.margin_ranking_loss": [
+        *("soft_margin mean", "hinge* none", "margin_ranking* sum"),
+    ],
+    "F.nll_loss": ["nll (4, 5) mean", "nll*2, 4) [mn]*"],
+    "F.cross_entropy": ["cross_entropy (4, 5) mean", "cross_entropy*2, 4) [mn]*"],
+    "F.linear_cross_entropy": ["linear_cross_entropy*"],
+    "F.multi_margin_loss F.multilabel_margin_loss F.multilabel_soft_margin_loss": [
+        "multi*margin*mean"
+    ],
+    "F.cosine_embedding_loss F.triplet_margin_loss F.triplet_margin_with_distance_loss": [
+        *("cosine_embedding mean", "triplet mean", "triplet with*"),
+    ],
+    "F.ctc_loss": ["ctc*"],
+}
+
+FOURIER: Rows = {
+    f"fft.{kind} fft.{kind}2 fft.{kind}n": [
+        f"{kind} along * of None None",
+        f"{kind} along 1 of 8 *",
+        f"{kind}[2n] *",
+    ]
+    for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+} | {
+    "fft.fftshift fft.ifftshift": ["fftshift", "ifftshift"],
+    "fft.fft fft.ifftn fft.irfft2 fft.hfftn, complex numbers": [
+        "complex input",
+        "there and back",
+        "a filter",
+        "of one dimension",
+    ],
+    "stft": ["stft"],
+}
+
+# of the functions of `test_spread_random.py`
+RANDOM: Rows = {
+    "rand_like randn_like randint_like": ["rand*_like*"],
+    "F.dropout F.alpha_dropout native_dropout": ["dropout", "dropout [oi]*", "alpha*", "native*"],
+    "F.dropout1d F.dropout2d F.dropout3d F.feature_alpha_dropout": ["dropout?d*", "feature*"],
+    "bernoulli Tensor.bernoulli_": ["bernoulli*"],
+    "Tensor.normal_ Tensor.uniform_ Tensor.random_ Tensor.exponential_ Tensor.log_normal_ "
+    "Tensor.cauchy_ Tensor.geometric_": [
+        *("normal_", "uniform_", "random_*", "exponential_", "log_normal_", "cauchy_"),
+        "geometric_",
+    ],
+    "normal": ["normal", "normal of two"],
+    "F.rrelu": ["rrelu*"],
+    "F.gumbel_softmax": ["gumbel*"],
+    "multinomial": ["multinomial*"],
+    "F.scaled_dot_product_attention, dropout": ["*with dropout"],
+    "poisson binomial": ["poisson", "binomial"],
+    "gamma and Dirichlet distributions": ["_standard_gamma", "_sample_dirichlet"],
+    "F.fractional_max_pool2d F.fractional_max_pool3d": ["fractional*"],
+}
+
+REFUSED: Rows = {
+    "x[1:].zero_(); x[1:] += 1": ["view of a split*"],
+    "Tensor.masked_scatter_": ["masked_scatter in place"],
+    "Tensor.put_": ["put in place"],
+    "Tensor.normal_, generator": ["fill with*"],
+    "F.embedding, max_norm": ["embedding with a largest norm"],
+}
+
+SECTIONS: dict[str, Rows] = {
+    "Functions of each element": ELEMENTS,
+    "Factories": FACTORIES,
+    "Reductions, sorting, statistics": REDUCTIONS,
+    "Products, matrices, distances": PRODUCTS,
+    "Shapes": SHAPES,
+    "Indices": INDEXING,
+    "Layers": LAYERS,
+    "Attention": ATTENTION,
+    "Losses": LOSSES,
+    "Fourier transforms": FOURIER,
+    "Random functions": RANDOM,
+    "What cannot be right in parts": REFUSED,
+}
+
+# functions of the table that say what a tensor is, or read its values: `test_tensor.py` has them
+FACTS = {name for name, rule in RULES.items() if rule.__module__ == "tessel.tensor.facts"}
+
+
+# -- what there is to find ------------------------------------------------------------------------
+
+
+@dataclass
+class Cell:
+    """What a function does, the worst of several cases: exact, gathers, raises, wrong."""
+
+    kind: str = "exact"
+    said: set[str] = field(default_factory=set)
+
+    def add(self, kind: str, said: str = "") -> None:
+        kinds = ("exact", "gathers", "raises", "wrong")
+        self.kind = max(self.kind, kind, key=kinds.index)
+        if said:
+            self.said.add(said)
+
+
+Line = dict[str, Cell]  # by column
+Found = dict[str, dict[str, Line]]  # by section and functions
+
+
+def fitting(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that fit any of the patterns, each of which must fit one."""
+    for pattern in patterns:
+        assert any(fnmatchcase(name, pattern) for name in names), f"no case fits {pattern!r}"
+    return [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
+
+
+def layouts(shape: tuple[int, ...]) -> Iterator[tuple[str, Layout]]:
+    """How a tensor may lie on the workers, with the columns that say so."""
+    row, D = Partition(tuple(range(WORKERS)), (WORKERS,)), len(shape)
+    for dim in range(D):
+        yield str(dim), Layout.split(row, shape, _axes(D, dim))
+    square = partition([2, 2])
+    for a, b in sorted({(0, 1), (D - 2, D - 1), (0, D - 1)}) if D > 1 else ():
+        axes = [0 if d == a else 1 if d == b else None for d in range(D)]
+        yield "two", Layout.split(square, shape, axes)
+    for dim in {0, D - 1} if D else ():
+        lengths = [max(0, shape[dim] - 1), min(1, shape[dim]), 0, 0]
+        grid = partition([WORKERS if d == dim else 1 for d in range(D)])
+        parts = [lengths if d == dim else [n] for d, n in enumerate(shape)]
+        yield "uneven", Layout.from_lengths(grid, parts)
+
+
+def _axes(ndim: int, dim: int) -> list[int | None]:
+    return [0 if d == dim else None for d in range(ndim)]
+
+
+def beside(case: Case) -> Iterator[list[Layout | None]]:
+    """The first operand and all others split, along each of their dimensions."""
+    row = Partition(tuple(range(WORKERS)), (WORKERS,))
+    first, *others = case.shapes
+    if not first:
+        return
+    for dim in range(max((len(shape) for shape in others), default=0)):
+        yield [
+            Layout.split(row, first, _axes(len(first), 0)),
+            *(
+                Layout.split(
+                    row, shape, [0 if d == dim % len(shape) else None for d in range(len(shape))]
+                )
+                if shape
+                else None
+                for shape in others
+            ),
+        ]
+
+
+def look(line: Line, name: str) -> None:
+    """Call one case in all ways."""
+    case = replace(CASES[name], order=1, may_gather=True, may_raise=True)
+    plain: list[Layout | None] = [None] * (len(case.shapes) - 1)
+    ways = [(column, [first, *plain]) for column, first in layouts(case.shapes[0])]
+    ways += [("others", each) for each in beside(case)]
+    for column, lying in ways:
+        cell = line.setdefault(column, Cell())
+        verdict = Verdict()
+        try:
+            check(name, case, lying, verdict)
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            verdict.raises[name] = str(error)
+        for wrong in verdict.wrong:
+            cell.add("wrong", wrong)
+        for said in verdict.raises.values():
+            cell.add("raises", shortened(said))
+        for said in verdict.gathers.values():
+            cell.add("gathers", said.split("`")[1])
+        cell.add("exact")
+
+
+def look_at_chance(line: Line, name: str) -> None:
+    """A random function draws what it draws for a tensor that is whole."""
+    row = Partition(tuple(range(WORKERS)), (WORKERS,))
+    expected = drawn(FUNCTIONS[name], Layout.whole(row, SHAPE, shared=True))
+    for column, layout in layouts(SHAPE):
+        cell = line.setdefault(column, Cell())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            gathering._said.clear()
+            try:
+                got = drawn(FUNCTIONS[name], layout)
+            except (NotImplementedError, ValueError, RuntimeError) as error:
+                cell.add("raises", shortened(str(error)))
+                continue
+        if any(issubclass(each.category, GatherWarning) for each in said):
+            cell.add("gathers")
+        for a, b in zip(got, expected, strict=True):
+            if a.shape != b.shape or not torch.allclose(a, b, 1e-12, 1e-12):
+                cell.add("wrong", f"{name} of {layout}")
+        cell.add("exact")
+
+
+def shortened(said: str) -> str:
+    """The function and the reason in an error."""
+    match = re.match(r"torch's (`\w+`)[^:]*: (.*?), got ", said)
+    return f"{match[1]}: {match[2]}" if match else said.partition("; ")[0]
+
+
+def find(section: str) -> tuple[dict[str, Line], set[str]]:
+    """A section of the matrix, and the rules of the table that were followed for it."""
+    followed: set[str] = set()
+    rules = dict(RULES)
+    RULES.update({name: _noting(name, rule, followed) for name, rule in rules.items()})
+    try:
+        lines: dict[str, Line] = {}
+        for functions, patterns in SECTIONS[section].items():
+            line = lines[functions] = {}
+            is_random = section == "Random functions"
+            names = fitting(patterns, list(FUNCTIONS if is_random else CASES))
+            for name in names:
+                (look_at_chance if is_random else look)(line, name)
+    finally:
+        RULES.update(rules)
+    return lines, followed
+
+
+def _noting(name: str, rule: Callable[..., Any], followed: set[str]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        followed.add(name)
+        return rule(*args)
+
+    return noted
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+HEAD = """# What is supported
+
+What each torch function does with a [spread tensor](tensors.md), for every way its first argument
+may be split. `tests/support.py` finds it on four workers, where values and gradients are compared
+with those of one process; `make support` writes this page anew, and a test compares.
+
+- **✓**: the function has a rule: workers exchange what they need, and the result is exact.
+- **gathers**: every worker computes with the whole operands, after a `GatherWarning`; the result is
+  exact, too.
+- **raises**: on all workers, before anything is computed; the notes below say why.
+
+The columns are the dimensions of the first argument, counted from zero, of which one is split at a
+time; *two*: two of them at once, the first, the last, or the first and the last; *uneven*: the
+first or the last, with parts of all but one, of one and of no values; *others*: the other tensors
+among the arguments (weights, targets, indices) are split as well, along any of
+their dimensions. In all other columns these are plain.
+"""
+
+
+def page(found: Found) -> str:
+    """The text of the page."""
+    notes: dict[str, int] = {}
+    text = [HEAD]
+    for section, lines in found.items():
+        columns = [each for each in COLUMNS if any(each in line for line in lines.values())]
+        text.append(f"## {section}\n")
+        text.append(f"| function | {' | '.join(columns)} |")
+        text.append(f"|---|{':-:|' * len(columns)}")
+        for functions, line in lines.items():
+            cells = [_shown(line[each], notes) if each in line else "" for each in columns]
+            text.append(f"| {_named(functions)} | {' | '.join(cells)} |")
+        text.append("")
+    if notes:
+        text.append("## Notes\n")
+        text += [f"{number}. {_escaped(said)}" for said, number in notes.items()]
+        text.append("")
+    return "\n".join(text)
+
+
+def _shown(cell: Cell, notes: dict[str, int]) -> str:
+    if cell.kind == "exact":
+        return "✓"
+    if cell.kind != "raises":
+        return cell.kind
+    numbers = sorted(notes.setdefault(said, len(notes) + 1) for said in sorted(cell.said))
+    return f"raises ({', '.join(map(str, numbers))})"
+
+
+def _named(functions: str) -> str:
+    """Names of functions as code; after a comma, words."""
+    if functions.startswith("x["):
+        return ", ".join(f"`{each}`" for each in functions.split("; "))
+    names, comma, words = functions.partition(", ")
+    if " of " in names or " and " in names:  # words alone
+        return functions
+    return ", ".join("…" if each == "…" else f"`{each}`" for each in names.split()) + comma + words
+
+
+def _escaped(said: str) -> str:
+    return said.replace("|", "\\|").replace("\n", " ")
+
+
+def gathered(results: Sequence[Sequence[Any]]) -> tuple[Found, set[str]]:
+    """What the workers found, who must agree."""
+    found = {}
+    for section, of_workers in zip(SECTIONS, results, strict=True):
+        for worker in of_workers[1:]:
+            assert worker[0] == of_workers[0][0], f"workers differ about {section}"
+        found[section] = of_workers[0][0]
+    return found, set(chain(*(of_workers[0][1] for of_workers in results)))
+
+
+def wrongs(found: Found) -> list[str]:
+    """All that is wrong, anywhere."""
+    return [
+        said
+        for lines in found.values()
+        for line in lines.values()
+        for cell in line.values()
+        if cell.kind == "wrong"
+        for said in sorted(cell.said)
+    ]
+
+
+if __name__ == "__main__":
+    from support import find as find_section  # as workers import it
+    from tessel.testing.pool import WorkerPool
+
+    with WorkerPool(timeout=300.0) as pool:
+        everything = [pool.run(find_section, each, nprocs=WORKERS) for each in SECTIONS]
+    matrix, _ = gathered(everything)
+    assert not wrongs(matrix), "\n".join(wrongs(matrix))
+    PAGE.write_text(page(matrix))
