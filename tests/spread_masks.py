@@ -100,15 +100,17 @@ WRITING = {
     "at a mask of nothing": Case(
         written(lambda y, z: assign(y, y.detach() > 99, z.reshape(-1)[:0])), (SHAPE, SHAPE)
     ),
-    "masked_scatter": Case(
+    "masked_scatter of several": Case(
         lambda x, y: (x.masked_scatter(x > 0, y), torch.masked_scatter(x, LAST, y)), (SHAPE, SHAPE)
     ),
     "masked_scatter_": Case(written(lambda y, z: y.masked_scatter_(ALL, z)), (SHAPE, (120,))),
-    "index_put": Case(
+    "index_put at masks": Case(
         lambda x, y: (x.index_put((ALL,), y), x.index_put((x > 0,), y), x.index_put((ROWS,), y)),
         (SHAPE, ()),
     ),
-    "index_put_": Case(written(lambda y, z: y.index_put_((ROWS,), z)), (SHAPE, (3, 5, 6))),
+    "index_put_ at a mask": Case(
+        written(lambda y, z: y.index_put_((ROWS,), z)), (SHAPE, (3, 5, 6))
+    ),
 }
 
 FAMILIES = {"masks": READING, "writing at masks": WRITING}

@@ -138,9 +138,6 @@ def refused(does: Any, *shapes: Shape, **settings: Any) -> Case:
 
 REFUSED = {
     "view of a split dimension, changed": refused(changed_view),
-    "masked_scatter in place": refused(
-        lambda x, y: (x * 1).masked_scatter_(x > 0, y), (5, 4), (20,)
-    ),
     "put in place": refused(lambda x, y: (x * 1).put_(torch.tensor([3, 7]), y), (5, 4), (2,)),
     "fill with a generator": refused(
         lambda x: torch.ones_like(x).normal_(0.0, 0.0, generator=torch.Generator())

@@ -77,7 +77,8 @@ def check_functions(names: list[str], absent: int) -> dict[str, str]:
         outputs = [on_all(each) for each in got]
         for k, (a, b) in enumerate(zip(outputs, expected, strict=True)):
             assert a.dtype == b.dtype and a.shape == b.shape, f"{name}: output {k}"
-            assert torch.allclose(a, b, 1e-11, 1e-11, equal_nan=True), f"{name}: output {k}"
+            bound = max(1e-11, case.tolerance)
+            assert torch.allclose(a, b, bound, bound, equal_nan=True), f"{name}: output {k}"
         if leaf.requires_grad and case.derives:
             for a, b in zip(derived(outputs, [root], 1), derived(expected, [leaf], 1), strict=True):
                 assert torch.allclose(a, b, 1e-10, 1e-10, equal_nan=True), f"{name}: gradient"
@@ -87,10 +88,12 @@ def check_functions(names: list[str], absent: int) -> dict[str, str]:
 # what is decided by values, which the worker outside has not: it raises there, and says so
 BY_VALUES = {"index without dimensions", "ctc gathers", "one_hot"}
 BY_VALUES |= {f"{n} (5,) {r}" for n in ("nll", "cross_entropy") for r in ("none", "mean", "sum")}
-BY_VALUES |= {"GRU of packed sequences", "repeat_interleave by numbers"}
+BY_VALUES |= {"GRU of packed sequences", "repeat_interleave by numbers", "masked_scatter"}
+BY_VALUES |= {f"ctc {n}" for n in ("mean", "none", "sum", "of one sample", "of targets in a row")}
+BY_VALUES |= {"bincount", "cov", "unique"}
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"refused"}))
 def test_functions_between_movements(run: Run, family: str) -> None:
     names = list(FAMILIES[family])
     for absent in (2, 0):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tessel.layout import Layout, Shape
 from tessel.partition import Partition
@@ -167,6 +169,13 @@ def check_whole(name: str, *values: Any) -> None:
     layouts = held_layouts(values)
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "all but its first argument must be whole", *layouts)
+
+
+@contextmanager
+def to_keep() -> Iterator[None]:
+    """Tensors that are made here and kept have values and can be derived, whoever asks first."""
+    with torch.inference_mode(False), unset_fake_temporarily():
+        yield
 
 
 def whole_parts(given: Settings) -> Settings:

@@ -23,7 +23,7 @@ from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.shared import nothing
-from tessel.tensor.table import Arguments, Settings, made, opened, rule
+from tessel.tensor.table import Arguments, Settings, made, opened, rule, to_keep
 from tessel.tensor.windowed import Reaches, Windowed, leading, outline
 from tessel.transport import kept_in_job
 from tessel.windows import AdaptiveWindow, reads
@@ -342,7 +342,7 @@ def _spans(window: AdaptiveWindow, held: Interval, outputs: Interval) -> Spans:
 def _constant(
     numbers: tuple[float, ...] | Numbers, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    with torch.inference_mode(False):
+    with to_keep():
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 

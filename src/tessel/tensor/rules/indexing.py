@@ -540,6 +540,14 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values at indices of the first dimensions, in the place of others or added to them."""
     x, layout = args[0], args[0]._layout
     given = dict(zip(("indices", "values", "accumulate"), args[1:], strict=False)) | kwargs
+    if any(map(is_mask, given["indices"])):
+        if given.get("accumulate", False):
+            raise unsupported(name, "values that are added at a mask are not known", layout)
+        y = x if name.endswith("_") else x.clone()
+        y[tuple(slice(None) if each is None else each for each in given["indices"])] = given[
+            "values"
+        ]
+        return y
     items = _items(name, tuple(given["indices"]), layout)
     if not any(isinstance(each, torch.Tensor) for each in items):
         raise unsupported(name, "tensors of indices are needed", layout)

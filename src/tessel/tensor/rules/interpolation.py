@@ -18,7 +18,7 @@ from tessel.layout import Layout, Shape
 from tessel.shared import nothing
 from tessel.tensor.rules.adaptive import average
 from tessel.tensor.rules.hosting import along
-from tessel.tensor.table import Arguments, made, opened, outlines, rule
+from tessel.tensor.table import Arguments, made, opened, outlines, rule, to_keep
 from tessel.tensor.windowed import Windowed, leading, outline, windowed
 from tessel.windows import Cubic, Interpolation, Linear, Nearest
 
@@ -277,7 +277,7 @@ def _taps(
     local = shift(read, -read[0])
     if len(indices) == 1 and np.array_equal(indices[0], np.arange(*local)):
         return ()
-    with torch.inference_mode(False):
+    with to_keep():
         return tuple(
             (
                 torch.tensor(index, device=device),

@@ -255,18 +255,6 @@ def masked_scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
     return y
 
 
-@rule("index_put", "index_put_")
-def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values at indices or masks, as by assignment."""
-    x, indices = args[0], argument(args, kwargs, 1, "indices")
-    value = argument(args, kwargs, 2, "values")
-    if argument(args, kwargs, 3, "accumulate", False):
-        raise unsupported(name, "values that are added are not known", x._layout)
-    y = x if name.endswith("_") else x.clone()
-    y[tuple(slice(None) if each is None else each for each in indices)] = value
-    return y
-
-
 def places_of(masks: Sequence[Any]) -> list[torch.Tensor]:
     """The indices at which a mask holds, for each of its dimensions, on all workers."""
     found: list[torch.Tensor] = []
