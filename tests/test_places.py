@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def volume(x: Tensor) -> Tensor:
-    return torch.logdet(x)[..., None, None]
+    return torch.linalg.cond(x)[..., None, None]
 
 
 class Net(nn.Module):
@@ -98,23 +98,23 @@ def warn(how: str) -> list[str]:
 
 
 BLOCKS = [
-    "torch's `logdet` in `layers.0.1` (Block) of Net",
-    "torch's `logdet` in `layers.1` (Block) of Net",
+    "torch's `linalg_cond` in `layers.0.1` (Block) of Net",
+    "torch's `linalg_cond` in `layers.1` (Block) of Net",
 ]
 SAID: dict[str, list[str]] = {
     "converted": BLOCKS,
     "unconverted": BLOCKS,
     "forward": BLOCKS,
     "hooked": BLOCKS,
-    "a part": ["torch's `logdet` in `1` (Block) of Sequential"],
-    "no module": ["torch's `logdet`"],
+    "a part": ["torch's `linalg_cond` in `1` (Block) of Sequential"],
+    "no module": ["torch's `linalg_cond`"],
     "inside of another": [
-        "torch's `logdet` in `1.layers.0.1` (Block) of Sequential",
-        "torch's `logdet` in `1.layers.1` (Block) of Sequential",
+        "torch's `linalg_cond` in `1.layers.0.1` (Block) of Sequential",
+        "torch's `linalg_cond` in `1.layers.1` (Block) of Sequential",
     ],
-    "a hook": ["torch's `logdet` in `0.0` (Identity) of Sequential"],
+    "a hook": ["torch's `linalg_cond` in `0.0` (Identity) of Sequential"],
     # which computes it again in the backward pass, where the model around it is not on the stack
-    "checkpoint": [*BLOCKS, "torch's `logdet` in Block"],
+    "checkpoint": [*BLOCKS, "torch's `linalg_cond` in Block"],
 }
 
 
@@ -137,7 +137,7 @@ def note() -> list[tuple[Any, ...]]:
 def test_gathers_are_noted(run: Run) -> None:
     for notes in run(note, nprocs=2):
         modules = ["`layers.0.1` (Block) of Net", *["`layers.1` (Block) of Net"] * 2]
-        assert [each[:3] for each in notes] == [("logdet", 256, module) for module in modules]
+        assert [each[:3] for each in notes] == [("linalg_cond", 256, module) for module in modules]
         assert all(__file__ in each[3] and each[3].endswith(each[2]) for each in notes)
 
 
