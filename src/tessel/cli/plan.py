@@ -192,12 +192,10 @@ def _as_json(choice: Choice) -> dict[str, object]:
         "steps": [
             {
                 "step": line.title,
-                "layout": str(line.after),
+                "layout": line.layout,
                 "workers": {
-                    str(worker): {"local_shape": line.after.local_shape(at), **asdict(cost)}
-                    for worker, at, cost in zip(
-                        explanation.workers, explanation.places, costs, strict=True
-                    )
+                    str(worker): {"local_shape": line.after.shape_on(worker), **asdict(cost)}
+                    for worker, cost in zip(explanation.workers, costs, strict=True)
                 },
             }
             for line, costs in zip(explanation.lines, explanation.costs, strict=True)

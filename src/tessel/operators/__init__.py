@@ -2,7 +2,6 @@
 
 from tessel.operators.algebra import ParOperator as ParOperator
 from tessel.operators.algebra import kron as kron
-from tessel.operators.arrangement import ANYWHERE as ANYWHERE
 from tessel.operators.choose import Choice as Choice
 from tessel.operators.choose import best_partition as best_partition
 from tessel.operators.dct import ParDCT as ParDCT
@@ -15,6 +14,7 @@ from tessel.operators.explain import Explanation as Explanation
 from tessel.operators.explain import explain as explain
 from tessel.operators.form import vec as vec
 from tessel.operators.identity import ParIdentity as ParIdentity
+from tessel.operators.layouts import ANYWHERE as ANYWHERE
 from tessel.operators.matrix import ParMatrix as ParMatrix
 from tessel.operators.multilinear import ParMultilinear as ParMultilinear
 from tessel.operators.parameters import Parameters as Parameters

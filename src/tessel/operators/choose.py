@@ -15,14 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tessel.operators.algebra import Bound, ParOperator
-from tessel.operators.arrangement import ANYWHERE, Arrangement, on_common_grids, representatives
 from tessel.operators.cost import Cost, Counter, lines_of
 from tessel.operators.explain import Explanation, explain_plan
+from tessel.operators.layouts import ANYWHERE, on_common_grids, on_grid, representatives
 from tessel.operators.planning import Plan, make_plan
 from tessel.operators.rates import Machine, known_machine
 from tessel.operators.space import Shape, checked_length
 from tessel.operators.storage import storage_of
 from tessel.operators.units import num_bytes, num_seconds
+from tessel.partition import HypotheticalPartition
 
 MOST_TASKS = 800  # in all plans that are compared, so that it takes less than a second
 ROWS = 8
@@ -97,7 +98,6 @@ class Choice:
             plan,
             self.operator.domain.dtype,
             storage_of(plan),
-            range(self.workers),
             self.columns,
             self.machine,
         )
@@ -204,7 +204,7 @@ class _Judge:
         rates = self.machine.rates_for(workers)
         counter = Counter(rates, storage_of(plan), self.columns)
         lines = list(lines_of(plan, self.operator.domain.dtype))
-        costs = [counter.costs(lines, at) for at in representatives(plan.source.grid)]
+        costs = [counter.costs(lines, at) for at in representatives(plan.source.partition)]
         totals = [sum(each, Cost()) for each in costs]
         steps = sum(max(cost.time for cost in step) for step in zip(*costs, strict=True))
         return Candidate(
@@ -218,11 +218,12 @@ class _Judge:
 
 def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> Plan:
     """The plan of an operator on a grid of workers, its result as in `distribute`."""
-    source = Arrangement.on_grid(grid, operator.domain.shape)
+    source = on_grid(HypotheticalPartition(grid), operator.domain.shape)
     if out == ANYWHERE:
         return make_plan(operator, source, None)
     assert not isinstance(out, str)
-    end = Arrangement.on_grid(grid if out is None else out, operator.codomain.shape)
+    workers = HypotheticalPartition(grid if out is None else out)
+    end = on_grid(workers, operator.codomain.shape)
     return make_plan(operator, *on_common_grids(source, end))
 
 

@@ -14,20 +14,20 @@ from math import prod
 import torch
 
 from tessel import boxes
-from tessel.operators.arrangement import Arrangement, num_messages, numel_sent
+from tessel.layout import Layout
 from tessel.operators.dct import Trigonometric
 from tessel.operators.dft import ParDFT
+from tessel.operators.layouts import box_of, num_messages, numel_sent
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrix import ParMatrix
 from tessel.operators.multilinear import ParMultilinear
 from tessel.operators.planning import Branches, Local, Plan, Transfer
 from tessel.operators.rates import Rates
 from tessel.operators.restriction import ParRestriction
-from tessel.operators.space import Shape
 from tessel.operators.storage import leaves_of, needed, parameters_sent
 from tessel.operators.tasks import Task, Terms, count_flops, dtype_after
 
-Held = tuple[Arrangement, torch.dtype]  # a tensor that is kept during a step
+Held = tuple[Layout, torch.dtype]  # a tensor that is kept during a step
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Line:
         takes_input: whether it works on the plan's input itself.
     """
 
-    before: Arrangement
-    after: Arrangement
+    before: Layout
+    after: Layout
     dtype_before: torch.dtype
     dtype_after: torch.dtype
     group: tuple[Task, ...] = ()
@@ -62,8 +62,14 @@ class Line:
             return f"sum of {self.num_terms}"
         if self.group:
             return ", ".join(map(_name, self.group))
-        grids = self.before.grid, self.after.grid
-        return "transfer" if grids[0] == grids[1] else f"transfer to the grid {_times(grids[1])}"
+        before, after = self.before.partition.shape, self.after.partition.shape
+        grid = "×".join(map(str, after))
+        return "transfer" if before == after else f"transfer to the grid {grid}"
+
+    @property
+    def layout(self) -> str:
+        """How the tensor lies afterwards, in short: `8/2` is a length of 8 in two parts."""
+        return self.after.brief
 
 
 @dataclass(frozen=True)
@@ -97,13 +103,13 @@ class Counter:
     """
 
     rates: Rates
-    storage: Mapping[Leaf, Arrangement]
+    storage: Mapping[Leaf, Layout]
     columns: int = 1
 
-    def costs(self, lines: Sequence[Line], place: int) -> list[Cost]:
-        """What each step costs the worker at a place."""
-        parameters = self.parameter_bytes(place)
-        return [self._cost(line, place, parameters) for line in lines]
+    def costs(self, lines: Sequence[Line], worker: int) -> list[Cost]:
+        """What each step costs a worker."""
+        parameters = self.parameter_bytes(worker)
+        return [self._cost(line, worker, parameters) for line in lines]
 
     def _cost(self, line: Line, at: int, parameters: int) -> Cost:
         if line.num_terms:
@@ -113,15 +119,15 @@ class Counter:
         kept = sum(self._bytes(here, dtype, at) for here, dtype in line.held)
         return replace(cost, memory=cost.memory + kept + parameters)
 
-    def parameter_bytes(self, place: int) -> int:
+    def parameter_bytes(self, worker: int) -> int:
         """What a worker stores of the parameters."""
         return sum(
-            boxes.volume(stored.box(place)) * leaf.source.dtype.itemsize
+            boxes.volume(box_of(stored, worker)) * leaf.source.dtype.itemsize
             for leaf, stored in self.storage.items()
         )
 
-    def _bytes(self, here: Arrangement, dtype: torch.dtype, at: int) -> int:
-        return prod(here.local_shape(at)) * self.columns * dtype.itemsize
+    def _bytes(self, here: Layout, dtype: torch.dtype, at: int) -> int:
+        return prod(here.shape_on(at)) * self.columns * dtype.itemsize
 
     def _transfer(self, line: Line, at: int) -> Cost:
         width = self.columns * line.dtype_before.itemsize
@@ -145,7 +151,7 @@ class Counter:
         return Cost(float(additions), memory=(line.num_terms + 1) * result, time=seconds)
 
     def _local(self, line: Line, at: int) -> Cost:
-        shape = (*line.before.local_shape(at), self.columns)
+        shape = (*line.before.shape_on(at), self.columns)
         source = prod(shape) * line.dtype_before.itemsize
         target = self._bytes(line.after, line.dtype_after, at)
         messages, sent, weights = self._parameters(line, at)
@@ -165,7 +171,7 @@ class Counter:
                 here = needed(leaf, task, line.before)
                 values, times = parameters_sent(self.storage[leaf], here, at)
                 messages, sent = messages + times, sent + values * width
-                used += boxes.volume(here.box(at)) * width
+                used += boxes.volume(box_of(here, at)) * width
         return messages, sent, used
 
     def _work(self, line: Line, flops: float, source: int, target: int, weights: int) -> float:
@@ -173,13 +179,13 @@ class Counter:
         actor, rates = line.group[0].actor, self.rates
         passing = (source + target + weights) / rates.memory
         if isinstance(actor, ParDFT):
-            last = len(line.before.parts) - 1
+            last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
             weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
             return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
         if isinstance(actor, Trigonometric):  # numbers change places before and behind a transform
-            last = len(line.before.parts) - 1
+            last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and last in line.group[0].dims
             return flops / (rates.fft if has_rows else rates.fft_across) + 3 * passing
         if isinstance(actor, ParMultilinear):
@@ -242,10 +248,6 @@ def _branching(
             yield from inner[1:]
             result = inner[-1].dtype_after
     yield Line(step.after, step.after, result, result, (), len(step.plans), held)
-
-
-def _times(grid: Shape) -> str:
-    return "×".join(map(str, grid))
 
 
 def _name(task: Task) -> str:

@@ -12,8 +12,8 @@ from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.operators import tasks
-from tessel.operators.arrangement import Arrangement
 from tessel.operators.dft import ParDFT
+from tessel.operators.layouts import alike, with_batch
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of
 from tessel.operators.planning import Branches, Local, Plan, Step, Transfer
@@ -64,7 +64,7 @@ class Execution:
 
     def _transfer(self, step: Transfer, x: Tensor, order: Order, spaced: int | None) -> Tensor:
         at = None if spaced is None else order.index(spaced)
-        move = _move(step, self.partition, self.columns, order, at)
+        move = _move(step.before, step.after, self.columns, order, at)
         return move.apply(x.permute(order)).permute(inverse_of(order))
 
     def _add(self, step: Branches, x: Tensor, order: Order) -> Tensor:
@@ -75,22 +75,22 @@ class Execution:
 
     def _perform(self, step: Local, x: Tensor) -> Tensor:
         actor, dims = step.group[0].actor, step.group[0].dims
-        place = self.partition.rank
-        assert place is not None
         used = {
             leaf: self._used(leaf, each, step.before)
             for each in step.group
             for leaf in leaves_of(each)
         }
-        shape = (*step.after.local_shape(place), *x.shape[len(step.after.parts) :])
+        shape = (*step.after.local_shape, *x.shape[len(step.after.shape) :])
         if not x.numel() or not prod(shape):
             return nothing(shape, x, *used.values()).to(tasks.dtype_after(step.group, x.dtype))
         if isinstance(actor, ParRestriction):
             longer = step.after if actor.is_swapped else step.before
-            return actor.act_on_part(x, dims[0], longer.box(place)[dims[0]])
+            box = longer.box()
+            assert box is not None
+            return actor.act_on_part(x, dims[0], box[dims[0]])
         return tasks.perform_group(step.group, x, used)
 
-    def _used(self, leaf: Leaf, task: Task, here: Arrangement) -> Tensor:
+    def _used(self, leaf: Leaf, task: Task, here: Layout) -> Tensor:
         """A parameter, given whole or as it is stored, for use where the tensor lies so."""
         value = self.values[leaf]
         if self.partition.size == 1:
@@ -98,16 +98,15 @@ class Execution:
         stored = self.storage[leaf]
         if tuple(value.shape) == leaf.parameter_shape:  # no part is as large, on no worker
             stored = whole(leaf, here)
-        return _using(self.partition, stored, needed(leaf, task, here)).apply(value)
+        return _using(stored, needed(leaf, task, here)).apply(value)
 
 
 @kept_in_job
 def _move(
-    step: Transfer, partition: Partition, columns: Columns, order: Order, spaced: int | None
+    before: Layout, after: Layout, columns: Columns, order: Order, spaced: int | None
 ) -> Move:
-    layouts = [each.layout(partition, columns) for each in (step.before, step.after)]
-    before, after = (_permuted(each, order) for each in layouts)
-    return Move(before, after, spaced)
+    source, target = (_permuted(with_batch(each, columns), order) for each in (before, after))
+    return Move(source, target, spaced)
 
 
 def _permuted(layout: Layout, order: Order) -> Layout:
@@ -125,15 +124,8 @@ def _transformed(following: tuple[Step, ...]) -> int | None:
 
 
 @kept_in_job
-def stored_layout(partition: Partition, stored: Arrangement) -> Layout:
-    """How a parameter lies; workers that store the same part share it."""
-    separate = stored.layout(partition, None)
-    return replace(separate, shared=separate.separate)
-
-
-@kept_in_job
-def _using(partition: Partition, stored: Arrangement, used: Arrangement) -> LinearOperator:
-    target = used.layout(partition, None)
-    if stored == used:
-        return Spread(replace(target, shared=target.separate), target)
-    return Move(stored_layout(partition, stored), target)
+def _using(stored: Layout, used: Layout) -> LinearOperator:
+    """From where a parameter is stored, shared by those who have the same, to a use of it."""
+    if alike(stored, used):
+        return Spread(used.summed, used)
+    return Move(stored.summed, used)

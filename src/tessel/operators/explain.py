@@ -7,17 +7,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tessel.layout import Layout
 from tessel.operators.algebra import Kronecker, ParOperator
-from tessel.operators.arrangement import Arrangement, representatives
 from tessel.operators.cost import Cost, Counter, Line, lines_of
+from tessel.operators.layouts import representatives
 from tessel.operators.leaf import Leaf
 from tessel.operators.picture import draw_steps
 from tessel.operators.planning import Plan
@@ -36,8 +36,7 @@ class Planned(Protocol):
     domain: Space
     expression: ParOperator
     plan: Plan
-    storage: dict[Leaf, Arrangement]
-    partition: Any
+    storage: dict[Leaf, Layout]
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Explanation:
     Attributes:
         lines: the steps.
         workers: the workers that were looked at: all, or some that stand for many.
-        places: their numbers in the order of the partition.
         costs: for each step the cost of each of them.
         num_workers: how many workers there are.
         machine: the model that predicts the times.
@@ -58,7 +56,6 @@ class Explanation:
 
     lines: tuple[Line, ...]
     workers: tuple[int, ...]
-    places: tuple[int, ...]
     costs: tuple[tuple[Cost, ...], ...]
     num_workers: int
     machine: Machine
@@ -104,10 +101,10 @@ class Explanation:
         for title in ("flops", "messages", "bytes sent", "peak memory", "time"):
             table.add_column(title, justify="right", no_wrap=True)
         for number, (line, costs) in enumerate(zip(self.lines, self.costs, strict=True), 1):
-            shapes = [line.after.local_shape(at) for at in self.places]
+            shapes = [line.after.shape_on(worker) for worker in self.workers]
             name = Text(f"{number} {line.title}", style="magenta" if line.is_transfer else "cyan")
             for row, (who, shape, cost) in enumerate(self._rows(shapes, costs)):
-                labels = (name, f"{line.after}") if not row else ("", "")
+                labels = (name, line.layout) if not row else ("", "")
                 table.add_row(*labels, who, "×".join(map(str, shape)), *_numbers(cost))
         table.add_section()
         for row, (who, _, total) in enumerate(self._rows([()] * len(self.workers), self.totals)):
@@ -162,9 +159,8 @@ def explain(operator: Planned, *, columns: int = 1, machine: Machine | None = No
     >>> [line.title for line in explanation.lines], explanation.bytes_sent
     (['ParDFT along 0'], 0)
     """
-    ranks = tuple(operator.partition.ranks)
     explanation = explain_plan(
-        operator.plan, operator.domain.dtype, operator.storage, ranks, columns, machine
+        operator.plan, operator.domain.dtype, operator.storage, columns, machine
     )
     return replace(explanation, notes=_notes(operator))
 
@@ -194,8 +190,7 @@ def _depends_on_order(operator: ParOperator) -> bool:
 def explain_plan(
     plan: Plan,
     dtype: torch.dtype,
-    storage: Mapping[Leaf, Arrangement],
-    ranks: Sequence[int] | range,
+    storage: Mapping[Leaf, Layout],
     columns: int = 1,
     machine: Machine | None = None,
 ) -> Explanation:
@@ -203,18 +198,16 @@ def explain_plan(
     if columns < 1:
         raise ValueError(f"a batch has at least one column, got {columns}")
     machine = known_machine() if machine is None else machine
-    grid = plan.source.grid
-    count = prod(grid)
-    places = range(count) if count <= MOST_WORKERS else representatives(grid)
+    P = plan.source.partition
+    workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
     lines = tuple(lines_of(plan, dtype))
-    counter = Counter(machine.rates_for(count), storage, columns)
-    each = [counter.costs(lines, at) for at in places]
+    counter = Counter(machine.rates_for(P.size), storage, columns)
+    each = [counter.costs(lines, at) for at in workers]
     return Explanation(
         lines,
-        tuple(ranks[at] for at in places),
-        tuple(places),
+        tuple(workers),
         tuple(zip(*each, strict=True)),
-        count,
+        P.size,
         machine,
     )
 
