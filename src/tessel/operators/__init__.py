@@ -12,8 +12,8 @@ from tessel.operators.distributed import Distributed as Distributed
 from tessel.operators.distributed import distribute as distribute
 from tessel.operators.explain import Explanation as Explanation
 from tessel.operators.explain import explain as explain
-from tessel.operators.form import vec as vec
 from tessel.operators.identity import ParIdentity as ParIdentity
+from tessel.operators.input_shape import vec as vec
 from tessel.operators.layouts import ANYWHERE as ANYWHERE
 from tessel.operators.matrix import ParMatrix as ParMatrix
 from tessel.operators.multilinear import ParMultilinear as ParMultilinear

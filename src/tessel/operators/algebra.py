@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.operators.form import Form
+from tessel.operators.input_shape import InputShape
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
 from tessel.operators.space import Shape, Space, complex_of, real_of
 from tessel.operators.support import check_numbers
@@ -144,7 +144,7 @@ class ParOperator:
         """Apply the operator in this process."""
         for reduction in self.reductions[:1]:
             reduction.check_together(self, x)
-        form = Form.of(self, x, self.domain.shape)
+        form = InputShape.of(self, x, self.domain.shape)
         check_numbers(self, x.device)
         x, values = form.folded(x), self.values(theta)
         if x.numel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import floor, inf, log2, prod
 from typing import Any
 
@@ -53,21 +54,21 @@ class ParDFT(Leaf):
 
     is_invertible = True
 
-    @property
+    @cached_property
     def is_real(self) -> bool:
         return not self.source.is_complex
 
-    @property
+    @cached_property
     def is_padded(self) -> bool:
         """Whether there are more points than modes."""
         return self.source.numel > self.modes
 
-    @property
+    @cached_property
     def is_weighted(self) -> bool:
         """Whether it weights the numbers that stand for two of the whole transform."""
         return self.is_real and self.is_adjoint
 
-    @property
+    @cached_property
     def _norm(self) -> str:
         """Torch's word for the factor: none on the way there and for its adjoint, else 1/n."""
         there = not self.is_swapped

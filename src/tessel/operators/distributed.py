@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from tessel import boxes, transport
-from tessel.agreement import Claim, Meeting, Terms, admit
+from tessel.agreement import Claim, Meeting, Terms, admit, remember
 from tessel.boxes import Balanced, Box
 from tessel.layout import Layout
 from tessel.operators.algebra import Bound, ParOperator, Sum, lift
-from tessel.operators.execution import Columns, Execution
+from tessel.operators.execution import Columns, Function, Values, program
 from tessel.operators.explain import Explanation, explain
-from tessel.operators.form import Form
+from tessel.operators.input_shape import InputShape
 from tessel.operators.layouts import (
     ANYWHERE,
     alike,
@@ -44,7 +44,7 @@ from tessel.partition import Partition, world
 from tessel.shared import even
 from tessel.transport import NUM_WORDS
 
-Entry = tuple[Columns, Terms, dict[int, Form]]
+Entry = tuple[Columns, Terms, InputShape]  # what workers agree on before a call
 
 
 class Distributed(ParOperator):
@@ -78,8 +78,13 @@ class Distributed(ParOperator):
         return transport.group_of(self.partition.ranks)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_meetings")}
+        """Without what follows from the rest, or belongs to this process."""
+        kind = type(self)
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if not isinstance(getattr(kind, name, None), cached_property)
+        }
 
     # -- algebra ----------------------------------------------------------------------------------
 
@@ -174,15 +179,15 @@ class Distributed(ParOperator):
     # -- application ------------------------------------------------------------------------------
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
-        if not self.partition.active:
+        if not self._is_active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
-        columns, terms, forms = self._agree(x, theta)
-        form = forms[transport.this_worker()]
-        values = find_values(self, theta)
+        columns, terms, form = self._agree(x, theta)
+        values = find_values(self, theta) if self.leaves else {}
         for leaf, value in values.items():
             if value.device.type != terms.device:
                 raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {terms.device}")
-        x = even(admit(x, terms, True), terms)
+        x = admit(x, terms, True)
+        x = even(x, terms) if terms.needs_grad else x
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
         y = self.run(x.reshape(*form.shape, *batch), values, columns)
         return form.unfolded(y if form.columns is not None or not batch else y.squeeze(-1))
@@ -190,7 +195,7 @@ class Distributed(ParOperator):
     def run(
         self,
         x: Tensor,
-        values: Mapping[Leaf, Tensor],
+        values: Values,
         columns: Columns = None,
         order: Order | None = None,
     ) -> Tensor:
@@ -200,15 +205,25 @@ class Distributed(ParOperator):
         and all or none something that needs a gradient. `order` says how dimensions lie in memory,
         the same on all workers, if not one after the other; only speed depends on it.
         """
-        execution = Execution(self.partition, self.storage, values, columns)
-        return execution.run(self.plan, x, order)
+        key = columns, tuple(range(x.dim())) if order is None else order
+        functions = self._programs.get(key)
+        if functions is None:
+            functions = program(self.plan, self.storage, *key)
+            remember(self._programs, key, functions)
+        for function in functions:
+            x = function(x, values)
+        return x
+
+    @cached_property
+    def _programs(self) -> dict[tuple[Columns, Order], list[Function]]:
+        return {}  # by how the batch is split and how dimensions lie in memory
 
     def _agree(self, x: Tensor, theta: Parameters | None) -> Entry:
-        claim = Claim.of(x)
-        if self._group.size == 1:
+        if len(self.partition.ranks) == 1:
+            claim = Claim.of(x)
             terms = Terms(x.dtype, x.device.type, claim.needs_grad, claim.has_tangent)
             return self._conclude({transport.this_worker(): tuple(x.shape)}, terms)
-        entry = self._meeting(self._state(theta)).reach(claim)
+        entry = self._meeting(self._state(theta) if self.leaves else "").reach_with(x)
         self._group.number_call()
         return entry
 
@@ -233,6 +248,10 @@ class Distributed(ParOperator):
         return self._meetings[state]
 
     @cached_property
+    def _is_active(self) -> bool:
+        return self.partition.active
+
+    @cached_property
     def _meetings(self) -> dict[str, Meeting[Entry]]:
         return {}
 
@@ -240,15 +259,16 @@ class Distributed(ParOperator):
         if terms.dtype != self.domain.dtype:
             raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {terms.dtype}")
         check_numbers(self, terms.device)
-        forms = Form.of_shapes(
+        forms = InputShape.of_shapes(
             self, shapes, {each: self.layout_in.shape_on(each) for each in shapes}
         )
-        columns = {worker: form.columns for worker, form in forms.items()}
+        form = forms[transport.this_worker()]
+        columns = {worker: each.columns for worker, each in forms.items()}
         if len({each is None for each in columns.values()}) > 1:
             raise ValueError(f"{self}: some workers pass a batch and others none: {shapes}")
         if next(iter(columns.values())) is None and not self.has_batch_axes:
-            return None, terms, forms
-        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), terms, forms
+            return None, terms, form
+        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), terms, form
 
     def _columns(self, columns: dict[int, int]) -> tuple[int, ...]:
         """The number of columns for each place along the batch's axes, where all must agree."""

@@ -41,7 +41,7 @@ class Leaf(ParOperator):
     own_box: Box | None = None  # which part of the whole it is, if it was drawn as a part
     shared_by: Partition | None = None  # who has the same
 
-    @property
+    @cached_property
     def is_swapped(self) -> bool:
         """Whether it goes from the codomain of A to its domain."""
         return self.is_adjoint != self.is_inverse
@@ -75,17 +75,10 @@ class Leaf(ParOperator):
         others: dict[tuple[bool, bool], Self] = base.__dict__.setdefault("_others", {})
         if (adjoint, inverse) not in others:
             new = copy(base)
-            for derived in (
-                "H",
-                "_inv",
-                "leaves",
-                "_meeting",
-                "order",
-                "is_complex_linear",
-                "_others",
-                "supported_on",
-            ):
-                new.__dict__.pop(derived, None)
+            for name in list(new.__dict__):  # what A worked out for itself does not hold for A.H
+                if isinstance(getattr(type(base), name, None), cached_property):
+                    del new.__dict__[name]
+            new.__dict__.pop("_others", None)
             new.__dict__["_base"] = base
             new.is_adjoint, new.is_inverse = adjoint, inverse
             others[adjoint, inverse] = new

@@ -14,7 +14,7 @@ from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.operators.algebra import ParOperator
-from tessel.operators.form import Form
+from tessel.operators.input_shape import InputShape
 from tessel.operators.leaf import Leaf
 from tessel.operators.parameters import Parameters
 from tessel.operators.space import Shape, Space, checked_dtype, checked_length
@@ -95,7 +95,7 @@ class ParReduce(Leaf):
                 raise ValueError(
                     f"{operator}: expected a tensor of {operator.domain.dtype}, got {terms.dtype}"
                 )
-            Form.of_shapes(operator, shapes, dict.fromkeys(shapes, operator.domain.shape))
+            InputShape.of_shapes(operator, shapes, dict.fromkeys(shapes, operator.domain.shape))
             same(shapes, "shape", f"{operator}")
 
         Meeting(self._group, f"{operator!r}", self.partition.ranks, conclude).reach(Claim.of(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from operator import index as as_int
 from typing import Any
@@ -31,11 +32,11 @@ class Space:
     shape: Shape
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def is_complex(self) -> bool:
         return self.dtype in REAL_OF
 
