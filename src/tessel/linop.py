@@ -163,18 +163,37 @@ class Adjoint(LinearOperator):
         return hash((Adjoint, self.operator))
 
 
-class Product(LinearOperator):
-    """The product of operators, the last one applied first: (A B).H = B.H A.H."""
+class Composed:
+    """What a product is of operators that have a domain, a codomain and an adjoint.
 
-    def __init__(self, *factors: LinearOperator) -> None:
+    The last factor is applied first: (A B).H = B.H A.H. Operators between layouts and operators
+    between spaces share this; what their products do beyond it is their own.
+    """
+
+    factors: tuple[Any, ...]
+
+    def __init__(self, *factors: Any) -> None:
         for left, right in pairwise(factors):
             if left.domain != right.codomain:
-                raise ValueError(
-                    f"cannot compose: left expects {left.domain}, right gives {right.codomain}; "
-                    f"insert Move({right.codomain}, {left.domain})"
-                )
+                raise ValueError(f"cannot compose: {self._mismatch(left, right)}")
         self.factors = factors
         self.domain, self.codomain = factors[-1].domain, factors[0].codomain
+
+    @staticmethod
+    def _mismatch(left: Any, right: Any) -> str:
+        """Why these two cannot be neighbours."""
+        return f"{left} takes {left.domain}, {right} gives {right.codomain}"
+
+    @cached_property
+    def H(self) -> Any:
+        return type(self)(*(factor.H for factor in reversed(self.factors)))
+
+
+class Product(Composed, LinearOperator):
+    """The product of operators between layouts: the movements of all factors, one by one."""
+
+    def __init__(self, *factors: LinearOperator) -> None:
+        super().__init__(*factors)
         self.takes_part  # noqa: B018  (all workers make the groups, here or in the first call of a copy)
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -195,9 +214,12 @@ class Product(LinearOperator):
         for factor in self.factors:
             factor.check_dtype(dtype, label)
 
-    @cached_property
-    def H(self) -> LinearOperator:
-        return Product(*(factor.H for factor in reversed(self.factors)))
+    @staticmethod
+    def _mismatch(left: Any, right: Any) -> str:
+        return (
+            f"left expects {left.domain}, right gives {right.codomain}; "
+            f"insert Move({right.codomain}, {left.domain})"
+        )
 
     @cached_property
     def group(self) -> transport.Group:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import pairwise
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tessel.linop import Composed
 from tessel.operators.input_shape import InputShape
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
 from tessel.operators.space import Shape, Space, complex_of, real_of
@@ -266,17 +266,8 @@ def _bound(operator: ParOperator, theta: Parameters) -> ParOperator:
     return new
 
 
-class Composition(ParOperator):
-    """A product of operators, the last one applied first: (A B).H = B.H A.H."""
-
-    def __init__(self, *factors: ParOperator) -> None:
-        for left, right in pairwise(factors):
-            if left.domain != right.codomain:
-                raise ValueError(
-                    f"cannot compose: {left} takes {left.domain}, {right} gives {right.codomain}"
-                )
-        self.factors = factors
-        self.domain, self.codomain = factors[-1].domain, factors[0].codomain
+class Composition(Composed, ParOperator):
+    """A product of operators between spaces: the tasks of all factors, planned as a whole."""
 
     def children(self) -> tuple[ParOperator, ...]:
         return self.factors
@@ -284,10 +275,6 @@ class Composition(ParOperator):
     def expand(self, first: int) -> Iterator[Task]:
         for factor in reversed(self.factors):
             yield from factor.expand(first)
-
-    @cached_property
-    def H(self) -> ParOperator:
-        return Composition(*(factor.H for factor in reversed(self.factors)))
 
     @cached_property
     def inv(self) -> ParOperator:
