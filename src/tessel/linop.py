@@ -318,7 +318,7 @@ def record(
     return _apply(operator, x, anchor)
 
 
-def _apply(operator: LinearOperator | Local, x: Tensor, anchor: Tensor | None) -> Tensor:
+def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return _Apply.apply(x, anchor, operator)[0]
     transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
@@ -332,18 +332,18 @@ def _apply(operator: LinearOperator | Local, x: Tensor, anchor: Tensor | None) -
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
 
 
-class Local(Protocol):
+class LocalMap(Protocol):
     """What maps this worker's tensor, linearly, by functions that torch can derive itself."""
 
     @property
-    def H(self) -> Local:
+    def H(self) -> LocalMap:
         """The adjoint."""
         ...
 
     def _apply(self, x: Tensor) -> Tensor: ...
 
 
-def record_local(operator: Local, x: Tensor) -> Tensor:
+def record_local(operator: LocalMap, x: Tensor) -> Tensor:
     """Apply what moves nothing so that its gradient is its adjoint, in one step.
 
     Compilers and function transforms (vmap, jacrev) look at the functions that it is made of.
@@ -353,7 +353,7 @@ def record_local(operator: Local, x: Tensor) -> Tensor:
     return _apply(operator, x, None)
 
 
-class Factor(Protocol):
+class BilinearMap(Protocol):
     """What maps a tensor, linearly, with the help of other tensors that it is linear in, too."""
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor: ...
@@ -370,7 +370,7 @@ class Factor(Protocol):
         ...
 
 
-def record_product(product: Factor, x: Tensor, *factors: Tensor | None) -> Tensor:
+def record_product(product: BilinearMap, x: Tensor, *factors: Tensor | None) -> Tensor:
     """Apply a product so that autograd gets the gradients that it gives itself.
 
     For what can be done better than factor by factor: data travels while another gradient is
@@ -463,7 +463,7 @@ class _ApplyProduct(_ApplyAnyMode):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, anchor: None, product: Factor, *factors: Tensor | None
+        x: Tensor, anchor: None, product: BilinearMap, *factors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         y = product._apply(x, *factors)
         return y, y.new_empty(0)

@@ -206,7 +206,7 @@ class FNO(Model, torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Place:
+class FieldLayout:
     """Where a call of a model works: how its tensors lie, and their dtype."""
 
     layout: Layout
@@ -249,13 +249,13 @@ def _shared(P_x: Partition, shape: Shape) -> Layout:
 
 
 @kept_in_job
-def _place(layout: Layout, dtype: torch.dtype) -> Place:
+def _place(layout: Layout, dtype: torch.dtype) -> FieldLayout:
     """As a tensor lies, in balanced parts of space; the batch may be in any."""
     cuts = tuple(
         cut if dim < 2 else Cut(cut.axes, boxes.balanced(length, len(cut.intervals)))
         for dim, (cut, length) in enumerate(zip(layout.cuts, layout.shape, strict=True))
     )
-    return Place(Layout(layout.partition, layout.shape, cuts), dtype)
+    return FieldLayout(Layout(layout.partition, layout.shape, cuts), dtype)
 
 
 @kept_in_job

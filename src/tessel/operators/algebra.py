@@ -7,7 +7,7 @@ Applied, a tree becomes a list of tasks (`tasks.py`), in the order that computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor
 from tessel.linop import Composed
 from tessel.operators.input_shape import InputShape
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
-from tessel.operators.space import Shape, Space, complex_of, real_of
+from tessel.operators.space import Shape, TensorSpace, complex_of, real_of
 from tessel.operators.support import check_numbers
-from tessel.operators.tasks import Factor, Task, Terms, ordered, perform
+from tessel.operators.tasks import OperatorTask, Scaling, Summands, ordered, perform
 from tessel.shared import nothing
 
 ORDERS = ("tensor", "julia")  # of the factors in kron
@@ -42,8 +42,8 @@ class ParOperator:
     tensor([4., 4., 0.])
     """
 
-    domain: Space
-    codomain: Space
+    domain: TensorSpace
+    codomain: TensorSpace
 
     # -- what a kind of operator says -------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class ParOperator:
         """The inverse; ValueError if there is none."""
         raise ValueError(f"{self} has no inverse")
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         """The tasks of the operator on the dimensions from `first` on, in a possible order."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it does")
 
@@ -153,7 +153,7 @@ class ParOperator:
         return form.unfolded(nothing(shape, x, *values.values()).to(self.codomain.dtype))
 
     @cached_property
-    def order(self) -> tuple[tuple[Task, ...], ...]:
+    def order(self) -> tuple[tuple[OperatorTask, ...], ...]:
         """The tasks in the order that computes the least, those that are one call together."""
         return ordered(tuple(self.expand(0)))
 
@@ -213,7 +213,7 @@ class Bound(ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return (self.operator,)
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         return self.operator.expand(first)
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
@@ -272,7 +272,7 @@ class Composition(Composed, ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return self.factors
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         for factor in reversed(self.factors):
             yield from factor.expand(first)
 
@@ -294,8 +294,9 @@ class Kronecker(ParOperator):
     def __init__(self, *factors: ParOperator) -> None:
         self.factors = factors
         _check_precision(factors)
-        self.domain = Space(_joint(each.domain for each in factors), _domain_dtype(factors))
-        self.codomain = Space(_joint(each.codomain for each in factors), _codomain_dtype(factors))
+        turns = [_turn(each) for each in factors]
+        self.domain = _joint([each.domain for each in factors], 0 in turns)
+        self.codomain = _joint([each.codomain for each in factors], 2 in turns)
         self._check_there_and_back()
 
     def _check_there_and_back(self) -> None:
@@ -318,7 +319,7 @@ class Kronecker(ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return self.factors
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         placed = []
         for factor in self.factors:
             placed.append((factor, first))
@@ -344,7 +345,7 @@ class Kronecker(ParOperator):
         return f"kron({', '.join(map(repr, self.factors))})"
 
 
-class Sum(ParOperator):
+class OperatorSum(ParOperator):
     """A sum of operators between the same spaces."""
 
     def __init__(self, *terms: ParOperator) -> None:
@@ -360,12 +361,14 @@ class Sum(ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return self.terms
 
-    def expand(self, first: int) -> Iterator[Task]:
-        yield Task(Terms(self.terms), tuple(range(first, first + len(self.domain.shape))))
+    def expand(self, first: int) -> Iterator[OperatorTask]:
+        yield OperatorTask(
+            Summands(self.terms), tuple(range(first, first + len(self.domain.shape)))
+        )
 
     @cached_property
     def H(self) -> ParOperator:
-        return Sum(*(term.H for term in self.terms))
+        return OperatorSum(*(term.H for term in self.terms))
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.terms))
@@ -389,11 +392,11 @@ class Multiple(ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return (self.operator,)
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         dtype = (self.domain if self.is_early else self.codomain).dtype
         if isinstance(self.number, Real):
             dtype = real_of(dtype)  # may come at any time
-        factor = Task(Factor(self.number, Space((), dtype)), ())
+        factor = OperatorTask(Scaling(self.number, TensorSpace((), dtype)), ())
         tasks = self.operator.expand(first)
         yield from (factor, *tasks) if self.is_early else (*tasks, factor)
 
@@ -420,7 +423,7 @@ def compose(left: ParOperator, right: ParOperator) -> ParOperator:
 
 def add(left: ParOperator, right: ParOperator) -> ParOperator:
     """The sum `left + right`."""
-    return _joined(Sum, left, right, lambda each: getattr(each, "terms", None))
+    return _joined(OperatorSum, left, right, lambda each: getattr(each, "terms", None))
 
 
 def scale(number: Any, operator: ParOperator) -> ParOperator:
@@ -475,8 +478,16 @@ def _joined(kind: Any, left: ParOperator, right: ParOperator, parts: Any) -> Par
     return lift(make, left, right)
 
 
-def _joint(spaces: Iterable[Space]) -> tuple[int, ...]:
-    return tuple(length for space in spaces for length in space.shape)
+def _joint(spaces: Sequence[TensorSpace], changes_numbers: bool) -> TensorSpace:
+    """The space of all dimensions; complex if some factor is there and none makes the numbers so.
+
+    A factor between real and complex numbers has the others on its complex side: what it takes, or
+    gives, on its real side is real.
+    """
+    shape = tuple(length for space in spaces for length in space.shape)
+    is_complex = any(space.is_complex for space in spaces) and not changes_numbers
+    dtype = spaces[0].dtype
+    return TensorSpace(shape, complex_of(dtype) if is_complex else real_of(dtype))
 
 
 def _turn(factor: ParOperator) -> int:
@@ -515,19 +526,9 @@ def _check_precision(factors: tuple[ParOperator, ...]) -> None:
             )
 
 
-def _domain_dtype(factors: tuple[ParOperator, ...]) -> Any:
-    dtype = factors[0].domain.dtype
-    makes_complex = any(_turn(each) == 0 for each in factors)
-    is_complex = any(each.domain.is_complex for each in factors)
-    return complex_of(dtype) if is_complex and not makes_complex else real_of(dtype)
-
-
-def _codomain_dtype(factors: tuple[ParOperator, ...]) -> Any:
-    dtype = factors[0].codomain.dtype
-    makes_real = any(_turn(each) == 2 for each in factors)
-    is_complex = any(each.codomain.is_complex for each in factors)
-    return complex_of(dtype) if is_complex and not makes_real else real_of(dtype)
-
-
 def _bracketed(operator: ParOperator) -> str:
-    return f"({operator})" if isinstance(operator, Sum | Multiple | Composition) else repr(operator)
+    return (
+        f"({operator})"
+        if isinstance(operator, OperatorSum | Multiple | Composition)
+        else repr(operator)
+    )

@@ -18,7 +18,7 @@ from tessel.operators.algebra import Bound, ParOperator
 from tessel.operators.cost import Cost, Counter, lines_of
 from tessel.operators.explain import Explanation, explain_plan
 from tessel.operators.layouts import ANYWHERE, on_common_grids, on_grid, representatives
-from tessel.operators.planning import Plan, make_plan
+from tessel.operators.planning import OperatorPlan, make_plan
 from tessel.operators.rates import Machine, known_machine
 from tessel.operators.space import Shape, checked_length
 from tessel.operators.storage import storage_of
@@ -45,7 +45,7 @@ class Candidate:
     time: float
     memory: int
     bytes: int
-    plan: Plan
+    plan: OperatorPlan
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class _Judge:
         )
 
 
-def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> Plan:
+def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> OperatorPlan:
     """The plan of an operator on a grid of workers, its result as in `distribute`."""
     source = on_grid(HypotheticalPartition(grid), operator.domain.shape)
     if out == ANYWHERE:

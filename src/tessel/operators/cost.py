@@ -21,17 +21,17 @@ from tessel.operators.layouts import box_of, num_messages, numel_sent
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrix import ParMatrix
 from tessel.operators.multilinear import ParMultilinear
-from tessel.operators.planning import Branches, Local, Plan, Transfer
+from tessel.operators.planning import Branches, Local, OperatorPlan, Transfer
 from tessel.operators.rates import Rates
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import leaves_of, needed, parameters_sent
-from tessel.operators.tasks import Task, Terms, count_flops, dtype_after
+from tessel.operators.tasks import OperatorTask, Summands, count_flops, dtype_after
 
 Held = tuple[Layout, torch.dtype]  # a tensor that is kept during a step
 
 
 @dataclass(frozen=True)
-class Line:
+class ExplainedStep:
     """One step of a plan, with the types of its numbers and what is kept meanwhile.
 
     Attributes:
@@ -47,7 +47,7 @@ class Line:
     after: Layout
     dtype_before: torch.dtype
     dtype_after: torch.dtype
-    group: tuple[Task, ...] = ()
+    group: tuple[OperatorTask, ...] = ()
     num_terms: int = 0
     held: tuple[Held, ...] = ()
     takes_input: bool = False
@@ -106,12 +106,12 @@ class Counter:
     storage: Mapping[Leaf, Layout]
     columns: int = 1
 
-    def costs(self, lines: Sequence[Line], worker: int) -> list[Cost]:
+    def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
         """What each step costs a worker."""
         parameters = self.parameter_bytes(worker)
         return [self._cost(line, worker, parameters) for line in lines]
 
-    def _cost(self, line: Line, at: int, parameters: int) -> Cost:
+    def _cost(self, line: ExplainedStep, at: int, parameters: int) -> Cost:
         if line.num_terms:
             cost = self._sum(line, at)
         else:
@@ -129,7 +129,7 @@ class Counter:
     def _bytes(self, here: Layout, dtype: torch.dtype, at: int) -> int:
         return prod(here.shape_on(at)) * self.columns * dtype.itemsize
 
-    def _transfer(self, line: Line, at: int) -> Cost:
+    def _transfer(self, line: ExplainedStep, at: int) -> Cost:
         width = self.columns * line.dtype_before.itemsize
         sent = numel_sent(line.before, line.after, at) * width
         received = numel_sent(line.after, line.before, at) * width
@@ -144,13 +144,13 @@ class Counter:
         )
         return Cost(0.0, messages, sent, source + target + sent + received, seconds)
 
-    def _sum(self, line: Line, at: int) -> Cost:
+    def _sum(self, line: ExplainedStep, at: int) -> Cost:
         result = self._bytes(line.after, line.dtype_after, at)
         additions = (line.num_terms - 1) * result // line.dtype_after.itemsize
         seconds = 3 * (line.num_terms - 1) * result / self.rates.memory
         return Cost(float(additions), memory=(line.num_terms + 1) * result, time=seconds)
 
-    def _local(self, line: Line, at: int) -> Cost:
+    def _local(self, line: ExplainedStep, at: int) -> Cost:
         shape = (*line.before.shape_on(at), self.columns)
         source = prod(shape) * line.dtype_before.itemsize
         target = self._bytes(line.after, line.dtype_after, at)
@@ -159,10 +159,10 @@ class Counter:
         seconds = self.rates.step + sent / self.rates.bandwidth + messages * self.rates.latency
         if source or target:
             seconds += self._work(line, flops, source, target, weights)
-        results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Terms))
+        results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Summands))
         return Cost(flops, messages, sent, source + (1 + results) * target, seconds)
 
-    def _parameters(self, line: Line, at: int) -> tuple[int, int, int]:
+    def _parameters(self, line: ExplainedStep, at: int) -> tuple[int, int, int]:
         """Messages and bytes that bring parameters to where they are used, and bytes used."""
         messages = sent = used = 0
         for task in line.group:
@@ -174,7 +174,9 @@ class Counter:
                 used += boxes.volume(box_of(here, at)) * width
         return messages, sent, used
 
-    def _work(self, line: Line, flops: float, source: int, target: int, weights: int) -> float:
+    def _work(
+        self, line: ExplainedStep, flops: float, source: int, target: int, weights: int
+    ) -> float:
         """The seconds of a local step without what moves for it."""
         actor, rates = line.group[0].actor, self.rates
         passing = (source + target + weights) / rates.memory
@@ -194,12 +196,14 @@ class Counter:
             return passing + flops / rates.matrix
         if isinstance(actor, ParRestriction):
             return (min(source, target) + target) / rates.memory
-        if isinstance(actor, Terms):  # of all kinds: its transforms and matrices are not told apart
+        if isinstance(
+            actor, Summands
+        ):  # of all kinds: its transforms and matrices are not told apart
             return len(actor.operators) * passing + flops / rates.fft
         return passing
 
 
-def lines_of(plan: Plan, dtype: torch.dtype) -> Iterator[Line]:
+def lines_of(plan: OperatorPlan, dtype: torch.dtype) -> Iterator[ExplainedStep]:
     """The steps of a plan in their order, those of a sum one term after the other.
 
     Who applies an operator keeps its input: it counts in every step.
@@ -214,16 +218,16 @@ def lines_of(plan: Plan, dtype: torch.dtype) -> Iterator[Line]:
 
 
 def _lines(
-    plan: Plan, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
-) -> Iterator[Line]:
+    plan: OperatorPlan, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
+) -> Iterator[ExplainedStep]:
     """The same, while other tensors are held; `takes_input` if it is the whole plan's input."""
     for step in plan.steps:
         if isinstance(step, Transfer):
-            line = Line(step.before, step.after, dtype, dtype, held=held)
+            line = ExplainedStep(step.before, step.after, dtype, dtype, held=held)
             yield replace(line, takes_input=takes_input)
         elif isinstance(step, Local):
             after = dtype_after(step.group, dtype)
-            line = Line(step.before, step.after, dtype, after, step.group, held=held)
+            line = ExplainedStep(step.before, step.after, dtype, after, step.group, held=held)
             yield replace(line, takes_input=takes_input)
             dtype = after
         else:
@@ -236,7 +240,7 @@ def _lines(
 
 def _branching(
     step: Branches, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
-) -> Iterator[Line]:
+) -> Iterator[ExplainedStep]:
     """All terms have the input, and their results wait for each other."""
     result = dtype
     kept = () if takes_input else ((step.before, dtype),)  # else it counts in every step anyway
@@ -247,14 +251,14 @@ def _branching(
             yield replace(inner[0], held=waiting)
             yield from inner[1:]
             result = inner[-1].dtype_after
-    yield Line(step.after, step.after, result, result, (), len(step.plans), held)
+    yield ExplainedStep(step.after, step.after, result, result, (), len(step.plans), held)
 
 
-def _name(task: Task) -> str:
+def _name(task: OperatorTask) -> str:
     actor = task.actor
     if isinstance(actor, Leaf):
         name = type(actor).__name__ + actor.mode
     else:
-        name = {"Factor": "multiple", "Terms": "sum"}.get(type(actor).__name__, "")
+        name = {"Scaling": "multiple", "Summands": "sum"}.get(type(actor).__name__, "")
     dims = ",".join(map(str, task.dims))
     return f"{name} along {dims}" if dims else name

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of, order_of
-from tessel.operators.space import Shape, Space, checked_dtype, checked_length, complex_of
+from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length, complex_of
 from tessel.operators.spectrum import Spectrum
 
 
@@ -48,9 +48,9 @@ class ParDFT(Leaf):
         if dtype is torch.bfloat16:
             raise ValueError("ParDFT: torch has no complex numbers of bfloat16; use float32")
         self.modes = checked_length("ParDFT", "n", n)
-        self.source = Space((_num_points(self.modes, padding),), dtype)
+        self.source = TensorSpace((_num_points(self.modes, padding),), dtype)
         half = self.modes if self.source.is_complex else self.modes // 2 + 1
-        self.target = Space((half,), complex_of(dtype))
+        self.target = TensorSpace((half,), complex_of(dtype))
 
     is_invertible = True
 

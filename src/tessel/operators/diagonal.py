@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tessel.operators.leaf import Leaf
-from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
 
 
 class ParDiagonal(Leaf):
@@ -22,7 +22,7 @@ class ParDiagonal(Leaf):
 
     def __init__(self, T: Any, n: int) -> None:
         length = checked_length("ParDiagonal", "n", n)
-        self.source = self.target = Space((length,), checked_dtype("ParDiagonal", T))
+        self.source = self.target = TensorSpace((length,), checked_dtype("ParDiagonal", T))
 
     is_invertible = True
     mixes = (False,)

@@ -17,7 +17,7 @@ from tessel import boxes, transport
 from tessel.agreement import Claim, Meeting, Terms, admit, remember
 from tessel.boxes import Balanced, Box
 from tessel.layout import Layout
-from tessel.operators.algebra import Bound, ParOperator, Sum, lift
+from tessel.operators.algebra import Bound, OperatorSum, ParOperator, lift
 from tessel.operators.execution import Columns, Function, Values, program
 from tessel.operators.explain import Explanation, explain
 from tessel.operators.input_shape import InputShape
@@ -39,7 +39,7 @@ from tessel.operators.planning import make_plan
 from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
 from tessel.operators.support import check_numbers
-from tessel.operators.tasks import Task
+from tessel.operators.tasks import OperatorTask
 from tessel.partition import Partition, world
 from tessel.shared import even
 from tessel.transport import NUM_WORDS
@@ -116,7 +116,7 @@ class Distributed(ParOperator):
         source, target = _on_fine_grids(last.plan.source, first.plan.target, spread)
         if len(source.shape) != len(expression.domain.shape):
             raise ValueError("cannot combine distributed operators in kron: distribute the product")
-        if isinstance(expression, Sum):
+        if isinstance(expression, OperatorSum):
             _check_terms(spread)
         storage = {leaf: here for each in reversed(spread) for leaf, here in each.storage.items()}
         return Distributed(expression, source, target, storage)
@@ -129,7 +129,7 @@ class Distributed(ParOperator):
         """What is done step by step, and what each step costs each worker."""
         return explain(self, columns=columns)
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         return self.expression.expand(first)
 
     def children(self) -> tuple[ParOperator, ...]:

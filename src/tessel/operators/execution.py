@@ -21,7 +21,7 @@ from tessel.operators.dft import ParDFT
 from tessel.operators.layouts import alike, box_of, with_batch
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of
-from tessel.operators.planning import Branches, Local, Plan, Step, Transfer
+from tessel.operators.planning import Branches, Local, OperatorPlan, Step, Transfer
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import Storage, leaves_of, needed, whole
 from tessel.shared import Spread, nothing
@@ -32,7 +32,7 @@ Values = Mapping[Leaf, Tensor]  # of parameters, whole or this worker's parts
 Function = Callable[[Tensor, Values], Tensor]
 
 
-def program(plan: Plan, storage: Storage, columns: Columns, order: Order) -> list[Function]:
+def program(plan: OperatorPlan, storage: Storage, columns: Columns, order: Order) -> list[Function]:
     """The steps of a plan as functions of this worker's part and the parameters.
 
     Args:

@@ -16,13 +16,13 @@ from rich.text import Text
 
 from tessel.layout import Layout
 from tessel.operators.algebra import Kronecker, ParOperator
-from tessel.operators.cost import Cost, Counter, Line, lines_of
+from tessel.operators.cost import Cost, Counter, ExplainedStep, lines_of
 from tessel.operators.layouts import representatives
 from tessel.operators.leaf import Leaf
 from tessel.operators.picture import draw_steps
-from tessel.operators.planning import Plan
+from tessel.operators.planning import OperatorPlan
 from tessel.operators.rates import Machine, known_machine
-from tessel.operators.space import Shape, Space
+from tessel.operators.space import Shape, TensorSpace
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
 MOST_WORKERS = 128  # of more, some stand for all
@@ -33,9 +33,9 @@ WIDTH = 150
 class Planned(Protocol):
     """A distributed operator, as explanations see it."""
 
-    domain: Space
+    domain: TensorSpace
     expression: ParOperator
-    plan: Plan
+    plan: OperatorPlan
     storage: dict[Leaf, Layout]
 
 
@@ -54,7 +54,7 @@ class Explanation:
         notes: what a reader should know beside.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[ExplainedStep, ...]
     workers: tuple[int, ...]
     costs: tuple[tuple[Cost, ...], ...]
     num_workers: int
@@ -188,7 +188,7 @@ def _depends_on_order(operator: ParOperator) -> bool:
 
 
 def explain_plan(
-    plan: Plan,
+    plan: OperatorPlan,
     dtype: torch.dtype,
     storage: Mapping[Leaf, Layout],
     columns: int = 1,

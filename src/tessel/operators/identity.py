@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tessel.operators.leaf import Leaf
-from tessel.operators.space import Space, checked_dtype, checked_length
+from tessel.operators.space import TensorSpace, checked_dtype, checked_length
 
 
 class ParIdentity(Leaf):
@@ -24,7 +24,7 @@ class ParIdentity(Leaf):
 
     def __init__(self, T: Any, n: int) -> None:
         length = checked_length("ParIdentity", "n", n)
-        self.source = self.target = Space((length,), checked_dtype("ParIdentity", T))
+        self.source = self.target = TensorSpace((length,), checked_dtype("ParIdentity", T))
 
     is_invertible = True
     is_nothing = True

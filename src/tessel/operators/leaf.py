@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from tessel.boxes import Box
 from tessel.operators.algebra import ParOperator
 from tessel.operators.memory import Order
-from tessel.operators.space import Shape, Space
-from tessel.operators.tasks import Task
+from tessel.operators.space import Shape, TensorSpace
+from tessel.operators.tasks import OperatorTask
 from tessel.partition import Partition
 
 
@@ -32,8 +32,8 @@ class Leaf(ParOperator):
         std: the standard deviation of the parameters that `init` draws.
     """
 
-    source: Space
-    target: Space
+    source: TensorSpace
+    target: TensorSpace
     is_adjoint = False
     is_inverse = False
     std = 1.0
@@ -47,11 +47,11 @@ class Leaf(ParOperator):
         return self.is_adjoint != self.is_inverse
 
     @property
-    def domain(self) -> Space:  # type: ignore[override]
+    def domain(self) -> TensorSpace:  # type: ignore[override]
         return self.target if self.is_swapped else self.source
 
     @property
-    def codomain(self) -> Space:  # type: ignore[override]
+    def codomain(self) -> TensorSpace:  # type: ignore[override]
         return self.source if self.is_swapped else self.target
 
     @cached_property
@@ -164,9 +164,9 @@ class Leaf(ParOperator):
     def leaves(self) -> tuple[Leaf, ...]:
         return () if self.parameter_shape is None else (self.base,)
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         if not self.is_nothing:
-            yield Task(self, tuple(range(first, first + len(self.domain.shape))))
+            yield OperatorTask(self, tuple(range(first, first + len(self.domain.shape))))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source} → {self.target}){self.mode}"

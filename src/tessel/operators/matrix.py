@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import inverse_of, order_of
-from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
 
 
 class ParMatrix(Leaf):
@@ -24,8 +24,8 @@ class ParMatrix(Leaf):
 
     def __init__(self, T: Any, m: int, n: int) -> None:
         dtype = checked_dtype("ParMatrix", T)
-        self.target = Space((checked_length("ParMatrix", "m", m),), dtype)
-        self.source = Space((checked_length("ParMatrix", "n", n),), dtype)
+        self.target = TensorSpace((checked_length("ParMatrix", "m", m),), dtype)
+        self.source = TensorSpace((checked_length("ParMatrix", "n", n),), dtype)
         self.std = self.source.numel**-0.5
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import inverse_of, order_of
-from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
 
 
 class ParMultilinear(Leaf):
@@ -33,8 +33,8 @@ class ParMultilinear(Leaf):
     def __init__(self, T: Any, m: int, n: int, modes: Sequence[int]) -> None:
         dtype = checked_dtype("ParMultilinear", T)
         self.modes = tuple(checked_length("ParMultilinear", "each of modes", k) for k in modes)
-        self.target = Space((checked_length("ParMultilinear", "m", m), *self.modes), dtype)
-        self.source = Space((checked_length("ParMultilinear", "n", n), *self.modes), dtype)
+        self.target = TensorSpace((checked_length("ParMultilinear", "m", m), *self.modes), dtype)
+        self.source = TensorSpace((checked_length("ParMultilinear", "n", n), *self.modes), dtype)
         self.std = (m * n) ** -0.5
 
     @property

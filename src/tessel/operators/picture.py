@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tessel.layout import Layout
-from tessel.operators.cost import Cost, Line
+from tessel.operators.cost import Cost, ExplainedStep
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), facecolor="white")
 
 
-def draw_steps(lines: Sequence[Line], costs: Sequence[Sequence[Cost]], summary: str) -> Figure:
+def draw_steps(
+    lines: Sequence[ExplainedStep], costs: Sequence[Sequence[Cost]], summary: str
+) -> Figure:
     """Draw steps from top to bottom: how the tensor lies after each, and what each costs.
 
     Every dimension is a bar with a gap at each cut; the part of the first worker is coloured. The
@@ -84,7 +86,7 @@ def _wrapped(title: str) -> str:
     return title if len(title) <= 34 else title.replace(", ", ",\n", 1)
 
 
-def _colour(line: Line) -> str:
+def _colour(line: ExplainedStep) -> str:
     return _TRANSFER if line.is_transfer else _LOCAL
 
 
@@ -105,7 +107,7 @@ def _draw_layout(ax: Axes, row: int, here: Layout, ink: str) -> None:
 
 def _draw_bars(
     ax: Axes,
-    lines: Sequence[Line],
+    lines: Sequence[ExplainedStep],
     values: Sequence[Sequence[float]],
     write: Callable[[float], str],
 ) -> None:

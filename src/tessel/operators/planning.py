@@ -28,7 +28,7 @@ from tessel.operators.layouts import (
     with_length,
 )
 from tessel.operators.restriction import ParRestriction
-from tessel.operators.tasks import Task, Terms, Waiting, cheapest, grouped
+from tessel.operators.tasks import OperatorTask, Summands, Waiting, cheapest, grouped
 
 MOST_WORKERS = 128  # of more workers, some stand for all
 
@@ -49,7 +49,7 @@ class Local(_Step):
 
     before: Layout
     after: Layout
-    group: tuple[Task, ...]
+    group: tuple[OperatorTask, ...]
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Branches(_Step):
 
     before: Layout
     after: Layout
-    plans: tuple[Plan, ...]
+    plans: tuple[OperatorPlan, ...]
 
 
 Step = Local | Transfer | Branches
 
 
 @dataclass(frozen=True)
-class Plan:
+class OperatorPlan:
     """All steps of an operator on a grid."""
 
     source: Layout
@@ -94,7 +94,7 @@ class Plan:
                 yield step
 
 
-def make_plan(operator: Any, source: Layout, target: Layout | None) -> Plan:
+def make_plan(operator: Any, source: Layout, target: Layout | None) -> OperatorPlan:
     """Plan an operator on a tensor that lies so.
 
     Args:
@@ -110,7 +110,9 @@ def make_plan(operator: Any, source: Layout, target: Layout | None) -> Plan:
     return plan
 
 
-def _plan(tasks: tuple[Task, ...], source: Layout, target: Layout | None, patient: bool) -> Plan:
+def _plan(
+    tasks: tuple[OperatorTask, ...], source: Layout, target: Layout | None, patient: bool
+) -> OperatorPlan:
     """Plan tasks; if patient, nothing is put among zeros that has to travel then."""
     waiting = Waiting(tasks)
     steps: list[Step] = []
@@ -128,7 +130,7 @@ def _plan(tasks: tuple[Task, ...], source: Layout, target: Layout | None, patien
     if target is not None and not alike(here, target):
         steps.append(Transfer(here, target))
     end = here if target is None else target
-    return Plan(source, end, tuple(_travelling_small(steps)))
+    return OperatorPlan(source, end, tuple(_travelling_small(steps)))
 
 
 def _travelling_small(steps: list[Step]) -> list[Step]:
@@ -212,12 +214,12 @@ def _drain(
 ) -> tuple[Layout, list[Step]]:
     """Do all that can be done here."""
     early = _early(waiting.copy(), here) if patient else set()
-    done: list[Task] = []
+    done: list[OperatorTask] = []
     layouts = [here]
     branches: dict[int, Branches] = {}
     state = here
 
-    def is_possible(task: Task) -> bool:
+    def is_possible(task: OperatorTask) -> bool:
         return task not in early and (_is_local(task, state) or _is_branching(task, state))
 
     for task in cheapest(waiting, is_possible):
@@ -238,12 +240,12 @@ def _drain(
     return state, steps
 
 
-def _early(waiting: Waiting, here: Layout) -> set[Task]:
+def _early(waiting: Waiting, here: Layout) -> set[OperatorTask]:
     """What would only add zeros, along dimensions with which nothing else can be done here."""
-    done: list[Task] = []
+    done: list[OperatorTask] = []
     state = here
 
-    def is_possible(task: Task) -> bool:
+    def is_possible(task: OperatorTask) -> bool:
         return _is_local(task, state) or _is_branching(task, state)
 
     for task in cheapest(waiting, is_possible):
@@ -259,29 +261,29 @@ def _early(waiting: Waiting, here: Layout) -> set[Task]:
     }
 
 
-def _adds_zeros(task: Task) -> bool:
+def _adds_zeros(task: OperatorTask) -> bool:
     return isinstance(task.actor, ParRestriction) and task.actor.is_swapped
 
 
-def _is_local(task: Task, here: Layout) -> bool:
+def _is_local(task: OperatorTask, here: Layout) -> bool:
     if isinstance(task.actor, ParRestriction):
         return True
     return all(is_whole(here, dim) for dim in task.mixed)
 
 
-def _is_branching(task: Task, here: Layout) -> bool:
+def _is_branching(task: OperatorTask, here: Layout) -> bool:
     """Whether a sum acts along all dimensions: its terms are planned on their own."""
-    return isinstance(task.actor, Terms) and len(task.dims) == len(here.shape)
+    return isinstance(task.actor, Summands) and len(task.dims) == len(here.shape)
 
 
-def _branches(task: Task, here: Layout, target: Layout | None) -> Branches:
-    plans: list[Plan] = []
+def _branches(task: OperatorTask, here: Layout, target: Layout | None) -> Branches:
+    plans: list[OperatorPlan] = []
     for operator in task.actor.operators:
         plans.append(make_plan(operator, here, plans[0].target if plans else target))
     return Branches(here, plans[0].target, tuple(plans))
 
 
-def _after(task: Task, here: Layout) -> Layout:
+def _after(task: OperatorTask, here: Layout) -> Layout:
     """How the result of a task lies."""
     for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
         if isinstance(task.actor, ParRestriction) and not is_whole(here, dim):

@@ -17,7 +17,7 @@ from tessel.operators.algebra import ParOperator
 from tessel.operators.input_shape import InputShape
 from tessel.operators.leaf import Leaf
 from tessel.operators.parameters import Parameters
-from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
 from tessel.partition import Partition, world
 from tessel.shared import Spread, even
 from tessel.transport import kept_in_job
@@ -46,7 +46,7 @@ class ParReduce(Leaf):
     ) -> None:
         self.is_sized = shape is not None
         lengths = tuple(checked_length("ParReduce", "each length", n) for n in shape or ())
-        self.source = self.target = Space(lengths, checked_dtype("ParReduce", T))
+        self.source = self.target = TensorSpace(lengths, checked_dtype("ParReduce", T))
         self.partition = world() if partition is None else partition
         self._group  # noqa: B018  (all workers make the group)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tessel.boxes import Interval, overlap
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of, order_of
-from tessel.operators.space import Space, checked_dtype, checked_length
+from tessel.operators.space import TensorSpace, checked_dtype, checked_length
 
 
 class ParRestriction(Leaf):
@@ -38,7 +38,7 @@ class ParRestriction(Leaf):
         self.ranges = _intervals(ranges)
         self._check(length)
         kept = sum(stop - start for start, stop in self.ranges)
-        self.source, self.target = Space((length,), dtype), Space((kept,), dtype)
+        self.source, self.target = TensorSpace((length,), dtype), TensorSpace((kept,), dtype)
 
     def _check(self, length: int) -> None:
         for start, stop in self.ranges:

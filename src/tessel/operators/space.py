@@ -22,10 +22,10 @@ DTYPES = (*COMPLEX_OF, torch.bfloat16, *REAL_OF)  # torch has no complex bfloat1
 
 
 @dataclass(frozen=True)
-class Space:
+class TensorSpace:
     """Tensors of a shape and a dtype.
 
-    >>> Space((10, 20), torch.float32)
+    >>> TensorSpace((10, 20), torch.float32)
     float32 10×20
     """
 

@@ -9,16 +9,16 @@ from tessel import boxes
 from tessel.layout import Cut, Layout
 from tessel.operators.layouts import alike, box_of, common_numel, is_whole
 from tessel.operators.leaf import Leaf
-from tessel.operators.planning import Local, Plan
-from tessel.operators.tasks import Task, Terms
+from tessel.operators.planning import Local, OperatorPlan
+from tessel.operators.tasks import OperatorTask, Summands
 from tessel.partition import Partition
 
 Storage = dict[Leaf, Layout]
 
 
-def leaves_of(task: Task) -> tuple[Leaf, ...]:
+def leaves_of(task: OperatorTask) -> tuple[Leaf, ...]:
     """The leaves with parameters that a task uses."""
-    if isinstance(task.actor, Terms):
+    if isinstance(task.actor, Summands):
         return tuple(leaf for each in task.actor.operators for leaf in each.leaves)
     found: tuple[Leaf, ...] = getattr(task.actor, "leaves", ())
     return found
@@ -31,11 +31,11 @@ def whole(leaf: Leaf, here: Layout) -> Layout:
     return Layout.whole(here.partition, shape)
 
 
-def needed(leaf: Leaf, task: Task, here: Layout) -> Layout:
+def needed(leaf: Leaf, task: OperatorTask, here: Layout) -> Layout:
     """What workers need of a parameter to do a task on a tensor that lies so."""
     shape = leaf.parameter_shape
     assert shape is not None
-    if isinstance(task.actor, Terms):
+    if isinstance(task.actor, Summands):
         return whole(leaf, here)
     cuts = (
         Cut((), ((0, length),)) if dim is None else here.cuts[task.dims[dim]]
@@ -44,7 +44,7 @@ def needed(leaf: Leaf, task: Task, here: Layout) -> Layout:
     return Layout(here.partition, shape, tuple(cuts))
 
 
-def storage_of(plan: Plan) -> Storage:
+def storage_of(plan: OperatorPlan) -> Storage:
     """Each parameter lies where it is needed first."""
     found: Storage = {}
     for step in plan.every_step():

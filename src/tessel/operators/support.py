@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tessel.operators.space import real_of
-from tessel.operators.tasks import Terms
+from tessel.operators.tasks import Summands
 
 
 def check_numbers(operator: Any, device: torch.device | str) -> None:
@@ -35,7 +35,7 @@ def check_numbers(operator: Any, device: torch.device | str) -> None:
 def _actors(operator: Any) -> Iterator[Any]:
     """What acts in an operator, in the terms of sums too."""
     for task in operator.expand(0):
-        if isinstance(task.actor, Terms):
+        if isinstance(task.actor, Summands):
             for term in task.actor.operators:
                 yield from _actors(term)
         else:

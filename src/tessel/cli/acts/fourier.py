@@ -19,7 +19,7 @@ from tessel.layout import Layout
 from tessel.models import FNO
 from tessel.operators import ANYWHERE, Distributed, ParDFT, distribute, kron
 from tessel.operators.layouts import numel_sent
-from tessel.operators.planning import Local, Plan, Transfer
+from tessel.operators.planning import Local, OperatorPlan, Transfer
 from tessel.partition import Partition, world
 from tessel.testing import count_traffic
 
@@ -208,7 +208,7 @@ def _median_seconds(function: Callable[[], Tensor], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def _steps(plan: Plan) -> tuple[Step, ...]:
+def _steps(plan: OperatorPlan) -> tuple[Step, ...]:
     """The steps, for all workers."""
     workers = plan.source.partition.ranks
     found = []
