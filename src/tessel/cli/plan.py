@@ -25,8 +25,7 @@ from rich.console import Console
 from tessel.operators.algebra import ParOperator, kron
 from tessel.operators.choose import Choice, best_partition
 from tessel.operators.dft import ParDFT
-from tessel.operators.identity import ParIdentity
-from tessel.operators.multilinear import ParMultilinear
+from tessel.operators.matrices import ParIdentity, ParMultilinear
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.space import complex_of, real_of
 

@@ -19,8 +19,7 @@ from tessel.operators.dct import Trigonometric
 from tessel.operators.dft import ParDFT
 from tessel.operators.layouts import box_of, num_messages, numel_sent
 from tessel.operators.leaf import Leaf
-from tessel.operators.matrix import ParMatrix
-from tessel.operators.multilinear import ParMultilinear
+from tessel.operators.matrices import ParMatrix, ParMultilinear
 from tessel.operators.planning import Branches, Local, OperatorPlan, Transfer
 from tessel.operators.rates import Rates
 from tessel.operators.restriction import ParRestriction

@@ -17,7 +17,7 @@ from tessel import boxes, transport
 from tessel.agreement import Claim, Meeting, Terms, admit, remember
 from tessel.boxes import Balanced, Box
 from tessel.layout import Layout
-from tessel.operators.algebra import Bound, OperatorSum, ParOperator, lift
+from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
 from tessel.operators.execution import Columns, Function, Values, program
 from tessel.operators.explain import Explanation, explain
 from tessel.operators.input_shape import InputShape
@@ -33,6 +33,7 @@ from tessel.operators.layouts import (
     without_ones,
 )
 from tessel.operators.leaf import Leaf
+from tessel.operators.matrices import ParIdentity
 from tessel.operators.memory import Order
 from tessel.operators.parameters import Parameters, find_values, own_values
 from tessel.operators.planning import make_plan
@@ -71,11 +72,18 @@ class Distributed(ParOperator):
         self.domain, self.codomain = expression.domain, expression.codomain
         self.plan = make_plan(expression, source, target)
         self.storage: Storage = {**storage_of(self.plan), **(storage or {})}
-        self._group  # noqa: B018  (all workers make the group)
+        self.prepare()
 
-    @cached_property
-    def _group(self) -> transport.Group:
-        return transport.group_of(self.partition.ranks)
+    _group: transport.Group | None = None
+
+    def prepare(self) -> transport.Group:
+        """Make the group in which workers agree, all of them together.
+
+        The constructor does so; of a copy, the first call.
+        """
+        if self._group is None:
+            self._group = transport.group_of(self.partition.ranks)
+        return self._group
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what follows from the rest, or belongs to this process."""
@@ -83,7 +91,7 @@ class Distributed(ParOperator):
         return {
             name: value
             for name, value in self.__dict__.items()
-            if not isinstance(getattr(kind, name, None), cached_property)
+            if name != "_group" and not isinstance(getattr(kind, name, None), cached_property)
         }
 
     # -- algebra ----------------------------------------------------------------------------------
@@ -172,9 +180,10 @@ class Distributed(ParOperator):
         """The number that the first worker has."""
         if not self.partition.active:
             return number
-        words = self._group.share_words([number])
+        group = self.prepare()
+        words = group.share_words([number])
         everyones = np.frombuffer(words, dtype=np.int64).reshape(-1, NUM_WORDS)[:, 0]
-        return int(everyones[self._group.workers.index(self.partition.ranks[0])])
+        return int(everyones[group.workers.index(self.partition.ranks[0])])
 
     # -- application ------------------------------------------------------------------------------
 
@@ -224,7 +233,7 @@ class Distributed(ParOperator):
             terms = Terms(x.dtype, x.device.type, claim.needs_grad, claim.has_tangent)
             return self._conclude({transport.this_worker(): tuple(x.shape)}, terms)
         entry = self._meeting(self._state(theta) if self.leaves else "").reach_with(x)
-        self._group.number_call()
+        self.prepare().number_call()
         return entry
 
     def _state(self, theta: Parameters | None) -> str:
@@ -243,7 +252,7 @@ class Distributed(ParOperator):
             ends = self.plan.source, self.plan.target
             identity = f"{label} {[(each.partition.shape, each.cuts) for each in ends]}"
             self._meetings[state] = Meeting(
-                self._group, label, self.partition.ranks, self._conclude, identity
+                self.prepare(), label, self.partition.ranks, self._conclude, identity
             )
         return self._meetings[state]
 
@@ -444,3 +453,22 @@ def _layout(shape: Shape, given: Any, partition: Partition) -> Layout:
         balanced = Balanced(length, len(cut.intervals))
         cuts.append(replace(cut, intervals=balanced) if cut.intervals == balanced else cut)
     return refined(replace(given, cuts=tuple(cuts)), without_ones(partition.shape))
+
+
+def ParRepartition(
+    T: Any,
+    shape: Sequence[int],
+    partition_in: Sequence[int] | Partition,
+    partition_out: Sequence[int] | Partition,
+) -> ParOperator:
+    """The identity, from a tensor on one grid of workers to the same on another.
+
+    >>> import tessel, torch
+    >>> R = tessel.ParRepartition(torch.float32, (4, 6), [1, 1], [1, 1])
+    >>> (R * torch.ones(4, 6)).shape
+    torch.Size([4, 6])
+    """
+    identities = [ParIdentity(T, length) for length in shape]
+    if not identities:
+        raise ValueError("ParRepartition: a shape of at least one dimension is needed")
+    return distribute(kron(*identities), partition_in, partition_out)
