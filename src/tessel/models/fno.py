@@ -95,7 +95,10 @@ class FNO(Model, torch.nn.Module):
         self.hidden = 2 * self.width if hidden is None else checked_length("FNO", "hidden", hidden)
         self.modes = Modes.of(modes, P_x.dim - 2)
         self.place_on(P_x)
-        self._draw(checked_length("FNO", "blocks", blocks), _checked(dtype))
+        kind = torch.get_default_dtype() if dtype is None else dtype
+        if kind not in COMPLEX_OF:
+            raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {kind}")
+        self._draw(checked_length("FNO", "blocks", blocks), kind)
         self.to(device)
 
     def _draw(self, blocks: int, dtype: torch.dtype) -> None:
@@ -277,10 +280,3 @@ def _check_partition(P_x: Partition) -> None:
             f"FNO: channels cannot be split, got {P_x}; let the second axis have one worker, and "
             f"split space or the batch"
         )
-
-
-def _checked(dtype: torch.dtype | None) -> torch.dtype:
-    found = torch.get_default_dtype() if dtype is None else dtype
-    if found not in COMPLEX_OF:
-        raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {found}")
-    return found

@@ -112,7 +112,7 @@ class SpectralConvolution:
         values: dict[Leaf, Tensor] = {self.weights: weights}
         if self.doubling is None:
             return self.operator.run(x, values, columns, batch_first(x))
-        values[self.doubling] = _doubled(self.doubling, x.device)
+        values[self.doubling] = _pair_counts(self.doubling, x.device)
         return self.operator.run(x.to(weights.dtype), values, columns, batch_first(x)).real
 
 
@@ -121,8 +121,8 @@ def batch_first(x: Tensor) -> Shape:
     return x.dim() - 1, *range(x.dim() - 1)
 
 
-def _doubled(leaf: ParDiagonal, device: torch.device) -> Tensor:
-    """One for the mode zero, two for those that stand for a pair."""
+def _pair_counts(leaf: ParDiagonal, device: torch.device) -> Tensor:
+    """One for the mode zero, two for those that stand for a pair of modes."""
     numbers = torch.full(leaf.source.shape, 2, dtype=leaf.source.dtype, device=device)
     numbers[0] = 1
     return numbers

@@ -1,4 +1,8 @@
-"""Operators: the algebra of linear maps on tensors, and their distribution over workers."""
+"""Operators: the algebra of linear maps on tensors, and their distribution over workers.
+
+It stands on layouts, moves, agreement and shared values, and imports nothing of `tensor`, `nn` or
+`distributed`.
+"""
 
 from tessel.operators.algebra import ParOperator as ParOperator
 from tessel.operators.algebra import kron as kron

@@ -142,6 +142,7 @@ class ParOperator:
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         """Apply the operator in this process."""
+        # What is wrong here must raise on all workers before one of them waits in a sum.
         for reduction in self.reductions[:1]:
             reduction.check_together(self, x)
         form = InputShape.of(self, x, self.domain.shape)
@@ -167,6 +168,7 @@ class ParOperator:
         Of an operator from complex to real tensors it is the real part of that product.
         """
         count = self.domain.numel
+        # The columns of the matrix are what the operator makes of the unit vectors, as a batch.
         unit = torch.eye(count).to(self.domain.dtype).reshape(*self.domain.shape, count)
         columns = self.apply(unit, theta).reshape(-1, count)
         if not self.domain.is_complex or self.is_complex_linear:
@@ -205,7 +207,9 @@ class Bound(ParOperator):
         if isinstance(operator, Bound):
             theta = operator.theta.joined(theta)
             operator = operator.operator
-        if not hasattr(operator, "combined"):  # else workers find out together, when it is applied
+        # Of a distributed operator, what is wrong on one worker must not raise there alone: workers
+        # find out together, when it is applied.
+        if not hasattr(operator, "combined"):
             theta.check(operator)
         self.operator, self.theta = operator, theta.of(operator)
         self.domain, self.codomain = operator.domain, operator.codomain
@@ -324,6 +328,7 @@ class Kronecker(ParOperator):
         for factor in self.factors:
             placed.append((factor, first))
             first += len(factor.domain.shape)
+        # `sorted` keeps equals in order, so that all workers expand a product alike.
         for factor, start in sorted(placed, key=lambda each: self._turn(each[0])):
             yield from factor.expand(start)
 

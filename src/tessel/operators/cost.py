@@ -158,6 +158,7 @@ class Counter:
         seconds = self.rates.step + sent / self.rates.bandwidth + messages * self.rates.latency
         if source or target:
             seconds += self._work(line, flops, source, target, weights)
+        # A sum inside of a step holds the results of all terms, and their total.
         results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Summands))
         return Cost(flops, messages, sent, source + (1 + results) * target, seconds)
 
@@ -182,6 +183,8 @@ class Counter:
         if isinstance(actor, ParDFT):
             last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
+            # Weights of a real transform's adjoint, and modes cut or filled up, are passes of their
+            # own over the tensor.
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
             weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
             return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
@@ -212,6 +215,7 @@ def lines_of(plan: OperatorPlan, dtype: torch.dtype) -> Iterator[ExplainedStep]:
         dtype: of its input.
     """
     for line in _lines(plan, dtype, (), True):
+        # A step that works on the input itself has counted it already.
         kept = () if line.takes_input else ((plan.source, dtype),)
         yield replace(line, held=(*line.held, *kept))
 

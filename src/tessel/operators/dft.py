@@ -100,6 +100,8 @@ class ParDFT(Leaf):
             (each.is_adjoint, each.is_inverse) == (self.is_adjoint, self.is_inverse)
             for each in others
         )
+        # `rfftn` makes the numbers complex along its last dimension, first of all; `irfftn` makes
+        # them real last: a real transform can only begin or end the call.
         return (
             same
             and not any(each.is_real for each in others if each.is_swapped)
@@ -122,6 +124,8 @@ class ParDFT(Leaf):
             return _weighted(y, dim, n, 2.0) if transform.is_weighted else y
         if transform.is_weighted:
             x = _weighted(x, dim, n, 0.5)
+        # Torch needs all lengths if one is given, and that of a real transform cannot be guessed:
+        # n = 2k and n = 2k + 1 have as many coefficients.
         lengths = [x.shape[each] for each in dims]
         return torch.fft.irfftn(x, s=[*lengths, n], dim=[*dims, dim], norm=norm)
 
@@ -151,6 +155,7 @@ def _num_points(modes: int, padding: Any) -> int:
 
 def _weighted(y: Tensor, dim: int, n: int, weight: float) -> Tensor:
     """With those numbers weighted that stand for two of the whole transform."""
+    # Coefficient 0, and n/2 of an even n, are their own conjugates: they stand for one.
     weights = torch.full((n // 2 + 1,), weight, dtype=y.real.dtype, device=y.device)
     weights[0] = 1.0
     if n % 2 == 0:

@@ -126,6 +126,8 @@ class Distributed(ParOperator):
             raise ValueError("cannot combine distributed operators in kron: distribute the product")
         if isinstance(expression, OperatorSum):
             _check_terms(spread)
+        # A parameter stays where it is stored, wherever the combination needs it: θ that was drawn
+        # for one of the operators fits. Of several places the first operator's counts.
         storage = {leaf: here for each in reversed(spread) for leaf, here in each.storage.items()}
         return Distributed(expression, source, target, storage)
 
@@ -197,6 +199,7 @@ class Distributed(ParOperator):
                 raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {terms.device}")
         x = admit(x, terms, True)
         x = even(x, terms) if terms.needs_grad else x
+        # Where workers have columns of their own, a tensor without a batch is one column.
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
         y = self.run(x.reshape(*form.shape, *batch), values, columns)
         return form.unfolded(y if form.columns is not None or not batch else y.squeeze(-1))
@@ -228,7 +231,7 @@ class Distributed(ParOperator):
         return {}  # by how the batch is split and how dimensions lie in memory
 
     def _agree(self, x: Tensor, theta: Parameters | None) -> Entry:
-        if len(self.partition.ranks) == 1:
+        if len(self.partition.ranks) == 1:  # nobody to ask
             claim = Claim.of(x)
             terms = Terms(x.dtype, x.device.type, claim.needs_grad, claim.has_tangent)
             return self._conclude({transport.this_worker(): tuple(x.shape)}, terms)
@@ -238,6 +241,8 @@ class Distributed(ParOperator):
 
     def _state(self, theta: Parameters | None) -> str:
         """What must be alike on all workers: which parameters there are, and what they need."""
+        # A wrong θ is put into words, too, and compared: so it raises on all workers, though only
+        # some of them may have it.
         given = own_values(self) if theta is None else theta
         if theta is not None or len(given) == len(self.leaves):
             try:

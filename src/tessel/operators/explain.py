@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -66,7 +67,7 @@ class Explanation:
         """Whether all workers were looked at."""
         return len(self.workers) == self.num_workers
 
-    @property
+    @cached_property
     def totals(self) -> tuple[Cost, ...]:
         """The cost of all steps for each worker."""
         return tuple(
@@ -167,7 +168,9 @@ def explain(operator: Planned, *, columns: int = 1, machine: Machine | None = No
 
 def _notes(operator: Planned) -> tuple[str, ...]:
     """The order of factors, where it matters: on a `vec` another order would be taken as well."""
-    if not any(_depends_on_order(each) for each in _parts_of(operator.expression)):
+    products = [each for each in _parts_of(operator.expression) if isinstance(each, Kronecker)]
+    factors = [[repr(factor) for factor in each.factors] for each in products]
+    if all(each == each[::-1] for each in factors):
         return ()
     lengths = ", ".join(f"{dim} of length {n}" for dim, n in enumerate(operator.domain.shape))
     return (
@@ -180,11 +183,6 @@ def _parts_of(operator: ParOperator) -> Iterator[ParOperator]:
     yield operator
     for child in operator.children():
         yield from _parts_of(child)
-
-
-def _depends_on_order(operator: ParOperator) -> bool:
-    factors = [repr(each) for each in getattr(operator, "factors", ())]
-    return isinstance(operator, Kronecker) and factors != factors[::-1]
 
 
 def explain_plan(

@@ -50,6 +50,7 @@ class InputShape:
                     f"{numel}, with any batch behind it; got {given[worker]}"
                 )
             some[worker] = cls(not has_dims, (), shape)
+        # A part of shape (n, 1) looks like its vec with a batch of one: what others pass decides.
         is_vector = any(form.is_vector for form in some.values())
         for worker, shape in shapes.items():
             lead = 1 if is_vector else len(shape)

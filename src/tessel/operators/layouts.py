@@ -158,6 +158,7 @@ def alike(some: Layout, other: Layout) -> bool:
     """
     if some is other:
         return True
+    # Places along runs say the same on every grid; the numbers of axes do only on one.
     same_workers = some.partition.ranks == other.partition.ranks
     return same_workers and len(some.shape) == len(other.shape) and not num_different(some, other)
 

@@ -72,6 +72,7 @@ class Leaf(ParOperator):
         base = self.base
         if not adjoint and not inverse:
             return base
+        # Kept by A, so that A.H.H is A and all four have one parameter, own or bound.
         others: dict[tuple[bool, bool], Self] = base.__dict__.setdefault("_others", {})
         if (adjoint, inverse) not in others:
             new = copy(base)

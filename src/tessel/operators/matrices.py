@@ -105,8 +105,9 @@ class ParMatrix(Leaf):
         before, behind = rows.shape[:at], rows.shape[at + 1 :]
         flat = rows.reshape(before.numel(), rows.shape[at], behind.numel())
         if self.is_inverse:
-            result = torch.linalg.solve_ex(matrix, flat).result  # no error on one worker only
-        elif not behind.numel() > 1:
+            # `solve` would raise where a matrix is singular, maybe on one worker alone.
+            result = torch.linalg.solve_ex(matrix, flat).result
+        elif not behind.numel() > 1:  # one product, where a batch of vectors would be as many
             result = (flat.squeeze(-1) @ matrix.mT).unsqueeze(-1)
         else:
             result = matrix @ flat

@@ -104,6 +104,8 @@ def make_plan(operator: Any, source: Layout, target: Layout | None) -> OperatorP
     """
     tasks = tuple(operator.expand(0))
     plan = _plan(tasks, source, target, patient=False)
+    # Padding late sends fewer zeros, but a dimension that is short for longer can host fewer
+    # workers and may need one transfer more: so both are tried.
     if plan.num_transfers and any(_adds_zeros(task) for task in tasks):
         other = _plan(tasks, source, target, patient=True)
         plan = other if other.num_transfers <= plan.num_transfers else plan
@@ -114,6 +116,8 @@ def _plan(
     tasks: tuple[OperatorTask, ...], source: Layout, target: Layout | None, patient: bool
 ) -> OperatorPlan:
     """Plan tasks; if patient, nothing is put among zeros that has to travel then."""
+    # Greedy: do all that is possible here, go where the most is possible next. A search over all
+    # orders would find nothing better for slabs and pencils, and takes exponentially long.
     waiting = Waiting(tasks)
     steps: list[Step] = []
     here = source
@@ -150,6 +154,8 @@ def _transferred_earlier(steps: list[Step]) -> list[Step]:
     stay: list[Local] = []
     behind: list[Local] = []
     growth = most = 1.0
+    # From the transfer backwards: local steps go behind it one by one, as long as they can be done
+    # there and nothing that stays needs them; kept is the cut at which the tensor is the smallest.
     best: tuple[int, list[Local], list[Local], Layout] | None = None
     for number in range(len(steps) - 2, -1, -1):
         local = steps[number]
@@ -165,6 +171,7 @@ def _transferred_earlier(steps: list[Step]) -> list[Step]:
     if best is None:
         return steps
     number, stay, behind, there = best
+    # The tasks are the same, but the tensor lies in other ways between them.
     first = _replayed(stay, steps[number].before)
     here = first[-1].after if first else steps[number].before
     moves = [Transfer(here, there)] if not alike(here, there) else []
@@ -214,6 +221,8 @@ def _drain(
 ) -> tuple[Layout, list[Step]]:
     """Do all that can be done here."""
     early = _early(waiting.copy(), here) if patient else set()
+    # Which task is next depends on how the tensor lies after the last one; which tasks are one
+    # call is known only when all are in order. So layouts are kept for each task, grouped later.
     done: list[OperatorTask] = []
     layouts = [here]
     branches: dict[int, Branches] = {}
@@ -226,6 +235,7 @@ def _drain(
         if _is_local(task, state):
             state = _after(task, state)
         else:
+            # The last sum can end where the result shall lie; others leave that to what follows.
             branching = _branches(task, state, None if waiting else target)
             branches[len(done)] = branching
             state = branching.after
@@ -278,6 +288,7 @@ def _is_branching(task: OperatorTask, here: Layout) -> bool:
 
 def _branches(task: OperatorTask, here: Layout, target: Layout | None) -> Branches:
     plans: list[OperatorPlan] = []
+    # The first term decides where all results lie: they are added there, part by part.
     for operator in task.actor.operators:
         plans.append(make_plan(operator, here, plans[0].target if plans else target))
     return Branches(here, plans[0].target, tuple(plans))
@@ -287,6 +298,7 @@ def _after(task: OperatorTask, here: Layout) -> Layout:
     """How the result of a task lies."""
     for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
         if isinstance(task.actor, ParRestriction) and not is_whole(here, dim):
+            # Each worker keeps what it has: parts become uneven, but nothing moves.
             here = with_cut(here, dim, _restricted(task.actor, here.cuts[dim]), after)
         elif before != after:
             here = with_length(here, dim, after)
@@ -309,17 +321,13 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
     for there in _candidates(here, target):
         left = waiting.copy()
         end, done = _drain(left, there, target, patient)
-        if not done:
+        if not done:  # to go there would not help
             continue
         more = _further(left, end, target, patient)
         tasks = len(left.tasks) - len(waiting.tasks)
-        key = (
-            more,
-            tasks,
-            _sent(here, there, target),
-            num_different(here, there),
-            _unevenness(there),
-        )
+        # Transfers cost the most, so few of them come first; then few bytes, then even parts.
+        sent, changed = _sent(here, there, target), num_different(here, there)
+        key = more, tasks, sent, changed, _unevenness(there)
         if best is None or key < best[0]:
             best = key, there
     return best[1] if best is not None else _concentrated(waiting, here)
@@ -375,11 +383,12 @@ def _hosted(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout |
     sizes = {dim: prod(grid[axis] for axis in own[dim]) for dim in own}
     placed = {axis for each in own.values() for axis in each}
     for axis in axes:
-        if axis in placed:
+        if axis in placed:  # moving it would send a dimension that could stay
             continue
         free = [dim for dim in hosts if sizes[dim] * grid[axis] <= here.shape[dim]]
         if not free:
             return None
+        # A dimension that divides evenly leaves no worker waiting for another.
         dim = min(free, key=lambda d: (here.shape[d] % (sizes[d] * grid[axis]) > 0, d))
         own[dim].append(axis)
         sizes[dim] *= grid[axis]

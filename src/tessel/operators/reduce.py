@@ -78,6 +78,7 @@ class ParReduce(Leaf):
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         if not self.partition.active:
             return x.clone()
+        # Copies of a sum are one shared value: where some worker needs its gradient, all do.
         operator, terms = self._meeting.reach(Claim.of(x))
         self.prepare().number_call()
         return operator.apply(even(admit(x, terms, True), terms))

@@ -69,6 +69,8 @@ class ParRestriction(Leaf):
 
     def split(self, intervals: Sequence[Interval]) -> tuple[Interval, ...]:
         """The parts of a result whose input lies in these parts, nothing of which moves."""
+        # Part k begins where the first kept index does that is not before the part: so parts of the
+        # result are consecutive, and each worker has its own already.
         bounds = [self._bound(start) for start, _ in intervals] + [self.codomain.numel]
         bounds[0] = 0
         return tuple(pairwise(bounds))
@@ -101,6 +103,7 @@ class ParRestriction(Leaf):
         if not self.is_swapped:
             parts = [x.narrow(first, at, length) for at, length in pieces]
             return torch.cat(parts or [x.narrow(first, 0, 0)], first)
+        # One `cat`, whose derivative is views, not writes into zeros, each of them recorded.
         parts, end, kept = [], 0, 0
         for at, length in pieces:
             parts += [_zeros(x, first, at - end), x.narrow(first, kept, length)]

@@ -50,7 +50,7 @@ def storage_of(plan: OperatorPlan) -> Storage:
     for step in plan.every_step():
         for task in step.group if isinstance(step, Local) else ():
             for leaf in leaves_of(task):
-                if leaf not in found:
+                if leaf not in found:  # later uses get it from there, by a movement
                     used = needed(leaf, task, step.before)
                     found[leaf] = used if _is_worth_splitting(used) else whole(leaf, used)
     return found

@@ -97,6 +97,8 @@ class OperatorTask:
         """Whether an earlier task must stay earlier."""
         if set(self.dims) & set(earlier.dims):
             return True
+        # The numbers of a tensor are real or complex along all dimensions at once: a task that
+        # takes complex ones cannot come before the one that makes them, wherever it acts.
         if earlier.changes_numbers:
             return self.needs_complex or self.changes_numbers
         return self.changes_numbers and earlier.needs_complex
@@ -190,12 +192,14 @@ class Waiting:
     def prospect(self, task: OperatorTask) -> float:
         """How much a tensor grows for each operation, by this task and some behind it along its
         dims: of independent ones, what has the least is done first."""
+        # The rule for jobs in chains: with growth g and effort e, doing chain A before B is cheaper
+        # if (g_A - 1) / e_A is smaller; of a chain its best beginning counts.
         best, growth, effort = float("inf"), 1.0, 0.0
         for each in self.tasks[self.tasks.index(task) :]:
             if each is not task and not set(each.dims) & set(task.dims):
                 continue
             if isinstance(each.actor, Summands) and each is not task:
-                break
+                break  # its effort is not known before its terms are planned
             effort += growth * each.effort
             growth *= each.growth
             best = min(best, (growth - 1) / effort)
@@ -205,7 +209,7 @@ class Waiting:
         self.tasks.remove(task)
 
     def copy(self) -> Waiting:
-        new = Waiting(())
+        new = Waiting(())  # which task waits for which stays as it is, and took long to find out
         new.tasks, new._after = list(self.tasks), self._after
         return new
 
@@ -218,6 +222,7 @@ def cheapest(
         possible = [task for task in waiting.ready() if is_possible(task)]
         if not possible:
             return
+        # Of tasks alike the first written one: all workers must come to the same order.
         task = min(possible, key=lambda each: (waiting.prospect(each), each.growth))
         waiting.done(task)
         yield task
