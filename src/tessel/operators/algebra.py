@@ -19,7 +19,6 @@ from tessel.linop import Composed
 from tessel.operators.input_shape import InputShape
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
 from tessel.operators.space import Shape, TensorSpace, complex_of, real_of
-from tessel.operators.support import check_numbers
 from tessel.operators.tasks import OperatorTask, Scaling, Summands, ordered, perform
 from tessel.shared import nothing
 
@@ -146,7 +145,7 @@ class ParOperator:
         for reduction in self.reductions[:1]:
             reduction.check_together(self, x)
         form = InputShape.of(self, x, self.domain.shape)
-        check_numbers(self, x.device)
+        self.check_numbers(x.device)
         x, values = form.folded(x), self.values(theta)
         if x.numel():
             return form.unfolded(perform(self.order, x, values))
@@ -178,6 +177,31 @@ class ParOperator:
                 f"{self} is linear for real factors only: no complex matrix does what it does"
             )
         return torch.complex(columns, -self.apply(1j * unit, theta).reshape(-1, count))
+
+    def check_numbers(self, device: torch.device | str) -> None:
+        """ValueError if torch lacks something that the operator or its gradient needs on a device.
+
+        Torch has every function for 32 and 64 bits. Of 16 bits it has some, on some devices, for
+        some lengths: no list says which, so small tensors are tried. Without that, a worker would
+        fail between two messages.
+        """
+        kind = torch.device(device).type
+        if real_of(self.domain.dtype).itemsize > 2 or kind in self.supported_on:
+            return
+        for task in self.expand(0):
+            if isinstance(task.actor, Summands):
+                for term in task.actor.operators:
+                    term.check_numbers(kind)
+            elif hasattr(task.actor, "try_on"):
+                try:
+                    task.actor.try_on(kind)
+                except RuntimeError as error:  # NotImplementedError is one
+                    dtype = str(task.actor.domain.dtype).removeprefix("torch.")
+                    raise ValueError(
+                        f"{task.actor}: torch cannot do this in {dtype} on {kind} ({error}); use "
+                        f"float32 or complex64 there"
+                    ) from None
+        self.supported_on.add(kind)
 
     @cached_property
     def supported_on(self) -> set[str]:
@@ -477,8 +501,7 @@ def _flat(factors: tuple[ParOperator, ...]) -> list[ParOperator]:
 def _joined(kind: Any, left: ParOperator, right: ParOperator, parts: Any) -> ParOperator:
     def make(*both: ParOperator) -> ParOperator:
         flat = [p for each in both for p in (parts(each) if type(each) is kind else (each,))]
-        made: ParOperator = kind(*flat)
-        return made
+        return kind(*flat)
 
     return lift(make, left, right)
 

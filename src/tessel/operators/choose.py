@@ -166,8 +166,7 @@ def best_partition(
 
 def _grid_of_result(given: Any, workers: int, operator: ParOperator) -> Shape | str | None:
     if given is None or given == ANYWHERE:
-        found: str | None = given
-        return found
+        return given
     try:
         sizes = tuple(as_int(size) for size in given)
     except TypeError:

@@ -39,7 +39,6 @@ from tessel.operators.parameters import Parameters, find_values, own_values
 from tessel.operators.planning import make_plan
 from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
-from tessel.operators.support import check_numbers
 from tessel.operators.tasks import OperatorTask
 from tessel.partition import Partition, world
 from tessel.shared import even
@@ -272,7 +271,7 @@ class Distributed(ParOperator):
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
         if terms.dtype != self.domain.dtype:
             raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {terms.dtype}")
-        check_numbers(self, terms.device)
+        self.check_numbers(terms.device)
         forms = InputShape.of_shapes(
             self, shapes, {each: self.layout_in.shape_on(each) for each in shapes}
         )

@@ -88,8 +88,7 @@ class Leaf(ParOperator):
     @property
     def base(self) -> Self:
         """A itself, by which its parameter is known."""
-        found: Self = self.__dict__.get("_base", self)
-        return found
+        return self.__dict__.get("_base", self)
 
     @property
     def mode(self) -> str:

@@ -8,7 +8,7 @@ pencils, there and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
@@ -223,45 +223,41 @@ def _drain(
     early = _early(waiting.copy(), here) if patient else set()
     # Which task is next depends on how the tensor lies after the last one; which tasks are one
     # call is known only when all are in order. So layouts are kept for each task, grouped later.
-    done: list[OperatorTask] = []
-    layouts = [here]
-    branches: dict[int, Branches] = {}
+    done = list(_possible(waiting, here, target, early))
+    layouts = [here, *(after for _, after, _ in done)]
+    steps: list[Step] = []
+    number = 0
+    for group in grouped(task for task, *_ in done):
+        before, after = layouts[number], layouts[number + len(group)]
+        steps.append(done[number][2] or Local(before, after, group))
+        number += len(group)
+    return layouts[-1], steps
+
+
+def _possible(
+    waiting: Waiting, here: Layout, target: Layout | None, without: Collection[OperatorTask] = ()
+) -> Iterator[tuple[OperatorTask, Layout, Branches | None]]:
+    """Tasks that can be done here, one after the other, and how the tensor lies after each.
+
+    A sum along all dimensions comes with the plans of its terms.
+    """
     state = here
 
     def is_possible(task: OperatorTask) -> bool:
-        return task not in early and (_is_local(task, state) or _is_branching(task, state))
+        return task not in without and (_is_local(task, state) or _is_branching(task, state))
 
     for task in cheapest(waiting, is_possible):
-        if _is_local(task, state):
-            state = _after(task, state)
-        else:
+        branches = None
+        if not _is_local(task, state):
             # The last sum can end where the result shall lie; others leave that to what follows.
-            branching = _branches(task, state, None if waiting else target)
-            branches[len(done)] = branching
-            state = branching.after
-        done.append(task)
-        layouts.append(state)
-    steps: list[Step] = []
-    number = 0
-    for group in grouped(done):
-        before, after = layouts[number], layouts[number + len(group)]
-        steps.append(branches.get(number) or Local(before, after, group))
-        number += len(group)
-    return state, steps
+            branches = _branches(task, state, None if waiting else target)
+        state = _after(task, state) if branches is None else branches.after
+        yield task, state, branches
 
 
 def _early(waiting: Waiting, here: Layout) -> set[OperatorTask]:
     """What would only add zeros, along dimensions with which nothing else can be done here."""
-    done: list[OperatorTask] = []
-    state = here
-
-    def is_possible(task: OperatorTask) -> bool:
-        return _is_local(task, state) or _is_branching(task, state)
-
-    for task in cheapest(waiting, is_possible):
-        local = _is_local(task, state)
-        state = _after(task, state) if local else _branches(task, state, None).after
-        done.append(task)
+    done = [task for task, *_ in _possible(waiting, here, None)]
     return {
         task
         for number, task in enumerate(done)

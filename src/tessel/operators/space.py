@@ -60,8 +60,7 @@ def checked_dtype(name: str, dtype: Any) -> torch.dtype:
     if dtype not in DTYPES:
         known = ", ".join(str(each) for each in DTYPES)
         raise ValueError(f"{name}: T must be one of {known}, got {dtype!r}")
-    found: torch.dtype = dtype
-    return found
+    return dtype
 
 
 def checked_length(name: str, what: str, length: Any) -> int:

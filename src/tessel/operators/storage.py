@@ -20,8 +20,7 @@ def leaves_of(task: OperatorTask) -> tuple[Leaf, ...]:
     """The leaves with parameters that a task uses."""
     if isinstance(task.actor, Summands):
         return tuple(leaf for each in task.actor.operators for leaf in each.leaves)
-    found: tuple[Leaf, ...] = getattr(task.actor, "leaves", ())
-    return found
+    return getattr(task.actor, "leaves", ())
 
 
 def whole(leaf: Leaf, here: Layout) -> Layout:

@@ -29,15 +29,13 @@ class OperatorTask:
     actor: Any  # Leaf, Scaling or Summands
     dims: tuple[int, ...]
 
-    @property
+    @cached_property
     def source(self) -> TensorSpace:
-        found: TensorSpace = self.actor.domain
-        return found
+        return self.actor.domain
 
-    @property
+    @cached_property
     def target(self) -> TensorSpace:
-        found: TensorSpace = self.actor.codomain
-        return found
+        return self.actor.codomain
 
     @cached_property
     def mixed(self) -> tuple[int, ...]:
@@ -133,13 +131,11 @@ class Summands:
 
     @property
     def domain(self) -> TensorSpace:
-        found: TensorSpace = self.operators[0].domain
-        return found
+        return self.operators[0].domain
 
     @property
     def codomain(self) -> TensorSpace:
-        found: TensorSpace = self.operators[0].codomain
-        return found
+        return self.operators[0].codomain
 
     @property
     def mixes(self) -> tuple[bool, ...]:
@@ -272,13 +268,11 @@ def perform_group(group: tuple[OperatorTask, ...], x: Tensor, values: Values) ->
     """Carry out tasks that are one call."""
     actor, dims = group[0].actor, group[0].dims
     if len(group) > 1:
-        joined: Tensor = actor.act_together([(each.actor, each.dims[0]) for each in group], x)
-        return joined
+        return actor.act_together([(each.actor, each.dims[0]) for each in group], x)
     if isinstance(actor, Summands):
         return _total(actor, dims[0], x, values)
     value = values.get(actor.base) if hasattr(actor, "base") else None
-    result: Tensor = actor.act(x, dims[0] if dims else 0, value)
-    return result
+    return actor.act(x, dims[0] if dims else 0, value)
 
 
 def _total(terms: Summands, first: int, x: Tensor, values: Values) -> Tensor:
