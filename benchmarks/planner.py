@@ -66,8 +66,7 @@ def predict(case: Case, machine: tessel.operators.rates.Machine) -> float:
     name, length, grid = case
     S = operator(name, length)
     plan = plan_on(S, grid)
-    workers = torch.Size(grid).numel()
-    return explain_plan(plan, S.domain.dtype, storage_of(plan), range(workers), 1, machine).time
+    return explain_plan(plan, S.domain.dtype, storage_of(plan), 1, machine).time
 
 
 def all_cases(counts: list[int], sizes: list[int]) -> list[Case]:

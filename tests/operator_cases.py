@@ -24,7 +24,7 @@ from parity import close
 from tessel import Layout, Partition
 from tessel.layout import Cut
 from tessel.operators import Parameters, ParOperator
-from tessel.operators.space import Space, complex_of, real_of
+from tessel.operators.space import TensorSpace, complex_of, real_of
 
 Shape = tuple[int, ...]
 DOUBLE, SINGLE = 1e-12, 1e-5  # tolerances
@@ -815,24 +815,24 @@ class Growing:
     def dtype(self, is_complex: bool) -> torch.dtype:
         return complex_of(self.precision) if is_complex else self.precision
 
-    def space(self, dims: int) -> Space:
+    def space(self, dims: int) -> TensorSpace:
         shape = tuple(self.rng.randint(1, LONGEST) for _ in range(dims))
         while prod(shape) > VOLUME:
             shape = tuple(self.rng.randint(1, LONGEST) for _ in range(dims))
-        return Space(shape, self.dtype(self.rng.random() < 0.5))
+        return TensorSpace(shape, self.dtype(self.rng.random() < 0.5))
 
     def key(self) -> int:
         self.keys += self.rng.random() < 0.85
         return self.keys
 
-    def tree(self, space: Space, depth: int) -> Spec:
+    def tree(self, space: TensorSpace, depth: int) -> Spec:
         """An operator that takes this space."""
         kinds = ["kron"] if len(space.shape) > 1 else ["leaf"]
         if depth > 0:
             kinds += ["kron", "compose", "compose", "add", "scale", "back"]
         return cast(Spec, getattr(self, f"_{self.rng.choice(kinds)}")(space, depth))
 
-    def _leaf(self, space: Space, depth: int) -> Spec:
+    def _leaf(self, space: TensorSpace, depth: int) -> Spec:
         (n,) = space.shape
         T, key = space.dtype, self.key()
         m = self.rng.randint(1, LONGEST)
@@ -873,7 +873,7 @@ class Growing:
         indices = sorted(self.rng.sample(range(n), count))
         return restriction(n, *((i, i + 1) for i in indices), T=T)
 
-    def _kron(self, space: Space, depth: int) -> Spec:
+    def _kron(self, space: TensorSpace, depth: int) -> Spec:
         """Factors on groups of dimensions; real ones act on complex numbers, too."""
         shape = space.shape
         if len(shape) == 1:
@@ -882,9 +882,9 @@ class Growing:
             made = kron(*self._factors(space, depth))
             if build(made, {}).domain == space:
                 return made
-        return kron(*(self._leaf(Space((n,), space.dtype), 0) for n in shape))
+        return kron(*(self._leaf(TensorSpace((n,), space.dtype), 0) for n in shape))
 
-    def _factors(self, space: Space, depth: int) -> list[Spec]:
+    def _factors(self, space: TensorSpace, depth: int) -> list[Spec]:
         groups = self._groups(space.shape)
         turning = None  # the group of a real transform, beside which others may be complex
         if not space.is_complex and self.rng.random() < 0.4:
@@ -896,7 +896,7 @@ class Growing:
                 found.append(dft(group[0], self.precision))
                 continue
             is_complex = some_complex and number != turning and self.rng.random() < 0.7
-            inner = Space(group, self.dtype(is_complex))
+            inner = TensorSpace(group, self.dtype(is_complex))
             found.append(self._factor(inner, depth - 1))
         return found
 
@@ -905,17 +905,17 @@ class Growing:
         bounds = [0, *cuts, len(shape)]
         return [shape[a:b] for a, b in pairwise(bounds)]
 
-    def _factor(self, space: Space, depth: int) -> Spec:
+    def _factor(self, space: TensorSpace, depth: int) -> Spec:
         if len(space.shape) > 1 and self.rng.random() < 0.3:
             m, n = self.rng.randint(1, 4), space.shape[0]
             return multilinear(m, n, *space.shape[1:], T=space.dtype, key=self.key())
         return self.tree(space, max(0, depth))
 
-    def _compose(self, space: Space, depth: int) -> Spec:
+    def _compose(self, space: TensorSpace, depth: int) -> Spec:
         first = self.tree(space, depth - 1)
         return compose(self.tree(build(first, {}).codomain, depth - 1), first)
 
-    def _back(self, space: Space, depth: int) -> Spec:
+    def _back(self, space: TensorSpace, depth: int) -> Spec:
         """There and back, with the same parameters or others."""
         there = self.tree(space, depth - 1)
         other = self._varied(there) if self.rng.random() < 0.5 else there
@@ -929,13 +929,13 @@ class Growing:
             return compose(back, kron(*middle), there)
         return compose(back, there)
 
-    def _add(self, space: Space, depth: int) -> Spec:
+    def _add(self, space: TensorSpace, depth: int) -> Spec:
         term = self.tree(space, depth - 1)
         other = self._varied(term)
         multiple = scale(self._number(other), other)
         return add(term, multiple) if self.rng.random() < 0.5 else subtract(term, multiple)
 
-    def _scale(self, space: Space, depth: int) -> Spec:
+    def _scale(self, space: TensorSpace, depth: int) -> Spec:
         inner = self.tree(space, depth - 1)
         return scale(self._number(inner), inner)
 

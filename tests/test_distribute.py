@@ -62,8 +62,9 @@ from tessel import (
 )
 from tessel.layout import Cut
 from tessel.operators import Parameters, ParOperator, gradient
-from tessel.operators.arrangement import Arrangement
+from tessel.operators.layouts import split_along
 from tessel.operators.planning import make_plan
+from tessel.partition import HypotheticalPartition
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -1045,7 +1046,8 @@ def test_zeros_that_others_wait_for_are_not_postponed_for_ever() -> None:
     chain = last @ padding @ first
     for axes in (((0,), ()), ((), (0,))):
         source, target = (
-            Arrangement.of((2,), space.shape, axes) for space in (chain.domain, chain.codomain)
+            split_along(HypotheticalPartition((2,)), space.shape, axes)
+            for space in (chain.domain, chain.codomain)
         )
         assert make_plan(chain, source, target).num_transfers <= 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise, product
 from math import prod
 from random import Random
@@ -55,10 +55,18 @@ from tessel import (
     init,
     vec,
 )
-from tessel.operators.arrangement import Arrangement, Parts, refinement
 from tessel.operators.choose import plan_on
 from tessel.operators.explain import explain, explain_plan
+from tessel.operators.layouts import (
+    alike,
+    numel_sent,
+    on_grid,
+    refined,
+    refinement,
+    split_along,
+)
 from tessel.operators.storage import parameters_sent, storage_of
+from tessel.partition import HypotheticalPartition
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -162,7 +170,8 @@ def copies() -> None:
     x = cast(Any, S).layout_in.local_part(values((7, 6), F64, 1))
     expected = S(theta) * x
     for other, same in (copy.deepcopy((S, theta)), pickle.loads(pickle.dumps((S, theta)))):
-        assert vars(plan_of(other).target).keys() == {"grid", "parts"}, "no hash of another process"
+        kept = {each.name for each in fields(Layout)}
+        assert vars(plan_of(other).target).keys() == kept, "no hash of another process"
         close("copy", other(same) * x, expected)
         assert plan_of(other).source == plan_of(S).source and same[other.leaves[0]].requires_grad
 
@@ -396,19 +405,42 @@ def test_tensors_travel_as_seldom_as_they_can(run: Run) -> None:
 # -- plans without workers ------------------------------------------------------------------------
 
 
-def test_arrangements_are_equal_if_all_workers_have_the_same() -> None:
+def workers_on(*grid: int) -> HypotheticalPartition:
+    return HypotheticalPartition(grid)
+
+
+def test_layouts_are_alike_if_all_workers_have_the_same() -> None:
     for some, other in product(grids(12, 3), repeat=2):
-        a, b = (Arrangement.on_grid(grid, (7, 8, 9)) for grid in (some, other))
+        a, b = (on_grid(workers_on(*grid), (7, 8, 9)) for grid in (some, other))
         same = all(a.box(place) == b.box(place) for place in range(12))
-        assert (a == b) == same == (hash(a) == hash(b))
-    assert Arrangement((2, 3), (Parts(6),)) != Arrangement((3,), (Parts(6),))
-    assert Arrangement((2,), (Parts(6),)) != "[6]"
+        assert alike(a, b) == same
+        if some == other:
+            assert a == b and hash(a) == hash(b)
+    whole = [split_along(workers_on(*grid), (6,), [()]) for grid in ((2, 3), (3,))]
+    assert not alike(*whole)
+
+
+def test_balanced_parts_are_equal_to_listed_ones() -> None:
+    """Whoever made them: a layout of a plan is one of the user's."""
+    P, lengths = workers_on(3, 2), (7, 3)
+    listed = Layout.split(P, lengths, (0, 1))
+    lazy = split_along(P, lengths, [(0,), (1,)])
+    assert listed == lazy and lazy == listed and hash(listed) == hash(lazy)
+    assert listed.identity == lazy.identity and repr(listed) == repr(lazy)
+    assert listed != split_along(P, lengths, [(1,), (0,)]) != lazy
+    parts = lazy.cuts[0].intervals
+    assert parts == ((0, 3), (3, 5), (5, 7)) and parts == ((0, 3), (3, 5), (5, 7))
+    assert parts[-1] == (5, 7) and parts[1:] == ((3, 5), (5, 7)) and next(iter(parts)) == (0, 3)
+    assert hash(parts) == hash(tuple(parts)) and (0, 3) in parts
+    with pytest.raises(IndexError, match="there are 3 parts"):
+        parts[3]
+    assert pickle.loads(pickle.dumps(lazy)) == copy.deepcopy(lazy) == listed
 
 
 def test_an_explanation_names_the_other_grid() -> None:
     A = tessel.kron(ParDFT(C128, 12), ParIdentity(C128, 12))
     plan = plan_on(A, (2, 3), (3, 2))
-    explanation = explain_plan(plan, C128, storage_of(plan), range(6))
+    explanation = explain_plan(plan, C128, storage_of(plan))
     titles = [line.title for line in explanation.lines]
     assert titles == ["transfer", "ParDFT along 0", "transfer to the grid 3×2"] or titles == [
         "transfer to the grid 3×2",
@@ -425,27 +457,25 @@ def test_an_explanation_names_the_other_grid() -> None:
 
 def explained_on_one_grid(A: Any) -> Any:
     plan = plan_on(A, (2, 3))
-    return explain_plan(plan, C128, storage_of(plan), range(6)).lines
+    return explain_plan(plan, C128, storage_of(plan)).lines
 
 
 def test_the_way_of_fewest_bytes_is_taken() -> None:
-    """Of all arrangements on either grid with a whole first dimension, none sends less."""
+    """Of all layouts on either grid with a whole first dimension, none sends less."""
     A = tessel.kron(ParDFT(C128, 12), ParIdentity(C128, 18))
     plan = plan_on(A, (2, 3), (3, 2))
-    explanation = explain_plan(plan, C128, storage_of(plan), range(6))
+    explanation = explain_plan(plan, C128, storage_of(plan))
     total = sum(cost.bytes_sent for cost in explanation.totals)
     ways = []
     for grid in ((2, 3), (3, 2)):
         for axes in ((0, 1), (1, 0)):
-            middle = Arrangement(grid, (Parts(12), Parts(18, axes, 6)))
+            middle = split_along(workers_on(*grid), (12, 18), [(), axes])
             ways.append(sent(plan.source, middle) + sent(middle, plan.target))
     assert total == 16 * min(ways)
 
 
-def sent(before: Arrangement, after: Arrangement) -> int:
-    from tessel.operators.arrangement import numel_sent
-
-    return sum(numel_sent(before, after, place) for place in range(before.size))
+def sent(before: Layout, after: Layout) -> int:
+    return sum(numel_sent(before, after, worker) for worker in before.partition.ranks)
 
 
 def test_the_best_partition_for_a_result_on_a_grid() -> None:
@@ -453,8 +483,8 @@ def test_the_best_partition_for_a_result_on_a_grid() -> None:
     choice = best_partition(A, 6, partition_out=[3, 2])
     assert {each.partition for each in choice.candidates} == set(grids(6, 2))
     for each in choice.candidates:
-        expected = Arrangement.on_grid((3, 2), (12, 12))
-        assert each.plan.target == expected
+        expected = on_grid(workers_on(3, 2), (12, 12))
+        assert alike(each.plan.target, expected)
     assert choice.bytes == max(total.bytes_sent for total in choice.explanation.totals)
     for wrong in ([3, 3], [6], [6.0, 1], [-3, -2], "somewhere", 6):
         with pytest.raises(ValueError, match="partition_out must be None, 'anywhere', or numbers"):
@@ -465,12 +495,12 @@ def test_parameters_are_counted_alike_on_one_grid_and_on_two() -> None:
     """Worker by worker, and dimension by dimension where that is possible."""
     for stored, used in product(grids(6, 2), repeat=2):
         fine = refinement(stored, used)
-        a, b = (Arrangement.on_grid(grid, (7, 5)) for grid in (stored, used))
+        a, b = (on_grid(workers_on(*grid), (7, 5)) for grid in (stored, used))
         for place in range(6):
             apart = parameters_sent(a, b, place)
             assert apart[0] >= 0 and apart[1] >= 0
             if fine is not None:
-                assert parameters_sent(a.on(fine), b.on(fine), place) == apart
+                assert parameters_sent(refined(a, fine), refined(b, fine), place) == apart
 
 
 def test_plans_on_two_grids_are_the_same_everywhere(run: Run) -> None:

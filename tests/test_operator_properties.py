@@ -84,7 +84,7 @@ def count_plans(cases: list[Any]) -> tuple[int, int]:
     """How many of them move something, and how many end elsewhere than they began."""
     plans = [plan_of(case.distribute(build(case.spec, {}))) for case in cases]
     moving = sum(plan.num_transfers > 0 for plan in plans)
-    elsewhere = sum(plan.source.parts != plan.target.parts for plan in plans)
+    elsewhere = sum(plan.source.cuts != plan.target.cuts for plan in plans)
     return moving, elsewhere
 
 

@@ -124,7 +124,7 @@ def compared(S: Any, theta: Any, columns: int) -> Any:
     if explanation.lines:
         last = explanation.lines[-1]
         assert last.dtype_after == y.dtype
-        assert last.after.local_shape(explanation.places[mine]) == y.shape[: len(shape)]
+        assert last.after.shape_on(explanation.workers[mine]) == y.shape[: len(shape)]
     return (total.bytes_sent, total.num_messages), (traffic.bytes_sent, traffic.messages)
 
 
@@ -162,7 +162,7 @@ def explained(name: str, grid: tuple[int, ...], machine: Machine | None = None) 
     operator = OPERATORS[name]()
     plan = plan_on(operator, grid)
     dtype = operator.domain.dtype
-    return explain_plan(plan, dtype, storage_of(plan), range(prod(grid)), 1, machine or built_in())
+    return explain_plan(plan, dtype, storage_of(plan), 1, machine or built_in())
 
 
 # --- memory, operations, times
@@ -173,8 +173,8 @@ def test_memory_is_input_output_and_what_travels() -> None:
     first, transfer, *_ = explanation.costs
     assert [cost.memory for cost in first] == [2 * 30 * 4 * 8, 2 * 30 * 3 * 8]
     line = explanation.lines[1]
-    for at, cost in zip(explanation.places, transfer, strict=True):
-        before, after = prod(line.before.local_shape(at)), prod(line.after.local_shape(at))
+    for at, cost in zip(explanation.workers, transfer, strict=True):
+        before, after = prod(line.before.shape_on(at)), prod(line.after.shape_on(at))
         kept = before - cost.bytes_sent // 8
         given = before  # the user's input, which is still there
         assert cost.memory == 8 * (given + before + after + (before - kept) + (after - kept))
@@ -248,18 +248,18 @@ def test_times_follow_from_the_rates(
     machine = Machine(4, (rates(4, **changes),), "test")
     operator = transform(8, 8, 8)
     plan = plan_on(operator, (4, 1, 1))
-    explanation = explain_plan(plan, C64, {}, range(4), 1, machine)
+    explanation = explain_plan(plan, C64, {}, 1, machine)
     assert explanation.time == pytest.approx(seconds(explanation))
 
 
 def test_a_batch_multiplies() -> None:
     plan = plan_on(transform(4, 6), (2, 1))
-    one, many = (explain_plan(plan, C64, {}, range(2), n, built_in()) for n in (1, 5))
+    one, many = (explain_plan(plan, C64, {}, n, built_in()) for n in (1, 5))
     assert many.bytes_sent == 5 * one.bytes_sent
     assert many.memory == 5 * one.memory
     assert many.totals[0].flops == pytest.approx(5 * one.totals[0].flops)
     with pytest.raises(ValueError, match="at least one column"):
-        explain_plan(plan, C64, {}, range(2), 0)
+        explain_plan(plan, C64, {}, 0)
 
 
 # --- tables and pictures
@@ -276,7 +276,7 @@ def test_the_table_has_steps_workers_and_totals() -> None:
 def test_of_many_workers_the_table_has_the_largest_and_the_smallest() -> None:
     operator = transform(64, 64, 64)
     plan = plan_on(operator, (10, 5, 20))
-    explanation = explain_plan(plan, C64, {}, range(1000), 1, built_in())
+    explanation = explain_plan(plan, C64, {}, 1, built_in())
     assert not explanation.is_complete
     text = str(explanation)
     assert "largest: 0" in text and "smallest:" in text and "of 1000 some were looked at" in text
@@ -290,7 +290,7 @@ def test_an_operator_that_does_nothing_has_no_steps() -> None:
 
 def explained_identity() -> Explanation:
     plan = plan_on(kron(ParIdentity(F32, 4), ParIdentity(F32, 3)), (2, 1))
-    return explain_plan(plan, F32, {}, range(2), 1, built_in())
+    return explain_plan(plan, F32, {}, 1, built_in())
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_the_best_partition_is_the_fastest_of_all() -> None:
     times = []
     for grid in grids(4, 3):
         plan = plan_on(operator, grid)
-        times.append(explain_plan(plan, C64, {}, range(4), 1, built_in()).time)
+        times.append(explain_plan(plan, C64, {}, 1, built_in()).time)
     assert choice.time == pytest.approx(min(times), rel=0.05)
     assert choice.time == min(each.time for each in choice.candidates)
     assert choice.time == pytest.approx(choice.explanation.time, rel=0.05)
@@ -366,8 +366,8 @@ def plans_of(name: str, grid: tuple[int, ...], out: str | None) -> tuple[Any, An
     spread = distribute(operator, list(grid), out)
     assert isinstance(spread, Distributed)
     chosen = plan_on(operator, grid, out)
-    return [(s.before, s.after) for s in chosen.every_step()], [
-        (s.before, s.after) for s in spread.plan.every_step()
+    return [(s.before.cuts, s.after.cuts) for s in chosen.every_step()], [
+        (s.before.cuts, s.after.cuts) for s in spread.plan.every_step()
     ]
 
 

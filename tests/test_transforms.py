@@ -42,7 +42,7 @@ from operator_cases import (
 from parity import close
 from tessel import Layout, ParDCT, ParDFT, ParDST, distribute
 from tessel.operators import ParOperator
-from tessel.operators.cosine import Kernel
+from tessel.operators.cosine import TrigonometricKernel
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -128,7 +128,7 @@ def test_with_ortho_adjoint_and_inverse_are_one() -> None:
 def test_the_four_of_a_kernel() -> None:
     """Adjoint and inverse of what is weighted at its ends, by any weights."""
     for is_sine, type in product((False, True), TYPES):
-        A = Kernel(is_sine, type, 6, 0.3, 1.7, 0.6)
+        A = TrigonometricKernel(is_sine, type, 6, 0.3, 1.7, 0.6)
         assert A.H.H == A and A.H.inv == A.inv.H
         unit = torch.eye(6, dtype=F64)
         M = A._apply(unit).T

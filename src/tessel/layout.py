@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tessel import boxes, transport
-from tessel.boxes import Box, Interval
+from tessel.boxes import Balanced, Box, Interval
 from tessel.partition import Partition
 
 Shape = tuple[int, ...]
@@ -30,7 +30,21 @@ class Cut:
     """
 
     axes: tuple[int, ...]
-    intervals: tuple[Interval, ...]
+    intervals: Sequence[Interval]
+
+    def __hash__(self) -> int:
+        # This tells most cuts apart, and costs as little for very many intervals as for two.
+        return hash((self.axes, len(self.intervals), self.intervals[0]))
+
+    @cached_property
+    def span(self) -> Interval | None:
+        """Between which indices all intervals lie, or None if one stops before it starts."""
+        if isinstance(self.intervals, Balanced):
+            return 0, self.intervals.length
+        if any(start > stop for start, stop in self.intervals):
+            return None
+        starts, stops = ([part[side] for part in self.intervals] for side in (0, 1))
+        return min(starts), max(stops)
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,9 @@ class Layout:
                 f"dimension {dim} is split by axes {cut.axes} of {self.partition} into {parts} "
                 f"parts, got {len(cut.intervals)} intervals"
             )
+        # Plans make many layouts of the same cuts, whose intervals are looked at once.
+        if cut.span is not None and cut.span[0] >= 0 and cut.span[1] <= self.shape[dim]:
+            return
         for start, stop in cut.intervals:
             if not 0 <= start <= stop <= self.shape[dim]:
                 raise ValueError(
@@ -282,11 +299,18 @@ class Layout:
 
     def box(self, worker: int | None = None) -> Box | None:
         """The box of a worker (this one by default), or None when it stores nothing."""
-        coordinates = self._coordinates(worker)
-        if coordinates is None:
-            return None
-        places = self.places(coordinates)
-        return tuple(cut.intervals[k] for cut, k in zip(self.cuts, places, strict=True))
+        number = transport.this_worker() if worker is None else worker
+        if number not in self._boxes:
+            coordinates = self.partition.coordinates(number)
+            if coordinates is None:
+                return None
+            parts = zip(self.cuts, self.places(coordinates), strict=True)
+            self._boxes[number] = tuple(cut.intervals[k] for cut, k in parts)
+        return self._boxes[number]
+
+    @cached_property
+    def _boxes(self) -> dict[int, Box]:
+        return {}  # those that were asked for
 
     def local_slice(self, worker: int | None = None) -> tuple[slice, ...]:
         """The indices of a worker's part (this one's by default) in the global tensor.
@@ -393,6 +417,18 @@ class Layout:
         """All of it in words, the same on every worker."""
         values = (getattr(self, each.name) for each in fields(self) if each.name != "partition")
         return repr((self.partition.ranks, self.partition.shape, *values))
+
+    @property
+    def brief(self) -> str:
+        """Each dimension's length and its number of parts, for tables.
+
+        >>> import tessel
+        >>> tessel.Layout.balanced(tessel.world(), (6,)).brief
+        '[6]'
+        """
+        counts = [len(cut.intervals) for cut in self.cuts]
+        parts = (f"{n}/{k}" if k > 1 else str(n) for n, k in zip(self.shape, counts, strict=True))
+        return f"[{' × '.join(parts)}]"
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}

@@ -163,18 +163,37 @@ class Adjoint(LinearOperator):
         return hash((Adjoint, self.operator))
 
 
-class Product(LinearOperator):
-    """The product of operators, the last one applied first: (A B).H = B.H A.H."""
+class Composed:
+    """What a product is of operators that have a domain, a codomain and an adjoint.
 
-    def __init__(self, *factors: LinearOperator) -> None:
+    The last factor is applied first: (A B).H = B.H A.H. Operators between layouts and operators
+    between spaces share this; what their products do beyond it is their own.
+    """
+
+    factors: tuple[Any, ...]
+
+    def __init__(self, *factors: Any) -> None:
         for left, right in pairwise(factors):
             if left.domain != right.codomain:
-                raise ValueError(
-                    f"cannot compose: left expects {left.domain}, right gives {right.codomain}; "
-                    f"insert Move({right.codomain}, {left.domain})"
-                )
+                raise ValueError(f"cannot compose: {self._mismatch(left, right)}")
         self.factors = factors
         self.domain, self.codomain = factors[-1].domain, factors[0].codomain
+
+    @staticmethod
+    def _mismatch(left: Any, right: Any) -> str:
+        """Why these two cannot be neighbours."""
+        return f"{left} takes {left.domain}, {right} gives {right.codomain}"
+
+    @cached_property
+    def H(self) -> Any:
+        return type(self)(*(factor.H for factor in reversed(self.factors)))
+
+
+class Product(Composed, LinearOperator):
+    """The product of operators between layouts: the movements of all factors, one by one."""
+
+    def __init__(self, *factors: LinearOperator) -> None:
+        super().__init__(*factors)
         self.takes_part  # noqa: B018  (all workers make the groups, here or in the first call of a copy)
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -195,9 +214,12 @@ class Product(LinearOperator):
         for factor in self.factors:
             factor.check_dtype(dtype, label)
 
-    @cached_property
-    def H(self) -> LinearOperator:
-        return Product(*(factor.H for factor in reversed(self.factors)))
+    @staticmethod
+    def _mismatch(left: Any, right: Any) -> str:
+        return (
+            f"left expects {left.domain}, right gives {right.codomain}; "
+            f"insert Move({right.codomain}, {left.domain})"
+        )
 
     @cached_property
     def group(self) -> transport.Group:
@@ -296,7 +318,7 @@ def record(
     return _apply(operator, x, anchor)
 
 
-def _apply(operator: LinearOperator | Local, x: Tensor, anchor: Tensor | None) -> Tensor:
+def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return _Apply.apply(x, anchor, operator)[0]
     transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
@@ -310,18 +332,18 @@ def _apply(operator: LinearOperator | Local, x: Tensor, anchor: Tensor | None) -
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
 
 
-class Local(Protocol):
+class LocalMap(Protocol):
     """What maps this worker's tensor, linearly, by functions that torch can derive itself."""
 
     @property
-    def H(self) -> Local:
+    def H(self) -> LocalMap:
         """The adjoint."""
         ...
 
     def _apply(self, x: Tensor) -> Tensor: ...
 
 
-def record_local(operator: Local, x: Tensor) -> Tensor:
+def record_local(operator: LocalMap, x: Tensor) -> Tensor:
     """Apply what moves nothing so that its gradient is its adjoint, in one step.
 
     Compilers and function transforms (vmap, jacrev) look at the functions that it is made of.
@@ -331,7 +353,7 @@ def record_local(operator: Local, x: Tensor) -> Tensor:
     return _apply(operator, x, None)
 
 
-class Factor(Protocol):
+class BilinearMap(Protocol):
     """What maps a tensor, linearly, with the help of other tensors that it is linear in, too."""
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor: ...
@@ -348,7 +370,7 @@ class Factor(Protocol):
         ...
 
 
-def record_product(product: Factor, x: Tensor, *factors: Tensor | None) -> Tensor:
+def record_product(product: BilinearMap, x: Tensor, *factors: Tensor | None) -> Tensor:
     """Apply a product so that autograd gets the gradients that it gives itself.
 
     For what can be done better than factor by factor: data travels while another gradient is
@@ -441,7 +463,7 @@ class _ApplyProduct(_ApplyAnyMode):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, anchor: None, product: Factor, *factors: Tensor | None
+        x: Tensor, anchor: None, product: BilinearMap, *factors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         y = product._apply(x, *factors)
         return y, y.new_empty(0)

@@ -182,6 +182,32 @@ class Outline(Partition):
         return 0 if worker == transport.this_worker() else super().place(worker)
 
 
+class HypotheticalPartition(Partition):
+    """Workers 0, 1, … on a grid, who need not exist: plans are made for them, and nothing is sent.
+
+    >>> HypotheticalPartition((100, 1000)).coordinates(2001)
+    (2, 1)
+    """
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        # A range, and no place for each worker: so many cost nothing.
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "ranks", range(math.prod(self.shape)))
+
+    @property
+    def active(self) -> bool:
+        return False
+
+    def place(self, worker: int) -> int | None:
+        return worker if worker in self.ranks else None
+
+    def create_cartesian_topology_partition(self, shape: Iterable[int]) -> Partition:
+        return HypotheticalPartition(shape)
+
+    def _find_places(self) -> None:
+        """There is nothing to find."""
+
+
 def world() -> Partition:
     """The partition of all workers of the job, in a row.
 

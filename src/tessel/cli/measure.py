@@ -19,11 +19,9 @@ from tessel.layout import zero_volume_tensor
 from tessel.machine import usable_cores
 from tessel.operators.algebra import kron
 from tessel.operators.dft import ParDFT
-from tessel.operators.distributed import Distributed, distribute
-from tessel.operators.identity import ParIdentity
-from tessel.operators.multilinear import ParMultilinear
+from tessel.operators.distributed import Distributed, ParRepartition, distribute
+from tessel.operators.matrices import ParIdentity, ParMultilinear
 from tessel.operators.rates import Machine, Rates
-from tessel.operators.repartition import ParRepartition
 from tessel.operators.restriction import ParRestriction
 from tessel.partition import world
 from tessel.testing import count_traffic

@@ -25,8 +25,7 @@ from rich.console import Console
 from tessel.operators.algebra import ParOperator, kron
 from tessel.operators.choose import Choice, best_partition
 from tessel.operators.dft import ParDFT
-from tessel.operators.identity import ParIdentity
-from tessel.operators.multilinear import ParMultilinear
+from tessel.operators.matrices import ParIdentity, ParMultilinear
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.space import complex_of, real_of
 
@@ -192,12 +191,10 @@ def _as_json(choice: Choice) -> dict[str, object]:
         "steps": [
             {
                 "step": line.title,
-                "layout": str(line.after),
+                "layout": line.layout,
                 "workers": {
-                    str(worker): {"local_shape": line.after.local_shape(at), **asdict(cost)}
-                    for worker, at, cost in zip(
-                        explanation.workers, explanation.places, costs, strict=True
-                    )
+                    str(worker): {"local_shape": line.after.shape_on(worker), **asdict(cost)}
+                    for worker, cost in zip(explanation.workers, costs, strict=True)
                 },
             }
             for line, costs in zip(explanation.lines, explanation.costs, strict=True)

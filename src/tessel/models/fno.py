@@ -95,7 +95,10 @@ class FNO(Model, torch.nn.Module):
         self.hidden = 2 * self.width if hidden is None else checked_length("FNO", "hidden", hidden)
         self.modes = Modes.of(modes, P_x.dim - 2)
         self.place_on(P_x)
-        self._draw(checked_length("FNO", "blocks", blocks), _checked(dtype))
+        kind = torch.get_default_dtype() if dtype is None else dtype
+        if kind not in COMPLEX_OF:
+            raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {kind}")
+        self._draw(checked_length("FNO", "blocks", blocks), kind)
         self.to(device)
 
     def _draw(self, blocks: int, dtype: torch.dtype) -> None:
@@ -206,7 +209,7 @@ class FNO(Model, torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Place:
+class FieldLayout:
     """Where a call of a model works: how its tensors lie, and their dtype."""
 
     layout: Layout
@@ -249,13 +252,13 @@ def _shared(P_x: Partition, shape: Shape) -> Layout:
 
 
 @kept_in_job
-def _place(layout: Layout, dtype: torch.dtype) -> Place:
+def _place(layout: Layout, dtype: torch.dtype) -> FieldLayout:
     """As a tensor lies, in balanced parts of space; the batch may be in any."""
     cuts = tuple(
         cut if dim < 2 else Cut(cut.axes, boxes.balanced(length, len(cut.intervals)))
         for dim, (cut, length) in enumerate(zip(layout.cuts, layout.shape, strict=True))
     )
-    return Place(Layout(layout.partition, layout.shape, cuts), dtype)
+    return FieldLayout(Layout(layout.partition, layout.shape, cuts), dtype)
 
 
 @kept_in_job
@@ -277,10 +280,3 @@ def _check_partition(P_x: Partition) -> None:
             f"FNO: channels cannot be split, got {P_x}; let the second axis have one worker, and "
             f"split space or the batch"
         )
-
-
-def _checked(dtype: torch.dtype | None) -> torch.dtype:
-    found = torch.get_default_dtype() if dtype is None else dtype
-    if found not in COMPLEX_OF:
-        raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {found}")
-    return found

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tessel.layout import Layout
 from tessel.operators import (
     Distributed,
     ParDFT,
@@ -23,7 +24,7 @@ from tessel.operators import (
     ParRestriction,
     kron,
 )
-from tessel.operators.arrangement import Arrangement
+from tessel.operators.layouts import split_along
 from tessel.operators.leaf import Leaf
 from tessel.operators.space import Shape, checked_length, complex_of
 from tessel.partition import Partition
@@ -101,7 +102,7 @@ class SpectralConvolution:
         stored: how the weights lie, if not where they are needed.
     """
 
-    def __init__(self, expression: Expression, P_x: Partition, stored: Arrangement | None) -> None:
+    def __init__(self, expression: Expression, P_x: Partition, stored: Layout | None) -> None:
         self.weights, self.doubling = expression.weights, expression.doubling
         storage = None if stored is None else {self.weights: stored}
         self.operator = spread(expression.whole, P_x, storage)
@@ -111,7 +112,7 @@ class SpectralConvolution:
         values: dict[Leaf, Tensor] = {self.weights: weights}
         if self.doubling is None:
             return self.operator.run(x, values, columns, batch_first(x))
-        values[self.doubling] = _doubled(self.doubling, x.device)
+        values[self.doubling] = _pair_counts(self.doubling, x.device)
         return self.operator.run(x.to(weights.dtype), values, columns, batch_first(x)).real
 
 
@@ -120,8 +121,8 @@ def batch_first(x: Tensor) -> Shape:
     return x.dim() - 1, *range(x.dim() - 1)
 
 
-def _doubled(leaf: ParDiagonal, device: torch.device) -> Tensor:
-    """One for the mode zero, two for those that stand for a pair."""
+def _pair_counts(leaf: ParDiagonal, device: torch.device) -> Tensor:
+    """One for the mode zero, two for those that stand for a pair of modes."""
     numbers = torch.full(leaf.source.shape, 2, dtype=leaf.source.dtype, device=device)
     numbers[0] = 1
     return numbers
@@ -188,6 +189,6 @@ def spread(
 ) -> Distributed:
     """An operator on (channels, *space), whose batch behind them is split by the first axis."""
     split = [(axis,) if size > 1 else () for axis, size in enumerate(P_x.shape)]
-    source = Arrangement.of(P_x.shape, expression.domain.shape, split[1:])
-    target = Arrangement.of(P_x.shape, expression.codomain.shape, split[1:])
-    return Distributed(expression, P_x, source, target, storage)
+    source = split_along(P_x, expression.domain.shape, split[1:])
+    target = split_along(P_x, expression.codomain.shape, split[1:])
+    return Distributed(expression, source, target, storage)

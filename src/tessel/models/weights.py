@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tessel.layout import Cut, Layout
-from tessel.models.spectral import Modes, SpectralConvolution, usual_convolution
+from tessel.models.spectral import Modes, usual_convolution
 from tessel.move import Move
 from tessel.operators.parameters import draw
 from tessel.partition import Partition
@@ -60,7 +60,10 @@ class SpectralWeight(torch.nn.Module):
     ) -> None:
         super().__init__()
         usual = usual_convolution(P_x, width, modes, dtype)
-        self.layout = _with_parts(usual)
+        # The real and the imaginary part are a last dimension, which nobody splits.
+        layout = usual.operator.parameter_layout(usual.weights)
+        cuts = (*layout.cuts, Cut((), ((0, 2),)))
+        self.layout = replace(layout, shape=(*layout.shape, 2), cuts=cuts)
         if P_x.active:
             part = draw(usual.weights, seed, usual.operator.part_boxes[usual.weights])
             self.weight = Parameter(torch.view_as_real(part).contiguous())
@@ -74,7 +77,8 @@ class SpectralWeight(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._is_split and self.layout.partition.active:
+        is_split = any(self.layout.is_split(dim) for dim in range(len(self.layout.shape)))
+        if is_split and self.layout.partition.active:
             whole = Layout.whole(self.layout.partition, self.layout.shape)
             part = self.weight.detach()
             destination[prefix + "weight"] = Move(self.layout, whole).apply(part)
@@ -85,18 +89,8 @@ class SpectralWeight(torch.nn.Module):
             state_dict[prefix + "weight"] = self.layout.local_part(whole).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    @property
-    def _is_split(self) -> bool:
-        return any(self.layout.is_split(dim) for dim in range(len(self.layout.shape)))
-
     def extra_repr(self) -> str:
         return "×".join(map(str, self.layout.shape[:-1]))
-
-
-def _with_parts(convolution: SpectralConvolution) -> Layout:
-    """The layout of the weights, with the real and the imaginary part in a last dimension."""
-    layout = convolution.operator.parameter_layout(convolution.weights)
-    return replace(layout, shape=(*layout.shape, 2), cuts=(*layout.cuts, Cut((), ((0, 2),))))
 
 
 class Block(torch.nn.Module):

@@ -7,20 +7,19 @@ Applied, a tree becomes a list of tasks (`tasks.py`), in the order that computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.operators.form import Form
+from tessel.linop import Composed
+from tessel.operators.input_shape import InputShape
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
-from tessel.operators.space import Shape, Space, complex_of, real_of
-from tessel.operators.support import check_numbers
-from tessel.operators.tasks import Factor, Task, Terms, ordered, perform
+from tessel.operators.space import Shape, TensorSpace, complex_of, real_of
+from tessel.operators.tasks import OperatorTask, Scaling, Summands, ordered, perform
 from tessel.shared import nothing
 
 ORDERS = ("tensor", "julia")  # of the factors in kron
@@ -42,8 +41,8 @@ class ParOperator:
     tensor([4., 4., 0.])
     """
 
-    domain: Space
-    codomain: Space
+    domain: TensorSpace
+    codomain: TensorSpace
 
     # -- what a kind of operator says -------------------------------------------------------------
 
@@ -57,7 +56,7 @@ class ParOperator:
         """The inverse; ValueError if there is none."""
         raise ValueError(f"{self} has no inverse")
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         """The tasks of the operator on the dimensions from `first` on, in a possible order."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it does")
 
@@ -142,10 +141,11 @@ class ParOperator:
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         """Apply the operator in this process."""
+        # What is wrong here must raise on all workers before one of them waits in a sum.
         for reduction in self.reductions[:1]:
             reduction.check_together(self, x)
-        form = Form.of(self, x, self.domain.shape)
-        check_numbers(self, x.device)
+        form = InputShape.of(self, x, self.domain.shape)
+        self.check_numbers(x.device)
         x, values = form.folded(x), self.values(theta)
         if x.numel():
             return form.unfolded(perform(self.order, x, values))
@@ -153,7 +153,7 @@ class ParOperator:
         return form.unfolded(nothing(shape, x, *values.values()).to(self.codomain.dtype))
 
     @cached_property
-    def order(self) -> tuple[tuple[Task, ...], ...]:
+    def order(self) -> tuple[tuple[OperatorTask, ...], ...]:
         """The tasks in the order that computes the least, those that are one call together."""
         return ordered(tuple(self.expand(0)))
 
@@ -167,6 +167,7 @@ class ParOperator:
         Of an operator from complex to real tensors it is the real part of that product.
         """
         count = self.domain.numel
+        # The columns of the matrix are what the operator makes of the unit vectors, as a batch.
         unit = torch.eye(count).to(self.domain.dtype).reshape(*self.domain.shape, count)
         columns = self.apply(unit, theta).reshape(-1, count)
         if not self.domain.is_complex or self.is_complex_linear:
@@ -176,6 +177,31 @@ class ParOperator:
                 f"{self} is linear for real factors only: no complex matrix does what it does"
             )
         return torch.complex(columns, -self.apply(1j * unit, theta).reshape(-1, count))
+
+    def check_numbers(self, device: torch.device | str) -> None:
+        """ValueError if torch lacks something that the operator or its gradient needs on a device.
+
+        Torch has every function for 32 and 64 bits. Of 16 bits it has some, on some devices, for
+        some lengths: no list says which, so small tensors are tried. Without that, a worker would
+        fail between two messages.
+        """
+        kind = torch.device(device).type
+        if real_of(self.domain.dtype).itemsize > 2 or kind in self.supported_on:
+            return
+        for task in self.expand(0):
+            if isinstance(task.actor, Summands):
+                for term in task.actor.operators:
+                    term.check_numbers(kind)
+            elif hasattr(task.actor, "try_on"):
+                try:
+                    task.actor.try_on(kind)
+                except RuntimeError as error:  # NotImplementedError is one
+                    dtype = str(task.actor.domain.dtype).removeprefix("torch.")
+                    raise ValueError(
+                        f"{task.actor}: torch cannot do this in {dtype} on {kind} ({error}); use "
+                        f"float32 or complex64 there"
+                    ) from None
+        self.supported_on.add(kind)
 
     @cached_property
     def supported_on(self) -> set[str]:
@@ -205,7 +231,9 @@ class Bound(ParOperator):
         if isinstance(operator, Bound):
             theta = operator.theta.joined(theta)
             operator = operator.operator
-        if not hasattr(operator, "combined"):  # else workers find out together, when it is applied
+        # Of a distributed operator, what is wrong on one worker must not raise there alone: workers
+        # find out together, when it is applied.
+        if not hasattr(operator, "combined"):
             theta.check(operator)
         self.operator, self.theta = operator, theta.of(operator)
         self.domain, self.codomain = operator.domain, operator.codomain
@@ -213,7 +241,7 @@ class Bound(ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return (self.operator,)
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         return self.operator.expand(first)
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
@@ -266,28 +294,15 @@ def _bound(operator: ParOperator, theta: Parameters) -> ParOperator:
     return new
 
 
-class Composition(ParOperator):
-    """A product of operators, the last one applied first: (A B).H = B.H A.H."""
-
-    def __init__(self, *factors: ParOperator) -> None:
-        for left, right in pairwise(factors):
-            if left.domain != right.codomain:
-                raise ValueError(
-                    f"cannot compose: {left} takes {left.domain}, {right} gives {right.codomain}"
-                )
-        self.factors = factors
-        self.domain, self.codomain = factors[-1].domain, factors[0].codomain
+class Composition(Composed, ParOperator):
+    """A product of operators between spaces: the tasks of all factors, planned as a whole."""
 
     def children(self) -> tuple[ParOperator, ...]:
         return self.factors
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         for factor in reversed(self.factors):
             yield from factor.expand(first)
-
-    @cached_property
-    def H(self) -> ParOperator:
-        return Composition(*(factor.H for factor in reversed(self.factors)))
 
     @cached_property
     def inv(self) -> ParOperator:
@@ -307,8 +322,9 @@ class Kronecker(ParOperator):
     def __init__(self, *factors: ParOperator) -> None:
         self.factors = factors
         _check_precision(factors)
-        self.domain = Space(_joint(each.domain for each in factors), _domain_dtype(factors))
-        self.codomain = Space(_joint(each.codomain for each in factors), _codomain_dtype(factors))
+        turns = [_turn(each) for each in factors]
+        self.domain = _joint([each.domain for each in factors], 0 in turns)
+        self.codomain = _joint([each.codomain for each in factors], 2 in turns)
         self._check_there_and_back()
 
     def _check_there_and_back(self) -> None:
@@ -331,11 +347,12 @@ class Kronecker(ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return self.factors
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         placed = []
         for factor in self.factors:
             placed.append((factor, first))
             first += len(factor.domain.shape)
+        # `sorted` keeps equals in order, so that all workers expand a product alike.
         for factor, start in sorted(placed, key=lambda each: self._turn(each[0])):
             yield from factor.expand(start)
 
@@ -357,7 +374,7 @@ class Kronecker(ParOperator):
         return f"kron({', '.join(map(repr, self.factors))})"
 
 
-class Sum(ParOperator):
+class OperatorSum(ParOperator):
     """A sum of operators between the same spaces."""
 
     def __init__(self, *terms: ParOperator) -> None:
@@ -373,12 +390,14 @@ class Sum(ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return self.terms
 
-    def expand(self, first: int) -> Iterator[Task]:
-        yield Task(Terms(self.terms), tuple(range(first, first + len(self.domain.shape))))
+    def expand(self, first: int) -> Iterator[OperatorTask]:
+        yield OperatorTask(
+            Summands(self.terms), tuple(range(first, first + len(self.domain.shape)))
+        )
 
     @cached_property
     def H(self) -> ParOperator:
-        return Sum(*(term.H for term in self.terms))
+        return OperatorSum(*(term.H for term in self.terms))
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.terms))
@@ -402,11 +421,11 @@ class Multiple(ParOperator):
     def children(self) -> tuple[ParOperator, ...]:
         return (self.operator,)
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         dtype = (self.domain if self.is_early else self.codomain).dtype
         if isinstance(self.number, Real):
             dtype = real_of(dtype)  # may come at any time
-        factor = Task(Factor(self.number, Space((), dtype)), ())
+        factor = OperatorTask(Scaling(self.number, TensorSpace((), dtype)), ())
         tasks = self.operator.expand(first)
         yield from (factor, *tasks) if self.is_early else (*tasks, factor)
 
@@ -433,7 +452,7 @@ def compose(left: ParOperator, right: ParOperator) -> ParOperator:
 
 def add(left: ParOperator, right: ParOperator) -> ParOperator:
     """The sum `left + right`."""
-    return _joined(Sum, left, right, lambda each: getattr(each, "terms", None))
+    return _joined(OperatorSum, left, right, lambda each: getattr(each, "terms", None))
 
 
 def scale(number: Any, operator: ParOperator) -> ParOperator:
@@ -482,14 +501,21 @@ def _flat(factors: tuple[ParOperator, ...]) -> list[ParOperator]:
 def _joined(kind: Any, left: ParOperator, right: ParOperator, parts: Any) -> ParOperator:
     def make(*both: ParOperator) -> ParOperator:
         flat = [p for each in both for p in (parts(each) if type(each) is kind else (each,))]
-        made: ParOperator = kind(*flat)
-        return made
+        return kind(*flat)
 
     return lift(make, left, right)
 
 
-def _joint(spaces: Iterable[Space]) -> tuple[int, ...]:
-    return tuple(length for space in spaces for length in space.shape)
+def _joint(spaces: Sequence[TensorSpace], changes_numbers: bool) -> TensorSpace:
+    """The space of all dimensions; complex if some factor is there and none makes the numbers so.
+
+    A factor between real and complex numbers has the others on its complex side: what it takes, or
+    gives, on its real side is real.
+    """
+    shape = tuple(length for space in spaces for length in space.shape)
+    is_complex = any(space.is_complex for space in spaces) and not changes_numbers
+    dtype = spaces[0].dtype
+    return TensorSpace(shape, complex_of(dtype) if is_complex else real_of(dtype))
 
 
 def _turn(factor: ParOperator) -> int:
@@ -528,19 +554,9 @@ def _check_precision(factors: tuple[ParOperator, ...]) -> None:
             )
 
 
-def _domain_dtype(factors: tuple[ParOperator, ...]) -> Any:
-    dtype = factors[0].domain.dtype
-    makes_complex = any(_turn(each) == 0 for each in factors)
-    is_complex = any(each.domain.is_complex for each in factors)
-    return complex_of(dtype) if is_complex and not makes_complex else real_of(dtype)
-
-
-def _codomain_dtype(factors: tuple[ParOperator, ...]) -> Any:
-    dtype = factors[0].codomain.dtype
-    makes_real = any(_turn(each) == 2 for each in factors)
-    is_complex = any(each.codomain.is_complex for each in factors)
-    return complex_of(dtype) if is_complex and not makes_real else real_of(dtype)
-
-
 def _bracketed(operator: ParOperator) -> str:
-    return f"({operator})" if isinstance(operator, Sum | Multiple | Composition) else repr(operator)
+    return (
+        f"({operator})"
+        if isinstance(operator, OperatorSum | Multiple | Composition)
+        else repr(operator)
+    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from math import ceil, prod
 from operator import index as as_int
 from typing import Any
@@ -15,14 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tessel.operators.algebra import Bound, ParOperator
-from tessel.operators.arrangement import ANYWHERE, Arrangement, on_common_grids, representatives
 from tessel.operators.cost import Cost, Counter, lines_of
 from tessel.operators.explain import Explanation, explain_plan
-from tessel.operators.planning import Plan, make_plan
+from tessel.operators.layouts import ANYWHERE, on_common_grids, on_grid, representatives
+from tessel.operators.planning import OperatorPlan, make_plan
 from tessel.operators.rates import Machine, known_machine
 from tessel.operators.space import Shape, checked_length
 from tessel.operators.storage import storage_of
 from tessel.operators.units import num_bytes, num_seconds
+from tessel.partition import HypotheticalPartition
 
 MOST_TASKS = 800  # in all plans that are compared, so that it takes less than a second
 ROWS = 8
@@ -44,7 +44,7 @@ class Candidate:
     time: float
     memory: int
     bytes: int
-    plan: Plan
+    plan: OperatorPlan
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ class Choice:
             plan,
             self.operator.domain.dtype,
             storage_of(plan),
-            range(self.workers),
             self.columns,
             self.machine,
         )
@@ -157,8 +156,9 @@ def best_partition(
     out = _grid_of_result(partition_out, workers, operator)
     machine = known_machine() if machine is None else machine
     judge = _Judge(operator, machine, out, columns)
+    # Planning takes time in proportion to tasks and grids: large expressions try fewer grids.
     num_tasks = max(1, sum(1 for _ in operator.expand(0)))
-    grids = islice(_grids(workers, operator.domain.shape), max(16, MOST_TASKS // num_tasks))
+    grids = _grids(workers, operator.domain.shape)[: max(16, MOST_TASKS // num_tasks)]
     candidates = [judge.candidate(grid) for grid in grids]
     ranked = sorted(candidates, key=lambda each: (each.time, each.memory, each.bytes))
     return Choice(operator, workers, tuple(ranked), machine, columns)
@@ -166,8 +166,7 @@ def best_partition(
 
 def _grid_of_result(given: Any, workers: int, operator: ParOperator) -> Shape | str | None:
     if given is None or given == ANYWHERE:
-        found: str | None = given
-        return found
+        return given
     try:
         sizes = tuple(as_int(size) for size in given)
     except TypeError:
@@ -204,7 +203,7 @@ class _Judge:
         rates = self.machine.rates_for(workers)
         counter = Counter(rates, storage_of(plan), self.columns)
         lines = list(lines_of(plan, self.operator.domain.dtype))
-        costs = [counter.costs(lines, at) for at in representatives(plan.source.grid)]
+        costs = [counter.costs(lines, at) for at in representatives(plan.source.partition)]
         totals = [sum(each, Cost()) for each in costs]
         steps = sum(max(cost.time for cost in step) for step in zip(*costs, strict=True))
         return Candidate(
@@ -216,43 +215,42 @@ class _Judge:
         )
 
 
-def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> Plan:
+def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> OperatorPlan:
     """The plan of an operator on a grid of workers, its result as in `distribute`."""
-    source = Arrangement.on_grid(grid, operator.domain.shape)
+    source = on_grid(HypotheticalPartition(grid), operator.domain.shape)
     if out == ANYWHERE:
         return make_plan(operator, source, None)
     assert not isinstance(out, str)
-    end = Arrangement.on_grid(grid if out is None else out, operator.codomain.shape)
+    workers = HypotheticalPartition(grid if out is None else out)
+    end = on_grid(workers, operator.codomain.shape)
     return make_plan(operator, *on_common_grids(source, end))
 
 
-def _grids(workers: int, shape: Shape) -> Iterator[Shape]:
+def _grids(workers: int, shape: Shape) -> list[Shape]:
     """The grids of so many workers, those with the smallest parts first.
 
     Those on which all workers have something, if there are any.
     """
-    grids = list(_factorings(workers, shape)) or list(_factorings(workers, (workers,) * len(shape)))
-    yield from sorted(grids, key=lambda grid: (_largest(shape, grid), sum(n > 1 for n in grid)))
+
+    def rank(grid: Shape) -> tuple[int, int]:
+        largest = prod(ceil(length / parts) for length, parts in zip(shape, grid, strict=True))
+        return largest, sum(n > 1 for n in grid)  # of equals, the one that splits fewer dimensions
+
+    everywhere = (workers,) * len(shape)
+    return sorted(_factorings(workers, shape) or _factorings(workers, everywhere), key=rank)
 
 
-def _largest(shape: Shape, grid: Shape) -> int:
-    return prod(ceil(length / parts) for length, parts in zip(shape, grid, strict=True))
-
-
-def _factorings(number: int, most: Shape) -> Iterator[Shape]:
+def _factorings(number: int, most: Shape) -> list[Shape]:
     """All ways to write a number as a product of factors that are not larger than these."""
-    if len(most) == 1:
-        if number <= most[0]:
-            yield (number,)
-        return
     if number > prod(most):
-        return
-    for factor in _divisors(number):
-        if factor <= most[0]:
-            for rest in _factorings(number // factor, most[1:]):
-                yield (factor, *rest)
-
-
-def _divisors(number: int) -> list[int]:
+        return []
+    if len(most) == 1:
+        return [(number,)]
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    divisors = sorted({*small, *(number // d for d in small)})
+    return [
+        (factor, *rest)
+        for factor in divisors
+        if factor <= most[0]
+        for rest in _factorings(number // factor, most[1:])
+    ]

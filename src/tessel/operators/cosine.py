@@ -29,7 +29,7 @@ TRANSPOSED = {1: 1, 2: 3, 3: 2, 4: 4}
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TrigonometricKernel:
     """A transform along the last dimension: scale · L K R, where K is the matrix of a definition.
 
     K is not symmetric: in DCT-1 and in the third types, input at the *ends* counts half. L and R
@@ -66,12 +66,12 @@ class Kernel:
         return 2 * (self.n + 1) if self.is_sine else 2 * (self.n - 1)
 
     @property
-    def H(self) -> Kernel:
+    def H(self) -> TrigonometricKernel:
         left, right = self.right / 2, self.left * 2
         return replace(self, type=TRANSPOSED[self.type], left=left, right=right)
 
     @property
-    def inv(self) -> Kernel:
+    def inv(self) -> TrigonometricKernel:
         return replace(
             self,
             type=TRANSPOSED[self.type],
@@ -172,7 +172,9 @@ def _joined(pairs: Tensor) -> Tensor:
     return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
 
 
-def _make_tables(kernel: Kernel, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def _make_tables(
+    kernel: TrigonometricKernel, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
     """What a kernel needs beside its input, worked out in double precision."""
     makers = {1: _mirrored, 2: _interleaved, 3: _paired, 4: _turned}
     make = _by_residues if kernel.type == 4 and kernel.n % 2 else makers[kernel.type]
@@ -197,7 +199,7 @@ def _phases(angles: Tensor) -> Tensor:
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def _mirrored(kernel: Kernel) -> tuple[Tensor, ...]:
+def _mirrored(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     n = kernel.n
     if kernel.is_sine:
         return ()
@@ -211,7 +213,7 @@ def _evens_and_odds(n: int) -> Tensor:
     return torch.cat([_count(n)[::2], _count(n)[1::2].flip(0)]).flip(0).roll(1)
 
 
-def _interleaved(kernel: Kernel) -> tuple[Tensor, ...]:
+def _interleaved(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     n, half = kernel.n, kernel.n // 2 + 1
     factors = 2 * kernel.scale * _phases(_count(half).double() * (pi / (2 * n)))
     factors[0] *= kernel.left
@@ -220,7 +222,7 @@ def _interleaved(kernel: Kernel) -> tuple[Tensor, ...]:
     return _evens_and_odds(n), factors, places.flip(0) if kernel.is_sine else places
 
 
-def _paired(kernel: Kernel) -> tuple[Tensor, ...]:
+def _paired(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     n, half = kernel.n, kernel.n // 2 + 1
     k = _count(half)
     pairs = torch.stack([k, (n - k) % n], -1).flatten()
@@ -229,7 +231,7 @@ def _paired(kernel: Kernel) -> tuple[Tensor, ...]:
     return n - 1 - pairs if kernel.is_sine else pairs, factors, _evens_and_odds(n).argsort()
 
 
-def _turned(kernel: Kernel) -> tuple[Tensor, ...]:
+def _turned(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     n = kernel.n
     j = _count(n // 2)
     pairs = torch.stack([n - 1 - 2 * j, 2 * j], -1).flatten()
@@ -242,7 +244,7 @@ def _turned(kernel: Kernel) -> tuple[Tensor, ...]:
     return pairs, before, 2 * kernel.scale * behind, torch.where(k % 2 == 0, k, n - k)
 
 
-def _by_residues(kernel: Kernel) -> tuple[Tensor, ...]:
+def _by_residues(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     """DCT-4 of an odd length n as a real Fourier transform of length n.
 
     It is y(b) = 2 Σ x(a) cos(2π ab / 8n) of odd numbers a = 2j + 1 and b = 2k + 1. For odd b the

@@ -14,24 +14,23 @@ from math import prod
 import torch
 
 from tessel import boxes
-from tessel.operators.arrangement import Arrangement, num_messages, numel_sent
+from tessel.layout import Layout
 from tessel.operators.dct import Trigonometric
 from tessel.operators.dft import ParDFT
+from tessel.operators.layouts import box_of, num_messages, numel_sent
 from tessel.operators.leaf import Leaf
-from tessel.operators.matrix import ParMatrix
-from tessel.operators.multilinear import ParMultilinear
-from tessel.operators.planning import Branches, Local, Plan, Transfer
+from tessel.operators.matrices import ParMatrix, ParMultilinear
+from tessel.operators.planning import Branches, Local, OperatorPlan, Transfer
 from tessel.operators.rates import Rates
 from tessel.operators.restriction import ParRestriction
-from tessel.operators.space import Shape
 from tessel.operators.storage import leaves_of, needed, parameters_sent
-from tessel.operators.tasks import Task, Terms, count_flops, dtype_after
+from tessel.operators.tasks import OperatorTask, Summands, count_flops, dtype_after
 
-Held = tuple[Arrangement, torch.dtype]  # a tensor that is kept during a step
+Held = tuple[Layout, torch.dtype]  # a tensor that is kept during a step
 
 
 @dataclass(frozen=True)
-class Line:
+class ExplainedStep:
     """One step of a plan, with the types of its numbers and what is kept meanwhile.
 
     Attributes:
@@ -43,11 +42,11 @@ class Line:
         takes_input: whether it works on the plan's input itself.
     """
 
-    before: Arrangement
-    after: Arrangement
+    before: Layout
+    after: Layout
     dtype_before: torch.dtype
     dtype_after: torch.dtype
-    group: tuple[Task, ...] = ()
+    group: tuple[OperatorTask, ...] = ()
     num_terms: int = 0
     held: tuple[Held, ...] = ()
     takes_input: bool = False
@@ -62,8 +61,14 @@ class Line:
             return f"sum of {self.num_terms}"
         if self.group:
             return ", ".join(map(_name, self.group))
-        grids = self.before.grid, self.after.grid
-        return "transfer" if grids[0] == grids[1] else f"transfer to the grid {_times(grids[1])}"
+        before, after = self.before.partition.shape, self.after.partition.shape
+        grid = "×".join(map(str, after))
+        return "transfer" if before == after else f"transfer to the grid {grid}"
+
+    @property
+    def layout(self) -> str:
+        """How the tensor lies afterwards, in short: `8/2` is a length of 8 in two parts."""
+        return self.after.brief
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,15 @@ class Counter:
     """
 
     rates: Rates
-    storage: Mapping[Leaf, Arrangement]
+    storage: Mapping[Leaf, Layout]
     columns: int = 1
 
-    def costs(self, lines: Sequence[Line], place: int) -> list[Cost]:
-        """What each step costs the worker at a place."""
-        parameters = self.parameter_bytes(place)
-        return [self._cost(line, place, parameters) for line in lines]
+    def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
+        """What each step costs a worker."""
+        parameters = self.parameter_bytes(worker)
+        return [self._cost(line, worker, parameters) for line in lines]
 
-    def _cost(self, line: Line, at: int, parameters: int) -> Cost:
+    def _cost(self, line: ExplainedStep, at: int, parameters: int) -> Cost:
         if line.num_terms:
             cost = self._sum(line, at)
         else:
@@ -113,17 +118,17 @@ class Counter:
         kept = sum(self._bytes(here, dtype, at) for here, dtype in line.held)
         return replace(cost, memory=cost.memory + kept + parameters)
 
-    def parameter_bytes(self, place: int) -> int:
+    def parameter_bytes(self, worker: int) -> int:
         """What a worker stores of the parameters."""
         return sum(
-            boxes.volume(stored.box(place)) * leaf.source.dtype.itemsize
+            boxes.volume(box_of(stored, worker)) * leaf.source.dtype.itemsize
             for leaf, stored in self.storage.items()
         )
 
-    def _bytes(self, here: Arrangement, dtype: torch.dtype, at: int) -> int:
-        return prod(here.local_shape(at)) * self.columns * dtype.itemsize
+    def _bytes(self, here: Layout, dtype: torch.dtype, at: int) -> int:
+        return prod(here.shape_on(at)) * self.columns * dtype.itemsize
 
-    def _transfer(self, line: Line, at: int) -> Cost:
+    def _transfer(self, line: ExplainedStep, at: int) -> Cost:
         width = self.columns * line.dtype_before.itemsize
         sent = numel_sent(line.before, line.after, at) * width
         received = numel_sent(line.after, line.before, at) * width
@@ -138,14 +143,14 @@ class Counter:
         )
         return Cost(0.0, messages, sent, source + target + sent + received, seconds)
 
-    def _sum(self, line: Line, at: int) -> Cost:
+    def _sum(self, line: ExplainedStep, at: int) -> Cost:
         result = self._bytes(line.after, line.dtype_after, at)
         additions = (line.num_terms - 1) * result // line.dtype_after.itemsize
         seconds = 3 * (line.num_terms - 1) * result / self.rates.memory
         return Cost(float(additions), memory=(line.num_terms + 1) * result, time=seconds)
 
-    def _local(self, line: Line, at: int) -> Cost:
-        shape = (*line.before.local_shape(at), self.columns)
+    def _local(self, line: ExplainedStep, at: int) -> Cost:
+        shape = (*line.before.shape_on(at), self.columns)
         source = prod(shape) * line.dtype_before.itemsize
         target = self._bytes(line.after, line.dtype_after, at)
         messages, sent, weights = self._parameters(line, at)
@@ -153,10 +158,11 @@ class Counter:
         seconds = self.rates.step + sent / self.rates.bandwidth + messages * self.rates.latency
         if source or target:
             seconds += self._work(line, flops, source, target, weights)
-        results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Terms))
+        # A sum inside of a step holds the results of all terms, and their total.
+        results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Summands))
         return Cost(flops, messages, sent, source + (1 + results) * target, seconds)
 
-    def _parameters(self, line: Line, at: int) -> tuple[int, int, int]:
+    def _parameters(self, line: ExplainedStep, at: int) -> tuple[int, int, int]:
         """Messages and bytes that bring parameters to where they are used, and bytes used."""
         messages = sent = used = 0
         for task in line.group:
@@ -165,21 +171,25 @@ class Counter:
                 here = needed(leaf, task, line.before)
                 values, times = parameters_sent(self.storage[leaf], here, at)
                 messages, sent = messages + times, sent + values * width
-                used += boxes.volume(here.box(at)) * width
+                used += boxes.volume(box_of(here, at)) * width
         return messages, sent, used
 
-    def _work(self, line: Line, flops: float, source: int, target: int, weights: int) -> float:
+    def _work(
+        self, line: ExplainedStep, flops: float, source: int, target: int, weights: int
+    ) -> float:
         """The seconds of a local step without what moves for it."""
         actor, rates = line.group[0].actor, self.rates
         passing = (source + target + weights) / rates.memory
         if isinstance(actor, ParDFT):
-            last = len(line.before.parts) - 1
+            last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
+            # Weights of a real transform's adjoint, and modes cut or filled up, are passes of their
+            # own over the tensor.
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
             weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
             return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
         if isinstance(actor, Trigonometric):  # numbers change places before and behind a transform
-            last = len(line.before.parts) - 1
+            last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and last in line.group[0].dims
             return flops / (rates.fft if has_rows else rates.fft_across) + 3 * passing
         if isinstance(actor, ParMultilinear):
@@ -188,12 +198,14 @@ class Counter:
             return passing + flops / rates.matrix
         if isinstance(actor, ParRestriction):
             return (min(source, target) + target) / rates.memory
-        if isinstance(actor, Terms):  # of all kinds: its transforms and matrices are not told apart
+        if isinstance(
+            actor, Summands
+        ):  # of all kinds: its transforms and matrices are not told apart
             return len(actor.operators) * passing + flops / rates.fft
         return passing
 
 
-def lines_of(plan: Plan, dtype: torch.dtype) -> Iterator[Line]:
+def lines_of(plan: OperatorPlan, dtype: torch.dtype) -> Iterator[ExplainedStep]:
     """The steps of a plan in their order, those of a sum one term after the other.
 
     Who applies an operator keeps its input: it counts in every step.
@@ -203,21 +215,22 @@ def lines_of(plan: Plan, dtype: torch.dtype) -> Iterator[Line]:
         dtype: of its input.
     """
     for line in _lines(plan, dtype, (), True):
+        # A step that works on the input itself has counted it already.
         kept = () if line.takes_input else ((plan.source, dtype),)
         yield replace(line, held=(*line.held, *kept))
 
 
 def _lines(
-    plan: Plan, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
-) -> Iterator[Line]:
+    plan: OperatorPlan, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
+) -> Iterator[ExplainedStep]:
     """The same, while other tensors are held; `takes_input` if it is the whole plan's input."""
     for step in plan.steps:
         if isinstance(step, Transfer):
-            line = Line(step.before, step.after, dtype, dtype, held=held)
+            line = ExplainedStep(step.before, step.after, dtype, dtype, held=held)
             yield replace(line, takes_input=takes_input)
         elif isinstance(step, Local):
             after = dtype_after(step.group, dtype)
-            line = Line(step.before, step.after, dtype, after, step.group, held=held)
+            line = ExplainedStep(step.before, step.after, dtype, after, step.group, held=held)
             yield replace(line, takes_input=takes_input)
             dtype = after
         else:
@@ -230,7 +243,7 @@ def _lines(
 
 def _branching(
     step: Branches, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
-) -> Iterator[Line]:
+) -> Iterator[ExplainedStep]:
     """All terms have the input, and their results wait for each other."""
     result = dtype
     kept = () if takes_input else ((step.before, dtype),)  # else it counts in every step anyway
@@ -241,18 +254,14 @@ def _branching(
             yield replace(inner[0], held=waiting)
             yield from inner[1:]
             result = inner[-1].dtype_after
-    yield Line(step.after, step.after, result, result, (), len(step.plans), held)
+    yield ExplainedStep(step.after, step.after, result, result, (), len(step.plans), held)
 
 
-def _times(grid: Shape) -> str:
-    return "×".join(map(str, grid))
-
-
-def _name(task: Task) -> str:
+def _name(task: OperatorTask) -> str:
     actor = task.actor
     if isinstance(actor, Leaf):
         name = type(actor).__name__ + actor.mode
     else:
-        name = {"Factor": "multiple", "Terms": "sum"}.get(type(actor).__name__, "")
+        name = {"Scaling": "multiple", "Summands": "sum"}.get(type(actor).__name__, "")
     dims = ",".join(map(str, task.dims))
     return f"{name} along {dims}" if dims else name

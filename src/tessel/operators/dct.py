@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from math import log2, prod, sqrt
 from operator import index as as_int
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from tessel.linop import record_local
-from tessel.operators.cosine import Kernel
+from tessel.operators.cosine import TrigonometricKernel
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of, order_of
-from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
 
 NORMS = ("backward", "ortho", "forward")
 
@@ -31,12 +32,12 @@ class Trigonometric(Leaf):
         self.type, self.norm = _checked_type(name, type), _checked_norm(name, norm)
         if self.type == 1 and length == 1 and not self.is_sine:
             raise ValueError(f"{name}: type 1 needs a length n of at least 2, got 1")
-        self.source = self.target = Space((length,), dtype)
+        self.source = self.target = TensorSpace((length,), dtype)
 
-    @property
-    def kernel(self) -> Kernel:
+    @cached_property
+    def kernel(self) -> TrigonometricKernel:
         """What it computes along its dimension."""
-        kernel = Kernel(self.is_sine, self.type, self.source.numel)
+        kernel = TrigonometricKernel(self.is_sine, self.type, self.source.numel)
         if self.norm == "forward":
             kernel = replace(kernel, scale=1 / kernel.period)
         elif self.norm == "ortho":  # at the ends, rows and columns get length one by these weights

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import floor, inf, log2, prod
 from typing import Any
 
@@ -11,8 +13,7 @@ from torch import Tensor
 
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of, order_of
-from tessel.operators.space import Shape, Space, checked_dtype, checked_length, complex_of
-from tessel.operators.spectrum import Spectrum
+from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length, complex_of
 
 
 class ParDFT(Leaf):
@@ -47,27 +48,27 @@ class ParDFT(Leaf):
         if dtype is torch.bfloat16:
             raise ValueError("ParDFT: torch has no complex numbers of bfloat16; use float32")
         self.modes = checked_length("ParDFT", "n", n)
-        self.source = Space((_num_points(self.modes, padding),), dtype)
+        self.source = TensorSpace((_num_points(self.modes, padding),), dtype)
         half = self.modes if self.source.is_complex else self.modes // 2 + 1
-        self.target = Space((half,), complex_of(dtype))
+        self.target = TensorSpace((half,), complex_of(dtype))
 
     is_invertible = True
 
-    @property
+    @cached_property
     def is_real(self) -> bool:
         return not self.source.is_complex
 
-    @property
+    @cached_property
     def is_padded(self) -> bool:
         """Whether there are more points than modes."""
         return self.source.numel > self.modes
 
-    @property
+    @cached_property
     def is_weighted(self) -> bool:
         """Whether it weights the numbers that stand for two of the whole transform."""
         return self.is_real and self.is_adjoint
 
-    @property
+    @cached_property
     def _norm(self) -> str:
         """Torch's word for the factor: none on the way there and for its adjoint, else 1/n."""
         there = not self.is_swapped
@@ -99,6 +100,8 @@ class ParDFT(Leaf):
             (each.is_adjoint, each.is_inverse) == (self.is_adjoint, self.is_inverse)
             for each in others
         )
+        # `rfftn` makes the numbers complex along its last dimension, first of all; `irfftn` makes
+        # them real last: a real transform can only begin or end the call.
         return (
             same
             and not any(each.is_real for each in others if each.is_swapped)
@@ -121,6 +124,8 @@ class ParDFT(Leaf):
             return _weighted(y, dim, n, 2.0) if transform.is_weighted else y
         if transform.is_weighted:
             x = _weighted(x, dim, n, 0.5)
+        # Torch needs all lengths if one is given, and that of a real transform cannot be guessed:
+        # n = 2k and n = 2k + 1 have as many coefficients.
         lengths = [x.shape[each] for each in dims]
         return torch.fft.irfftn(x, s=[*lengths, n], dim=[*dims, dim], norm=norm)
 
@@ -150,8 +155,74 @@ def _num_points(modes: int, padding: Any) -> int:
 
 def _weighted(y: Tensor, dim: int, n: int, weight: float) -> Tensor:
     """With those numbers weighted that stand for two of the whole transform."""
+    # Coefficient 0, and n/2 of an even n, are their own conjugates: they stand for one.
     weights = torch.full((n // 2 + 1,), weight, dtype=y.real.dtype, device=y.device)
     weights[0] = 1.0
     if n % 2 == 0:
         weights[-1] = 1.0
     return y * weights.reshape(-1, *[1] * (y.dim() - dim - 1))
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The lowest modes of a Fourier transform of more points, along the last dimension.
+
+    For an even number n of modes, one coefficient stands for both frequencies n/2 and -n/2, which
+    n points cannot tell apart. So a spectrum is *cut* by adding what more points have at the two,
+    as the transform of n points does, and *filled up* with half of the coefficient at each: then a
+    real coefficient gives a real field, and what was filled up is cut to what it was. Of a real
+    transform there is only n/2; at -n/2 it would have the conjugate. With equal weights, cutting
+    and filling up are each other's adjoints.
+
+    Args:
+        modes: n.
+        points: m, more than n.
+        is_real: of real fields.
+        is_halved: whether the frequencies n/2 and -n/2 count half, as in filling up. If not, they
+            count fully, as in cutting.
+    """
+
+    modes: int
+    points: int
+    is_real: bool
+    is_halved: bool
+
+    @property
+    def weight(self) -> float:
+        """Of the frequencies n/2 and -n/2; that of a real transform stands for both."""
+        if self.is_halved:
+            return 0.5
+        return 2.0 if self.is_real else 1.0
+
+    @property
+    def num_positive(self) -> int:
+        """How many modes there are from zero up, without n/2."""
+        return (self.modes + 1) // 2
+
+    @property
+    def num_negative(self) -> int:
+        """How many there are below zero, without -n/2."""
+        return 0 if self.is_real else (self.modes - 1) // 2
+
+    def cut(self, y: Tensor) -> Tensor:
+        """The coefficients of the modes, of those of all points."""
+        parts = [y[..., : self.num_positive]]
+        if self.modes % 2 == 0:
+            top = y[..., self.modes // 2, None]
+            low = top.conj() if self.is_real else y[..., self.points - self.modes // 2, None]
+            weight = self.weight / 2 if self.is_real else self.weight
+            parts.append(weight * (top + low))
+        parts.append(y[..., y.shape[-1] - self.num_negative :])
+        return torch.cat(parts, -1)
+
+    def filled_up(self, y: Tensor) -> Tensor:
+        """The coefficients of all points: those of the modes, and zeros."""
+        before = [y[..., : self.num_positive]]
+        behind = [y[..., y.shape[-1] - self.num_negative :]]
+        if self.modes % 2 == 0:
+            top = self.weight * y[..., self.modes // 2, None]
+            before.append((top + top.conj()) / 2 if self.is_real else top)
+            behind = behind if self.is_real else [top, *behind]
+        length = self.points // 2 + 1 if self.is_real else self.points
+        count = length - sum(each.shape[-1] for each in (*before, *behind))
+        return torch.cat([*before, y.new_zeros(*y.shape[:-1], count), *behind], -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from operator import index as as_int
@@ -13,35 +14,37 @@ import torch
 from torch import Tensor
 
 from tessel import boxes, transport
-from tessel.agreement import Claim, Meeting, Terms, admit
-from tessel.boxes import Box
-from tessel.layout import Cut, Layout
-from tessel.operators.algebra import Bound, ParOperator, Sum, lift
-from tessel.operators.arrangement import (
+from tessel.agreement import Claim, Meeting, Terms, admit, remember
+from tessel.boxes import Balanced, Box
+from tessel.layout import Layout
+from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
+from tessel.operators.execution import Columns, Function, Values, program
+from tessel.operators.explain import Explanation, explain
+from tessel.operators.input_shape import InputShape
+from tessel.operators.layouts import (
     ANYWHERE,
-    Arrangement,
-    Parts,
+    alike,
+    batch_runs,
     on_common_grids,
+    on_grid,
     position,
+    refined,
     refinement,
     without_ones,
 )
-from tessel.operators.execution import Columns, Execution, stored_layout
-from tessel.operators.explain import Explanation, explain
-from tessel.operators.form import Form
 from tessel.operators.leaf import Leaf
+from tessel.operators.matrices import ParIdentity
 from tessel.operators.memory import Order
 from tessel.operators.parameters import Parameters, find_values, own_values
 from tessel.operators.planning import make_plan
 from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
-from tessel.operators.support import check_numbers
-from tessel.operators.tasks import Task
+from tessel.operators.tasks import OperatorTask
 from tessel.partition import Partition, world
 from tessel.shared import even
 from tessel.transport import NUM_WORDS
 
-Entry = tuple[Columns, Terms, dict[int, Form]]
+Entry = tuple[Columns, Terms, InputShape]  # what workers agree on before a call
 
 
 class Distributed(ParOperator):
@@ -59,25 +62,36 @@ class Distributed(ParOperator):
     def __init__(
         self,
         expression: ParOperator,
-        partition: Partition,
-        source: Arrangement,
-        target: Arrangement | None,
-        storage: Mapping[Leaf, Arrangement] | None = None,
+        source: Layout,
+        target: Layout | None,
+        storage: Mapping[Leaf, Layout] | None = None,
     ) -> None:
         self.expression = expression
-        self.partition = Partition(partition.ranks, source.grid)
+        self.partition = source.partition
         self.domain, self.codomain = expression.domain, expression.codomain
         self.plan = make_plan(expression, source, target)
         self.storage: Storage = {**storage_of(self.plan), **(storage or {})}
-        self._group  # noqa: B018  (all workers make the group)
+        self.prepare()
 
-    @cached_property
-    def _group(self) -> transport.Group:
-        return transport.group_of(self.partition.ranks)
+    _group: transport.Group | None = None
+
+    def prepare(self) -> transport.Group:
+        """Make the group in which workers agree, all of them together.
+
+        The constructor does so; of a copy, the first call.
+        """
+        if self._group is None:
+            self._group = transport.group_of(self.partition.ranks)
+        return self._group
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_meetings")}
+        """Without what follows from the rest, or belongs to this process."""
+        kind = type(self)
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name != "_group" and not isinstance(getattr(kind, name, None), cached_property)
+        }
 
     # -- algebra ----------------------------------------------------------------------------------
 
@@ -90,8 +104,7 @@ class Distributed(ParOperator):
         return self._reversed(self.expression.inv)
 
     def _reversed(self, expression: ParOperator) -> Distributed:
-        plan = self.plan
-        return Distributed(expression, self.partition, plan.target, plan.source, self.storage)
+        return Distributed(expression, self.plan.target, self.plan.source, self.storage)
 
     def combined(
         self, make: Callable[..., ParOperator], operators: Sequence[ParOperator]
@@ -108,12 +121,14 @@ class Distributed(ParOperator):
         expression = make(*(each.expression for each in spread))
         first, last = spread[0], spread[-1]
         source, target = _on_fine_grids(last.plan.source, first.plan.target, spread)
-        if len(source.parts) != len(expression.domain.shape):
+        if len(source.shape) != len(expression.domain.shape):
             raise ValueError("cannot combine distributed operators in kron: distribute the product")
-        if isinstance(expression, Sum):
+        if isinstance(expression, OperatorSum):
             _check_terms(spread)
+        # A parameter stays where it is stored, wherever the combination needs it: θ that was drawn
+        # for one of the operators fits. Of several places the first operator's counts.
         storage = {leaf: here for each in reversed(spread) for leaf, here in each.storage.items()}
-        return Distributed(expression, first.partition, source, target, storage)
+        return Distributed(expression, source, target, storage)
 
     def to_dense(self, theta: Parameters | None = None) -> Tensor:
         """Only of the operator itself: no worker has whole columns."""
@@ -123,7 +138,7 @@ class Distributed(ParOperator):
         """What is done step by step, and what each step costs each worker."""
         return explain(self, columns=columns)
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         return self.expression.expand(first)
 
     def children(self) -> tuple[ParOperator, ...]:
@@ -131,34 +146,28 @@ class Distributed(ParOperator):
 
     # -- layouts ----------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def layout_in(self) -> Layout:
         """How a tensor lies that the operator takes."""
-        return self._layout(self.plan.source)
+        return self.plan.source
 
-    @cached_property
+    @property
     def layout_out(self) -> Layout:
         """How a result lies."""
-        return self._layout(self.plan.target)
-
-    def _layout(self, arrangement: Arrangement) -> Layout:
-        return arrangement.layout(self.partition, None)
+        return self.plan.target
 
     @property
     def has_batch_axes(self) -> bool:
         """Whether workers have columns of their own."""
-        grid = self.plan.source.grid
-        return any(grid[axis] > 1 for axis in self.plan.source.batch_axes)
+        return any(self.partition.shape[axis] > 1 for axis in self.plan.source.separate)
 
     # -- parameters -------------------------------------------------------------------------------
 
     @cached_property
     def part_boxes(self) -> dict[Leaf, Box]:
         """What this worker stores of each parameter."""
-        place = self.partition.rank
-        if place is None:
-            return {leaf: tuple((0, 0) for _ in here.parts) for leaf, here in self.storage.items()}
-        return {leaf: here.box(place) for leaf, here in self.storage.items()}
+        nothing = {leaf: ((0, 0),) * len(here.shape) for leaf, here in self.storage.items()}
+        return {leaf: here.box() or nothing[leaf] for leaf, here in self.storage.items()}
 
     @cached_property
     def part_shapes(self) -> dict[Leaf, Shape]:
@@ -166,28 +175,30 @@ class Distributed(ParOperator):
 
     def parameter_layout(self, leaf: Leaf) -> Layout:
         """How a parameter lies; workers that store the same part share it."""
-        return stored_layout(self.partition, self.storage[leaf])
+        return self.storage[leaf].summed
 
     def agreed_number(self, number: int) -> int:
         """The number that the first worker has."""
         if not self.partition.active:
             return number
-        words = self._group.share_words([number])
+        group = self.prepare()
+        words = group.share_words([number])
         everyones = np.frombuffer(words, dtype=np.int64).reshape(-1, NUM_WORDS)[:, 0]
-        return int(everyones[self._group.workers.index(self.partition.ranks[0])])
+        return int(everyones[group.workers.index(self.partition.ranks[0])])
 
     # -- application ------------------------------------------------------------------------------
 
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
-        if not self.partition.active:
+        if not self._is_active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
-        columns, terms, forms = self._agree(x, theta)
-        form = forms[transport.this_worker()]
-        values = find_values(self, theta)
+        columns, terms, form = self._agree(x, theta)
+        values = find_values(self, theta) if self.leaves else {}
         for leaf, value in values.items():
             if value.device.type != terms.device:
                 raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {terms.device}")
-        x = even(admit(x, terms, True), terms)
+        x = admit(x, terms, True)
+        x = even(x, terms) if terms.needs_grad else x
+        # Where workers have columns of their own, a tensor without a batch is one column.
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
         y = self.run(x.reshape(*form.shape, *batch), values, columns)
         return form.unfolded(y if form.columns is not None or not batch else y.squeeze(-1))
@@ -195,7 +206,7 @@ class Distributed(ParOperator):
     def run(
         self,
         x: Tensor,
-        values: Mapping[Leaf, Tensor],
+        values: Values,
         columns: Columns = None,
         order: Order | None = None,
     ) -> Tensor:
@@ -205,25 +216,32 @@ class Distributed(ParOperator):
         and all or none something that needs a gradient. `order` says how dimensions lie in memory,
         the same on all workers, if not one after the other; only speed depends on it.
         """
-        execution = Execution(self.partition, self.storage, values, columns)
-        return execution.run(self.plan, x, order)
+        key = columns, tuple(range(x.dim())) if order is None else order
+        functions = self._programs.get(key)
+        if functions is None:
+            functions = program(self.plan, self.storage, *key)
+            remember(self._programs, key, functions)
+        for function in functions:
+            x = function(x, values)
+        return x
 
-    def _local_shape(self, worker: int) -> Shape:
-        place = self.partition.place(worker)
-        assert place is not None
-        return self.plan.source.local_shape(place)
+    @cached_property
+    def _programs(self) -> dict[tuple[Columns, Order], list[Function]]:
+        return {}  # by how the batch is split and how dimensions lie in memory
 
     def _agree(self, x: Tensor, theta: Parameters | None) -> Entry:
-        claim = Claim.of(x)
-        if self._group.size == 1:
+        if len(self.partition.ranks) == 1:  # nobody to ask
+            claim = Claim.of(x)
             terms = Terms(x.dtype, x.device.type, claim.needs_grad, claim.has_tangent)
             return self._conclude({transport.this_worker(): tuple(x.shape)}, terms)
-        entry = self._meeting(self._state(theta)).reach(claim)
-        self._group.number_call()
+        entry = self._meeting(self._state(theta) if self.leaves else "").reach_with(x)
+        self.prepare().number_call()
         return entry
 
     def _state(self, theta: Parameters | None) -> str:
         """What must be alike on all workers: which parameters there are, and what they need."""
+        # A wrong θ is put into words, too, and compared: so it raises on all workers, though only
+        # some of them may have it.
         given = own_values(self) if theta is None else theta
         if theta is not None or len(given) == len(self.leaves):
             try:
@@ -236,11 +254,15 @@ class Distributed(ParOperator):
         if state not in self._meetings:
             label = f"{self._label} with {state}" if state else self._label
             ends = self.plan.source, self.plan.target
-            identity = f"{label} {[(each.grid, each.parts) for each in ends]}"
+            identity = f"{label} {[(each.partition.shape, each.cuts) for each in ends]}"
             self._meetings[state] = Meeting(
-                self._group, label, self.partition.ranks, self._conclude, identity
+                self.prepare(), label, self.partition.ranks, self._conclude, identity
             )
         return self._meetings[state]
+
+    @cached_property
+    def _is_active(self) -> bool:
+        return self.partition.active
 
     @cached_property
     def _meetings(self) -> dict[str, Meeting[Entry]]:
@@ -249,18 +271,21 @@ class Distributed(ParOperator):
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
         if terms.dtype != self.domain.dtype:
             raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {terms.dtype}")
-        check_numbers(self, terms.device)
-        forms = Form.of_shapes(self, shapes, {each: self._local_shape(each) for each in shapes})
-        columns = {worker: form.columns for worker, form in forms.items()}
+        self.check_numbers(terms.device)
+        forms = InputShape.of_shapes(
+            self, shapes, {each: self.layout_in.shape_on(each) for each in shapes}
+        )
+        form = forms[transport.this_worker()]
+        columns = {worker: each.columns for worker, each in forms.items()}
         if len({each is None for each in columns.values()}) > 1:
             raise ValueError(f"{self}: some workers pass a batch and others none: {shapes}")
         if next(iter(columns.values())) is None and not self.has_batch_axes:
-            return None, terms, forms
-        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), terms, forms
+            return None, terms, form
+        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), terms, form
 
     def _columns(self, columns: dict[int, int]) -> tuple[int, ...]:
         """The number of columns for each place along the batch's axes, where all must agree."""
-        runs = self.plan.source.batch_runs
+        runs = batch_runs(self.plan.source)
         found: dict[int, tuple[int, int]] = {}
         for worker, count in columns.items():
             place = self.partition.place(worker)
@@ -275,11 +300,12 @@ class Distributed(ParOperator):
 
     @cached_property
     def _label(self) -> str:
-        plan = self.plan
-        return f"{self.expression!r} on {self.partition} from {plan.source} to {plan.target}"
+        source, target = self.plan.source.brief, self.plan.target.brief
+        return f"{self.expression!r} on {self.partition} from {source} to {target}"
 
     def __repr__(self) -> str:
-        return f"distribute({self.expression!r}, {self.plan.source} → {self.plan.target})"
+        plan = self.plan
+        return f"distribute({self.expression!r}, {plan.source.brief} → {plan.target.brief})"
 
 
 def _check_workers(operators: Sequence[Distributed]) -> None:
@@ -292,20 +318,20 @@ def _check_workers(operators: Sequence[Distributed]) -> None:
 
 
 def _on_fine_grids(
-    source: Arrangement, target: Arrangement, operators: Sequence[Distributed]
-) -> tuple[Arrangement, Arrangement]:
+    source: Layout, target: Layout, operators: Sequence[Distributed]
+) -> tuple[Layout, Layout]:
     """Both on one grid, finer than those of all operators, as far as there is one.
 
     What is left out are other ways to arrange a tensor, and nothing that has to be.
     """
     source, target = on_common_grids(source, target)
-    if source.grid != target.grid:
+    if source.partition != target.partition:
         return source, target
     for each in operators:
-        for grid in (each.plan.source.grid, each.plan.target.grid):
-            fine = refinement(source.grid, grid)
+        for end in (each.plan.source, each.plan.target):
+            fine = refinement(source.partition.shape, end.partition.shape)
             if fine is not None:
-                source, target = source.on(fine), target.on(fine)
+                source, target = refined(source, fine), refined(target, fine)
     return source, target
 
 
@@ -313,7 +339,8 @@ def _check_terms(terms: Sequence[Distributed]) -> None:
     """Terms of a sum take and give tensors that lie in one way."""
     first = terms[0]
     for other in terms[1:]:
-        if (first.plan.source, first.plan.target) != (other.plan.source, other.plan.target):
+        ends = (first.plan.source, other.plan.source), (first.plan.target, other.plan.target)
+        if not all(alike(*each) for each in ends):
             raise ValueError(f"cannot add operators whose tensors lie apart: {first} and {other}")
 
 
@@ -375,13 +402,13 @@ def distribute(
             f"the result must lie on the same workers in the same order: {start} and {end}; "
             f"distribute to one of them and bring the result to the other with a tessel.Move"
         )
-    source = _arrangement(operator.domain.shape, partition_in, start.shape)
+    source = _layout(operator.domain.shape, partition_in, start)
     if is_anywhere:
-        return Distributed(operator, start, source, None)
-    target = _arrangement(operator.codomain.shape, partition_out, end.shape)
-    if source.batch_runs != target.batch_runs:
+        return Distributed(operator, source, None)
+    target = _layout(operator.codomain.shape, partition_out, end)
+    if batch_runs(source) != batch_runs(target):
         raise ValueError(f"the batch must be split alike before and behind: {start} and {end}")
-    return Distributed(operator, start, *on_common_grids(source, target))
+    return Distributed(operator, *on_common_grids(source, target))
 
 
 def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
@@ -411,9 +438,9 @@ def _partition(given: Any, ndim: int, operator: ParOperator) -> Partition:
     return partition
 
 
-def _arrangement(shape: Shape, given: Any, grid: Shape) -> Arrangement:
+def _layout(shape: Shape, given: Any, partition: Partition) -> Layout:
     if not isinstance(given, Layout):
-        return Arrangement.on_grid(grid, shape)
+        return on_grid(partition, shape)
     in_order = all(
         cut.intervals == boxes.consecutive(stop - start for start, stop in cut.intervals)
         and cut.intervals[-1][1] == length
@@ -424,11 +451,28 @@ def _arrangement(shape: Shape, given: Any, grid: Shape) -> Arrangement:
             f"a layout of shape {shape} that stores each value once, part behind part, is needed, "
             f"got {given}"
         )
-    found = Arrangement(grid, tuple(_parts(cut) for cut in given.cuts))
-    return found.on(without_ones(grid))
+    # Balanced parts are marked as such: what they become of another length is known.
+    cuts = []
+    for cut, length in zip(given.cuts, shape, strict=True):
+        balanced = Balanced(length, len(cut.intervals))
+        cuts.append(replace(cut, intervals=balanced) if cut.intervals == balanced else cut)
+    return refined(replace(given, cuts=tuple(cuts)), without_ones(partition.shape))
 
 
-def _parts(cut: Cut) -> Parts:
-    length, count = cut.intervals[-1][1], len(cut.intervals)
-    is_balanced = cut.intervals == boxes.balanced(length, count)
-    return Parts(length, cut.axes, count, None if is_balanced else cut.intervals)
+def ParRepartition(
+    T: Any,
+    shape: Sequence[int],
+    partition_in: Sequence[int] | Partition,
+    partition_out: Sequence[int] | Partition,
+) -> ParOperator:
+    """The identity, from a tensor on one grid of workers to the same on another.
+
+    >>> import tessel, torch
+    >>> R = tessel.ParRepartition(torch.float32, (4, 6), [1, 1], [1, 1])
+    >>> (R * torch.ones(4, 6)).shape
+    torch.Size([4, 6])
+    """
+    identities = [ParIdentity(T, length) for length in shape]
+    if not identities:
+        raise ValueError("ParRepartition: a shape of at least one dimension is needed")
+    return distribute(kron(*identities), partition_in, partition_out)

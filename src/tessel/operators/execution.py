@@ -1,9 +1,14 @@
-"""Execution: a plan carried out on this worker's part of a tensor."""
+"""Execution: a plan carried out on this worker's part of a tensor.
+
+What the steps of a plan need beside the tensor does not change from call to call: moves, the order
+of dimensions in memory, the shapes of parts. So a plan becomes a list of functions once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import zip_longest
 from math import prod
 
 from torch import Tensor
@@ -12,128 +17,136 @@ from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.operators import tasks
-from tessel.operators.arrangement import Arrangement
 from tessel.operators.dft import ParDFT
+from tessel.operators.layouts import alike, box_of, with_batch
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of
-from tessel.operators.planning import Branches, Local, Plan, Step, Transfer
+from tessel.operators.planning import Branches, Local, OperatorPlan, Step, Transfer
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import Storage, leaves_of, needed, whole
-from tessel.operators.tasks import Task
-from tessel.partition import Partition
 from tessel.shared import Spread, nothing
-from tessel.transport import kept_in_job
+from tessel.transport import kept_in_job, this_worker
 
 Columns = tuple[int, ...] | None  # of the batch, for each place along its axes
+Values = Mapping[Leaf, Tensor]  # of parameters, whole or this worker's parts
+Function = Callable[[Tensor, Values], Tensor]
 
 
-@dataclass(frozen=True)
-class Execution:
-    """What steps need beside the tensor.
+def program(plan: OperatorPlan, storage: Storage, columns: Columns, order: Order) -> list[Function]:
+    """The steps of a plan as functions of this worker's part and the parameters.
 
-    Attributes:
-        partition: the workers.
+    Args:
+        plan: what to do.
         storage: how parameters lie.
-        values: of the parameters, whole or this worker's parts.
         columns: of a batch, which is the last dimension then.
+        order: how the dimensions of the input lie in memory. The plan knows in which order they
+            most likely lie after each step, and data travels in that order: on all workers the
+            same, whatever strides tensors really have.
     """
+    functions = []
+    for step, following in zip_longest(plan.steps, plan.steps[1:]):
+        if isinstance(step, Transfer):
+            functions.append(_transfer(step, columns, order, following))
+        elif isinstance(step, Branches):
+            functions.append(_sum(step, storage, columns, order))
+            order = tuple(range(len(order)))
+        else:
+            functions.append(_local(step, storage))
+            order = tasks.order_after(step.group, order)
+    return functions
 
-    partition: Partition
-    storage: Storage
-    values: Mapping[Leaf, Tensor]
-    columns: Columns
 
-    def run(self, plan: Plan, x: Tensor, order: Order | None = None) -> Tensor:
-        """All steps of a plan.
+def _transfer(step: Transfer, columns: Columns, order: Order, following: Step | None) -> Function:
+    spaced = None
+    if isinstance(following, Local) and isinstance(following.group[0].actor, ParDFT):
+        # A transform along one dimension is faster if its slices do not share places in the cache.
+        spaced = order.index(following.group[0].dims[0]) if len(following.group) == 1 else None
+    move, back = _move(step.before, step.after, columns, order, spaced), inverse_of(order)
 
-        The plan knows in which order dimensions most likely lie in memory after each step. Data
-        travels in that order: on all workers the same, whatever strides tensors really have.
-        """
-        order = tuple(range(x.dim())) if order is None else order
-        for number, step in enumerate(plan.steps):
-            if isinstance(step, Transfer):
-                dim = _transformed(plan.steps[number + 1 : number + 2])
-                x = self._transfer(step, x, order, dim)
-            elif isinstance(step, Branches):
-                x = self._add(step, x, order)
-                order = tuple(range(x.dim()))
-            else:
-                x = self._perform(step, x)
-                order = tasks.order_after(step.group, order)
-        return x
+    def transfer(x: Tensor, values: Values) -> Tensor:
+        return move.apply(x.permute(order)).permute(back)
 
-    def _transfer(self, step: Transfer, x: Tensor, order: Order, spaced: int | None) -> Tensor:
-        at = None if spaced is None else order.index(spaced)
-        move = _move(step, self.partition, self.columns, order, at)
-        return move.apply(x.permute(order)).permute(inverse_of(order))
+    return transfer
 
-    def _add(self, step: Branches, x: Tensor, order: Order) -> Tensor:
-        y = self.run(step.plans[0], x, order)
-        for plan in step.plans[1:]:
-            y = y + self.run(plan, x, order)
-        return y
 
-    def _perform(self, step: Local, x: Tensor) -> Tensor:
-        actor, dims = step.group[0].actor, step.group[0].dims
-        place = self.partition.rank
-        assert place is not None
-        used = {
-            leaf: self._used(leaf, each, step.before)
-            for each in step.group
-            for leaf in leaves_of(each)
-        }
-        shape = (*step.after.local_shape(place), *x.shape[len(step.after.parts) :])
+def _sum(step: Branches, storage: Storage, columns: Columns, order: Order) -> Function:
+    programs = [program(plan, storage, columns, order) for plan in step.plans]
+
+    def add(x: Tensor, values: Values) -> Tensor:
+        total = None
+        for functions in programs:
+            y = x
+            for function in functions:
+                y = function(y, values)
+            total = y if total is None else total + y
+        assert total is not None
+        return total
+
+    return add
+
+
+def _local(step: Local, storage: Storage) -> Function:
+    before, after = step.before, step.after
+    is_alone = before.partition.size == 1  # all parameters are where they are needed
+    uses = [
+        (leaf, storage[leaf], whole(leaf, before), needed(leaf, task, before))
+        for task in step.group
+        for leaf in leaves_of(task)
+    ]
+    shape, num_dims = after.local_shape, len(after.shape)
+    act = _action(step)
+
+    def local(x: Tensor, values: Values) -> Tensor:
+        used = values
+        if uses and not is_alone:
+            used = {}
+            for leaf, stored, everything, use in uses:
+                value = values[leaf]
+                # No part is as large as the whole, on no worker: all come to the same answer.
+                given = everything if tuple(value.shape) == leaf.parameter_shape else stored
+                used[leaf] = _using(given, use).apply(value)
         if not x.numel() or not prod(shape):
-            return nothing(shape, x, *used.values()).to(tasks.dtype_after(step.group, x.dtype))
-        if isinstance(actor, ParRestriction):
-            longer = step.after if actor.is_swapped else step.before
-            return actor.act_on_part(x, dims[0], longer.box(place)[dims[0]])
-        return tasks.perform_group(step.group, x, used)
+            # The graphs of all workers are alike, so that their backward passes meet.
+            inputs = (used[leaf] for leaf, *_ in uses)
+            result = nothing((*shape, *x.shape[num_dims:]), x, *inputs)
+            return result.to(tasks.dtype_after(step.group, x.dtype))
+        return act(x, used)
 
-    def _used(self, leaf: Leaf, task: Task, here: Arrangement) -> Tensor:
-        """A parameter, given whole or as it is stored, for use where the tensor lies so."""
-        value = self.values[leaf]
-        if self.partition.size == 1:
-            return value
-        stored = self.storage[leaf]
-        if tuple(value.shape) == leaf.parameter_shape:  # no part is as large, on no worker
-            stored = whole(leaf, here)
-        return _using(self.partition, stored, needed(leaf, task, here)).apply(value)
+    return local
+
+
+def _action(step: Local) -> Function:
+    """What a step does with a part that is not empty, by its tasks' own methods."""
+    actor, dims = step.group[0].actor, step.group[0].dims
+    if isinstance(actor, ParRestriction):
+        longer = step.after if actor.is_swapped else step.before
+        part = box_of(longer, this_worker())[dims[0]]
+        return lambda x, values: actor.act_on_part(x, dims[0], part)
+    if len(step.group) > 1:
+        together = [(task.actor, task.dims[0]) for task in step.group]
+        return lambda x, values: actor.act_together(together, x)
+    if isinstance(actor, ParDFT):
+        return lambda x, values: actor.act(x, dims[0], None)
+    return lambda x, values: tasks.perform_group(step.group, x, values)
 
 
 @kept_in_job
 def _move(
-    step: Transfer, partition: Partition, columns: Columns, order: Order, spaced: int | None
+    before: Layout, after: Layout, columns: Columns, order: Order, spaced: int | None
 ) -> Move:
-    layouts = [each.layout(partition, columns) for each in (step.before, step.after)]
-    before, after = (_permuted(each, order) for each in layouts)
-    return Move(before, after, spaced)
+    """The move of a tensor and its batch whose dimensions are taken in another order."""
 
+    def permuted(layout: Layout) -> Layout:
+        shape = tuple(layout.shape[dim] for dim in order)
+        return replace(layout, shape=shape, cuts=tuple(layout.cuts[dim] for dim in order))
 
-def _permuted(layout: Layout, order: Order) -> Layout:
-    """The same with its dimensions in another order."""
-    shape = tuple(layout.shape[dim] for dim in order)
-    return replace(layout, shape=shape, cuts=tuple(layout.cuts[dim] for dim in order))
-
-
-def _transformed(following: tuple[Step, ...]) -> int | None:
-    """The dimension along which the next step does a Fourier transform, if only along one."""
-    for step in following:
-        if isinstance(step, Local) and isinstance(step.group[0].actor, ParDFT):
-            return step.group[0].dims[0] if len(step.group) == 1 else None
-    return None
+    source, target = (permuted(with_batch(each, columns)) for each in (before, after))
+    return Move(source, target, spaced)
 
 
 @kept_in_job
-def stored_layout(partition: Partition, stored: Arrangement) -> Layout:
-    """How a parameter lies; workers that store the same part share it."""
-    separate = stored.layout(partition, None)
-    return replace(separate, shared=separate.separate)
-
-
-@kept_in_job
-def _using(partition: Partition, stored: Arrangement, used: Arrangement) -> LinearOperator:
-    target = used.layout(partition, None)
-    if stored == used:
-        return Spread(replace(target, shared=target.separate), target)
-    return Move(stored_layout(partition, stored), target)
+def _using(stored: Layout, used: Layout) -> LinearOperator:
+    """From where a parameter is stored, shared by those who have the same, to a use of it."""
+    if alike(stored, used):
+        return Spread(used.summed, used)
+    return Move(stored.summed, used)

@@ -6,23 +6,24 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tessel.layout import Layout
 from tessel.operators.algebra import Kronecker, ParOperator
-from tessel.operators.arrangement import Arrangement, representatives
-from tessel.operators.cost import Cost, Counter, Line, lines_of
+from tessel.operators.cost import Cost, Counter, ExplainedStep, lines_of
+from tessel.operators.layouts import representatives
 from tessel.operators.leaf import Leaf
 from tessel.operators.picture import draw_steps
-from tessel.operators.planning import Plan
+from tessel.operators.planning import OperatorPlan
 from tessel.operators.rates import Machine, known_machine
-from tessel.operators.space import Shape, Space
+from tessel.operators.space import Shape, TensorSpace
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
 MOST_WORKERS = 128  # of more, some stand for all
@@ -33,11 +34,10 @@ WIDTH = 150
 class Planned(Protocol):
     """A distributed operator, as explanations see it."""
 
-    domain: Space
+    domain: TensorSpace
     expression: ParOperator
-    plan: Plan
-    storage: dict[Leaf, Arrangement]
-    partition: Any
+    plan: OperatorPlan
+    storage: dict[Leaf, Layout]
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,14 @@ class Explanation:
     Attributes:
         lines: the steps.
         workers: the workers that were looked at: all, or some that stand for many.
-        places: their numbers in the order of the partition.
         costs: for each step the cost of each of them.
         num_workers: how many workers there are.
         machine: the model that predicts the times.
         notes: what a reader should know beside.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[ExplainedStep, ...]
     workers: tuple[int, ...]
-    places: tuple[int, ...]
     costs: tuple[tuple[Cost, ...], ...]
     num_workers: int
     machine: Machine
@@ -69,7 +67,7 @@ class Explanation:
         """Whether all workers were looked at."""
         return len(self.workers) == self.num_workers
 
-    @property
+    @cached_property
     def totals(self) -> tuple[Cost, ...]:
         """The cost of all steps for each worker."""
         return tuple(
@@ -104,10 +102,10 @@ class Explanation:
         for title in ("flops", "messages", "bytes sent", "peak memory", "time"):
             table.add_column(title, justify="right", no_wrap=True)
         for number, (line, costs) in enumerate(zip(self.lines, self.costs, strict=True), 1):
-            shapes = [line.after.local_shape(at) for at in self.places]
+            shapes = [line.after.shape_on(worker) for worker in self.workers]
             name = Text(f"{number} {line.title}", style="magenta" if line.is_transfer else "cyan")
             for row, (who, shape, cost) in enumerate(self._rows(shapes, costs)):
-                labels = (name, f"{line.after}") if not row else ("", "")
+                labels = (name, line.layout) if not row else ("", "")
                 table.add_row(*labels, who, "×".join(map(str, shape)), *_numbers(cost))
         table.add_section()
         for row, (who, _, total) in enumerate(self._rows([()] * len(self.workers), self.totals)):
@@ -162,16 +160,17 @@ def explain(operator: Planned, *, columns: int = 1, machine: Machine | None = No
     >>> [line.title for line in explanation.lines], explanation.bytes_sent
     (['ParDFT along 0'], 0)
     """
-    ranks = tuple(operator.partition.ranks)
     explanation = explain_plan(
-        operator.plan, operator.domain.dtype, operator.storage, ranks, columns, machine
+        operator.plan, operator.domain.dtype, operator.storage, columns, machine
     )
     return replace(explanation, notes=_notes(operator))
 
 
 def _notes(operator: Planned) -> tuple[str, ...]:
     """The order of factors, where it matters: on a `vec` another order would be taken as well."""
-    if not any(_depends_on_order(each) for each in _parts_of(operator.expression)):
+    products = [each for each in _parts_of(operator.expression) if isinstance(each, Kronecker)]
+    factors = [[repr(factor) for factor in each.factors] for each in products]
+    if all(each == each[::-1] for each in factors):
         return ()
     lengths = ", ".join(f"{dim} of length {n}" for dim, n in enumerate(operator.domain.shape))
     return (
@@ -186,16 +185,10 @@ def _parts_of(operator: ParOperator) -> Iterator[ParOperator]:
         yield from _parts_of(child)
 
 
-def _depends_on_order(operator: ParOperator) -> bool:
-    factors = [repr(each) for each in getattr(operator, "factors", ())]
-    return isinstance(operator, Kronecker) and factors != factors[::-1]
-
-
 def explain_plan(
-    plan: Plan,
+    plan: OperatorPlan,
     dtype: torch.dtype,
-    storage: Mapping[Leaf, Arrangement],
-    ranks: Sequence[int] | range,
+    storage: Mapping[Leaf, Layout],
     columns: int = 1,
     machine: Machine | None = None,
 ) -> Explanation:
@@ -203,18 +196,16 @@ def explain_plan(
     if columns < 1:
         raise ValueError(f"a batch has at least one column, got {columns}")
     machine = known_machine() if machine is None else machine
-    grid = plan.source.grid
-    count = prod(grid)
-    places = range(count) if count <= MOST_WORKERS else representatives(grid)
+    P = plan.source.partition
+    workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
     lines = tuple(lines_of(plan, dtype))
-    counter = Counter(machine.rates_for(count), storage, columns)
-    each = [counter.costs(lines, at) for at in places]
+    counter = Counter(machine.rates_for(P.size), storage, columns)
+    each = [counter.costs(lines, at) for at in workers]
     return Explanation(
         lines,
-        tuple(ranks[at] for at in places),
-        tuple(places),
+        tuple(workers),
         tuple(zip(*each, strict=True)),
-        count,
+        P.size,
         machine,
     )
 

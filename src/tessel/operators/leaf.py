@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from tessel.boxes import Box
 from tessel.operators.algebra import ParOperator
 from tessel.operators.memory import Order
-from tessel.operators.space import Shape, Space
-from tessel.operators.tasks import Task
+from tessel.operators.space import Shape, TensorSpace
+from tessel.operators.tasks import OperatorTask
 from tessel.partition import Partition
 
 
@@ -32,8 +32,8 @@ class Leaf(ParOperator):
         std: the standard deviation of the parameters that `init` draws.
     """
 
-    source: Space
-    target: Space
+    source: TensorSpace
+    target: TensorSpace
     is_adjoint = False
     is_inverse = False
     std = 1.0
@@ -41,17 +41,17 @@ class Leaf(ParOperator):
     own_box: Box | None = None  # which part of the whole it is, if it was drawn as a part
     shared_by: Partition | None = None  # who has the same
 
-    @property
+    @cached_property
     def is_swapped(self) -> bool:
         """Whether it goes from the codomain of A to its domain."""
         return self.is_adjoint != self.is_inverse
 
     @property
-    def domain(self) -> Space:  # type: ignore[override]
+    def domain(self) -> TensorSpace:  # type: ignore[override]
         return self.target if self.is_swapped else self.source
 
     @property
-    def codomain(self) -> Space:  # type: ignore[override]
+    def codomain(self) -> TensorSpace:  # type: ignore[override]
         return self.source if self.is_swapped else self.target
 
     @cached_property
@@ -72,20 +72,14 @@ class Leaf(ParOperator):
         base = self.base
         if not adjoint and not inverse:
             return base
+        # Kept by A, so that A.H.H is A and all four have one parameter, own or bound.
         others: dict[tuple[bool, bool], Self] = base.__dict__.setdefault("_others", {})
         if (adjoint, inverse) not in others:
             new = copy(base)
-            for derived in (
-                "H",
-                "_inv",
-                "leaves",
-                "_meeting",
-                "order",
-                "is_complex_linear",
-                "_others",
-                "supported_on",
-            ):
-                new.__dict__.pop(derived, None)
+            for name in list(new.__dict__):  # what A worked out for itself does not hold for A.H
+                if isinstance(getattr(type(base), name, None), cached_property):
+                    del new.__dict__[name]
+            new.__dict__.pop("_others", None)
             new.__dict__["_base"] = base
             new.is_adjoint, new.is_inverse = adjoint, inverse
             others[adjoint, inverse] = new
@@ -94,8 +88,7 @@ class Leaf(ParOperator):
     @property
     def base(self) -> Self:
         """A itself, by which its parameter is known."""
-        found: Self = self.__dict__.get("_base", self)
-        return found
+        return self.__dict__.get("_base", self)
 
     @property
     def mode(self) -> str:
@@ -171,9 +164,9 @@ class Leaf(ParOperator):
     def leaves(self) -> tuple[Leaf, ...]:
         return () if self.parameter_shape is None else (self.base,)
 
-    def expand(self, first: int) -> Iterator[Task]:
+    def expand(self, first: int) -> Iterator[OperatorTask]:
         if not self.is_nothing:
-            yield Task(self, tuple(range(first, first + len(self.domain.shape))))
+            yield OperatorTask(self, tuple(range(first, first + len(self.domain.shape))))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source} → {self.target}){self.mode}"

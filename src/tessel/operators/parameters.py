@@ -44,7 +44,7 @@ class Parameters(dict[Any, Tensor]):
             raise ValueError(f"a parameter is given two values: {list(given)}")
 
     def __missing__(self, key: Any) -> Tensor:
-        leaf = leaf_of(key)
+        leaf = leaf_of(key)  # A.H, distribute(A) and A(θ) know the parameter of A
         if leaf is key or leaf not in self:
             raise KeyError(f"θ has no value for {key}")
         return self[leaf]
@@ -174,6 +174,8 @@ def init(operator: Any, *, requires_grad: bool = True) -> Parameters:
     """
     boxes: dict[Any, Box] = getattr(operator, "part_boxes", {})
     agree: Callable[[int], int] = getattr(operator, "agreed_number", int)
+    # A seed from torch's own generator: `torch.manual_seed` decides what is drawn. On several
+    # workers that of the first counts, so that all draw parts of one whole.
     seed = agree(int(torch.randint(2**62, (), device="cpu").item()))
     theta = Parameters(boxes=boxes)
     for number, leaf in enumerate(operator.leaves):
@@ -186,6 +188,8 @@ def draw(leaf: Any, seed: int, box: Box | None = None) -> Tensor:
     """Normal numbers, a part of them without ever having all."""
     shape = leaf.parameter_shape
     assert shape is not None
+    # On the CPU and chunk by chunk, whatever the device and the part: the numbers are the same on
+    # any number of workers, and no worker has memory for all of them at once.
     generator = torch.Generator("cpu").manual_seed(seed)
     dtype = leaf.source.dtype
     row, first = prod(shape[1:]), 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tessel.operators.arrangement import Arrangement, Parts
-from tessel.operators.cost import Cost, Line
+from tessel.layout import Layout
+from tessel.operators.cost import Cost, ExplainedStep
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), facecolor="white")
 
 
-def draw_steps(lines: Sequence[Line], costs: Sequence[Sequence[Cost]], summary: str) -> Figure:
+def draw_steps(
+    lines: Sequence[ExplainedStep], costs: Sequence[Sequence[Cost]], summary: str
+) -> Figure:
     """Draw steps from top to bottom: how the tensor lies after each, and what each costs.
 
     Every dimension is a bar with a gap at each cut; the part of the first worker is coloured. The
@@ -56,10 +58,13 @@ def draw_steps(lines: Sequence[Line], costs: Sequence[Sequence[Cost]], summary: 
     )
     for ax in (layout, *others):
         _prepare(ax, len(lines))
-    layout.set_yticks(range(len(lines)), [_label(k, line) for k, line in enumerate(lines, 1)])
+    layout.set_yticks(
+        range(len(lines)),
+        [f"{k}  {_wrapped(line.title)}\n{line.layout}" for k, line in enumerate(lines, 1)],
+    )
     layout.set_title("how the tensor lies then", color=_INK, fontsize=10)
     for row, line in enumerate(lines):
-        _draw_arrangement(layout, row, line.after, _colour(line))
+        _draw_layout(layout, row, line.after, _colour(line))
     for ax, (title, value, write) in zip(others, _COLUMNS, strict=True):
         ax.set_title(title, color=_INK, fontsize=10)
         _draw_bars(ax, lines, [[value(cost) for cost in step] for step in costs], write)
@@ -77,37 +82,32 @@ def _prepare(ax: Axes, rows: int) -> None:
         spine.set_visible(False)
 
 
-def _label(number: int, line: Line) -> str:
-    title = line.title if len(line.title) <= 34 else line.title.replace(", ", ",\n", 1)
-    return f"{number}  {title}\n{line.after}"
+def _wrapped(title: str) -> str:
+    return title if len(title) <= 34 else title.replace(", ", ",\n", 1)
 
 
-def _colour(line: Line) -> str:
+def _colour(line: ExplainedStep) -> str:
     return _TRANSFER if line.is_transfer else _LOCAL
 
 
-def _draw_arrangement(ax: Axes, row: int, here: Arrangement, ink: str) -> None:
-    height = _THICKNESS / max(1, len(here.parts))
-    first = here.box(0)
-    for dim, part in enumerate(here.parts):
+def _draw_layout(ax: Axes, row: int, here: Layout, ink: str) -> None:
+    height = _THICKNESS / max(1, len(here.shape))
+    first = here.box(here.partition.ranks[0])
+    assert first is not None
+    for dim, cut in enumerate(here.cuts):
         top = row - _THICKNESS / 2 + dim * height
         style: dict[str, Any] = {"height": 0.8 * height, "align": "edge"}
         ax.barh(top, 0.9, left=0.02, color=_WHOLE, **style)
-        start, stop = (0.02 + 0.9 * edge / part.length for edge in first[dim])
-        ax.barh(top, max(stop - start, 0.003 * (stop > start)), left=start, color=ink, **style)
-        for at in _cuts(part):
+        left, right = (0.02 + 0.9 * edge / here.shape[dim] for edge in first[dim])
+        ax.barh(top, max(right - left, 0.003 * (right > left)), left=left, color=ink, **style)
+        for start, _ in cut.intervals[1:] if len(cut.intervals) <= _MOST_CUTS else ():
+            at = 0.02 + 0.9 * start / here.shape[dim]
             ax.plot([at, at], [top, top + 0.8 * height], color="white", linewidth=1)
-
-
-def _cuts(part: Parts) -> list[float]:
-    if part.count > _MOST_CUTS:
-        return []
-    return [0.02 + 0.9 * start / part.length for start, _ in part.intervals[1:]]
 
 
 def _draw_bars(
     ax: Axes,
-    lines: Sequence[Line],
+    lines: Sequence[ExplainedStep],
     values: Sequence[Sequence[float]],
     write: Callable[[float], str],
 ) -> None:

@@ -8,56 +8,76 @@ pencils, there and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
 from math import prod
 from typing import Any
 
-from tessel.boxes import Interval
-from tessel.operators.arrangement import Arrangement, Parts, numel_sent, representatives
+from tessel.boxes import Balanced, Interval
+from tessel.layout import Cut, Layout
+from tessel.operators.layouts import (
+    alike,
+    balanced_cut,
+    is_whole,
+    num_different,
+    numel_sent,
+    representatives,
+    with_cut,
+    with_length,
+)
 from tessel.operators.restriction import ParRestriction
-from tessel.operators.tasks import Task, Terms, Waiting, cheapest, grouped
+from tessel.operators.tasks import OperatorTask, Summands, Waiting, cheapest, grouped
 
-MOST_PLACES = 128  # of more workers, some stand for all
+MOST_WORKERS = 128  # of more workers, some stand for all
+
+
+class _Step:
+    """What is done with a tensor, which lies in one way before it and in one afterwards."""
+
+    before: Layout
+    after: Layout
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__} {self.before.brief} → {self.after.brief}"
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(_Step):
     """Tasks that each worker does with what it has, in one call."""
 
-    before: Arrangement
-    after: Arrangement
-    group: tuple[Task, ...]
+    before: Layout
+    after: Layout
+    group: tuple[OperatorTask, ...]
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Transfer(_Step):
     """The tensor is rearranged."""
 
-    before: Arrangement
-    after: Arrangement
+    before: Layout
+    after: Layout
 
 
 @dataclass(frozen=True)
-class Branches:
+class Branches(_Step):
     """The results of several plans are added."""
 
-    before: Arrangement
-    after: Arrangement
-    plans: tuple[Plan, ...]
+    before: Layout
+    after: Layout
+    plans: tuple[OperatorPlan, ...]
 
 
 Step = Local | Transfer | Branches
 
 
 @dataclass(frozen=True)
-class Plan:
+class OperatorPlan:
     """All steps of an operator on a grid."""
 
-    source: Arrangement
-    target: Arrangement
+    source: Layout
+    target: Layout
     steps: tuple[Step, ...] = field(repr=False)
 
     @property
@@ -74,7 +94,7 @@ class Plan:
                 yield step
 
 
-def make_plan(operator: Any, source: Arrangement, target: Arrangement | None) -> Plan:
+def make_plan(operator: Any, source: Layout, target: Layout | None) -> OperatorPlan:
     """Plan an operator on a tensor that lies so.
 
     Args:
@@ -84,6 +104,8 @@ def make_plan(operator: Any, source: Arrangement, target: Arrangement | None) ->
     """
     tasks = tuple(operator.expand(0))
     plan = _plan(tasks, source, target, patient=False)
+    # Padding late sends fewer zeros, but a dimension that is short for longer can host fewer
+    # workers and may need one transfer more: so both are tried.
     if plan.num_transfers and any(_adds_zeros(task) for task in tasks):
         other = _plan(tasks, source, target, patient=True)
         plan = other if other.num_transfers <= plan.num_transfers else plan
@@ -91,9 +113,11 @@ def make_plan(operator: Any, source: Arrangement, target: Arrangement | None) ->
 
 
 def _plan(
-    tasks: tuple[Task, ...], source: Arrangement, target: Arrangement | None, patient: bool
-) -> Plan:
+    tasks: tuple[OperatorTask, ...], source: Layout, target: Layout | None, patient: bool
+) -> OperatorPlan:
     """Plan tasks; if patient, nothing is put among zeros that has to travel then."""
+    # Greedy: do all that is possible here, go where the most is possible next. A search over all
+    # orders would find nothing better for slabs and pencils, and takes exponentially long.
     waiting = Waiting(tasks)
     steps: list[Step] = []
     here = source
@@ -107,10 +131,10 @@ def _plan(
         there = _next(waiting, here, target, patient)
         steps.append(Transfer(here, there))
         here = there
-    if target is not None and here != target:
+    if target is not None and not alike(here, target):
         steps.append(Transfer(here, target))
     end = here if target is None else target
-    return Plan(source, end, tuple(_travelling_small(steps)))
+    return OperatorPlan(source, end, tuple(_travelling_small(steps)))
 
 
 def _travelling_small(steps: list[Step]) -> list[Step]:
@@ -130,7 +154,9 @@ def _transferred_earlier(steps: list[Step]) -> list[Step]:
     stay: list[Local] = []
     behind: list[Local] = []
     growth = most = 1.0
-    best: tuple[int, list[Local], list[Local], Arrangement] | None = None
+    # From the transfer backwards: local steps go behind it one by one, as long as they can be done
+    # there and nothing that stays needs them; kept is the cut at which the tensor is the smallest.
+    best: tuple[int, list[Local], list[Local], Layout] | None = None
     for number in range(len(steps) - 2, -1, -1):
         local = steps[number]
         if not isinstance(local, Local):
@@ -145,9 +171,10 @@ def _transferred_earlier(steps: list[Step]) -> list[Step]:
     if best is None:
         return steps
     number, stay, behind, there = best
+    # The tasks are the same, but the tensor lies in other ways between them.
     first = _replayed(stay, steps[number].before)
     here = first[-1].after if first else steps[number].before
-    moves = [Transfer(here, there)] if here != there else []
+    moves = [Transfer(here, there)] if not alike(here, there) else []
     return [*steps[:number], *first, *moves, *_replayed(behind, there)]
 
 
@@ -158,7 +185,7 @@ def _is_needed(local: Local, later: list[Local]) -> bool:
     )
 
 
-def _replayed(steps: list[Local], here: Arrangement) -> list[Local]:
+def _replayed(steps: list[Local], here: Layout) -> list[Local]:
     """The same tasks on a tensor that lies so."""
     found = []
     for step in steps:
@@ -170,68 +197,67 @@ def _replayed(steps: list[Local], here: Arrangement) -> list[Local]:
     return found
 
 
-def _can_follow(local: Local, end: Arrangement) -> bool:
+def _can_follow(local: Local, end: Layout) -> bool:
     """Whether tasks can be done where they leave a tensor that lies so."""
     return all(
-        end.parts[dim].count == 1
+        len(end.cuts[dim].intervals) == 1
         for task in local.group
         for dim, mixes in zip(task.dims, task.actor.mixes, strict=True)
         if mixes or isinstance(task.actor, ParRestriction)
     )
 
 
-def _before(local: Local, end: Arrangement) -> Arrangement:
+def _before(local: Local, end: Layout) -> Layout:
     """How a tensor lies before tasks that leave it so."""
     for task in reversed(local.group):
         for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
             if before != after:
-                end = end.with_part(dim, end.parts[dim].resized(before))
+                end = with_length(end, dim, before)
     return end
 
 
 def _drain(
-    waiting: Waiting, here: Arrangement, target: Arrangement | None, patient: bool
-) -> tuple[Arrangement, list[Step]]:
+    waiting: Waiting, here: Layout, target: Layout | None, patient: bool
+) -> tuple[Layout, list[Step]]:
     """Do all that can be done here."""
     early = _early(waiting.copy(), here) if patient else set()
-    done: list[Task] = []
-    arrangements = [here]
-    branches: dict[int, Branches] = {}
-    state = here
-
-    def is_possible(task: Task) -> bool:
-        return task not in early and (_is_local(task, state) or _is_branching(task, state))
-
-    for task in cheapest(waiting, is_possible):
-        if _is_local(task, state):
-            state = _after(task, state)
-        else:
-            branching = _branches(task, state, None if waiting else target)
-            branches[len(done)] = branching
-            state = branching.after
-        done.append(task)
-        arrangements.append(state)
+    # Which task is next depends on how the tensor lies after the last one; which tasks are one
+    # call is known only when all are in order. So layouts are kept for each task, grouped later.
+    done = list(_possible(waiting, here, target, early))
+    layouts = [here, *(after for _, after, _ in done)]
     steps: list[Step] = []
     number = 0
-    for group in grouped(done):
-        before, after = arrangements[number], arrangements[number + len(group)]
-        steps.append(branches.get(number) or Local(before, after, group))
+    for group in grouped(task for task, *_ in done):
+        before, after = layouts[number], layouts[number + len(group)]
+        steps.append(done[number][2] or Local(before, after, group))
         number += len(group)
-    return state, steps
+    return layouts[-1], steps
 
 
-def _early(waiting: Waiting, here: Arrangement) -> set[Task]:
-    """What would only add zeros, along dimensions with which nothing else can be done here."""
-    done: list[Task] = []
+def _possible(
+    waiting: Waiting, here: Layout, target: Layout | None, without: Collection[OperatorTask] = ()
+) -> Iterator[tuple[OperatorTask, Layout, Branches | None]]:
+    """Tasks that can be done here, one after the other, and how the tensor lies after each.
+
+    A sum along all dimensions comes with the plans of its terms.
+    """
     state = here
 
-    def is_possible(task: Task) -> bool:
-        return _is_local(task, state) or _is_branching(task, state)
+    def is_possible(task: OperatorTask) -> bool:
+        return task not in without and (_is_local(task, state) or _is_branching(task, state))
 
     for task in cheapest(waiting, is_possible):
-        local = _is_local(task, state)
-        state = _after(task, state) if local else _branches(task, state, None).after
-        done.append(task)
+        branches = None
+        if not _is_local(task, state):
+            # The last sum can end where the result shall lie; others leave that to what follows.
+            branches = _branches(task, state, None if waiting else target)
+        state = _after(task, state) if branches is None else branches.after
+        yield task, state, branches
+
+
+def _early(waiting: Waiting, here: Layout) -> set[OperatorTask]:
+    """What would only add zeros, along dimensions with which nothing else can be done here."""
+    done = [task for task, *_ in _possible(waiting, here, None)]
     return {
         task
         for number, task in enumerate(done)
@@ -241,68 +267,69 @@ def _early(waiting: Waiting, here: Arrangement) -> set[Task]:
     }
 
 
-def _adds_zeros(task: Task) -> bool:
+def _adds_zeros(task: OperatorTask) -> bool:
     return isinstance(task.actor, ParRestriction) and task.actor.is_swapped
 
 
-def _is_local(task: Task, here: Arrangement) -> bool:
+def _is_local(task: OperatorTask, here: Layout) -> bool:
     if isinstance(task.actor, ParRestriction):
         return True
-    return all(here.parts[dim].is_whole for dim in task.mixed)
+    return all(is_whole(here, dim) for dim in task.mixed)
 
 
-def _is_branching(task: Task, here: Arrangement) -> bool:
+def _is_branching(task: OperatorTask, here: Layout) -> bool:
     """Whether a sum acts along all dimensions: its terms are planned on their own."""
-    return isinstance(task.actor, Terms) and len(task.dims) == len(here.parts)
+    return isinstance(task.actor, Summands) and len(task.dims) == len(here.shape)
 
 
-def _branches(task: Task, here: Arrangement, target: Arrangement | None) -> Branches:
-    plans: list[Plan] = []
+def _branches(task: OperatorTask, here: Layout, target: Layout | None) -> Branches:
+    plans: list[OperatorPlan] = []
+    # The first term decides where all results lie: they are added there, part by part.
     for operator in task.actor.operators:
         plans.append(make_plan(operator, here, plans[0].target if plans else target))
     return Branches(here, plans[0].target, tuple(plans))
 
 
-def _after(task: Task, here: Arrangement) -> Arrangement:
+def _after(task: OperatorTask, here: Layout) -> Layout:
     """How the result of a task lies."""
     for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
-        part = here.parts[dim]
-        if isinstance(task.actor, ParRestriction) and not part.is_whole:
-            here = here.with_part(dim, _restricted(task.actor, part))
+        if isinstance(task.actor, ParRestriction) and not is_whole(here, dim):
+            # Each worker keeps what it has: parts become uneven, but nothing moves.
+            here = with_cut(here, dim, _restricted(task.actor, here.cuts[dim]), after)
         elif before != after:
-            here = here.with_part(dim, part.resized(after))
+            here = with_length(here, dim, after)
     return here
 
 
 @lru_cache(maxsize=1024)
-def _restricted(actor: ParRestriction, part: Parts) -> Parts:
+def _restricted(actor: ParRestriction, cut: Cut) -> Cut:
     """How the result of a restriction lies where each worker keeps what it has of it."""
-    after = actor.codomain.numel
-    filled = part.count if part.bounds is not None else min(part.count, part.length)
-    intervals = tuple(part.interval(place) for place in range(filled))
-    bounds = actor.split(intervals) + ((after, after),) * (part.count - filled)
-    return replace(part, length=after, bounds=bounds)
+    after, count = actor.codomain.numel, len(cut.intervals)
+    is_balanced = isinstance(cut.intervals, Balanced)
+    filled = min(count, actor.domain.numel) if is_balanced else count  # the others have nothing
+    intervals = actor.split(cut.intervals[:filled])
+    return replace(cut, intervals=intervals + ((after, after),) * (count - filled))
 
 
-def _next(
-    waiting: Waiting, here: Arrangement, target: Arrangement | None, patient: bool
-) -> Arrangement:
+def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) -> Layout:
     """Where to go so that the most can be done before the tensor has to be rearranged again."""
-    best: tuple[Any, Arrangement] | None = None
+    best: tuple[Any, Layout] | None = None
     for there in _candidates(here, target):
         left = waiting.copy()
         end, done = _drain(left, there, target, patient)
-        if not done:
+        if not done:  # to go there would not help
             continue
         more = _further(left, end, target, patient)
         tasks = len(left.tasks) - len(waiting.tasks)
-        key = more, tasks, _sent(here, there, target), _moved(here, there), _unevenness(there)
+        # Transfers cost the most, so few of them come first; then few bytes, then even parts.
+        sent, changed = _sent(here, there, target), num_different(here, there)
+        key = more, tasks, sent, changed, _unevenness(there)
         if best is None or key < best[0]:
             best = key, there
     return best[1] if best is not None else _concentrated(waiting, here)
 
 
-def _candidates(here: Arrangement, target: Arrangement | None) -> Iterator[Arrangement]:
+def _candidates(here: Layout, target: Layout | None) -> Iterator[Layout]:
     """Where the tensor may go: as the result shall lie, or with axes on other dimensions.
 
     Where the result shall lie on another grid, axes of that one may be on other dimensions, too.
@@ -310,99 +337,89 @@ def _candidates(here: Arrangement, target: Arrangement | None) -> Iterator[Arran
     if target is not None:
         there = _like(target, here)
         yield there
-        if there.grid != here.grid:
+        if there.partition.shape != here.partition.shape:
             yield from _hostings(there)
     yield from _hostings(here)
 
 
-def _further(left: Waiting, end: Arrangement, target: Arrangement | None, patient: bool) -> int:
+def _further(left: Waiting, end: Layout, target: Layout | None, patient: bool) -> int:
     """How often the tensor travels after this, as far as one step ahead shows."""
     if not left:
-        return int(target is not None and end != target)
+        return int(target is not None and not alike(end, target))
     if target is None:
         return 2
     last = left.copy()
     final, _ = _drain(last, _like(target, end), target, patient)
-    return 1 if not last and final == target else 2
+    return 1 if not last and alike(final, target) else 2
 
 
-def _like(target: Arrangement, here: Arrangement) -> Arrangement:
+def _like(target: Layout, here: Layout) -> Layout:
     """As the result shall lie, for a tensor whose dimensions still have other lengths."""
-    parts = tuple(
-        end if end.length == part.length else Parts(part.length, end.axes, end.count)
-        for end, part in zip(target.parts, here.parts, strict=True)
+    cuts = tuple(
+        cut if end == length else balanced_cut(target.partition, length, cut.axes)
+        for cut, end, length in zip(target.cuts, target.shape, here.shape, strict=True)
     )
-    return replace(target, parts=parts)
+    return replace(target, shape=here.shape, cuts=cuts)
 
 
-def _hostings(here: Arrangement) -> Iterator[Arrangement]:
+def _hostings(here: Layout) -> Iterator[Layout]:
     """The axes of the grid on some dimensions that are long enough for them, the others whole."""
-    D = len(here.parts)
-    axes = [axis for part in here.parts for axis in part.axes]
+    D = len(here.shape)
+    axes = [axis for cut in here.cuts for axis in cut.axes]
     for count in range(1, min(len(axes), D) + 1):
         for hosts in combinations(range(D), count):
             if (there := _hosted(here, hosts, axes)) is not None:
                 yield there
 
 
-def _hosted(here: Arrangement, hosts: Sequence[int], axes: Sequence[int]) -> Arrangement | None:
+def _hosted(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout | None:
     """With all axes on these dimensions; those that are there stay."""
-    grid = here.grid
-    own = {dim: list(part.axes) if dim in hosts else [] for dim, part in enumerate(here.parts)}
-    sizes = {dim: _product(grid, own[dim]) for dim in own}
+    grid = here.partition.shape
+    own = {dim: list(cut.axes) if dim in hosts else [] for dim, cut in enumerate(here.cuts)}
+    sizes = {dim: prod(grid[axis] for axis in own[dim]) for dim in own}
     placed = {axis for each in own.values() for axis in each}
     for axis in axes:
-        if axis in placed:
+        if axis in placed:  # moving it would send a dimension that could stay
             continue
-        free = [dim for dim in hosts if sizes[dim] * grid[axis] <= here.parts[dim].length]
+        free = [dim for dim in hosts if sizes[dim] * grid[axis] <= here.shape[dim]]
         if not free:
             return None
-        dim = min(free, key=lambda d: (here.parts[d].length % (sizes[d] * grid[axis]) > 0, d))
+        # A dimension that divides evenly leaves no worker waiting for another.
+        dim = min(free, key=lambda d: (here.shape[d] % (sizes[d] * grid[axis]) > 0, d))
         own[dim].append(axis)
         sizes[dim] *= grid[axis]
-    parts = tuple(
-        part
-        if list(part.axes) == own[dim] and dim in hosts
-        else Parts(part.length, tuple(own[dim]), sizes[dim])
-        for dim, part in enumerate(here.parts)
+    cuts = tuple(
+        cut
+        if list(cut.axes) == own[dim] and dim in hosts
+        else Cut(tuple(own[dim]), Balanced(here.shape[dim], sizes[dim]))
+        for dim, cut in enumerate(here.cuts)
     )
-    return replace(here, parts=parts) if parts != here.parts else None
+    return replace(here, cuts=cuts) if cuts != here.cuts else None
 
 
-def _product(grid: Sequence[int], axes: Sequence[int]) -> int:
-    total = 1
-    for axis in axes:
-        total *= grid[axis]
-    return total
-
-
-def _sent(here: Arrangement, there: Arrangement, target: Arrangement | None) -> int:
+def _sent(here: Layout, there: Layout, target: Layout | None) -> int:
     """The values that travel on the way to another grid, by `there`; 0 on one grid.
 
     On one grid the fewest dimensions that lie in another way do as well, and cost less to count.
     """
-    if target is None or target.grid == here.grid:
+    if target is None or target.partition.shape == here.partition.shape:
         return 0
     legs = (here, there), (there, _like(target, there))
-    places = range(here.size) if here.size <= MOST_PLACES else representatives(here.grid)
-    return sum(numel_sent(*leg, place) for leg in legs for place in places)
+    P = here.partition
+    workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
+    return sum(numel_sent(*leg, worker) for leg in legs for worker in workers)
 
 
-def _moved(here: Arrangement, there: Arrangement) -> int:
-    """How many dimensions lie in another way."""
-    return sum(a != b for a, b in zip(here.ways, there.ways, strict=True))
-
-
-def _unevenness(there: Arrangement) -> float:
+def _unevenness(there: Layout) -> float:
     """The largest part against the mean."""
     ratio = 1.0
-    for part in there.parts:
-        start, stop = part.interval(0)
-        ratio *= (stop - start) * part.count / max(1, part.length)
+    for cut, length in zip(there.cuts, there.shape, strict=True):
+        start, stop = cut.intervals[0]
+        ratio *= (stop - start) * len(cut.intervals) / max(1, length)
     return ratio
 
 
-def _concentrated(waiting: Waiting, here: Arrangement) -> Arrangement:
+def _concentrated(waiting: Waiting, here: Layout) -> Layout:
     """When no dimensions are long enough: those that the next task mixes whole, on few workers.
 
     Their axes go to the longest of the others, some of whose parts are empty then. If there are no
@@ -413,18 +430,17 @@ def _concentrated(waiting: Waiting, here: Arrangement) -> Arrangement:
         if _adds_zeros(task):  # which can be done anywhere
             left.done(task)
     task = min(left.ready(), key=left.prospect)
-    axes = [axis for dim in task.mixed for axis in here.parts[dim].axes]
-    parts = list(here.parts)
-    others = [dim for dim in range(len(parts)) if dim not in task.mixed]
+    axes = [axis for dim in task.mixed for axis in here.cuts[dim].axes]
+    cuts, P = list(here.cuts), here.partition
+    others = [dim for dim in range(len(cuts)) if dim not in task.mixed]
     for dim in task.mixed:
-        parts[dim] = Parts(parts[dim].length)
+        cuts[dim] = balanced_cut(P, here.shape[dim], ())
     if others:
-        host = max(others, key=lambda dim: parts[dim].length / parts[dim].count)
-        along = (*parts[host].axes, *axes)
-        parts[host] = Parts(parts[host].length, along, _product(here.grid, along))
+        host = max(others, key=lambda dim: here.shape[dim] / len(cuts[dim].intervals))
+        cuts[host] = balanced_cut(P, here.shape[host], (*cuts[host].axes, *axes))
     else:
-        first, count = task.mixed[0], _product(here.grid, axes)
-        length = parts[first].length
-        bounds: tuple[Interval, ...] = ((0, length), *[(length, length)] * (count - 1))
-        parts[first] = Parts(length, tuple(axes), count, bounds)
-    return replace(here, parts=tuple(parts))
+        first, count = task.mixed[0], prod(P.shape[axis] for axis in axes)
+        length = here.shape[first]
+        intervals: tuple[Interval, ...] = ((0, length), *[(length, length)] * (count - 1))
+        cuts[first] = Cut(tuple(axes), intervals)
+    return replace(here, cuts=tuple(cuts))

@@ -14,10 +14,10 @@ from tessel.layout import Layout
 from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.operators.algebra import ParOperator
-from tessel.operators.form import Form
+from tessel.operators.input_shape import InputShape
 from tessel.operators.leaf import Leaf
 from tessel.operators.parameters import Parameters
-from tessel.operators.space import Shape, Space, checked_dtype, checked_length
+from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
 from tessel.partition import Partition, world
 from tessel.shared import Spread, even
 from tessel.transport import kept_in_job
@@ -46,13 +46,17 @@ class ParReduce(Leaf):
     ) -> None:
         self.is_sized = shape is not None
         lengths = tuple(checked_length("ParReduce", "each length", n) for n in shape or ())
-        self.source = self.target = Space(lengths, checked_dtype("ParReduce", T))
+        self.source = self.target = TensorSpace(lengths, checked_dtype("ParReduce", T))
         self.partition = world() if partition is None else partition
-        self._group  # noqa: B018  (all workers make the group)
+        self.prepare()
 
-    @cached_property
-    def _group(self) -> transport.Group:
-        return transport.group_of(self.partition.ranks)
+    _group: transport.Group | None = None
+
+    def prepare(self) -> transport.Group:
+        """Make the group that sums, all workers together: in the constructor, or a copy's call."""
+        if self._group is None:
+            self._group = transport.group_of(self.partition.ranks)
+        return self._group
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
@@ -74,8 +78,9 @@ class ParReduce(Leaf):
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         if not self.partition.active:
             return x.clone()
+        # Copies of a sum are one shared value: where some worker needs its gradient, all do.
         operator, terms = self._meeting.reach(Claim.of(x))
-        self._group.number_call()
+        self.prepare().number_call()
         return operator.apply(even(admit(x, terms, True), terms))
 
     def try_on(self, device: str) -> None:
@@ -95,15 +100,15 @@ class ParReduce(Leaf):
                 raise ValueError(
                     f"{operator}: expected a tensor of {operator.domain.dtype}, got {terms.dtype}"
                 )
-            Form.of_shapes(operator, shapes, dict.fromkeys(shapes, operator.domain.shape))
+            InputShape.of_shapes(operator, shapes, dict.fromkeys(shapes, operator.domain.shape))
             same(shapes, "shape", f"{operator}")
 
-        Meeting(self._group, f"{operator!r}", self.partition.ranks, conclude).reach(Claim.of(x))
-        self._group.number_call()
+        Meeting(self.prepare(), f"{operator!r}", self.partition.ranks, conclude).reach(Claim.of(x))
+        self.prepare().number_call()
 
     @cached_property
     def _meeting(self) -> Meeting[tuple[LinearOperator, Terms]]:
-        return Meeting(self._group, f"{self!r}", self.partition.ranks, self._conclude)
+        return Meeting(self.prepare(), f"{self!r}", self.partition.ranks, self._conclude)
 
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> tuple[LinearOperator, Terms]:
         if terms.dtype != self.source.dtype:

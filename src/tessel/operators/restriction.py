@@ -15,7 +15,7 @@ from torch import Tensor
 from tessel.boxes import Interval, overlap
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of, order_of
-from tessel.operators.space import Space, checked_dtype, checked_length
+from tessel.operators.space import TensorSpace, checked_dtype, checked_length
 
 
 class ParRestriction(Leaf):
@@ -38,7 +38,7 @@ class ParRestriction(Leaf):
         self.ranges = _intervals(ranges)
         self._check(length)
         kept = sum(stop - start for start, stop in self.ranges)
-        self.source, self.target = Space((length,), dtype), Space((kept,), dtype)
+        self.source, self.target = TensorSpace((length,), dtype), TensorSpace((kept,), dtype)
 
     def _check(self, length: int) -> None:
         for start, stop in self.ranges:
@@ -69,6 +69,8 @@ class ParRestriction(Leaf):
 
     def split(self, intervals: Sequence[Interval]) -> tuple[Interval, ...]:
         """The parts of a result whose input lies in these parts, nothing of which moves."""
+        # Part k begins where the first kept index does that is not before the part: so parts of the
+        # result are consecutive, and each worker has its own already.
         bounds = [self._bound(start) for start, _ in intervals] + [self.codomain.numel]
         bounds[0] = 0
         return tuple(pairwise(bounds))
@@ -101,6 +103,7 @@ class ParRestriction(Leaf):
         if not self.is_swapped:
             parts = [x.narrow(first, at, length) for at, length in pieces]
             return torch.cat(parts or [x.narrow(first, 0, 0)], first)
+        # One `cat`, whose derivative is views, not writes into zeros, each of them recorded.
         parts, end, kept = [], 0, 0
         for at, length in pieces:
             parts += [_zeros(x, first, at - end), x.narrow(first, kept, length)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from operator import index as as_int
 from typing import Any
@@ -21,21 +22,21 @@ DTYPES = (*COMPLEX_OF, torch.bfloat16, *REAL_OF)  # torch has no complex bfloat1
 
 
 @dataclass(frozen=True)
-class Space:
+class TensorSpace:
     """Tensors of a shape and a dtype.
 
-    >>> Space((10, 20), torch.float32)
+    >>> TensorSpace((10, 20), torch.float32)
     float32 10×20
     """
 
     shape: Shape
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def is_complex(self) -> bool:
         return self.dtype in REAL_OF
 
@@ -59,8 +60,7 @@ def checked_dtype(name: str, dtype: Any) -> torch.dtype:
     if dtype not in DTYPES:
         known = ", ".join(str(each) for each in DTYPES)
         raise ValueError(f"{name}: T must be one of {known}, got {dtype!r}")
-    found: torch.dtype = dtype
-    return found
+    return dtype
 
 
 def checked_length(name: str, what: str, length: Any) -> int:

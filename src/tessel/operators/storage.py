@@ -6,106 +6,110 @@ from itertools import product
 from math import prod
 
 from tessel import boxes
-from tessel.operators.arrangement import Arrangement, common_numel
+from tessel.layout import Cut, Layout
+from tessel.operators.layouts import alike, box_of, common_numel, is_whole
 from tessel.operators.leaf import Leaf
-from tessel.operators.planning import Local, Plan
-from tessel.operators.space import Shape
-from tessel.operators.tasks import Task, Terms
+from tessel.operators.planning import Local, OperatorPlan
+from tessel.operators.tasks import OperatorTask, Summands
+from tessel.partition import Partition
 
-Storage = dict[Leaf, Arrangement]
+Storage = dict[Leaf, Layout]
 
 
-def leaves_of(task: Task) -> tuple[Leaf, ...]:
+def leaves_of(task: OperatorTask) -> tuple[Leaf, ...]:
     """The leaves with parameters that a task uses."""
-    if isinstance(task.actor, Terms):
+    if isinstance(task.actor, Summands):
         return tuple(leaf for each in task.actor.operators for leaf in each.leaves)
-    found: tuple[Leaf, ...] = getattr(task.actor, "leaves", ())
-    return found
+    return getattr(task.actor, "leaves", ())
 
 
-def whole(leaf: Leaf, here: Arrangement) -> Arrangement:
+def whole(leaf: Leaf, here: Layout) -> Layout:
     """All of a parameter on every worker of a grid."""
     shape = leaf.parameter_shape
     assert shape is not None
-    return here.following(shape, (None,) * len(shape))
+    return Layout.whole(here.partition, shape)
 
 
-def needed(leaf: Leaf, task: Task, here: Arrangement) -> Arrangement:
+def needed(leaf: Leaf, task: OperatorTask, here: Layout) -> Layout:
     """What workers need of a parameter to do a task on a tensor that lies so."""
     shape = leaf.parameter_shape
     assert shape is not None
-    if isinstance(task.actor, Terms):
+    if isinstance(task.actor, Summands):
         return whole(leaf, here)
-    dims = (None if dim is None else task.dims[dim] for dim in leaf.parameter_dims)
-    return here.following(shape, tuple(dims))
+    cuts = (
+        Cut((), ((0, length),)) if dim is None else here.cuts[task.dims[dim]]
+        for dim, length in zip(leaf.parameter_dims, shape, strict=True)
+    )
+    return Layout(here.partition, shape, tuple(cuts))
 
 
-def storage_of(plan: Plan) -> Storage:
+def storage_of(plan: OperatorPlan) -> Storage:
     """Each parameter lies where it is needed first."""
     found: Storage = {}
     for step in plan.every_step():
         for task in step.group if isinstance(step, Local) else ():
             for leaf in leaves_of(task):
-                if leaf not in found:
+                if leaf not in found:  # later uses get it from there, by a movement
                     used = needed(leaf, task, step.before)
                     found[leaf] = used if _is_worth_splitting(used) else whole(leaf, used)
     return found
 
 
-def _is_worth_splitting(used: Arrangement) -> bool:
+def _is_worth_splitting(used: Layout) -> bool:
     """Whether no worker would have all anyway."""
-    return not all(part.is_whole or part.length == 1 for part in used.parts)
+    return not all(length == 1 or is_whole(used, dim) for dim, length in enumerate(used.shape))
 
 
-def parameters_sent(stored: Arrangement, used: Arrangement, place: int) -> tuple[int, int]:
+def parameters_sent(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
     """How many values of a parameter a worker sends to those who need them, in how many messages.
 
     Workers that differ along other axes than those that split `stored` have copies, and each takes
     from the one beside it: so what is needed comes from workers along these axes only.
     """
-    if stored == used:
+    if alike(stored, used):
         return 0, 0
-    own = stored.box(place)
-    takers, numel = (_on_one_grid if stored.grid == used.grid else _taken)(stored, used, place)
-    stays = common_numel(own, used.box(place))
+    own = box_of(stored, worker)
+    count = _on_one_grid if stored.partition.shape == used.partition.shape else _taken
+    takers, numel = count(stored, used, worker)
+    stays = common_numel(own, box_of(used, worker))
     return numel - stays, takers - (stays > 0)
 
 
-def _on_one_grid(stored: Arrangement, used: Arrangement, place: int) -> tuple[int, int]:
+def _on_one_grid(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
     """How many take something of a worker's part, and how many values all in all.
 
     On one grid the dimensions can be counted one by one, which costs little on many workers.
     """
-    grid, own = stored.grid, stored.box(place)
-    along = {axis for part in stored.parts for axis in part.axes}
-    split = {axis for part in used.parts for axis in part.axes}
-    takers = numel = prod(grid[axis] for axis in along - split)
-    for dim, part in enumerate(used.parts):
-        free = [axis for axis in part.axes if axis in along]
+    P, own = used.partition, box_of(stored, worker)
+    along = {axis for cut in stored.cuts for axis in cut.axes}
+    split = {axis for cut in used.cuts for axis in cut.axes}
+    takers = numel = prod(P.shape[axis] for axis in along - split)
+    for dim, cut in enumerate(used.cuts):
+        free = [axis for axis in cut.axes if axis in along]
         common = [
-            boxes.overlap(own[dim], part.interval(used.part_at(dim, there)))
-            for there in _neighbours(grid, place, free)
+            boxes.overlap(own[dim], box_of(used, there)[dim])
+            for there in _neighbours(P, worker, free)
         ]
         lengths = [stop - start for start, stop in (each for each in common if each)]
         takers, numel = takers * len(lengths), numel * sum(lengths)
     return takers, numel
 
 
-def _taken(stored: Arrangement, used: Arrangement, place: int) -> tuple[int, int]:
+def _taken(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
     """The same on any two grids, worker by worker."""
-    along = [axis for part in stored.parts for axis in part.axes]
-    own = stored.box(place)
-    everyone = _neighbours(stored.grid, place, along)
-    taken = [common_numel(own, used.box(there)) for there in everyone]
+    along = [axis for cut in stored.cuts for axis in cut.axes]
+    own = box_of(stored, worker)
+    everyone = _neighbours(stored.partition, worker, along)
+    taken = [common_numel(own, box_of(used, there)) for there in everyone]
     return sum(numel > 0 for numel in taken), sum(taken)
 
 
-def _neighbours(grid: Shape, place: int, axes: list[int]) -> list[int]:
-    """The places of all workers that differ along these axes only, itself included."""
-    coordinates = list(boxes.unravel(place, grid))
+def _neighbours(partition: Partition, worker: int, axes: list[int]) -> list[int]:
+    """All workers that differ along these axes only, itself included."""
+    coordinates = list(partition.coordinates(worker) or ())
     found = []
-    for at in product(*(range(grid[axis]) for axis in axes)):
+    for at in product(*(range(partition.shape[axis]) for axis in axes)):
         for axis, coordinate in zip(axes, at, strict=True):
             coordinates[axis] = coordinate
-        found.append(boxes.ravel(coordinates, grid))
+        found.append(partition.worker_at(coordinates))
     return found

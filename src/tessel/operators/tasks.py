@@ -17,27 +17,25 @@ import torch
 from torch import Tensor
 
 from tessel.operators.memory import Order
-from tessel.operators.space import Shape, Space
+from tessel.operators.space import Shape, TensorSpace
 
 Values = Mapping[Any, Tensor]  # of parameters, by leaf
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class OperatorTask:
     """Something that acts along `dims` of a tensor: a leaf, a number or a sum."""
 
-    actor: Any  # Leaf, Factor or Terms
+    actor: Any  # Leaf, Scaling or Summands
     dims: tuple[int, ...]
 
-    @property
-    def source(self) -> Space:
-        found: Space = self.actor.domain
-        return found
+    @cached_property
+    def source(self) -> TensorSpace:
+        return self.actor.domain
 
-    @property
-    def target(self) -> Space:
-        found: Space = self.actor.codomain
-        return found
+    @cached_property
+    def target(self) -> TensorSpace:
+        return self.actor.codomain
 
     @cached_property
     def mixed(self) -> tuple[int, ...]:
@@ -59,13 +57,13 @@ class Task:
     @cached_property
     def changes_numbers(self) -> bool:
         """Whether numbers become complex or real, be it in between only."""
-        if isinstance(self.actor, Terms):
+        if isinstance(self.actor, Summands):
             return self.actor.changes_numbers
         return self.makes_complex or self.makes_real
 
     @property
     def is_complex_linear(self) -> bool:
-        if isinstance(self.actor, Terms):
+        if isinstance(self.actor, Summands):
             return self.actor.is_complex_linear
         return not self.makes_real
 
@@ -79,7 +77,7 @@ class Task:
     @cached_property
     def effort(self) -> float:
         """The operations for each number of the input, at least one."""
-        if isinstance(self.actor, Terms):
+        if isinstance(self.actor, Summands):
             return 1.0
         shape = self.source.shape
         flops: float = self.actor.flops(shape, tuple(range(len(shape))))
@@ -93,24 +91,26 @@ class Task:
                 lengths[dim] = after
         return tuple(lengths)
 
-    def follows(self, earlier: Task) -> bool:
+    def follows(self, earlier: OperatorTask) -> bool:
         """Whether an earlier task must stay earlier."""
         if set(self.dims) & set(earlier.dims):
             return True
+        # The numbers of a tensor are real or complex along all dimensions at once: a task that
+        # takes complex ones cannot come before the one that makes them, wherever it acts.
         if earlier.changes_numbers:
             return self.needs_complex or self.changes_numbers
         return self.changes_numbers and earlier.needs_complex
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
+class Scaling:
     """A number that multiplies."""
 
     number: complex
-    domain: Space  # without dimensions
+    domain: TensorSpace  # without dimensions
 
     @property
-    def codomain(self) -> Space:
+    def codomain(self) -> TensorSpace:
         return self.domain
 
     mixes = ()
@@ -124,20 +124,18 @@ class Factor:
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class Summands:
     """Operators whose results are added."""
 
     operators: tuple[Any, ...]
 
     @property
-    def domain(self) -> Space:
-        found: Space = self.operators[0].domain
-        return found
+    def domain(self) -> TensorSpace:
+        return self.operators[0].domain
 
     @property
-    def codomain(self) -> Space:
-        found: Space = self.operators[0].codomain
-        return found
+    def codomain(self) -> TensorSpace:
+        return self.operators[0].codomain
 
     @property
     def mixes(self) -> tuple[bool, ...]:
@@ -155,7 +153,7 @@ class Terms:
         return sum(count_flops(each.expand(dims[0]), shape) for each in self.operators)
 
 
-def count_flops(tasks: Iterable[Task], shape: Shape) -> float:
+def count_flops(tasks: Iterable[OperatorTask], shape: Shape) -> float:
     """The operations of tasks, one after the other, on a tensor of this shape."""
     total = 0.0
     for task in tasks:
@@ -164,7 +162,7 @@ def count_flops(tasks: Iterable[Task], shape: Shape) -> float:
     return total
 
 
-def ordered(tasks: Sequence[Task]) -> tuple[tuple[Task, ...], ...]:
+def ordered(tasks: Sequence[OperatorTask]) -> tuple[tuple[OperatorTask, ...], ...]:
     """All tasks in the order that computes the least, those that are one call together."""
     return grouped(cheapest(Waiting(tasks), lambda task: True))
 
@@ -172,7 +170,7 @@ def ordered(tasks: Sequence[Task]) -> tuple[tuple[Task, ...], ...]:
 class Waiting:
     """Tasks that are not done yet, and which of them can be next."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[OperatorTask]) -> None:
         self.tasks = list(tasks)
         self._after = {
             task: [earlier for earlier in self.tasks[:number] if task.follows(earlier)]
@@ -182,48 +180,53 @@ class Waiting:
     def __bool__(self) -> bool:
         return bool(self.tasks)
 
-    def ready(self) -> list[Task]:
+    def ready(self) -> list[OperatorTask]:
         """Those that wait for no other."""
         left = set(self.tasks)
         return [task for task in self.tasks if not left & set(self._after[task])]
 
-    def prospect(self, task: Task) -> float:
+    def prospect(self, task: OperatorTask) -> float:
         """How much a tensor grows for each operation, by this task and some behind it along its
         dims: of independent ones, what has the least is done first."""
+        # The rule for jobs in chains: with growth g and effort e, doing chain A before B is cheaper
+        # if (g_A - 1) / e_A is smaller; of a chain its best beginning counts.
         best, growth, effort = float("inf"), 1.0, 0.0
         for each in self.tasks[self.tasks.index(task) :]:
             if each is not task and not set(each.dims) & set(task.dims):
                 continue
-            if isinstance(each.actor, Terms) and each is not task:
-                break
+            if isinstance(each.actor, Summands) and each is not task:
+                break  # its effort is not known before its terms are planned
             effort += growth * each.effort
             growth *= each.growth
             best = min(best, (growth - 1) / effort)
         return best
 
-    def done(self, task: Task) -> None:
+    def done(self, task: OperatorTask) -> None:
         self.tasks.remove(task)
 
     def copy(self) -> Waiting:
-        new = Waiting(())
+        new = Waiting(())  # which task waits for which stays as it is, and took long to find out
         new.tasks, new._after = list(self.tasks), self._after
         return new
 
 
-def cheapest(waiting: Waiting, is_possible: Callable[[Task], bool]) -> Iterator[Task]:
+def cheapest(
+    waiting: Waiting, is_possible: Callable[[OperatorTask], bool]
+) -> Iterator[OperatorTask]:
     """Do what is possible, what shrinks the tensor first and what makes it grow last."""
     while True:
         possible = [task for task in waiting.ready() if is_possible(task)]
         if not possible:
             return
+        # Of tasks alike the first written one: all workers must come to the same order.
         task = min(possible, key=lambda each: (waiting.prospect(each), each.growth))
         waiting.done(task)
         yield task
 
 
-def grouped(tasks: Iterable[Task]) -> tuple[tuple[Task, ...], ...]:
+def grouped(tasks: Iterable[OperatorTask]) -> tuple[tuple[OperatorTask, ...], ...]:
     """Neighbours that one call can do together: Fourier transforms along several dimensions."""
-    groups: list[tuple[Task, ...]] = []
+    groups: list[tuple[OperatorTask, ...]] = []
     for task in tasks:
         if groups and _joins(groups[-1], task):
             groups[-1] = (*groups[-1], task)
@@ -232,14 +235,14 @@ def grouped(tasks: Iterable[Task]) -> tuple[tuple[Task, ...], ...]:
     return tuple(groups)
 
 
-def _joins(group: tuple[Task, ...], task: Task) -> bool:
+def _joins(group: tuple[OperatorTask, ...], task: OperatorTask) -> bool:
     join = getattr(task.actor, "joins", None)
     if join is None or any(set(each.dims) & set(task.dims) for each in group):
         return False
     return bool(join([each.actor for each in group]))
 
 
-def dtype_after(group: Iterable[Task], dtype: torch.dtype) -> torch.dtype:
+def dtype_after(group: Iterable[OperatorTask], dtype: torch.dtype) -> torch.dtype:
     """The type of the numbers that tasks make of others."""
     for task in group:
         if task.makes_complex or task.makes_real:
@@ -247,34 +250,32 @@ def dtype_after(group: Iterable[Task], dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def order_after(group: tuple[Task, ...], order: Order) -> Order:
+def order_after(group: tuple[OperatorTask, ...], order: Order) -> Order:
     """How the dimensions most likely lie in memory after tasks on a tensor that lies so."""
     dims = [dim for task in group for dim in task.dims]
     after: Callable[[Order, list[int]], Order] | None = getattr(group[0].actor, "order_after", None)
     return order if after is None else after(order, dims)
 
 
-def perform(groups: Iterable[tuple[Task, ...]], x: Tensor, values: Values) -> Tensor:
+def perform(groups: Iterable[tuple[OperatorTask, ...]], x: Tensor, values: Values) -> Tensor:
     """Carry out tasks on a whole tensor."""
     for group in groups:
         x = perform_group(group, x, values)
     return x
 
 
-def perform_group(group: tuple[Task, ...], x: Tensor, values: Values) -> Tensor:
+def perform_group(group: tuple[OperatorTask, ...], x: Tensor, values: Values) -> Tensor:
     """Carry out tasks that are one call."""
     actor, dims = group[0].actor, group[0].dims
     if len(group) > 1:
-        joined: Tensor = actor.act_together([(each.actor, each.dims[0]) for each in group], x)
-        return joined
-    if isinstance(actor, Terms):
+        return actor.act_together([(each.actor, each.dims[0]) for each in group], x)
+    if isinstance(actor, Summands):
         return _total(actor, dims[0], x, values)
     value = values.get(actor.base) if hasattr(actor, "base") else None
-    result: Tensor = actor.act(x, dims[0] if dims else 0, value)
-    return result
+    return actor.act(x, dims[0] if dims else 0, value)
 
 
-def _total(terms: Terms, first: int, x: Tensor, values: Values) -> Tensor:
+def _total(terms: Summands, first: int, x: Tensor, values: Values) -> Tensor:
     results = [perform(ordered(tuple(each.expand(first))), x, values) for each in terms.operators]
     y = results[0]
     for each in results[1:]:

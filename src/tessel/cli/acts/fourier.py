@@ -18,8 +18,8 @@ from tessel.cli.acts.movements import grid
 from tessel.layout import Layout
 from tessel.models import FNO
 from tessel.operators import ANYWHERE, Distributed, ParDFT, distribute, kron
-from tessel.operators.arrangement import Arrangement, numel_sent
-from tessel.operators.planning import Local, Plan, Transfer
+from tessel.operators.layouts import numel_sent
+from tessel.operators.planning import Local, OperatorPlan, Transfer
 from tessel.partition import Partition, world
 from tessel.testing import count_traffic
 
@@ -161,7 +161,7 @@ def _transform(length: int) -> Transform:
         value_error,
         gradient_error,
         inverse_error,
-        steps=_steps(F.plan, F.partition),
+        steps=_steps(F.plan),
         transfers=(F.plan.num_transfers, returning.plan.num_transfers, both.plan.num_transfers),
         bytes_sent=sum(sent),
         seconds=(alone, spread),
@@ -208,9 +208,9 @@ def _median_seconds(function: Callable[[], Tensor], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def _steps(plan: Plan, partition: Partition) -> tuple[Step, ...]:
+def _steps(plan: OperatorPlan) -> tuple[Step, ...]:
     """The steps, for all workers."""
-    places = range(partition.size)
+    workers = plan.source.partition.ranks
     found = []
     for step in plan.every_step():
         sent, name = 0, "rearrange"
@@ -218,13 +218,10 @@ def _steps(plan: Plan, partition: Partition) -> tuple[Step, ...]:
             dims = ", ".join(str(dim) for task in step.group for dim in task.dims)
             name = f"transform along {dims}"
         elif isinstance(step, Transfer):
-            sent = 16 * sum(numel_sent(step.before, step.after, at) for at in places)
-        found.append(Step(name, repr(step.after), _local_shapes(step.after, places), sent))
+            sent = 16 * sum(numel_sent(step.before, step.after, at) for at in workers)
+        shapes = tuple(step.after.shape_on(worker) for worker in workers)
+        found.append(Step(name, step.after.brief, shapes, sent))
     return tuple(found)
-
-
-def _local_shapes(lies: Arrangement, places: range) -> tuple[Shape, ...]:
-    return tuple(lies.local_shape(at) for at in places)
 
 
 # --- the step of an FNO

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -215,7 +215,7 @@ def broadcast(layout: Layout, target: Layout) -> Layout:
     return replace(target, shape=layout.shape, cuts=cuts)
 
 
-def _everywhere(intervals: tuple[Interval, ...]) -> tuple[Interval, ...]:
+def _everywhere(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     return tuple((0, min(1, stop - start)) for start, stop in intervals)
 
 

@@ -1,4 +1,4 @@
-"""Forms: how a user gives a tensor to an operator."""
+"""In which shape a user gives a tensor to an operator: in its dimensions or as a vector."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import Tensor
 from tessel.operators.space import Shape
 
 
-class Form:
+class InputShape:
     """How a user gave a tensor: in the operator's dimensions or as a vector, with a batch or not.
 
     Args:
         is_vector: whether the operator's dimensions are one.
         batch: the shape of the batch.
         shape: the operator's dimensions, on this worker.
+
+    Attributes:
+        columns: the number of columns of the batch, or None without one.
     """
 
     def __init__(self, is_vector: bool, batch: Shape, shape: Shape) -> None:
         self.is_vector, self.batch, self.shape = is_vector, batch, shape
+        self.columns = torch.Size(batch).numel() if batch else None
 
     @classmethod
-    def of(cls, operator: Any, x: Tensor, shape: Shape) -> Form:
+    def of(cls, operator: Any, x: Tensor, shape: Shape) -> InputShape:
         """ValueError if the tensor fits in no form."""
         space = operator.domain
         if x.dtype != space.dtype:
             raise ValueError(f"{operator}: expected a tensor of {space.dtype}, got {x.dtype}")
-        return cls.of_shape(operator, tuple(x.shape), shape)
-
-    @classmethod
-    def of_shape(cls, operator: Any, given: Shape, shape: Shape) -> Form:
-        return cls.of_shapes(operator, {0: given}, {0: shape})[0]
+        return cls.of_shapes(operator, {0: tuple(x.shape)}, {0: shape})[0]
 
     @classmethod
     def of_shapes(
         cls, operator: Any, given: dict[int, Shape], shapes: dict[int, Shape]
-    ) -> dict[int, Form]:
+    ) -> dict[int, InputShape]:
         """The same for all workers: a small part alone could be read in both ways."""
-        some: dict[int, Form] = {}
+        some: dict[int, InputShape] = {}
         for worker, shape in shapes.items():
             numel = torch.Size(shape).numel()
             has_dims, has_numel = (given[worker][: len(lead)] == lead for lead in (shape, (numel,)))
@@ -50,6 +50,7 @@ class Form:
                     f"{numel}, with any batch behind it; got {given[worker]}"
                 )
             some[worker] = cls(not has_dims, (), shape)
+        # A part of shape (n, 1) looks like its vec with a batch of one: what others pass decides.
         is_vector = any(form.is_vector for form in some.values())
         for worker, shape in shapes.items():
             lead = 1 if is_vector else len(shape)
@@ -70,11 +71,6 @@ class Form:
         shape = y.shape if self.columns is None else y.shape[:-1]
         lead = (shape.numel(),) if self.is_vector else shape
         return y.reshape(*lead, *self.batch)
-
-    @property
-    def columns(self) -> int | None:
-        """The number of columns, or None without a batch."""
-        return torch.Size(self.batch).numel() if self.batch else None
 
 
 def vec(x: Tensor) -> Tensor:
