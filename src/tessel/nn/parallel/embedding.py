@@ -23,11 +23,12 @@ from tessel.distributed.marks import (
     unmark_values,
     unmarked,
 )
+from tessel.distributed.movements import shard_layout
 from tessel.graph import eagerly
 from tessel.layout import Layout
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
-from tessel.nn.parallel.embedding_agreement import Lookup, Settings, agree, table_layout
+from tessel.nn.parallel.embedding_agreement import Lookup, Settings, agree
 from tessel.nn.parallel.embedding_table import look_up_columns, look_up_rows
 from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
@@ -282,7 +283,7 @@ class ParallelEmbedding(torch.nn.Embedding):
         """Where the table lies; None if it is whole."""
         if self.dim is None:
             return None
-        return table_layout(self.partition, self._whole_shape, self._place)
+        return shard_layout(self.partition, self._whole_shape, self._place)
 
     @property
     def _settings(self) -> Settings:

@@ -30,14 +30,14 @@ from tessel.distributed.marks import (
     unmark_values,
     unmarked,
 )
-from tessel.distributed.movements import copying, reducing, scattering
+from tessel.distributed.movements import copying, reducing, scattering, shard_layout
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.column import can_overlap, multiply_overlapping
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, equalize_, shard_layout
+from tessel.nn.parallel.drawing import draw_, equalize_
 from tessel.partition import Partition
 from tessel.shared import Spread, even
 from tessel.tensor import Tensor as SpreadTensor
