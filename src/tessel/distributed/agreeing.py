@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 from torch import Tensor
 
-from tessel.agreement import Claim, Meeting, Terms, reach_together
+from tessel.agreement import CLAIM, Claim, Meeting, Terms, reach_together
 from tessel.layout import Shape
 from tessel.partition import Partition
-from tessel.transport import code_of, kept_in_job
+from tessel.transport import NUM_WORDS, code_of, kept_in_job
 
 Held = tuple[dict[int, Shape], Terms]  # the shapes by worker, and what all tensors have in common
+Numbers = dict[int, tuple[int, ...]]  # what each worker said
 
 
 def agree(partition: Partition, call: str, *tensors: Tensor) -> list[Held]:
@@ -24,9 +30,41 @@ def agree(partition: Partition, call: str, *tensors: Tensor) -> list[Held]:
         call: what is called, in the words of its user.
         tensors: what each worker brings, as many on each.
     """
-    found = reach_together(_meetings(partition, call, len(tensors)), list(map(Claim.of, tensors)))
+    found = reach_together(
+        _meetings(partition, call, ("",) * len(tensors), call), list(map(Claim.of, tensors))
+    )
     partition.group.number_call()
     return found
+
+
+def agree_and_tell(
+    partition: Partition,
+    call: str,
+    tensors: Sequence[tuple[str, Any]],
+    numbers: Sequence[int],
+    identity: str = "",
+) -> tuple[list[Held], Numbers]:
+    """The same with a few numbers of 64 bits, and those of all workers; still one exchange.
+
+    The numbers are of this call alone, as a seed or a checksum of values. What follows from shapes
+    can be remembered from call to call.
+
+    Args:
+        partition: the workers, of which this must be one.
+        call: what is called, in the words of its user.
+        tensors: what each worker brings, each with what it is, for the text of errors.
+        numbers: what this worker says.
+        identity: what must be equal on all workers, where the text of the call does not say all.
+    """
+    names = tuple(f"{name} of " for name, _ in tensors)
+    meetings = [
+        *_meetings(partition, call, names, identity or call),
+        _listening(partition, call, identity or call),
+    ]
+    claims = [*(Claim.of(tensor) for _, tensor in tensors), _Spoken((), None, "cpu", said=numbers)]
+    *found, heard = reach_together(meetings, claims)
+    partition.group.number_call()
+    return found, {worker: words[: len(numbers)] for worker, words in heard.items()}
 
 
 def agree_on_call(partition: Partition, call: str) -> None:
@@ -36,10 +74,39 @@ def agree_on_call(partition: Partition, call: str) -> None:
         group.check_same_call(group.share_words([code_of(call)]), call)
 
 
+@dataclass(frozen=True)
+class _Spoken(Claim):
+    """Some numbers, in the place of what a worker says of a tensor."""
+
+    said: Sequence[int] = ()
+
+    def words(self) -> list[int]:
+        return [*self.said, *[0] * (CLAIM - len(self.said))]
+
+
+class _Listening(Meeting[Numbers]):
+    """Where workers hear each other's numbers; these change with each call, and none is kept."""
+
+    def settle(self, everyones: bytes) -> Numbers:
+        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
+        said = map(tuple, rows[:, 1 : 1 + CLAIM].tolist())
+        return dict(zip(self.group.workers, said, strict=True))
+
+
 @kept_in_job
-def _meetings(partition: Partition, call: str, count: int) -> list[Meeting[Held]]:
-    return [Meeting(partition.group, call, partition.ranks, _held) for _ in range(count)]
+def _meetings(
+    partition: Partition, call: str, names: tuple[str, ...], identity: str
+) -> list[Meeting[Any]]:
+    return [
+        Meeting(partition.group, f"{name}{call}", partition.ranks, _held, identity)
+        for name in names
+    ]
 
 
-def _held(shapes: dict[int, Shape], terms: Terms) -> Held:
+@kept_in_job
+def _listening(partition: Partition, call: str, identity: str) -> Meeting[Any]:
+    return _Listening(partition.group, call, partition.ranks, _held, identity)
+
+
+def _held(shapes: dict[int, Shape], terms: Terms) -> Any:
     return shapes, terms

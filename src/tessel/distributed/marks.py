@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from copy import deepcopy
 from operator import index as as_int
@@ -10,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import _foreach_supported_types as of_optimizers
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
+from torch.optim import Optimizer
 
 from tessel import tensor as spread
 from tessel.distributed import call as calls
@@ -42,7 +37,7 @@ from tessel.distributed.sharing import (
     settled,
     traced_state,
 )
-from tessel.distributed.wrapping import check_sent, guard_wrappers
+from tessel.distributed.wrapping import adapt_torch, check_optimizer
 from tessel.graph import eagerly
 from tessel.partition import Partition
 
@@ -96,6 +91,8 @@ class Shard(Tensor):
             return _computed(func, args, kwargs or {})
         name = calls.name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
+            if name in ("is_leaf", "grad") and args and _is_parameter(args[0]):
+                _meet(sys._getframe(1).f_locals.get("self"))
             if name in calls.QUESTIONS:
                 return func(*args, **(kwargs or {}))
             if name == "grad" and len(args) == 1 and not kwargs:
@@ -155,9 +152,32 @@ def restored(
     return _as_parameter(shard, called) if is_parameter else shard
 
 
-torch.serialization.add_safe_globals([restored])
-for _known in (of_optimizers, of_utilities):  # which take lists of them, as torch's DTensor does it
-    _known.append(Shard)
+torch.serialization.add_safe_globals([restored])  # torch.load asks which functions files may call
+
+
+def _meet(asking: Any) -> None:
+    """Let an optimizer that has shards be checked before its steps, and keep plain tensors.
+
+    An optimizer asks parameters whether they are leaves when it gets them, and for their gradients
+    in each step: so it is known here, and gets hooks of its own. (Torch has hooks for the steps of
+    all optimizers of a process, too, but those without shards are none of our business.)
+    """
+    if not isinstance(asking, Optimizer):
+        return
+    if _make_plain not in asking._optimizer_step_post_hooks.values():
+        asking.register_step_pre_hook(check_optimizer)
+        asking.register_step_post_hook(_make_plain)
+        check_optimizer(asking)  # one that was copied or unpickled is met in its step
+
+
+def _make_plain(stepped: Optimizer, *_: Any) -> None:
+    """Let what an optimizer keeps for parameters be plain tensors, as files have them."""
+    for group in stepped.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is Shard and parameter in stepped.state:
+                for each in calls.tensors_in(stepped.state[parameter]):
+                    if type(each) is Shard and not each._is_param:
+                        _become_plain(each)
 
 
 @eagerly
@@ -194,7 +214,7 @@ def _check(call: calls.Call) -> None:
 @eagerly
 def marked(x: Tensor, mark: Mark | Unknown) -> Shard:
     """The same tensor, marked; gradients pass. `x` itself stays as it is."""
-    guard_wrappers()  # it may become a buffer
+    adapt_torch(Shard)  # it may become a buffer
     with torch._C.DisableTorchFunctionSubclass():
         return _become(x.as_subclass(Tensor), mark)
 
@@ -280,7 +300,7 @@ def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | Non
     if isinstance(x, torch.nn.Parameter) or type(x) not in (Tensor, Shard):
         return note(x, mark)
     if mark is not None:
-        guard_wrappers()
+        adapt_torch(Shard)
         return _become(x, mark)
     if isinstance(x, Shard):
         _become_plain(x)
@@ -367,14 +387,14 @@ def _note_parameter(x: Tensor, mark: Mark | Unknown | None) -> Tensor:
     elif type(x) in (torch.nn.Parameter, Shard):
         _as_parameter(_become(x, mark))
     else:  # a kind of parameter of somebody else's
-        guard_wrappers()
+        adapt_torch(Shard)
         setattr(x, ATTRIBUTE, mark)
     return x
 
 
 def _as_parameter(shard: Shard, called: int | None = None) -> Shard:
     """The same shard, as a parameter; from the first one on, wrappers of modules look for them."""
-    guard_wrappers()
+    adapt_torch(Shard)
     shard._is_param = True
     if called is not None:
         call(shard, called)
@@ -503,43 +523,6 @@ def _gradient(found: Tensor | None, x: Tensor) -> Tensor | None:
     if type(found) is Tensor and isinstance(x, Shard) and not x._is_param:
         return _become(found, x._tessel_mark)
     return found
-
-
-def _make_plain(stepped: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let what an optimizer keeps for parameters be plain tensors, as files have them."""
-    for group in stepped.param_groups:
-        for parameter in group["params"]:
-            if type(parameter) is Shard and parameter in stepped.state:
-                for each in calls.tensors_in(stepped.state[parameter]):
-                    if type(each) is Shard and not each._is_param:
-                        _become_plain(each)
-
-
-def _check_optimizer(stepping: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise for an optimizer that makes one step of all parameters, by products over them.
-
-    Each worker would have other products, and what all of them share would drift apart. So would
-    one be wrong that sends each parameter from one worker to the others.
-    """
-    sends = any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(stepping).__mro__)
-    if not isinstance(stepping, LBFGS) and not sends:
-        return
-    for parameter in (each for group in stepping.param_groups for each in group["params"]):
-        mark = state_of(parameter)
-        if not isinstance(mark, Mark) or mark.partition.size == 1:
-            continue
-        if sends:
-            check_sent(stepping, mark)
-        else:
-            raise ValueError(
-                f"{type(stepping).__name__} of a parameter that is {mark}: it takes products over "
-                f"all parameters, of which each worker has its shards only; take an optimizer "
-                f"that treats each number by itself, as torch.optim.Adam"
-            )
-
-
-register_optimizer_step_pre_hook(_check_optimizer)
-register_optimizer_step_post_hook(_make_plain)
 
 
 def _slopes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -221,15 +221,14 @@ class _Scatter(_OfOneValue):
 
 class _Gather(_TensorMovement):
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        first = shapes[self.P_x.ranks[0]]
-        dim = self.place(len(first))
-        others = {w: shapes[w][:dim] + shapes[w][dim + 1 :] for w in self.P_x.ranks}
-        same(others, f"shape (but for dim {dim})", self.label)
-        intervals = boxes.consecutive(shapes[worker][dim] for worker in self.P_x.ranks)
-        self._check_mark(dim, intervals)
-        return _gathering(
-            self.P_x, (*first[:dim], intervals[-1][1], *first[dim + 1 :]), dim, intervals
-        )
+        dim, mark = self.place(len(shapes[self.P_x.ranks[0]])), self.state
+        size = mark.size if isinstance(mark, Mark) else None
+        if isinstance(mark, Mark) and (mark.dim, mark.partition.ranks) != (dim, self.P_x.ranks):
+            raise ValueError(
+                f"{self.label}: the mark says otherwise; gather along the dimension and over the "
+                f"workers of the mark, or register another one with tessel.register_parallel_dim"
+            )
+        return gathering(layout_of_parts(self.P_x, shapes, dim, size, self.label))
 
     def place(self, ndim: int) -> int:
         if self.dim is None and self.state is None:
@@ -241,21 +240,33 @@ class _Gather(_TensorMovement):
             return self.state.dim
         return super().place(ndim)
 
-    def _check_mark(self, dim: int, intervals: tuple[boxes.Interval, ...]) -> None:
-        mark = self.state
-        if not isinstance(mark, Mark):
-            return
-        if mark.dim != dim or mark.partition.ranks != self.P_x.ranks:
-            raise ValueError(
-                f"{self.label}: the mark says otherwise; gather along the dimension and over the "
-                f"workers of the mark, or register another one with tessel.register_parallel_dim"
-            )
-        if mark.size is not None and intervals != boxes.balanced(mark.size, self.P_x.size):
-            lengths = [stop - start for start, stop in intervals]
-            raise ValueError(
-                f"{self.label}: shards of balanced lengths were expected, of {mark.size} in all, "
-                f"got lengths {lengths} on workers {list(self.P_x.ranks)}"
-            )
+
+def layout_of_parts(
+    partition: Partition, shapes: Mapping[int, Shape], dim: int, size: int | None, label: str
+) -> Layout:
+    """How a tensor lies of which each worker of a row has a part along one dimension.
+
+    Args:
+        partition: the workers.
+        shapes: those of all parts, by worker.
+        dim: the dimension that is split.
+        size: the length of the whole along it, if it lies in balanced parts; None if these may
+            have any lengths.
+        label: in whose name to raise ValueError if the parts do not fit together.
+    """
+    others = {w: shapes[w][:dim] + shapes[w][dim + 1 :] for w in partition.ranks}
+    same(others, f"shape (but for dim {dim})", label)
+    intervals = boxes.consecutive(shapes[worker][dim] for worker in partition.ranks)
+    if size is not None and intervals != boxes.balanced(size, partition.size):
+        lengths = [stop - start for start, stop in intervals]
+        raise ValueError(
+            f"{label}: shards of balanced lengths were expected, of {size} in all, got lengths "
+            f"{lengths} on workers {list(partition.ranks)}"
+        )
+    first = shapes[partition.ranks[0]]
+    cuts = [Cut((), ((0, length),)) for length in first]
+    cuts[dim] = Cut((0,), intervals)
+    return Layout(partition, (*first[:dim], intervals[-1][1], *first[dim + 1 :]), tuple(cuts))
 
 
 @kept_in_job
@@ -272,17 +283,24 @@ def reducing(partition: Partition, shape: Shape) -> LinearOperator:
 
 
 @kept_in_job
-def scattering(partition: Partition, shape: Shape, dim: int) -> Move:
-    """The operator from a whole shared value to balanced shards along a dimension."""
-    whole = Layout.whole(partition, shape, shared=True)
-    axes = [0 if each == dim else None for each in range(len(shape))]
-    return Move(whole, Layout.split(partition, shape, axes))
+def shard_layout(partition: Partition, shape: Shape, dim: int) -> Layout:
+    """Balanced shards along one dimension of a tensor of this global shape.
+
+    >>> import tessel
+    >>> shard_layout(tessel.world(), (4, 6), 1).local_shape
+    (4, 6)
+    """
+    return Layout.split(partition, shape, [0 if k == dim else None for k in range(len(shape))])
 
 
 @kept_in_job
-def _gathering(
-    partition: Partition, shape: Shape, dim: int, intervals: tuple[boxes.Interval, ...]
-) -> Move:
+def scattering(partition: Partition, shape: Shape, dim: int) -> Move:
+    """The operator from a whole shared value to balanced shards along a dimension."""
     whole = Layout.whole(partition, shape, shared=True)
-    cuts = (*whole.cuts[:dim], Cut((0,), intervals), *whole.cuts[dim + 1 :])
-    return Move(replace(whole, cuts=cuts, shared=()), whole)
+    return Move(whole, shard_layout(partition, shape, dim))
+
+
+@kept_in_job
+def gathering(parts: Layout) -> Move:
+    """The operator from parts to the whole, which all of their workers share: an all-gather."""
+    return Move(parts, Layout.whole(parts.partition, parts.shape, shared=True))

@@ -1,4 +1,4 @@
-"""Wrapping: what torch's wrappers for data parallelism may do with shards.
+"""What torch's own machinery may do with shards: wrappers of modules, and some optimizers.
 
 `DistributedDataParallel` sends the values of its first worker to the others and takes the mean of
 all gradients. That is right for a shard if its workers hold the same one, as replicas of a split
@@ -25,6 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
 from tessel.distributed.mark import Mark, Unknown, describe, state_of
 from tessel.transport import share_over
@@ -39,13 +42,17 @@ Check = Callable[[BoundArguments], AbstractContextManager[None]]
 
 
 @cache
-def guard_wrappers() -> None:
-    """Let torch's wrappers of modules ask about shards, from the first shard on."""
+def adapt_torch(shards: type[Tensor]) -> None:
+    """Let torch treat shards as it must, from the first one on; `shards` is their type."""
     _guard(DistributedDataParallel, _deciding)
     if _FSDP in sys.modules:
         _guard_fsdp()
     else:
         sys.meta_path.insert(0, _Watch())
+    # Optimizers step lists of these types in a few kernels, and others one by one; torch's own
+    # DTensor adds itself in the same way, there is no public one.
+    for known in (of_optimizers, of_utilities):
+        known.append(shards)
 
 
 def _guard(wrapper: Any, check: Check) -> None:
@@ -71,7 +78,7 @@ class _Watch(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != _FSDP:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # before all finders are asked again
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -406,14 +413,32 @@ def _check_left_out(
             )
 
 
-def check_sent(optimizer: Any, mark: Mark) -> None:
-    """Raise ValueError if an optimizer sends a shard to workers that hold others."""
-    workers = _workers_of(optimizer.process_group)
-    others = {*workers} & {*mark.partition.ranks}
-    if len(others) > 1:
-        raise ValueError(
-            f"{type(optimizer).__name__} over workers {workers} of a parameter that is {mark}: it "
-            f"sends each parameter from one worker to all others, which have other shards; take "
-            f"the optimizer of torch that it is made of, or as process_group= the workers that "
-            f"hold the same shards"
-        )
+def check_optimizer(stepping: Optimizer, *_: Any) -> None:
+    """Raise ValueError for an optimizer whose steps mix what different workers have.
+
+    LBFGS makes one step of all parameters by products over all of them. Each worker would have
+    other products, and what the workers share would drift apart.
+    """
+    # by its name: the module that has it takes long to import, and few programs do
+    sends = any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(stepping).__mro__)
+    if not isinstance(stepping, LBFGS) and not sends:
+        return
+    name = type(stepping).__name__
+    for parameter in (each for group in stepping.param_groups for each in group["params"]):
+        mark = state_of(parameter)
+        if not isinstance(mark, Mark) or mark.partition.size == 1:
+            continue
+        if not sends:
+            raise ValueError(
+                f"{name} of a parameter that is {mark}: it takes products over all parameters, of "
+                f"which each worker has its shards only; take an optimizer that treats each number "
+                f"by itself, as torch.optim.Adam"
+            )
+        workers = _workers_of(stepping.process_group)  # type: ignore[attr-defined]
+        if len({*workers} & {*mark.partition.ranks}) > 1:
+            raise ValueError(
+                f"{name} over workers {workers} of a parameter that is {mark}: it sends each "
+                f"parameter from one worker to all others, which have other shards; take the "
+                f"optimizer of torch that it is made of, or as process_group= the workers that "
+                f"hold the same shards"
+            )

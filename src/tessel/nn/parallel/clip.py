@@ -13,9 +13,9 @@ from torch.nn import Module
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import mark_of, shared_by, unmarked
+from tessel.distributed.movements import gathering, shard_layout
 from tessel.graph import eagerly
 from tessel.layout import Layout
-from tessel.move import Move
 from tessel.nn.blocks import Weighted
 from tessel.partition import Partition
 from tessel.transport import code_of, kept_in_job
@@ -194,13 +194,8 @@ def _everyones(pieces: Sequence[Piece], norm_type: float, row: Partition) -> Ten
         return torch.zeros(row.size, 0)
     device = pieces[0].value.device
     norms = [_norm(piece.value.grad, norm_type).to(device) for piece in pieces]
-    return _gathering(row, len(pieces)).apply(torch.stack(norms)[None]).cpu()
-
-
-@kept_in_job
-def _gathering(row: Partition, count: int) -> Move:
-    shape = (row.size, count)
-    return Move(Layout.split(row, shape, (0, None)), Layout.whole(row, shape, shared=True))
+    rows = gathering(shard_layout(row, (row.size, len(pieces)), 0))
+    return rows.apply(torch.stack(norms)[None]).cpu()
 
 
 def _norm(grad: Tensor | None, norm_type: float) -> Tensor:

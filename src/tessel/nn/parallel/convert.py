@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from tessel.distributed.agreeing import agree_on_call
-from tessel.layout import Layout
 from tessel.nn.parallel.drawing import equalize_, keep_part_
+from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.partition import Partition
 
 
@@ -23,27 +23,29 @@ class Conversion:
 
     Args:
         name: what the user calls.
+        dim: that of the new layers; with None parameters stay, with values of the first worker.
         partition: the workers of the new layers.
         wanted: torch's layer, and subclasses of it that do not compute something else.
+        becomes: what they become.
         done: whether a layer is one of the new ones already, which stays as it is.
-        make: the new layer for one of torch's, with all that it has but parameters.
-        layouts: where the parameters of a new layer lie, by name; nothing if they stay whole.
-        refused: modules that use such layers in a way of their own.
-        splits: whether parameters become shards; else they stay, with values of the first worker.
         also: another type of layers, which compute as torch's do where they are not split.
+        refused: modules that use such layers in a way of their own.
         is_strict: whether to raise if a layer cannot be converted.
     """
 
     name: str
+    dim: int | None
     partition: Partition
     wanted: type[Module]
+    becomes: type[ShardedLayer]
     done: Callable[[Module], bool]
-    make: Callable[[Any], Any]
-    layouts: Callable[[Any], Mapping[str, Layout]]
+    also: type[Module]
     refused: tuple[type[Module], ...] = ()
-    splits: bool = True
-    also: type[Module] | None = None
     is_strict: bool = True
+
+    @property
+    def splits(self) -> bool:
+        return self.dim is not None
 
 
 def convert(module: Module, conversion: Conversion) -> Module:
@@ -52,7 +54,11 @@ def convert(module: Module, conversion: Conversion) -> Module:
     What cannot be converted stays as it is, and one warning says what and why; where the
     conversion is strict, it raises NotImplementedError instead, and nothing is converted.
     """
-    wanted = [(name, each) for name, each in module.named_modules() if _is_wanted(each, conversion)]
+    wanted = [
+        (name, each)
+        for name, each in module.named_modules()
+        if isinstance(each, conversion.wanted) and not conversion.done(each)
+    ]
     problems = _problems(module, wanted, conversion)
     layers = [(name, each) for name, each in wanted if id(each) not in problems]
     problem = "; ".join(dict.fromkeys(text for text in problems.values() if text))
@@ -88,10 +94,6 @@ def _has_wrapped(module: Module, layers: set[int]) -> bool:
     return any(id(inner) in layers for wrapper in wrappers for inner in wrapper.modules())
 
 
-def _is_wanted(layer: Module, conversion: Conversion) -> bool:
-    return isinstance(layer, conversion.wanted) and not conversion.done(layer)
-
-
 def _summary(layer: Module) -> str:
     values = [
         (name, tuple(each.shape), each.dtype, each.requires_grad)
@@ -101,25 +103,20 @@ def _summary(layer: Module) -> str:
 
 
 def _converted(layer: Module, conversion: Conversion, known: dict[Any, Parameter]) -> Module:
-    new: Module = conversion.make(layer)
-    layouts = conversion.layouts(new)
+    """The new layer; a parameter that several layers use becomes one shard, which is `known`."""
+    new = conversion.becomes._like(layer, conversion.dim, conversion.partition)
     for name, parameter in layer._parameters.items():
-        layout = layouts.get(name)
-        if parameter is None or layout is None:
-            new.register_parameter(name, parameter)
-            continue
-        if (id(parameter), layout) not in known:
-            known[id(parameter), layout] = _shard(parameter, layout)
-        new.register_parameter(name, known[id(parameter), layout])
+        layout = new.layouts.get(name)
+        if parameter is not None and layout is not None:
+            key = id(parameter), layout
+            if key not in known:
+                whole = parameter.detach()
+                part = whole.new_empty(layout.local_shape)  # in memory of its own
+                keep_part_(part, layout, whole)
+                known[key] = Parameter(part, requires_grad=parameter.requires_grad)
+            parameter = known[key]
+        new.register_parameter(name, parameter)
     return new
-
-
-def _shard(parameter: Parameter, layout: Layout) -> Parameter:
-    """This worker's part of a parameter, in memory of its own."""
-    whole = parameter.detach()
-    part = whole.new_empty(layout.local_shape)
-    keep_part_(part, layout, whole)
-    return Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def _problems(

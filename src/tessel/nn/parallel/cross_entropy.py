@@ -23,13 +23,12 @@ from tessel.distributed.marks import (
     traced_state,
     unmarked,
 )
+from tessel.distributed.movements import gathering, scattering, shard_layout
 from tessel.graph import eagerly
-from tessel.layout import Layout, Shape
-from tessel.move import Move
-from tessel.nn.parallel.cross_entropy_agreement import Agreed, Call, Kind, Place, agree
+from tessel.nn.parallel.cross_entropy_agreement import ClassLoss, Logits, WeightKind, agree
 from tessel.nn.parallel.cross_entropy_parts import (
+    ClassShard,
     Merged,
-    Shard,
     facts_of_classes,
     facts_of_probabilities,
 )
@@ -92,20 +91,20 @@ def parallel_cross_entropy(
             label_smoothing=label_smoothing,
         )
     _check_takes_part(mark)
-    weight_place = _place(weight)
-    call = Call(
+    weight_mark = mark_of(weight)  # type: ignore[arg-type]
+    loss = ClassLoss(
         row_of(mark.partition),
         None if partition is None else row_of(partition).ranks,
-        Place.of(mark),
-        _place(target),
-        None if weight is None or weight_place is not None else Kind.of(weight),
-        weight_place,
+        mark,
+        mark_of(target),
+        None if weight is None or weight_mark is not None else WeightKind.of(weight),
+        weight_mark,
         reduction,
         ignore_index,
         label_smoothing,
         torch.is_autocast_enabled(input.device.type),
     )
-    return _of_shard(call, *map(unmarked, (input, target, weight)))  # type: ignore[arg-type]
+    return _of_shard(loss, *map(unmarked, (input, target, weight)))  # type: ignore[arg-type]
 
 
 class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -156,100 +155,101 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 @eagerly
-def _of_shard(call: Call, x: Tensor, target: Any, weight: Any) -> Tensor:
-    kinds, known = tuple(map(_kind, (x, target, weight))), _known_alone(call)
+def _of_shard(loss: ClassLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
+    kinds, known = tuple(map(_kind, (x, target, weight))), _known_alone(loss)
     if kinds in known:  # torch itself looks at the values
-        return call.measure(x, target, weight)
-    agreed = agree(call, x, target, weight)
-    if call.partition.size == 1:
+        return loss.measure(x, target, weight)
+    logits = agree(loss, x, target, weight)
+    if loss.partition.size == 1:
         known.add(kinds)
-    x = _admitted(x, agreed.input_terms)
-    target = _admitted(target, agreed.target_terms)
-    if call.partition.size == 1 or agreed.num_classes == 0:
-        return call.measure(x, target, weight)
-    measure = _of_probabilities if agreed.has_probabilities else _of_classes
-    return measure(call, agreed, x, target, weight).to(agreed.dtype)
+    x = _admitted(x, logits.input_terms)
+    target = _admitted(target, logits.target_terms)
+    if loss.partition.size == 1 or logits.num_classes == 0:
+        return loss.measure(x, target, weight)
+    measure = _of_probabilities if logits.has_probabilities else _of_classes
+    return measure(loss, logits, x, target, weight).to(logits.dtype)
 
 
 def _of_classes(
-    call: Call, agreed: Agreed, x: Tensor, target: Tensor, weight: Tensor | None
+    loss: ClassLoss, logits: Logits, x: Tensor, target: Tensor, weight: Tensor | None
 ) -> Tensor:
-    target = target.long().reshape(agreed.shape[: agreed.dim] + agreed.shape[agreed.dim + 1 :])
-    ignored = target == call.ignore_index
-    shard, smooths = _shard(call, agreed, x), call.label_smoothing > 0
+    target = target.long().reshape(logits.shape[: logits.dim] + logits.shape[logits.dim + 1 :])
+    ignored = target == loss.ignore_index
+    shard, smooths = _shard(loss, logits, x), loss.label_smoothing > 0
     own = None if weight is None else weight[slice(*shard.own)]
-    facts = facts_of_classes(shard, target.masked_fill(ignored, agreed.num_classes), own, smooths)
-    merged = _merged(call, agreed, facts)
+    facts = facts_of_classes(shard, target.masked_fill(ignored, logits.num_classes), own, smooths)
+    merged = _merged(loss, logits, facts)
     target, ignored = target.reshape(-1), ignored.reshape(-1)
     counted = target.masked_fill(ignored, 0)
-    each = merged.surprise(_owner(agreed, counted))
+    each = merged.surprise(_owner(logits, counted))
     weights = torch.ones_like(each) if weight is None else weight[counted].to(each.dtype)
     each = each if weight is None else each * weights
     divisor = weights.masked_fill(ignored, 0).sum()
-    loss = _reduced(each.masked_fill(ignored, 0), divisor, call, agreed)
+    found = _reduced(each.masked_fill(ignored, 0), divisor, loss, logits)
     if not smooths:
-        return loss
-    smooth = merged.smooth(_weights_of_workers(agreed, weight, each)).masked_fill(ignored, 0)
-    share = call.label_smoothing
-    smooth = _reduced(smooth, divisor, call, agreed)
-    return smooth * (share / agreed.num_classes) + loss * (1 - share)
+        return found
+    smooth = merged.smooth(_weights_of_workers(logits, weight, each)).masked_fill(ignored, 0)
+    share = loss.label_smoothing
+    smooth = _reduced(smooth, divisor, loss, logits)
+    return smooth * (share / logits.num_classes) + found * (1 - share)
 
 
 def _of_probabilities(
-    call: Call, agreed: Agreed, x: Tensor, target: Tensor, weight: Tensor | None
+    loss: ClassLoss, logits: Logits, x: Tensor, target: Tensor, weight: Tensor | None
 ) -> Tensor:
-    shard = _shard(call, agreed, x)
-    if call.target is None:
-        target = _part(call, shard.own, target, agreed.dim)
-    own = None if weight is None else _part(call, shard.own, weight, 0)
-    facts = facts_of_probabilities(shard, target, own, call.label_smoothing)
-    each = _merged(call, agreed, facts).expected()
-    return _reduced(each, each.new_tensor(each.numel()), call, agreed)
+    shard = _shard(loss, logits, x)
+    if loss.target is None:
+        target = _part(loss, shard.own, target, logits.dim)
+    own = None if weight is None else _part(loss, shard.own, weight, 0)
+    facts = facts_of_probabilities(shard, target, own, loss.label_smoothing)
+    each = _merged(loss, logits, facts).expected()
+    return _reduced(each, each.new_tensor(each.numel()), loss, logits)
 
 
-def _reduced(each: Tensor, divisor: Tensor, call: Call, agreed: Agreed) -> Tensor:
-    if call.reduction == "none":
-        return each.reshape(agreed.sample_shape)
-    return each.sum() / divisor if call.reduction == "mean" else each.sum()
+def _reduced(each: Tensor, divisor: Tensor, loss: ClassLoss, logits: Logits) -> Tensor:
+    if loss.reduction == "none":
+        return each.reshape(logits.sample_shape)
+    return each.sum() / divisor if loss.reduction == "mean" else each.sum()
 
 
-def _shard(call: Call, agreed: Agreed, x: Tensor) -> Shard:
-    place = call.partition.rank
+def _shard(loss: ClassLoss, logits: Logits, x: Tensor) -> ClassShard:
+    place = loss.partition.rank
     assert place is not None
-    dtype = torch.promote_types(torch.promote_types(x.dtype, agreed.dtype), torch.float32)
-    return Shard(x, agreed.dim, agreed.classes[place], agreed.num_classes, dtype)
+    dtype = torch.promote_types(torch.promote_types(x.dtype, logits.dtype), torch.float32)
+    return ClassShard(x, logits.dim, logits.classes[place], logits.num_classes, dtype)
 
 
-def _merged(call: Call, agreed: Agreed, facts: list[Tensor]) -> Merged:
+def _merged(loss: ClassLoss, logits: Logits, facts: list[Tensor]) -> Merged:
     """Let all workers know what each has to tell: the one exchange, whose adjoint is a slice."""
     mine = torch.stack([each.reshape(-1) for each in facts]).unsqueeze(0)
-    everyones = _gathering(call.partition, *mine.shape[1:]).apply(mine, agreed.input_terms)
-    return Merged.of(everyones[: min(call.partition.size, agreed.num_classes)])
+    rows = shard_layout(loss.partition, (loss.partition.size, *mine.shape[1:]), 0)
+    everyones = gathering(rows).apply(mine, logits.input_terms)
+    return Merged.of(everyones[: min(loss.partition.size, logits.num_classes)])
 
 
-def _owner(agreed: Agreed, target: Tensor) -> Tensor:
+def _owner(logits: Logits, target: Tensor) -> Tensor:
     """The place of the worker that has the class of each sample."""
-    stops = torch.tensor([stop for _, stop in agreed.classes], device=target.device)
+    stops = torch.tensor([stop for _, stop in logits.classes], device=target.device)
     return torch.bucketize(target, stops, right=True)
 
 
-def _weights_of_workers(agreed: Agreed, weight: Tensor | None, like: Tensor) -> Tensor:
+def _weights_of_workers(logits: Logits, weight: Tensor | None, like: Tensor) -> Tensor:
     """The sum of weights of each worker's classes, for those that have classes."""
-    parts = [(start, stop) for start, stop in agreed.classes if start < stop]
+    parts = [(start, stop) for start, stop in logits.classes if start < stop]
     if weight is None:
         return like.new_tensor([stop - start for start, stop in parts])
     return torch.stack([weight[start:stop].sum(dtype=like.dtype) for start, stop in parts])
 
 
-def _part(call: Call, own: tuple[int, int], whole: Tensor, dim: int) -> Tensor:
+def _part(loss: ClassLoss, own: tuple[int, int], whole: Tensor, dim: int) -> Tensor:
     """This worker's part of a shared value; all workers get its gradient, if it has one."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole.narrow(dim, own[0], own[1] - own[0])
-    return _scattering(call.partition, tuple(whole.shape), dim).apply(whole)
+    return scattering(loss.partition, tuple(whole.shape), dim).apply(whole)
 
 
 @kept_in_job
-def _known_alone(call: Call) -> set[Any]:
+def _known_alone(loss: ClassLoss) -> set[Any]:
     """The kinds of tensors that were found to fit a call of one worker."""
     return set()
 
@@ -261,11 +261,6 @@ def _kind(value: Any) -> Any:
 def _admitted(value: Tensor, terms: Terms) -> Tensor:
     """A tensor that needs a gradient, or carries a tangent, here if it does so anywhere."""
     return even(admit(value, terms, True), terms)
-
-
-def _place(value: Any) -> Place | None:
-    mark = mark_of(value)
-    return None if mark is None else Place.of(mark)
 
 
 def _check_known(state: State) -> None:
@@ -298,17 +293,3 @@ def _check_takes_part(mark: Mark) -> None:
             f"parallel_cross_entropy: the input is a shard over {mark.partition}, to which worker "
             f"{transport.this_worker()} does not belong"
         )
-
-
-@kept_in_job
-def _gathering(partition: Partition, num_facts: int, num_samples: int) -> Move:
-    shape = (partition.size, num_facts, num_samples)
-    whole = Layout.whole(partition, shape, shared=True)
-    return Move(Layout.split(partition, shape, (0, None, None)), whole)
-
-
-@kept_in_job
-def _scattering(partition: Partition, shape: Shape, dim: int) -> Move:
-    whole = Layout.whole(partition, shape, shared=True)
-    axes = [0 if each == dim else None for each in range(len(shape))]
-    return Move(whole, Layout.split(partition, shape, axes))

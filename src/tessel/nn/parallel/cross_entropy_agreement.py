@@ -8,26 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel import boxes
-from tessel.agreement import CLAIM, Claim, Meeting, Terms, reach_together, same
+from tessel.agreement import Terms, same
 from tessel.boxes import Interval
+from tessel.distributed.agreeing import Numbers, agree_and_tell
 from tessel.distributed.marks import Mark
 from tessel.layout import Shape
 from tessel.partition import Partition
-from tessel.transport import NUM_WORDS, kept_in_job
+from tessel.transport import kept_in_job
 
 CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
 WAY_OUT = "tessel.distributed.gather(x) makes a tensor whole again"
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What is known of a tensor beside its values."""
+class WeightKind:
+    """What is known of the weight of classes beside its values."""
 
     shape: Shape
     dtype: torch.dtype | None  # None for what is no tensor
@@ -35,44 +35,31 @@ class Kind:
     requires_grad: bool
 
     @classmethod
-    def of(cls, value: Any) -> Kind:
+    def of(cls, value: Any) -> WeightKind:
         if not _is_dense(value):
             return cls((), None, type(value).__name__, False)
         needs_grad = value.requires_grad and torch.is_grad_enabled()
         return cls(tuple(value.shape), value.dtype, str(value.device), needs_grad)
 
-    def zeros(self, shape: Shape) -> Any:
+    def zeros(self) -> Any:
         """A tensor of this kind; text where the kind is none of a tensor, which torch refuses."""
         if self.dtype is None:
             return self.device
-        zeros = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return zeros.requires_grad_() if self.requires_grad else zeros
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the mark of a tensor says that it is split: its dimension, its length, the workers."""
-
-    dim: int
-    size: int | None
-    workers: tuple[int, ...]
-
-    @classmethod
-    def of(cls, mark: Mark) -> Place:
-        return cls(mark.dim, mark.size, mark.partition.ranks)
-
-
-@dataclass(frozen=True)
-class Call:
-    """All that the workers must have in common when they call the loss.
+class ClassLoss:
+    """A cross entropy of classes in shards: all that its workers must have in common.
 
     Attributes:
         partition: the workers, in a row.
         wanted: the workers that the caller names, None for those of the mark.
-        input: where the mark says that the logits are split.
-        target: the same of the target, None for a whole one.
+        input: the mark of the logits.
+        target: that of the target, None for a whole one.
         weight: the kind of the weight, None for no weight.
-        weight_place: where the mark of the weight says that it is split.
+        weight_mark: that of the weight, which must have none.
         reduction: "mean", "sum" or "none".
         ignore_index: a class that does not count.
         label_smoothing: the share of the uniform distribution in the target.
@@ -81,10 +68,10 @@ class Call:
 
     partition: Partition
     wanted: tuple[int, ...] | None
-    input: Place
-    target: Place | None
-    weight: Kind | None
-    weight_place: Place | None
+    input: Mark
+    target: Mark | None
+    weight: WeightKind | None
+    weight_mark: Mark | None
     reduction: str
     ignore_index: int
     label_smoothing: float
@@ -112,8 +99,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What all workers know once they agreed.
+class Logits:
+    """What all workers know of the logits, and of the loss of them, once they agreed.
 
     Attributes:
         shape: of the whole logits.
@@ -140,78 +127,55 @@ class Agreed:
         return self.shape[self.dim]
 
 
-@dataclass(frozen=True)
-class Contents(Claim):
-    """What is in target and weight: the least and the greatest class, and checksums."""
-
-    values: tuple[int, int, int, int] = (0, -1, 0, 0)
-
-    @classmethod
-    def of_values(cls, target: Any, weight: Any, ignore_index: int) -> Contents:
-        values = *_range(target, ignore_index), _checksum(weight)
-        return cls((), None, "cpu", values=values)
-
-    def words(self) -> list[int]:
-        return [*self.values, *[0] * (CLAIM - len(self.values))]
-
-
-class ContentsMeeting(Meeting[Any]):
-    """Where workers tell what is in their tensors, which is another thing in each call."""
-
-    def settle(self, everyones: bytes) -> Any:
-        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
-        return dict(zip(self.group.workers, rows[:, 1:5].tolist(), strict=True))
-
-
 Parts = tuple[tuple[tuple[int, Shape], ...], Terms]  # shapes by worker, and the kind
 
 
-def agree(call: Call, x: Tensor, target: Any, weight: Any) -> Agreed:
-    """Let all workers of the call raise, or know that their tensors fit; one small exchange."""
-    contents = Contents.of_values(target, weight, call.ignore_index)
-    claims = (Claim.of(x), Claim.of(target), contents)
-    inputs, targets, values = reach_together(_meetings(call), claims)
-    call.partition.group.number_call()
-    agreed = _settled(call, inputs, targets)
-    _check_values(call, agreed, values)
-    return agreed
+def agree(loss: ClassLoss, x: Tensor, target: Any, weight: Any) -> Logits:
+    """Let all workers of the call raise, or know that their tensors fit; one small exchange.
+
+    Beside shapes they tell which classes are in the target, and checksums of target and weight:
+    copies that differ would give each worker a loss of its own.
+    """
+    numbers = *_range(target, loss.ignore_index), _checksum(weight)
+    tensors = ("the input", x), ("the target", target)
+    held, values = agree_and_tell(loss.partition, loss.label, tensors, numbers, repr(loss))
+    inputs, targets = ((tuple(shapes.items()), terms) for shapes, terms in held)
+    logits = _concluded(loss, inputs, targets)
+    _check_values(loss, logits.num_classes, values)
+    return logits
 
 
 @kept_in_job
-def _meetings(call: Call) -> tuple[Meeting[Any], ...]:
-    group, ranks, identity = call.partition.group, call.partition.ranks, repr(call)
-    return (
-        Meeting(group, f"the input of {call.label}", ranks, _parts, identity),
-        Meeting(group, f"the target of {call.label}", ranks, _parts, identity),
-        ContentsMeeting(group, call.label, ranks, _parts, identity),
-    )
-
-
-def _parts(shapes: dict[int, Shape], terms: Terms) -> Parts:
-    return tuple(shapes.items()), terms
-
-
-@kept_in_job
-def _settled(call: Call, inputs: Parts, targets: Parts) -> Agreed:
+def _concluded(loss: ClassLoss, inputs: Parts, targets: Parts) -> Logits:
     """What follows from the shapes and kinds of all workers, the same on each of them."""
     (input_shapes, input_terms), (target_shapes, target_terms) = inputs, targets
-    by_worker, of_target = dict(input_shapes), dict(target_shapes)
-    _check_places(call, len(input_shapes[0][1]))
-    dim = call.input.dim
-    shape, classes = _whole(call, "input", call.input, by_worker)
-    if call.target is None:
-        if by_worker == of_target and target_shapes[0][1] != shape:
+    of_input, of_target = dict(input_shapes), dict(target_shapes)
+    _check_marks(loss, len(input_shapes[0][1]))
+    dim = loss.input.dim
+    shape, classes = _whole(loss, "input", loss.input, of_input)
+    if loss.target is None:
+        if of_input == of_target and target_shapes[0][1] != shape:
             raise ValueError(
-                f"{call.label}: the target has the shape of a shard of the input and no mark; if "
+                f"{loss.label}: the target has the shape of a shard of the input and no mark; if "
                 f"it is a shard of probabilities, write tessel.register_parallel_dim(target, {dim})"
             )
-        target_shape = same(of_target, "shape of the target", call.label)
+        target_shape = same(of_target, "shape of the target", loss.label)
     else:
-        target_shape, _ = _whole(call, "target", call.target, of_target)
+        target_shape, _ = _whole(loss, "target", loss.target, of_target)
+    _check_target(loss, shape, dim, target_shape)
+    # Torch's loss of one sample of this kind raises for what torch does not take, on all workers
+    one = tuple(length if d == dim else 1 for d, length in enumerate(shape))
     has_probabilities = target_shape == shape
-    _check_target(call, shape, dim, target_shape)
-    sample = _sample(call, shape, dim, has_probabilities, target_shape, inputs, targets)
-    return Agreed(
+    x = torch.zeros(one, dtype=input_terms.dtype, device=input_terms.device)
+    goal = one if has_probabilities else (1,) * len(target_shape)
+    target = torch.zeros(goal, dtype=target_terms.dtype, device=target_terms.device)
+    if not one[dim] and target.dtype == torch.int64:  # no class at all
+        target.fill_(loss.ignore_index)
+    weight = None if loss.weight is None else loss.weight.zeros()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sample = loss.measure(x, target, weight).detach()
+    return Logits(
         shape,
         dim,
         classes,
@@ -223,103 +187,79 @@ def _settled(call: Call, inputs: Parts, targets: Parts) -> Agreed:
     )
 
 
-def _check_places(call: Call, ndim: int) -> None:
+def _check_marks(loss: ClassLoss, ndim: int) -> None:
     """Raise ValueError if marks do not fit the classes of the input."""
     dim = min(1, ndim - 1)
-    if call.wanted not in (None, call.input.workers):
+    workers = loss.input.partition.ranks
+    if loss.wanted not in (None, workers):
         raise ValueError(
-            f"{call.label}: partition= names workers {call.wanted}, and the input is a shard over "
-            f"workers {call.input.workers}; leave out partition="
+            f"{loss.label}: partition= names workers {loss.wanted}, and the input is a shard over "
+            f"workers {workers}; leave out partition="
         )
-    if call.input.dim != dim:
+    if loss.input.dim != dim:
         raise ValueError(
-            f"{call.label}: the classes of an input of {ndim} dimensions stand along dim {dim}, "
-            f"and it is a shard along dim {call.input.dim}; transpose it, or {WAY_OUT}"
+            f"{loss.label}: the classes of an input of {ndim} dimensions stand along dim {dim}, "
+            f"and it is a shard along dim {loss.input.dim}; transpose it, or {WAY_OUT}"
         )
-    if call.weight_place is not None:
+    if loss.weight_mark is not None:
         raise ValueError(
-            f"{call.label}: the whole weight is needed on every worker, got a shard; {WAY_OUT}"
+            f"{loss.label}: the whole weight is needed on every worker, got a shard; {WAY_OUT}"
         )
-    place = call.target
-    if place is not None and (place.dim, place.workers) != (dim, call.input.workers):
+    mark = loss.target
+    if mark is not None and (mark.dim, mark.partition.ranks) != (dim, workers):
         raise ValueError(
-            f"{call.label}: a target that is a shard must be split as the input is, along dim "
-            f"{dim} over workers {call.input.workers}, got dim {place.dim} over workers "
-            f"{place.workers}; {WAY_OUT}"
+            f"{loss.label}: a target that is a shard must be split as the input is, along dim "
+            f"{dim} over workers {workers}, got dim {mark.dim} over workers "
+            f"{mark.partition.ranks}; {WAY_OUT}"
         )
 
 
 def _whole(
-    call: Call, name: str, place: Place, shapes: Mapping[int, Shape]
+    loss: ClassLoss, name: str, mark: Mark, shapes: Mapping[int, Shape]
 ) -> tuple[Shape, tuple[Interval, ...]]:
     """The shape of the whole of which workers have balanced parts, and these."""
-    dim, ranks = place.dim, call.partition.ranks
+    dim, ranks = mark.dim, loss.partition.ranks
     first = shapes[ranks[0]]
     if len(first) <= dim:
-        raise ValueError(f"{call.label}: the {name} has no dim {dim}, its shape is {first}")
+        raise ValueError(f"{loss.label}: the {name} has no dim {dim}, its shape is {first}")
     rest = {worker: shape[:dim] + shape[dim + 1 :] for worker, shape in shapes.items()}
-    same(rest, f"shape of the {name} (but for dim {dim})", call.label)
+    same(rest, f"shape of the {name} (but for dim {dim})", loss.label)
     lengths = [shapes[worker][dim] for worker in ranks]
-    size = sum(lengths) if place.size is None else place.size
+    size = sum(lengths) if mark.size is None else mark.size
     parts = boxes.balanced(size, len(ranks))
     if lengths != [stop - start for start, stop in parts]:
         raise ValueError(
-            f"{call.label}: the shards of the {name} must be balanced parts of its {size} classes, "
+            f"{loss.label}: the shards of the {name} must be balanced parts of its {size} classes, "
             f"{[stop - start for start, stop in parts]} on workers {list(ranks)}, got {lengths}"
         )
     return (*first[:dim], size, *first[dim + 1 :]), parts
 
 
-def _check_target(call: Call, shape: Shape, dim: int, target: Shape) -> None:
+def _check_target(loss: ClassLoss, shape: Shape, dim: int, target: Shape) -> None:
     """Raise, of the kind that torch raises, for a target of another shape than the input asks."""
     samples = shape[:dim] + shape[dim + 1 :]
-    if call.target is not None and target != shape:
+    if loss.target is not None and target != shape:
         raise ValueError(
-            f"{call.label}: a target that is a shard must be one of probabilities, of the shape "
+            f"{loss.label}: a target that is a shard must be one of probabilities, of the shape "
             f"{shape} of the input, got a shard of {target}; classes must be whole on every worker"
         )
     if target in (shape, samples) or (len(shape) == 1 and target == (1,)):
         return
     is_batch = len(shape) == 1 or target[:1] != shape[:1]
     raise (ValueError if is_batch else RuntimeError)(
-        f"{call.label}: a target of shape {samples}, or of shape {shape} for probabilities, was "
+        f"{loss.label}: a target of shape {samples}, or of shape {shape} for probabilities, was "
         f"expected for an input of shape {shape}, got {target}"
     )
 
 
-def _sample(
-    call: Call,
-    shape: Shape,
-    dim: int,
-    has_probabilities: bool,
-    target_shape: Shape,
-    inputs: Parts,
-    targets: Parts,
-) -> Tensor:
-    """Torch's loss of one sample of this kind: it raises for what torch does not take."""
-    one = tuple(length if d == dim else 1 for d, length in enumerate(shape))
-    goal = one if has_probabilities else (1,) * len(target_shape)
-    x, target = (_zeros(terms, size) for (_, terms), size in ((inputs, one), (targets, goal)))
-    if not one[dim] and target.dtype == torch.int64:  # no class at all
-        target.fill_(call.ignore_index)
-    weight = None if call.weight is None else call.weight.zeros(call.weight.shape)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return call.measure(x, target, weight).detach()
-
-
-def _zeros(terms: Terms, shape: Shape) -> Tensor:
-    return torch.zeros(shape, dtype=terms.dtype, device=terms.device)
-
-
-def _check_values(call: Call, agreed: Agreed, values: Mapping[int, list[int]]) -> None:
+def _check_values(loss: ClassLoss, num_classes: int, values: Numbers) -> None:
     """Raise IndexError for a target that is no class, ValueError for copies that differ."""
-    first = call.partition.ranks[0]
+    first = loss.partition.ranks[0]
     for worker, (low, high, _, _) in values.items():
-        if low <= high and not 0 <= low <= high < agreed.num_classes:
+        if low <= high and not 0 <= low <= high < num_classes:
             raise IndexError(
-                f"{call.label}: target {low if low < 0 else high} is out of bounds on worker "
-                f"{worker}: the classes are 0 to {agreed.num_classes - 1}"
+                f"{loss.label}: target {low if low < 0 else high} is out of bounds on worker "
+                f"{worker}: the classes are 0 to {num_classes - 1}"
             )
     for worker, words in values.items():
         for name, its, others in zip(
@@ -327,7 +267,7 @@ def _check_values(call: Call, agreed: Agreed, values: Mapping[int, list[int]]) -
         ):
             if its != others:
                 raise ValueError(
-                    f"{call.label}: all workers must have the same {name}, and that of worker "
+                    f"{loss.label}: all workers must have the same {name}, and that of worker "
                     f"{worker} has other values than that of worker {first}"
                 )
 

@@ -22,7 +22,7 @@ LEAST = 4 * 2**20  # bytes of a piece of large ones: allocators keep smaller blo
 
 
 @dataclass(frozen=True)
-class Shard:
+class ClassShard:
     """Logits of some of the classes, and where these stand.
 
     Attributes:
@@ -66,7 +66,7 @@ class Shard:
 
 
 def facts_of_classes(
-    shard: Shard, target: Tensor, weight: Tensor | None, smooths: bool
+    shard: ClassShard, target: Tensor, weight: Tensor | None, smooths: bool
 ) -> list[Tensor]:
     """What to tell of each sample when the target gives classes.
 
@@ -93,7 +93,7 @@ def facts_of_classes(
 
 
 def facts_of_probabilities(
-    shard: Shard, target: Tensor, weight: Tensor | None, label_smoothing: float
+    shard: ClassShard, target: Tensor, weight: Tensor | None, label_smoothing: float
 ) -> list[Tensor]:
     """What to tell of each sample when the target gives probabilities.
 
@@ -165,7 +165,7 @@ def _picked(x: Tensor, dim: int, index: Tensor, peak: Tensor) -> Tensor:
     return torch.where(owned, x.gather(dim, index).squeeze(dim) - peak, 0)
 
 
-def _along(weight: Tensor | None, shard: Shard) -> Tensor | None:
+def _along(weight: Tensor | None, shard: ClassShard) -> Tensor | None:
     """A weight of each class, shaped to be multiplied with the logits."""
     if weight is None:
         return None

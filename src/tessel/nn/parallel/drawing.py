@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel import boxes
 from tessel.distributed.agreeing import agree
-from tessel.distributed.marks import Mark, mark_of, shared_by, unmarked
-from tessel.layout import Cut, Layout
+from tessel.distributed.marks import mark_of, shared_by, unmarked
+from tessel.distributed.movements import layout_of_parts, shard_layout
+from tessel.layout import Layout
 from tessel.move import Move
 from tessel.partition import Partition
 
@@ -78,41 +78,15 @@ def equalize_(parameters: Iterable[Tensor | None], partition: Partition) -> None
             keep_part_(each.detach(), layout, each.detach())
 
 
-def shard_layout(partition: Partition, shape: tuple[int, ...], dim: int) -> Layout:
-    """Balanced shards along one dimension of a tensor of this global shape.
-
-    >>> import tessel
-    >>> shard_layout(tessel.world(), (4, 6), 1).local_shape
-    (4, 6)
-    """
-    return Layout.split(partition, shape, [0 if k == dim else None for k in range(len(shape))])
-
-
 def layout_of(parameter: Tensor) -> Layout | None:
     """Where the parts of a parameter lie, by its mark; None if nothing says that it is shared."""
     mark, sharing = mark_of(parameter), shared_by(parameter)
     shape = tuple(parameter.shape)
     if mark is None:
         return None if sharing is None else Layout.whole(sharing, shape, shared=True)
-    if mark.size is None:
-        return _by_hand(parameter, mark)
+    if mark.size is None:  # the user registered shards, which may have any lengths
+        label = f"the initialization of {mark}"
+        [(shapes, _)] = agree(mark.partition, label, parameter)
+        return layout_of_parts(mark.partition, shapes, mark.dim, None, label)
     whole = (*shape[: mark.dim], mark.size, *shape[mark.dim + 1 :])
     return shard_layout(mark.partition, whole, mark.dim)
-
-
-def _by_hand(parameter: Tensor, mark: Mark) -> Layout:
-    """Shards that the user registered, which may have any lengths."""
-    P = mark.partition
-    [(shapes, _)] = agree(P, f"the initialization of {mark}", parameter)
-    intervals = boxes.consecutive(shapes[worker][mark.dim] for worker in P.ranks)
-    first = shapes[P.ranks[0]]
-    whole = Layout.whole(P, (*first[: mark.dim], intervals[-1][1], *first[mark.dim + 1 :]))
-    cuts = (*whole.cuts[: mark.dim], Cut((0,), intervals), *whole.cuts[mark.dim + 1 :])
-    layout = Layout(P, whole.shape, cuts)
-    for worker, shape in shapes.items():
-        if layout.shape_on(worker) != shape:
-            raise ValueError(
-                f"the initialization of {mark}: shards that are alike but for dim {mark.dim} are "
-                f"needed, got {first} on worker {P.ranks[0]} and {shape} on worker {worker}"
-            )
-    return layout

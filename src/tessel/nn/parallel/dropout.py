@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tessel import boxes
-from tessel.agreement import Claim, Meeting, Terms, reach_together, same
+from tessel.agreement import same
+from tessel.distributed.agreeing import agree_and_tell
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import Mark, State, check_known, describe, traced_state
+from tessel.distributed.movements import layout_of_parts
 from tessel.graph import eagerly
 from tessel.layout import Shape
-from tessel.nn.parallel.words import Words, WordsMeeting
 from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.transport import kept_in_job
 
 SEEDS = 2**63 - 1
 STEP = -7046029254386353131  # 2⁶⁴ over the golden ratio, as a signed number
@@ -62,7 +60,7 @@ class ParallelDropout(torch.nn.Dropout):
         row = state.partition if isinstance(state, Mark) else self.partition
         if not row.active:
             return input.clone()
-        whole, seed = _agree(_Call(row, f"ParallelDropout({self.extra_repr()})", state), input)
+        whole, seed = _agree(row, f"ParallelDropout({self.extra_repr()})", state, input)
         mask = _mask(seed, whole, whole.starts[row.rank or 0], input, self.p)
         return input.mul_(mask) if self.inplace else input * mask
 
@@ -90,8 +88,7 @@ def random_stream(split: bool, partition: Partition | None = None) -> Iterator[N
     if not row.active:
         yield
         return
-    name = f"random_stream(split={split!r})"
-    _, seed = _agree(_Call(row, name, None), torch.empty(0))
+    _, seed = _agree(row, f"random_stream(split={split!r})", None, torch.empty(0))
     if split:
         seed = _scrambled(seed, 1 + (row.rank or 0))
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -100,41 +97,7 @@ def random_stream(split: bool, partition: Partition | None = None) -> Iterator[N
         yield
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What workers must have in common when they draw."""
-
-    partition: Partition
-    name: str
-    state: State
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} over {self.partition}, where the input is {describe(self.state)}"
-
-    def conclude(self, shapes: dict[int, Shape], terms: Terms) -> _Whole:
-        check_known(self.state, self.label)
-        ranks = self.partition.ranks
-        if not isinstance(self.state, Mark):
-            shape: Shape = same(shapes, "shape", self.label)
-            return _Whole(shape, 0, (0,) * len(ranks))
-        dim, size = self.state.dim, self.state.size
-        others = {worker: shape[:dim] + shape[dim + 1 :] for worker, shape in shapes.items()}
-        same(others, f"shape (but for dim {dim})", self.label)
-        intervals = boxes.consecutive(shapes[worker][dim] for worker in ranks)
-        if size is not None and intervals != boxes.balanced(size, len(ranks)):
-            lengths = [stop - start for start, stop in intervals]
-            raise ValueError(
-                f"{self.label}: shards of balanced lengths were expected, of {size} in all, got "
-                f"lengths {lengths} on workers {list(ranks)}"
-            )
-        first = shapes[ranks[0]]
-        whole = (*first[:dim], intervals[-1][1], *first[dim + 1 :])
-        return _Whole(whole, dim, tuple(start for start, _ in intervals))
-
-
-@dataclass(frozen=True)
-class _Whole:
+class _Whole(NamedTuple):
     """The whole shape, and where each worker's part begins along one dimension."""
 
     shape: Shape
@@ -142,20 +105,19 @@ class _Whole:
     starts: tuple[int, ...]
 
 
-def _agree(call: _Call, x: Tensor) -> tuple[_Whole, int]:
+def _agree(row: Partition, name: str, state: State, x: Tensor) -> tuple[_Whole, int]:
     """What the tensor is as a whole, and a seed: that of the first worker, others drew theirs."""
     drawn = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))
-    group = call.partition.group
-    whole, words = reach_together(_meetings(call), (Claim.of(x), Words.saying(drawn)))
-    group.number_call()
-    return whole, int(words[group.workers.index(call.partition.ranks[0]), 0])
-
-
-@kept_in_job
-def _meetings(call: _Call) -> tuple[Meeting[Any], ...]:
-    group = call.partition.group
-    meeting = Meeting(group, call.label, call.partition.ranks, call.conclude)
-    return meeting, WordsMeeting.of(group, call.label)
+    label = f"{name} over {row}, where the input is {describe(state)}"
+    [(shapes, _)], seeds = agree_and_tell(row, label, [("the input", x)], [drawn])
+    check_known(state, label)
+    (seed,) = seeds[row.ranks[0]]
+    if not isinstance(state, Mark):
+        shape: Shape = same(shapes, "shape", label)
+        return _Whole(shape, 0, (0,) * row.size), seed
+    layout = layout_of_parts(row, shapes, state.dim, state.size, label)
+    starts = tuple(start for start, _ in layout.cuts[state.dim].intervals)
+    return _Whole(layout.shape, state.dim, starts), seed
 
 
 def _mask(seed: int, whole: _Whole, start: int, x: Tensor, p: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,28 +14,26 @@ from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
     Mark,
-    call,
     describe,
-    note,
-    share,
     state_of,
     traced_state,
-    unmark_values,
     unmarked,
 )
+from tessel.distributed.movements import shard_layout
 from tessel.graph import eagerly
 from tessel.layout import Layout
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
-from tessel.nn.parallel.embedding_agreement import Lookup, Settings, agree, table_layout
+from tessel.nn.parallel.embedding_agreement import Lookup, Settings, agree
 from tessel.nn.parallel.embedding_table import look_up_columns, look_up_rows
+from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 
 DIMS = (None, 0, 1, -1)
 
 
-class ParallelEmbedding(torch.nn.Embedding):
+class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
     """A table of rows that is split over workers: `torch.nn.Embedding`.
 
     Forward:  y[i] = w[id_i], whole and the same on every worker.
@@ -88,7 +86,10 @@ class ParallelEmbedding(torch.nn.Embedding):
         partition: Partition | None = None,
     ) -> None:
         row = row_of(partition)
-        given = "" if _weight is None else f", of a table of {_kind(_weight)}"
+        given = ""
+        if _weight is not None:
+            kind = f"{_weight.dtype} on {_weight.device.type}"
+            given = f", of a table of shape {tuple(_weight.shape)} and {kind}"
         agree_on_call(
             row,
             f"ParallelEmbedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, "
@@ -109,13 +110,11 @@ class ParallelEmbedding(torch.nn.Embedding):
         )
         self.dim, self.partition = dim, row
         if _weight is None:
-            shape = self._whole_shape if self._layout is None else self._layout.local_shape
+            shape = outline.shape if self._layout is None else self._layout.local_shape
             empty = torch.empty(shape, device=device, dtype=dtype)
             self.weight = torch.nn.Parameter(empty, requires_grad=not _freeze)
             self.reset_parameters()
-            if dim is None:  # a subclass may draw its values in a way of its own
-                drawn_alike = type(self).reset_parameters is ParallelEmbedding.reset_parameters
-                equalize_([] if drawn_alike else [self.weight], row)
+            self._equalize_own_values(ParallelEmbedding)
         elif dim is not None or row.size > 1:
             self.weight = self._part_of(_weight, not _freeze)
 
@@ -186,29 +185,18 @@ class ParallelEmbedding(torch.nn.Embedding):
         check_dim(dim, name)
         conversion = Conversion(
             name=name,
+            dim=dim,
             partition=row,
-            splits=dim is not None,
             wanted=torch.nn.Embedding,
+            becomes=cls,
             done=lambda layer: isinstance(layer, cls) and layer._is_split_so(dim, row),
-            make=lambda layer: cls._like(layer, dim, row),
-            layouts=lambda layer: layer.layouts,
             also=ParallelEmbedding,
         )
         return convert(module, conversion)
 
-    @classmethod
-    def _like(cls, layer: torch.nn.Module, dim: int | None, partition: Partition) -> Self:
-        """The same layer with no parameters yet."""
-        new = cls.__new__(cls)
-        new.__dict__.update(layer.__dict__)
-        new.__dict__.update(_parameters={}, dim=dim, partition=partition)
-        return new
-
     @eagerly
     def forward(self, input: Tensor) -> Tensor:
-        if self.dim is None or isinstance(
-            input, SpreadTensor
-        ):  # torch's function has a rule for it
+        if self.dim is None or isinstance(input, SpreadTensor):  # F.embedding has a rule for it
             return super().forward(input)
         label = f"{type(self).__name__}({self.extra_repr()}) over {self.partition}"
         lookup = Lookup(
@@ -226,7 +214,14 @@ class ParallelEmbedding(torch.nn.Embedding):
     @property
     def layouts(self) -> dict[str, Layout]:
         """Where the weight lies, by its name; nothing if it is not split."""
-        return {} if self._layout is None else {"weight": self._layout}
+        if self.dim is None:
+            return {}
+        shape = self.num_embeddings, self.embedding_dim
+        return {"weight": shard_layout(self.partition, shape, abs(self.dim))}
+
+    @property
+    def _layout(self) -> Layout | None:
+        return self.layouts.get("weight")
 
     def reset_parameters(self) -> None:
         """Draw all values anew, as `torch.nn.Embedding` does; those of the padding are zero.
@@ -265,62 +260,13 @@ class ParallelEmbedding(torch.nn.Embedding):
     def _is_split_so(self, dim: int | None, partition: Partition) -> bool:
         if self.dim is None or dim is None:
             return self.dim is dim
-        return self._place == abs(dim) and self.partition == partition
-
-    @property
-    def _place(self) -> int:
-        """The dimension that is split, counted from the front."""
-        assert self.dim is not None
-        return abs(self.dim)
-
-    @property
-    def _whole_shape(self) -> tuple[int, int]:
-        return self.num_embeddings, self.embedding_dim
-
-    @property
-    def _layout(self) -> Layout | None:
-        """Where the table lies; None if it is whole."""
-        if self.dim is None:
-            return None
-        return table_layout(self.partition, self._whole_shape, self._place)
+        return abs(self.dim) == abs(dim) and self.partition == partition
 
     @property
     def _settings(self) -> Settings:
         return Settings(
             self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        self._mark_weight()
-
-    def _mark_weight(self) -> None:
-        """Let the weight say that it is a shard; another than ours may have come."""
-        if not hasattr(self, "partition") or "weight" not in self._parameters:
-            return  # torch's layer is still being made
-        if self.dim is None:
-            share(self.weight, self.partition)
-        else:
-            size = self._whole_shape[self._place]
-            note(self.weight, Mark(self._place, self.partition, size))
-            call(self.weight, self.dim)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            unmark_values(destination, prefix, self._parameters)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._mark_weight()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark_weight()
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dim={self.dim}"
 
 
 Embedding = ParallelEmbedding  # torchshard has both names
@@ -372,7 +318,11 @@ def parallel_embedding(
         partition = partition or state.partition
         dim = state.dim if dim is None else dim
     if dim is None and state is None:
-        _check_rows(weight, num_embeddings)
+        if num_embeddings not in (None, weight.shape[0]):
+            raise ValueError(
+                f"parallel_embedding: with dim=None the weight is the whole table, of "
+                f"{num_embeddings} rows, got {weight.shape[0]}"
+            )
         return F.embedding(
             input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
@@ -394,18 +344,6 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
             return F.embedding(ids, weight, *astuple(settings))
         look_up = look_up_rows if lookup.place == 0 else look_up_columns
         return look_up(ids, admit(weight, terms, True), layout, settings, terms)
-
-
-def _check_rows(weight: Tensor, num_embeddings: int | None) -> None:
-    if num_embeddings is not None and num_embeddings != weight.shape[0]:
-        raise ValueError(
-            f"parallel_embedding: with dim=None the weight is the whole table, of "
-            f"{num_embeddings} rows, got {weight.shape[0]}"
-        )
-
-
-def _kind(table: Tensor) -> str:
-    return f"shape {tuple(table.shape)} and {table.dtype} on {table.device.type}"
 
 
 def check_dim(dim: int | None, label: str) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tessel.agreement import Claim, Meeting, Terms, reach_together, same
+from tessel.agreement import Terms, same
+from tessel.distributed.agreeing import Held, Numbers, agree_and_tell
 from tessel.distributed.mark import Mark, State, check_known, describe
+from tessel.distributed.movements import shard_layout
 from tessel.layout import Layout, Shape
-from tessel.nn.parallel.words import Words, WordsMeeting
 from tessel.partition import Partition
 from tessel.transport import kept_in_job
 
@@ -92,43 +91,45 @@ def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, Terms]:
     and for ids that differ, IndexError for ids that are no rows of the table.
     """
     needs_grad = getattr(weight, "requires_grad", False) and torch.is_grad_enabled()
-    claims = (Claim.of(ids), Claim.of(weight), Words.saying(*_values_in_words(ids)))
-    device, (layout, terms), contents = reach_together(_meetings(lookup, needs_grad), claims)
-    lookup.partition.group.number_call()
-    if device != terms.device:
-        raise ValueError(
-            f"{lookup.label}: ids and weight must be on one device, got {device} and {terms.device}"
-        )
-    _check_contents(lookup, contents, layout.shape[0])
-    return layout, terms
+    label = f"{lookup.label}{'' if needs_grad else ', without a gradient of the weight'}"
+    (of_ids, of_weight), values = agree_and_tell(
+        lookup.partition,
+        label,
+        [("the ids", ids), ("the weight", weight)],
+        _values_in_words(ids),
+        f"{label} {lookup}",
+    )
+    layout = _concluded(lookup, label, _frozen(of_ids), _frozen(of_weight))
+    _check_values(lookup, values, layout.shape[0])
+    return layout, of_weight[1]
+
+
+Frozen = tuple[tuple[tuple[int, Shape], ...], Terms]
+
+
+def _frozen(held: Held) -> Frozen:
+    shapes, terms = held
+    return tuple(shapes.items()), terms
 
 
 @kept_in_job
-def _meetings(lookup: Lookup, needs_grad: bool) -> tuple[Meeting[Any], ...]:
-    """One for the ids, one for the table and one for what the ids are."""
-    group, ranks = lookup.partition.group, lookup.partition.ranks
-    label = f"{lookup.label}{'' if needs_grad else ', without a gradient of the weight'}"
-    identity = f"{label} {lookup}"
-
-    def ids(shapes: dict[int, Shape], terms: Terms) -> str:
-        lookup.check_marks()
-        if terms.dtype not in INDICES:
-            raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {terms.dtype}")
-        same(shapes, "shape of the ids", label)
-        return terms.device
-
-    def table(shapes: dict[int, Shape], terms: Terms) -> tuple[Layout, Terms]:
-        if not (terms.dtype.is_floating_point or terms.dtype.is_complex):
-            raise ValueError(f"{label}: the weight must be of a float dtype, got {terms.dtype}")
-        layout = _table(lookup, shapes)
-        _check_settings(lookup, layout.shape[0])
-        return layout, terms
-
-    return (
-        Meeting(group, f"the ids of {label}", ranks, ids, identity),
-        Meeting(group, f"the weight of {label}", ranks, table, identity),
-        WordsMeeting.of(group, label),
-    )
+def _concluded(lookup: Lookup, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
+    """The table that follows from the shapes of all workers, once for the same shapes."""
+    lookup.check_marks()
+    (shapes, terms), (shards, kind) = of_ids, of_weight
+    if terms.dtype not in INDICES:
+        raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {terms.dtype}")
+    same(dict(shapes), "shape of the ids", label)
+    if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
+        raise ValueError(f"{label}: the weight must be of a float dtype, got {kind.dtype}")
+    layout = _table(lookup, dict(shards))
+    _check_settings(lookup, layout.shape[0])
+    if terms.device != kind.device:
+        raise ValueError(
+            f"{lookup.label}: ids and weight must be on one device, got {terms.device} and "
+            f"{kind.device}"
+        )
+    return layout
 
 
 def _table(lookup: Lookup, shapes: dict[int, Shape]) -> Layout:
@@ -144,7 +145,7 @@ def _table(lookup: Lookup, shapes: dict[int, Shape]) -> Layout:
         whole[0] = lookup.num_embeddings
     if lookup.embedding_dim is not None:
         whole[1] = lookup.embedding_dim
-    layout = table_layout(lookup.partition, (whole[0], whole[1]), dim)
+    layout = shard_layout(lookup.partition, (whole[0], whole[1]), dim)
     for worker in ranks:
         if shapes[worker] != layout.shape_on(worker):
             raise ValueError(
@@ -173,25 +174,19 @@ def _check_settings(lookup: Lookup, rows: int) -> None:
 OTHER = ("number of columns of the weight", "number of rows of the weight")
 
 
-@kept_in_job
-def table_layout(partition: Partition, shape: tuple[int, int], dim: int) -> Layout:
-    """Where a table lies whose dimension `dim` is split over a row of workers."""
-    return Layout.split(partition, shape, (0, None) if dim == 0 else (None, 0))
-
-
-def _check_contents(lookup: Lookup, contents: np.ndarray, rows: int) -> None:
-    workers = lookup.partition.group.workers
-    for worker, (low, high, *_) in zip(workers, contents.tolist(), strict=True):
+def _check_values(lookup: Lookup, values: Numbers, rows: int) -> None:
+    for worker, (low, high, _) in values.items():
         if low <= high and not 0 <= low <= high < rows:
             raise IndexError(
                 f"{lookup.label}: an id is out of range: worker {worker} got "
                 f"{low if low < 0 else high}, and the table has rows 0 to {rows - 1}"
             )
-    for worker, words in zip(workers, contents, strict=True):
-        if not np.array_equal(words, contents[0]):
+    first = lookup.partition.group.workers[0]
+    for worker, said in values.items():
+        if said != values[first]:
             raise ValueError(
                 f"{lookup.label}: all workers must look up the same ids, and those of worker "
-                f"{worker} are others than those of worker {workers[0]}; give all the same batch, "
+                f"{worker} are others than those of worker {first}; give all the same batch, "
                 f"say by the same seed of the data loader, or gather the ids before"
             )
 

@@ -9,12 +9,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.agreement import Terms
-from tessel.layout import Layout, Shape
-from tessel.move import Move
+from tessel.distributed.movements import gathering, reducing, shard_layout
+from tessel.layout import Layout
 from tessel.nn.parallel.embedding_agreement import Settings
 from tessel.partition import Partition
 from tessel.shared import nothing
-from tessel.transport import kept_in_job
 
 EPSILON = 1e-7  # what torch adds to a norm before it divides by it
 
@@ -37,7 +36,7 @@ def look_up_rows(
     own = replace(settings, padding_idx=padding)
     rows = _local_rows(flat[mine] - start, weight, own)
     share = rows.new_zeros((flat.numel(), layout.shape[1])).index_copy(0, mine, rows)
-    y = _sum(layout.partition, tuple(share.shape)).apply(share, terms)
+    y = reducing(layout.partition, tuple(share.shape)).apply(share, terms)
     return y.view(*ids.shape, layout.shape[1])
 
 
@@ -52,7 +51,7 @@ def look_up_columns(
     if settings.max_norm is not None:
         renormalise(flat, weight, layout.partition, settings.max_norm, settings.norm_type)
     columns = _local_rows(flat, weight, replace(settings, max_norm=None))
-    move = _gathering(layout.partition, (flat.numel(), layout.shape[1]))
+    move = gathering(shard_layout(layout.partition, (flat.numel(), layout.shape[1]), 1))
     return move.apply(columns, terms).view(*ids.shape, layout.shape[1])
 
 
@@ -75,7 +74,7 @@ def renormalise(
         flat, table = flat.detach(), weight.detach()
         wide = torch.float32 if table.dtype in (torch.float16, torch.bfloat16) else table.dtype
         rows = table[flat].to(wide)
-        gather = _gathering(partition, (flat.numel(), partition.size))
+        gather = gathering(shard_layout(partition, (flat.numel(), partition.size), 1))
         parts = gather.apply(_norms(rows, norm_type)[:, None])
         norm = _norms_of_parts(parts, norm_type).to(table.dtype)
         scale = max_norm / (norm.double() + EPSILON)
@@ -93,16 +92,3 @@ def _norms(rows: Tensor, norm_type: float) -> Tensor:
 def _norms_of_parts(parts: Tensor, norm_type: float) -> Tensor:
     """The norm of each row from those of its parts, which for p = 0 are counts."""
     return parts.sum(1) if norm_type == 0 else torch.linalg.vector_norm(parts, norm_type, dim=1)
-
-
-@kept_in_job
-def _sum(partition: Partition, shape: Shape) -> Move:
-    """Separate shares to their one shared sum."""
-    return Move(Layout.whole(partition, shape), Layout.whole(partition, shape, shared=True))
-
-
-@kept_in_job
-def _gathering(partition: Partition, shape: Shape) -> Move:
-    """Columns of a matrix to the whole of it, which all workers share."""
-    columns = Layout.split(partition, shape, (None, 0))
-    return Move(columns, Layout.whole(partition, shape, shared=True))

@@ -18,26 +18,22 @@ from tessel.distributed.marks import (
     Mark,
     State,
     Unknown,
-    call,
     check_known,
     describe,
-    mark_of,
     marked,
-    note,
-    share,
     state_of,
     traced_state,
-    unmark_values,
     unmarked,
 )
-from tessel.distributed.movements import copying, reducing, scattering
+from tessel.distributed.movements import copying, reducing, scattering, shard_layout
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.column import can_overlap, multiply_overlapping
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, equalize_, shard_layout
+from tessel.nn.parallel.drawing import draw_, equalize_
+from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.partition import Partition
 from tessel.shared import Spread, even
 from tessel.tensor import Tensor as SpreadTensor
@@ -368,7 +364,7 @@ def checked_dim(dim: int | None, name: str) -> int | None:
     return None if dim is None else dim % 2
 
 
-class ParallelLinear(torch.nn.Linear):
+class ParallelLinear(ShardedLayer, torch.nn.Linear):
     """The linear map of the last dimension, with the weight in shards over a group of workers.
 
     Forward:  y[…, o] = b[o] + Σ_i w[o, i] x[…, i].
@@ -401,9 +397,6 @@ class ParallelLinear(torch.nn.Linear):
     torch.Size([4, 20])
     """
 
-    dim: int | None = None
-    partition: Partition
-
     def __init__(
         self,
         in_features: int,
@@ -422,7 +415,7 @@ class ParallelLinear(torch.nn.Linear):
         if dim is None:
             self.partition = row  # which torch's layer needs when it draws its values
             super().__init__(in_features, out_features, bias, device, dtype)
-            self._equalize_own_values()
+            self._equalize_own_values(ParallelLinear)
             return
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
@@ -434,13 +427,7 @@ class ParallelLinear(torch.nn.Linear):
                 empty = torch.empty(layout.local_shape, device=device, dtype=dtype)
                 setattr(self, each, torch.nn.Parameter(empty))
         self.reset_parameters()
-        self._equalize_own_values()
-
-    def _equalize_own_values(self) -> None:
-        """Let whole parameters be equal where a subclass draws its values in a way of its own."""
-        if type(self).reset_parameters is not ParallelLinear.reset_parameters:
-            whole = (p for p in self._parameters.values() if p is not None and mark_of(p) is None)
-            equalize_(whole, self.partition)
+        self._equalize_own_values(ParallelLinear)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -471,9 +458,7 @@ class ParallelLinear(torch.nn.Linear):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.dim is None or isinstance(
-            input, SpreadTensor
-        ):  # torch's function has a rule for it
+        if self.dim is None or isinstance(input, SpreadTensor):  # F.linear has a rule for it
             return super().forward(input)
         return self._multiply(input)
 
@@ -528,62 +513,16 @@ class ParallelLinear(torch.nn.Linear):
         checked_dim(dim, name)
         conversion = Conversion(
             name=name,
+            dim=dim,
             partition=row,
-            splits=dim is not None,
             wanted=torch.nn.Linear,
+            becomes=cls,
+            # a layer that is split in another way stays: its values are as good
             done=lambda layer: (
                 isinstance(layer, ParallelLinear) and (dim is None or layer.dim is not None)
             ),
-            make=lambda layer: cls._like(layer, dim, row),
-            layouts=lambda layer: layer.layouts,
             refused=(torch.nn.MultiheadAttention,),
             also=ParallelLinear,
             is_strict=strict,
         )
         return convert(module, conversion)
-
-    @classmethod
-    def _like(cls, layer: torch.nn.Module, dim: int | None, partition: Partition) -> Any:
-        """The same layer with no parameters yet."""
-        new = cls.__new__(cls)
-        new.__dict__.update(layer.__dict__)
-        new.__dict__.update(_parameters={}, dim=dim, partition=partition)
-        return new
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        self._mark_parameters()
-
-    def _mark_parameters(self) -> None:
-        """Let the parameters say which shards they are; others than ours may have come."""
-        layouts = self.layouts
-        for name, parameter in self._parameters.items():
-            if parameter is None or (layouts and name not in layouts):
-                continue
-            if not layouts:
-                share(parameter, self.partition)
-                continue
-            layout = layouts[name]
-            split = [dim for dim, cut in enumerate(layout.cuts) if cut.axes]
-            if split:
-                note(parameter, Mark(split[0], self.partition, layout.shape[split[0]]))
-                call(parameter, self.dim)
-            else:
-                share(parameter, self.partition)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            unmark_values(destination, prefix, self._parameters)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)
-        self._mark_parameters()
-        return result
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark_parameters()
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dim={self.dim}"

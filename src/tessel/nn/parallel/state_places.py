@@ -16,8 +16,7 @@ from tessel.distributed.marks import Mark, shared_by, state_of
 from tessel.layout import Layout
 from tessel.move import Move
 from tessel.nn.parallel.drawing import layout_of
-from tessel.nn.parallel.embedding import ParallelEmbedding
-from tessel.nn.parallel.linear import ParallelLinear
+from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.partition import Partition
 from tessel.transport import code_of, kept_in_job
 
@@ -119,7 +118,7 @@ Value = tuple[str, Tensor, Layout | None]
 def _values(module: Module) -> Iterator[Value]:
     """All parameters and buffers by their names in the state, and where their layers put them."""
     for prefix, layer in module.named_modules(remove_duplicate=False):
-        own = layer.layouts if isinstance(layer, ParallelLinear | ParallelEmbedding) else {}
+        own = layer.layouts if isinstance(layer, ShardedLayer) else {}
         for name in own:
             if name not in layer._parameters:
                 raise NotImplementedError(

@@ -1,0 +1,86 @@
+"""What layers have in common whose parameters lie in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+
+from tessel.distributed.marks import Mark, call, mark_of, note, share, unmark_values
+from tessel.layout import Layout
+from tessel.nn.parallel.drawing import equalize_
+from tessel.partition import Partition
+
+
+class ShardedLayer(torch.nn.Module):
+    """A layer of torch's that says where its parameters lie; they carry marks that say so, too.
+
+    A subclass gives `layouts`. Parameters that it does not name are none of this layer's business.
+
+    Attributes:
+        dim: what is split, as the layer counts; None if nothing is.
+        partition: the workers, in a row.
+    """
+
+    dim: int | None = None
+    partition: Partition
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Where parameters lie, by name; nothing if they are not split."""
+        raise NotImplementedError
+
+    @classmethod
+    def _like(cls, layer: torch.nn.Module, dim: int | None, partition: Partition) -> Self:
+        """The layer that one of torch's becomes, with no parameters yet."""
+        new = cls.__new__(cls)
+        new.__dict__.update(layer.__dict__)
+        new.__dict__.update(_parameters={}, dim=dim, partition=partition)
+        return new
+
+    def _equalize_own_values(self, ours: type[ShardedLayer]) -> None:
+        """Let whole parameters be equal where a subclass draws its values in a way of its own."""
+        if type(self).reset_parameters is not ours.reset_parameters:  # type: ignore[attr-defined]
+            whole = (p for p in self._parameters.values() if p is not None and mark_of(p) is None)
+            equalize_(whole, self.partition)
+
+    def _mark_parameters(self) -> None:
+        """Let the parameters say which shards they are."""
+        if "partition" not in self.__dict__:
+            return  # torch's layer is still being made
+        layouts = self.layouts
+        for name, parameter in self._parameters.items():
+            if parameter is None or (layouts and name not in layouts):
+                continue
+            cuts = layouts[name].cuts if layouts else ()
+            split = next((dim for dim, cut in enumerate(cuts) if cut.axes), None)
+            if split is None:
+                share(parameter, self.partition)
+            else:
+                note(parameter, Mark(split, self.partition, layouts[name].shape[split]))
+                call(parameter, self.dim)
+
+    # What follows is how parameters of other origin come into a layer: by assignment, by
+    # `module.to(…)` and `load_state_dict(assign=True)`, and from a pickled one.
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark_parameters()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._mark_parameters()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_parameters()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:  # files contain plain tensors
+            unmark_values(destination, prefix, self._parameters)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dim={self.dim}"
