@@ -24,8 +24,8 @@ from tessel.imaging import (
     FactoryConfig,
     make_distrib_bundle,
 )
+from tessel.imaging.parameters import totalled
 from tessel.imaging.parts import operator_grid
-from tessel.imaging.uses import totalled
 from tessel.testing import count_traffic
 
 Blur, stack = deepinv.physics.Blur, deepinv.physics.stack

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of
-from tessel.imaging.uses import hang
+from tessel.imaging.parameters import hang
 from tessel.layout import Layout, Shape
 from tessel.move import Move
 from tessel.partition import Partition

@@ -13,13 +13,13 @@ from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.fidelity import L2
+from tessel.imaging.parameters import totalled
 from tessel.imaging.processing import DistributedProcessing
 from tessel.imaging.stacked import (
     DistributedStackedFidelity,
     DistributedStackedLinearPhysics,
     DistributedStackedPhysics,
 )
-from tessel.imaging.uses import totalled
 
 KINDS = (
     *("auto", "physics", "linear_physics", "data_fidelity", "denoiser", "prior"),

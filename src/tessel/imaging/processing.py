@@ -15,8 +15,8 @@ from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     SmartTilingStrategy,
 )
+from tessel.imaging.parameters import state_of
 from tessel.imaging.prior import DistributedPrior
-from tessel.imaging.uses import state_of
 
 CHECKPOINTING = ("auto", "always", "never")
 

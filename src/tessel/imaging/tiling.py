@@ -18,7 +18,7 @@ Pair = tuple[Interval, Interval]  # a core and what is read for it
 
 
 @dataclass(frozen=True)
-class Window:
+class PriorWindow:
     """What one call of a prior answers for, and what it reads for that.
 
     Args:
@@ -45,7 +45,7 @@ def tiles(
     patch: Sequence[int],
     margin: Sequence[int],
     stride: Sequence[int],
-) -> list[Window]:
+) -> list[PriorWindow]:
     """Windows with cores of the size `patch`, row by row; those at the end may be smaller.
 
     All windows of a dimension read equally many indices, `patch + 2·margin` or all there are,
@@ -64,7 +64,7 @@ def tiles(
     return crossed(along)
 
 
-def parts(shape: Sequence[int], counts: Sequence[int], margin: Sequence[int]) -> list[Window]:
+def parts(shape: Sequence[int], counts: Sequence[int], margin: Sequence[int]) -> list[PriorWindow]:
     """Windows whose cores are balanced parts, read with a margin that ends at the border.
 
     >>> [window.read for window in parts((10,), (2,), (1,))]
@@ -95,10 +95,10 @@ def tiles_along(
     return found
 
 
-def crossed(along: Sequence[Sequence[Pair]]) -> list[Window]:
+def crossed(along: Sequence[Sequence[Pair]]) -> list[PriorWindow]:
     """The windows of all dimensions together, from those along each."""
     return [
-        Window(tuple(core for core, _ in chosen), tuple(read for _, read in chosen))
+        PriorWindow(tuple(core for core, _ in chosen), tuple(read for _, read in chosen))
         for chosen in product(*along)
     ]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessel import boxes
 from tessel.boxes import Region
-from tessel.imaging.tiling import Window, parts, ramps, tiles
+from tessel.imaging.tiling import PriorWindow, parts, ramps, tiles
 
 Pairs = list[tuple[int, Tensor]]
 
@@ -78,7 +78,7 @@ class WindowStrategy(DistributedSignalStrategy):
     """
 
     reduces_in_turn = True
-    windows: list[Window]
+    windows: list[PriorWindow]
 
     def __init__(
         self,

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.imaging.parameters import hang, known, learned
 from tessel.imaging.parts.operators import PartOperator, Whole, gathering
-from tessel.imaging.uses import idle, known
 from tessel.layout import Layout, Shape
 from tessel.move import Move
+from tessel.shared import nothing
 
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 
@@ -52,7 +53,15 @@ class PartFidelity:
     fidelity: Any
     device: torch.device | str = "cpu"
 
-    def loss(self, x: Tensor, y: Tensor, operator: PartOperator | Whole, batch: int) -> Tensor:
+    def loss(
+        self,
+        x: Tensor,
+        y: Tensor,
+        operator: PartOperator | Whole,
+        batch: int,
+        *args: Any,
+        **settings: Any,
+    ) -> Tensor:
         """This worker's share of f: of each image of the batch if f tells them apart, or a number.
 
         Args:
@@ -60,42 +69,51 @@ class PartFidelity:
             y: that of the measurement.
             operator: between them.
             batch: the number of images.
+            args, settings: of f, for whole images only.
         """
+        f = self.fidelity
+        if isinstance(operator, Whole) and operator.is_alone:
+            share: Tensor = f(x, y, operator.physics, *args, **settings)
+            return share
         shape = (batch,) if self.is_batched else ()
         if isinstance(operator, Whole):
-            whole = operator.gather(x)
-            if not operator.here:
-                return self._nothing(shape, whole, y, physics=operator.physics)
-            share = known(self.fidelity(whole, y, operator.physics), operator.physics, (whole, y))
-            return share.reshape(shape)
+            return operator.computed(
+                lambda image, y: f(image, y, operator.physics).reshape(shape),
+                *(operator.gather(x), y),
+                shape=shape,
+                users=f,
+            )
         u = operator.A(x)
-        if self.is_separable:
-            if 0 in u.shape:
-                return self._nothing(shape, u, y)
-            share = known(self.fidelity(u, y, _PLAIN), (), (u, y))
-            return self._in_batch(share, operator.codomain) if shape else share
-        gather = _gathering(operator.codomain)
-        wholes = gather.apply(u), gather.apply(y)
-        if not gather.codomain.partition.active:
-            return self._nothing(shape, *wholes)
-        return known(self.fidelity(*wholes, _PLAIN), (), wholes).reshape(shape)
-
-    def _in_batch(self, share: Tensor, layout: Layout) -> Tensor:
-        """The numbers of the images of which this worker has parts, among those of all."""
-        box = layout.box()
+        if not self.is_separable:
+            gather = _gathering(operator.codomain)
+            wholes = gather.apply(u), gather.apply(y)
+            if not gather.codomain.partition.active:
+                return self._nothing(shape, *wholes)
+            return known(f(*wholes, _PLAIN), (), wholes).reshape(shape)
+        if 0 in u.shape:
+            return self._nothing(shape, u, y)
+        share = known(f(u, y, _PLAIN), (), (u, y))
+        if not shape:
+            return share
+        # Of the images of the batch this worker may have some: their numbers among those of all.
+        box = operator.codomain.box()
         assert box is not None
         start, stop = box[0]
-        return torch.nn.functional.pad(share, (start, layout.shape[0] - stop))
+        return torch.nn.functional.pad(share, (start, batch - stop))
 
-    def grad(self, x: Tensor, y: Tensor, operator: PartOperator | Whole) -> Tensor:
+    def grad(
+        self, x: Tensor, y: Tensor, operator: PartOperator | Whole, *args: Any, **settings: Any
+    ) -> Tensor:
         """This worker's part of the gradient of f in x."""
         if isinstance(operator, Whole):
-            whole = operator.gather(x)
-            if not operator.here:
-                none = self._nothing((0,), whole, y, physics=operator.physics)
-                return operator.scatter(none)
-            slope = gradient(self.fidelity, whole, y, operator.physics)
-            return operator.scatter(known(slope, operator.physics, (whole, y)))
+            found = operator.computed(
+                lambda image, y: gradient(
+                    self.fidelity, image, y, operator.physics, *args, **settings
+                ),
+                *(operator.gather(x), y),
+                users=self.fidelity,
+            )
+            return operator.scatter(found)
         return operator.A_adjoint(self._slope(operator.A(x), y, operator.codomain))
 
     def _slope(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
@@ -110,9 +128,11 @@ class PartFidelity:
             return gather.H.apply(self._nothing((0,), *wholes))
         return gather.H.apply(known(gradient(self.fidelity, *wholes, _PLAIN), (), wholes))
 
-    def _nothing(self, shape: Shape, *given: Tensor, physics: Any = None) -> Tensor:
-        """What a worker gives that has nothing to measure."""
-        return idle(shape, given, self.fidelity, physics)
+    def _nothing(self, shape: Shape, *given: Tensor) -> Tensor:
+        """What a worker gives that has nothing to measure; it depends on the parameters of f."""
+        parameters = learned(self.fidelity)
+        anchor = nothing((), *parameters) if parameters else None
+        return hang(nothing(shape, *given), anchor)
 
     @cached_property
     def problem(self) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tessel.imaging.measurements import anchor_of
+from tessel.imaging.parameters import hang
 from tessel.imaging.solvers.method import Method, Values
 from tessel.imaging.solvers.numbers import check_not_negative
 from tessel.imaging.solvers.space import Space
-from tessel.imaging.uses import hang
+from tessel.layout import Layout
+from tessel.linop import LinearOperator
 
 Map = Callable[[Tensor], Tensor]
 
@@ -37,6 +39,7 @@ class CG(Method):
     """
 
     reports = ("residual",)
+    is_definite: ClassVar[bool] = True  # whether ⟨p, H p⟩ = 0 for p ≠ 0 is an error
     operator: Map
     rhs: Tensor
 
@@ -48,7 +51,10 @@ class CG(Method):
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.operator(along)
         length = space.inner(along, image)
-        _check_positive(length, square, self.name)
+        if self.is_definite:
+            _check_positive(length, square, self.name)
+        elif float(length.detach()) <= 0:  # rounding is all that is left of the direction
+            return {**values, "residual": torch.zeros_like(square)}
         by = _ratio(square, length)
         rest = rest - by * image
         new = space.inner(rest, rest)
@@ -139,6 +145,52 @@ class CGLS(Method):
     def _is_spread(self) -> bool:
         """Whether each worker has measurements of its own."""
         return hasattr(self.physics, "ctx")
+
+
+class _SemidefiniteCG(CG):
+    """Conjugate gradients for an operator with a null space, to which b is orthogonal."""
+
+    is_definite = False
+
+
+def solved(
+    method: CG | CGLS, x: Tensor, space: Space, tolerance: float, max_iterations: int
+) -> Values:
+    """The values of a method after its relative residual fell to a tolerance, or at the end.
+
+    This is `solve` without all that a user may want around it.
+    """
+    values = method.begin(x, space)
+    for iteration in range(max_iterations):
+        if float(values["residual"].detach()) <= tolerance:
+            break
+        values = method.iterate(values, iteration, space)
+    return values
+
+
+class NormalInverse(LinearOperator):
+    """The pseudo-inverse (AᵀA)⁺ of an operator's normal equations, which is its own adjoint.
+
+    Args:
+        normal: x ↦ AᵀA x.
+        layout: of the image.
+        tol: stop when the residual fell to this, relative to the first.
+        max_iter: at most so many steps.
+    """
+
+    def __init__(self, normal: Map, layout: Layout, tol: float, max_iter: int) -> None:
+        self.domain = self.codomain = layout
+        self.normal, self.tol, self.max_iter = normal, tol, max_iter
+
+    def _apply(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            method = _SemidefiniteCG(self.normal, x.detach())
+            space = Space(self.domain, self.domain.partition)
+            found: Tensor = solved(method, torch.zeros_like(x), space, self.tol, self.max_iter)["x"]
+            return found
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        return self._apply(y)
 
 
 def _begun(x: Tensor, kept: Values, rest: Tensor, whole: Tensor, space: Space) -> Values:

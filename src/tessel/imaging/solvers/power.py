@@ -49,7 +49,19 @@ def power_iteration(
         raise ValueError(
             f"power_iteration: the start must be finite and not zero, its norm is {length}"
         )
-    x, found = x / length, 0.0
+    return largest_eigenvalue(operator, x, space, max_iterations, tolerance)
+
+
+@torch.no_grad()
+def largest_eigenvalue(
+    operator: Callable[[Tensor], Tensor],
+    x: Tensor,
+    space: Space,
+    max_iterations: int,
+    tolerance: float,
+) -> float:
+    """That of a self-adjoint positive operator, from an image that is not zero."""
+    x, found = x / float(space.norm(x)), 0.0
     for _ in range(max_iterations):
         image = operator(x)
         value, square = space.numbers((x, image), (image, image)).tolist()
