@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tessel.imaging.measurements import anchor_of
 from tessel.imaging.parameters import hang
-from tessel.imaging.solvers.method import Method, Values
-from tessel.imaging.solvers.numbers import check_not_negative
+from tessel.imaging.solvers.method import Method, Values, check_not_negative
 from tessel.imaging.solvers.space import Space
 from tessel.layout import Layout
 from tessel.linop import LinearOperator
@@ -51,10 +50,14 @@ class CG(Method):
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.operator(along)
         length = space.inner(along, image)
-        if self.is_definite:
-            _check_positive(length, square, self.name)
-        elif float(length.detach()) <= 0:  # rounding is all that is left of the direction
+        found = float(length.detach())
+        if not self.is_definite and found <= 0:  # rounding is all that is left of the direction
             return {**values, "residual": torch.zeros_like(square)}
+        if found < 0 or (found == 0 and float(square.detach()) > 0):
+            raise ValueError(
+                f"{self.name}: the operator must be positive, and ⟨p, H p⟩ is {found:g} for a "
+                f"direction p; for least squares take A_adjoint_A, or CGLS"
+            )
         by = _ratio(square, length)
         rest = rest - by * image
         new = space.inner(rest, rest)
@@ -209,12 +212,3 @@ def _plus(a: Any, factor: float | Tensor, b: Any) -> Any:
     if type(b) in (list, tuple):
         return [each + factor * other for each, other in zip(a, b, strict=True)]
     return b * factor + a
-
-
-def _check_positive(length: Tensor, square: Tensor, name: str) -> None:
-    found = float(length.detach())
-    if found < 0 or (found == 0 and float(square.detach()) > 0):
-        raise ValueError(
-            f"{name}: the operator must be positive, and ⟨p, H p⟩ is {found:g} for a "
-            f"direction p; for least squares take A_adjoint_A, or CGLS"
-        )

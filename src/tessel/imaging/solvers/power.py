@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.imaging.solvers.numbers import check_count, check_positive
+from tessel.imaging.solvers.method import check_count, check_positive
 from tessel.imaging.solvers.space import Space
 from tessel.layout import Layout
 

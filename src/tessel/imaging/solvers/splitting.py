@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tessel.imaging.solvers.conjugate import CG, solved
-from tessel.imaging.solvers.method import Values
-from tessel.imaging.solvers.numbers import check_count, check_positive
+from tessel.imaging.solvers.method import Values, check_count, check_positive
 from tessel.imaging.solvers.proximal import ProximalMethod
 from tessel.imaging.solvers.space import Space
 
