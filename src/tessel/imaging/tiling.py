@@ -82,7 +82,7 @@ def tiles_along(
 ) -> list[tuple[Interval, Interval]]:
     """The cores and what is read for them, along one dimension."""
     slack = 0 if patch % stride == margin % stride == 0 else stride - 1  # lost by aligned starts
-    width = _up(patch + 2 * margin + slack, stride)
+    width = -(-(patch + 2 * margin + slack) // stride) * stride  # rounded up to a multiple
     found = []
     for start in range(0, length, patch):
         core = start, min(start + patch, length)
@@ -131,7 +131,3 @@ def _distances(read: Interval, length: int) -> list[int]:
 
 def _down(index: int, stride: int) -> int:
     return index // stride * stride
-
-
-def _up(index: int, stride: int) -> int:
-    return -(-index // stride) * stride

@@ -56,7 +56,7 @@ def _grouped(x: Tensor, filter: Tensor) -> tuple[int, int, Tensor]:
 
 
 def _by_fourier(x: Tensor, filter: Tensor, stride: int) -> Tensor:
-    lengths, dims = _lengths(x.shape[2:], filter)
+    lengths, dims = [_smooth(n) for n in x.shape[2:]], tuple(range(2, x.dim()))
     y = _transformed(x, lengths, dims, x) * _transformed(filter, lengths, dims, x)
     y = _back(y, lengths, dims, x)
     kept = tuple(
@@ -68,7 +68,7 @@ def _by_fourier(x: Tensor, filter: Tensor, stride: int) -> Tensor:
 def _by_fourier_adjoint(y: Tensor, filter: Tensor, stride: int) -> Tensor:
     sizes = filter.shape[2:]
     inputs = [stride * (n - 1) + size for n, size in zip(y.shape[2:], sizes, strict=True)]
-    lengths, dims = _lengths(inputs, filter)
+    lengths, dims = [_smooth(n) for n in inputs], tuple(range(2, y.dim()))
     spaced = y.new_zeros((*y.shape[:2], *inputs))
     kept = tuple(slice(size - 1, n, stride) for size, n in zip(sizes, inputs, strict=True))
     spaced[(slice(None), slice(None), *kept)] = y
@@ -91,11 +91,6 @@ def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
     return result + (result.detach().clamp(min=least) - result.detach())
 
 
-def _lengths(inputs: torch.Size | list[int], filter: Tensor) -> tuple[list[int], tuple[int, ...]]:
-    """Lengths that transforms like; windows that lie within x see no wrap-around."""
-    return [_smooth(n) for n in inputs], tuple(range(-len(inputs), 0))
-
-
 def _transformed(x: Tensor, lengths: list[int], dims: tuple[int, ...], kind: Tensor) -> Tensor:
     if kind.is_complex():
         return torch.fft.fftn(x, lengths, dims)
@@ -109,7 +104,9 @@ def _back(x: Tensor, lengths: list[int], dims: tuple[int, ...], kind: Tensor) ->
 
 
 def _smooth(length: int) -> int:
-    """The next number without prime factors above 5.
+    """The next number without prime factors above 5, of which transforms are fast.
+
+    Windows that lie within x see nothing of what the transform wraps around.
 
     >>> _smooth(97)
     100
