@@ -12,7 +12,7 @@ from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.fidelity import L2
-from tessel.imaging.parameters import totalled
+from tessel.imaging.parameters import all_reduced
 from tessel.imaging.processing import DistributedProcessing
 from tessel.imaging.stacked import (
     DistributedStackedFidelity,
@@ -246,7 +246,7 @@ def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) ->
             # A hook of torch on the user's own parameter is what this kind of object asks for: its
             # gradient is that of all workers, whatever computes it.
             each.register_hook(
-                lambda grad: totalled(grad, ctx) / (ctx.world_size if average else 1)
+                lambda grad: all_reduced(grad, ctx) / (ctx.world_size if average else 1)
             )
     return moved if isinstance(given, list | tuple) else moved[0]
 

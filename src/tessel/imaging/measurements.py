@@ -20,7 +20,7 @@ class LocalTensors(list[Tensor]):
     """One tensor for each item of this worker, in the order of its local indices.
 
     Sums, differences and multiples are taken item by item. A worker without items has none; what
-    they would hang on stays in `anchor`, so that it still takes part in a backward pass. A tensor
+    they would depend on stays in `anchor`, so that it still takes part in a backward pass. A tensor
     for all items that needs a gradient is refused where there are several workers, each of which
     would get a part of it; that of `tessel.distributed.copy(tensor)` is summed over them.
 
@@ -81,7 +81,7 @@ def _check_own(other: Tensor) -> None:
 
 
 def anchor_of(items: Any) -> Tensor | None:
-    """What a worker without items still hangs on."""
+    """What a worker without items still depends on."""
     return items.anchor if isinstance(items, LocalTensors) else None
 
 

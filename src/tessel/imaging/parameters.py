@@ -201,7 +201,7 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[None]:
         yield
 
 
-def hang(result: Tensor, anchor: Tensor | None) -> Tensor:
+def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
     """The same numbers, which also depend on `anchor`, a zero.
 
     Every worker must reach each sum of gradients in a backward pass, also one whose own result does
@@ -215,10 +215,10 @@ def hang(result: Tensor, anchor: Tensor | None) -> Tensor:
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """An anchor that depends on two."""
-    return second if first is None else hang(first, second)
+    return second if first is None else depending_on(first, second)
 
 
-def totalled(share: Tensor, ctx: DistributedContext) -> Tensor:
+def all_reduced(share: Tensor, ctx: DistributedContext) -> Tensor:
     """The sum of all workers' shares, of one shape, as one shared value."""
     return reducing(ctx.partition, tuple(share.shape)).apply(share)
 

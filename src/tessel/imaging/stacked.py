@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.distributed.agreeing import agree_on_call
-from tessel.imaging.collecting import Collector
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.gathering import MeasurementGatherer
 from tessel.imaging.measurements import LocalTensors, anchor_of
-from tessel.imaging.parameters import hang, totalled
+from tessel.imaging.parameters import all_reduced, depending_on
 from tessel.imaging.parts.operators import normal, vjp
 from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory
 from tessel.imaging.signal import DistributedSignal, local_data
@@ -64,7 +64,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         factory_kwargs: Mapping[str, Any] | None = None,
         gather_strategy: str = "concatenated",
     ) -> None:
-        self._collector = Collector(ctx, num_operators, gather_strategy)
+        self._gatherer = MeasurementGatherer(ctx, num_operators, gather_strategy)
         super().__init__(ctx, num_operators, factory, factory_kwargs)
 
     @property
@@ -75,7 +75,7 @@ class DistributedStackedPhysics(DistributedPhysics):
     @property
     def gather_strategy(self) -> str:
         """How measurements travel."""
-        return self._collector.strategy
+        return self._gatherer.strategy
 
     @property
     def local_physics(self) -> list[Any]:
@@ -172,14 +172,14 @@ class DistributedStackedPhysics(DistributedPhysics):
         if reduce_op is None:
             if not gather:
                 return found
-            return self._collector.collect(f"{self!r}.{method}", self.local_indices, found)
+            return self._gatherer.collect(f"{self!r}.{method}", self.local_indices, found)
         share = _sum(found, like)
         if gather or like is None:  # some may have no operators, and learn the shape from others
             said = f"{self.parts.label}.{method}(reduce_op={reduce_op!r})"
             share, _ = self.parts.completed(said, share)
         assert share is not None
-        share = hang(share, anchor_of(found))
-        return self._scaled(totalled(share, self.ctx) if gather else share, reduce_op)
+        share = depending_on(share, anchor_of(found))
+        return self._scaled(all_reduced(share, self.ctx) if gather else share, reduce_op)
 
     def _scaled(self, total: Tensor, reduce_op: str | None) -> Tensor:
         if reduce_op not in REDUCE_OPS:
@@ -325,7 +325,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             share = like.new_zeros((), dtype=like.real.dtype)
             for each in norms:
                 share = share + each.to(share)
-            found = totalled(share, self.ctx) if gather else share
+            found = all_reduced(share, self.ctx) if gather else share
         else:
             found = self.compute_norm(x0, max_iter, tol)
         if verbose and self.ctx.rank == 0:
@@ -357,7 +357,7 @@ def _sum(images: Sequence[Tensor], like: Tensor | None) -> Tensor | None:
 
 
 def _anchor_of_all(ys: Any) -> Tensor | None:
-    """What a worker without operators hangs on, of measurements that need a gradient."""
+    """What a worker without operators depends on, of measurements that need a gradient."""
     given = [ys[i] for i in range(len(ys))]
     needed = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
     return nothing((), *needed) if needed else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.imaging.parameters import hang, known, learned
+from tessel.imaging.parameters import depending_on, known, learned
 from tessel.imaging.parts.operators import PartOperator, Whole, gathering
 from tessel.layout import Layout, Shape
 from tessel.move import Move
@@ -114,9 +114,9 @@ class PartFidelity:
                 users=self.fidelity,
             )
             return operator.scatter(found)
-        return operator.A_adjoint(self._slope(operator.A(x), y, operator.codomain))
+        return operator.A_adjoint(self._distance_gradient(operator.A(x), y, operator.codomain))
 
-    def _slope(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
+    def _distance_gradient(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
         """This worker's part of the gradient of d in its first argument."""
         if self.is_separable:
             if 0 in u.shape:
@@ -132,7 +132,7 @@ class PartFidelity:
         """What a worker gives that has nothing to measure; it depends on the parameters of f."""
         parameters = learned(self.fidelity)
         anchor = nothing((), *parameters) if parameters else None
-        return hang(nothing(shape, *given), anchor)
+        return depending_on(nothing(shape, *given), anchor)
 
     @cached_property
     def problem(self) -> str:
@@ -184,8 +184,8 @@ class PartFidelity:
         """Whether d of two halves along a dimension gives that of the whole."""
         f, physics = self.fidelity, _Scaled()
         halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
-        slopes = torch.cat([gradient(self.fidelity, *half, physics) for half in halves], dim)
-        fits = torch.allclose(gradient(self.fidelity, u, y, physics), slopes, rtol=1e-4, atol=1e-6)
+        parts = torch.cat([gradient(f, *half, physics) for half in halves], dim)
+        fits = torch.allclose(gradient(f, u, y, physics), parts, rtol=1e-4, atol=1e-6)
         shares = torch.stack([f(*half, physics).sum() for half in halves])
         return fits and torch.allclose(f(u, y, physics).sum(), shares.sum(), rtol=1e-4)
 
@@ -194,8 +194,9 @@ def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw
     """The gradient of one data fidelity at x, its own or by autograd."""
     if hasattr(fidelity, "grad"):
         return fidelity.grad(x, y, physics, *args, **kw)
-    slope = torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())
-    return slope(x)
+    # Images of a batch do not depend on each other, so that the gradient of the sum of their losses
+    # has the gradient of each.
+    return torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())(x)
 
 
 def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tessel.boxes import Box
-from tessel.imaging.parameters import hang, known, learned
+from tessel.imaging.parameters import depending_on, known, learned
 from tessel.imaging.parts.filtering import convolve, convolve_adjoint
-from tessel.imaging.parts.kernel import Kernel, check_parts, fetch
+from tessel.imaging.parts.kernel import FilterWindow, check_parts, fetch
 from tessel.layout import Cut, Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
@@ -95,7 +95,7 @@ class Convolution(PartOperator):
         self.filter_shape: Shape = tuple(self._value().shape)
         _check_filter(self.filter_shape, layout.shape)
         padding = "constant" if padding == "zeros" else padding
-        self.kernel = Kernel(self.filter_shape[2:], padding, stride)
+        self.kernel = FilterWindow(self.filter_shape[2:], padding, stride)
         self._fetch = fetch(layout, self.kernel)
         self.domain, self.codomain = layout, self._fetch.target
         self.takes_part  # noqa: B018  (all workers make the group)
@@ -380,7 +380,7 @@ class Whole:
             # It depends on the parameters, so that this worker takes part in their sums.
             parameters = learned((self.physics, users))
             anchor = nothing((), *parameters) if parameters else None
-            return hang(nothing(shape, *given), anchor)
+            return depending_on(nothing(shape, *given), anchor)
         result = function(*given)
         # A worker with whole images is not alone in what it does: its caller checks for all.
         return result if self.is_alone else known(result, (self.physics, users), given)

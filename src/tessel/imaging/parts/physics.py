@@ -27,8 +27,8 @@ from tessel.imaging.parameters import (
     StrayCheck,
     both,
     computing_with,
+    depending_on,
     described,
-    hang,
     known,
     learned,
     learned_arguments,
@@ -36,8 +36,8 @@ from tessel.imaging.parameters import (
 )
 from tessel.imaging.parts.fidelity import PartFidelity
 from tessel.imaging.parts.grid import rows_of
+from tessel.imaging.parts.local_rules import rule_of
 from tessel.imaging.parts.operators import PartOperator, Whole, gathering
-from tessel.imaging.parts.recognition import rule_of
 from tessel.layout import Layout, Shape
 from tessel.partition import Partition
 from tessel.shared import even, nothing, total
@@ -53,7 +53,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """What a call works on, after all workers agreed that it fits together."""
 
     name: str  # in the words of its user
@@ -195,7 +195,7 @@ class PartitionedPhysics:
             settings: of the operators.
         """
 
-        def measured(call: Call, operator: Operator, position: int) -> Tensor:
+        def measured(call: OperatorCall, operator: Operator, position: int) -> Tensor:
             physics = self.physics[position]
             if not callable(physics):
                 return operator.A(call.x, **call.settings)
@@ -211,7 +211,7 @@ class PartitionedPhysics:
             else:
                 parameters = learned(physics)
                 anchor = nothing((), *parameters) if parameters else None
-                y = hang(nothing((0,), whole), anchor)
+                y = depending_on(nothing((0,), whole), anchor)
             if isinstance(operator, Whole):
                 return y
             return gathering(operator.codomain, self._owner(position)).H.apply(y)
@@ -222,7 +222,7 @@ class PartitionedPhysics:
         self,
         name: str,
         x: Tensor,
-        make: Callable[[Call, Operator, int], Tensor],
+        make: Callable[[OperatorCall, Operator, int], Tensor],
         settings: Mapping[str, Any],
         users: Any = (),
     ) -> tuple[list[Tensor], Tensor | None]:
@@ -232,8 +232,8 @@ class PartitionedPhysics:
         with call.computing() as parameters:
             ys = [make(call, operator, k) for k, operator in enumerate(self.operators)]
         self._check_results(call, ys)
-        anchor = hang(nothing((), call.x), parameters) if call.needs_grad else parameters
-        return [hang(y, anchor) for y in ys], anchor
+        anchor = depending_on(nothing((), call.x), parameters) if call.needs_grad else parameters
+        return [depending_on(y, anchor) for y in ys], anchor
 
     def A_adjoint(self, ys: Sequence[Tensor], anchor: Tensor | None = None) -> Tensor:
         """The parts of Σ_i A_iᵀ y_i.
@@ -298,7 +298,7 @@ class PartitionedPhysics:
         share = nothing(shape, call.x.real)
         for each in losses:
             share = share + each.to(share.dtype)
-        share = hang(hang(share, parameters), anchor_of(ys))
+        share = depending_on(depending_on(share, parameters), anchor_of(ys))
         return total(share, self.partition) if gather else share
 
     def grad(
@@ -352,7 +352,7 @@ class PartitionedPhysics:
     def each(
         self,
         name: str,
-        term: Callable[[Operator, Tensor, Call], Tensor],
+        term: Callable[[Operator, Tensor, OperatorCall], Tensor],
         x: Tensor | None = None,
         ys: Sequence[Tensor] | None = None,
         anchor: Tensor | None = None,
@@ -376,7 +376,7 @@ class PartitionedPhysics:
         if call.needs_grad and call.has_image:
             anchor = both(anchor, nothing((), call.x))
         anchor = both(anchor, parameters)
-        return [hang(each, anchor) for each in found], anchor
+        return [depending_on(each, anchor) for each in found], anchor
 
     def _enter(
         self,
@@ -389,7 +389,7 @@ class PartitionedPhysics:
         users: Any = (),
         arguments: Arguments = _NO_ARGUMENTS,
         has_image: bool = True,
-    ) -> Call:
+    ) -> OperatorCall:
         """What goes into a call, after all workers agreed that it fits together."""
         ys, images = list(measured or ()), [x] if has_image else []
         everyones = [*learned_arguments(arguments), *learned((self.shared, shared))]
@@ -425,7 +425,9 @@ class PartitionedPhysics:
             copies.add(own, self.rows.own.partition)
         pairs = list(zip(self.operators, ys or [image] * len(self.operators), strict=True))
         args, settings = copies.instead(arguments)
-        return Call(call, image, has_image, pairs, records, anchor, copies, used, args, settings)
+        return OperatorCall(
+            call, image, has_image, pairs, records, anchor, copies, used, args, settings
+        )
 
     def _agree_on_whole(self, said: str, x: Tensor | None) -> bool:
         """Whether the gradient of a whole image is needed, of one shape on all workers."""
@@ -496,7 +498,7 @@ class PartitionedPhysics:
         local = (each for each in self.operators if isinstance(each, PartOperator))
         return [value for operator in local for value in operator.values()]
 
-    def _check_results(self, call: Call, results: Sequence[Tensor]) -> None:
+    def _check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
         if self.layout is None:  # of parts, each operator is checked where it is applied
             given = [brought for _, brought in call.pairs]
@@ -504,7 +506,7 @@ class PartitionedPhysics:
             self._check_strays(call.name, results, call.users, shared, given)
 
     def _shape_of_losses(
-        self, call: Call, losses: Sequence[Tensor], fidelities: Sequence[Any], batch: int
+        self, call: OperatorCall, losses: Sequence[Tensor], fidelities: Sequence[Any], batch: int
     ) -> Shape:
         """One shape for the losses of all workers, some of which may have none; or all raise."""
         if self.layout is None:
@@ -548,7 +550,7 @@ class PartitionedPhysics:
         return found
 
     def _sum(
-        self, call: Call, term: Callable[[Operator, Tensor], Tensor], gather: bool = True
+        self, call: OperatorCall, term: Callable[[Operator, Tensor], Tensor], gather: bool = True
     ) -> Tensor:
         """The sum of images over the operators of this row and of the others.
 
@@ -574,7 +576,7 @@ class PartitionedPhysics:
         self._check_results(call, [] if share is None else [share])
         return self._totalled(call, share, parameters, gather)
 
-    def _check_image(self, call: Call, image: Tensor) -> None:
+    def _check_image(self, call: OperatorCall, image: Tensor) -> None:
         """Raise ValueError unless an operator gave back an image of the kind that it got."""
         x = call.x
         is_like = image.shape == x.shape and image.dtype == x.dtype
@@ -585,7 +587,7 @@ class PartitionedPhysics:
             )
 
     def _totalled(
-        self, call: Call, share: Tensor | None, parameters: Tensor | None, gather: bool
+        self, call: OperatorCall, share: Tensor | None, parameters: Tensor | None, gather: bool
     ) -> Tensor:
         """The sum of all rows' shares, which may be missing."""
         terms: Terms | None = None
@@ -596,7 +598,7 @@ class PartitionedPhysics:
             share = call.x.new_zeros(shape)
         if call.needs_grad and (call.has_image or self.layout is not None):
             share = share + nothing((), call.x)
-        share = hang(hang(share, parameters), call.anchor)
+        share = depending_on(depending_on(share, parameters), call.anchor)
         return rows_of(self.layout_for(share)).total(share, terms) if gather else share
 
     def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, Terms]:

@@ -30,8 +30,8 @@ from tessel.imaging.distribution_strategies.strategies import (
 from tessel.imaging.parameters import (
     Copies,
     computing_with,
+    depending_on,
     described,
-    hang,
     learned,
     learned_arguments,
     needs_grad,
@@ -168,8 +168,8 @@ class PartitionedPrior:
                 tiling, lambda batch: function(batch, *own_args, **own_settings), read
             )
         if needs_grad(read):  # a worker without patches takes part in the backward pass, too
-            written = hang(written, nothing((), read))
-        written = hang(written, copies.anchor)
+            written = depending_on(written, nothing((), read))
+        written = depending_on(written, copies.anchor)
         return tiling.finish(written) if gather else written
 
     def _put_together(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tessel.imaging.measurements import anchor_of
-from tessel.imaging.parameters import hang
+from tessel.imaging.parameters import depending_on
 from tessel.imaging.solvers.method import Method, Values, check_not_negative
 from tessel.imaging.solvers.space import Space
 from tessel.layout import Layout
@@ -139,7 +139,7 @@ class CGLS(Method):
     def _square(self, measured: Any, x: Tensor, space: Space) -> Tensor:
         """‖y‖² over all measurements, of which a distributed physics has each on one worker."""
         parts = [measured] if isinstance(measured, Tensor) else list(measured)
-        share = hang(x.real.new_zeros(()), anchor_of(measured))
+        share = depending_on(x.real.new_zeros(()), anchor_of(measured))
         for part in parts:
             share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
         return space.total(share) if self._is_spread else share

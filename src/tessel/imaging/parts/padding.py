@@ -15,7 +15,7 @@ from tessel.move import Move
 from tessel.nn.padding import wrapped
 
 
-class Wrap(LinearOperator):
+class PeriodicHalo(LinearOperator):
     """Continue an image periodically along a dimension that is split.
 
     Forward:  y[i] = x[(i − before) mod n] for i < before + n + after.
@@ -58,7 +58,7 @@ class Wrap(LinearOperator):
 
 
 @dataclass(frozen=True)
-class Turn:
+class IndexedPadding:
     """How one dimension of a worker's tensor is put in another order, which may repeat values.
 
     Attributes:
@@ -82,7 +82,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Ring:
+class PeriodicPadding:
     """How one dimension of a worker's tensor, which is whole, is continued periodically."""
 
     dim: int
@@ -103,7 +103,7 @@ class Ring:
         return x
 
 
-class Arrange(LinearOperator):
+class LocalPadding(LinearOperator):
     """Repeat values of what a worker reads where its windows stick out of the image.
 
     Nothing moves. The adjoint adds what the repeated values are asked for.
@@ -115,7 +115,10 @@ class Arrange(LinearOperator):
     """
 
     def __init__(
-        self, read: Layout, steps: tuple[Turn | Ring, ...], shapes: Iterable[Shape]
+        self,
+        read: Layout,
+        steps: tuple[IndexedPadding | PeriodicPadding, ...],
+        shapes: Iterable[Shape],
     ) -> None:
         self.domain, self.steps = read, steps
         partition = read.partition
