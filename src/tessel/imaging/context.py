@@ -256,6 +256,7 @@ class DistributedContext:
 
     def _join(self) -> bool:
         """Whether the job was joined now."""
+        # Only who joined the job leaves it: contexts may be nested, or lie within a script's job.
         joins = transport.start(self.backend)
         if self.backend is not None and transport.is_distributed():
             running = str(dist.get_backend_config())
@@ -277,6 +278,7 @@ class DistributedContext:
             f"seed_offset={self.seed_offset}, debug={self.debug}, cleanup={self.cleanup}){problem}"
         )
         group = self.partition.group
+        # A word is a signed number of 64 bits, a seed an unsigned one.
         everyones = group.share_words([code_of(call), torch.initial_seed() % 2**63])
         group.check_same_call(everyones, call)
         if problem:

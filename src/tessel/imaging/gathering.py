@@ -95,6 +95,7 @@ class MeasurementGatherer:
         group.check_same_call(everyones, call)
         group.number_call()
         words = memoryview(everyones).cast("q")
+        # All workers have all checksums, so that all know or none knows what the others hold.
         key = repr(words[1::NUM_WORDS].tolist()).encode()
         if key not in self._known:
             self._known[key] = group.share_objects(mine)

@@ -58,6 +58,7 @@ class LocalTensors(list[Tensor]):
         if isinstance(other, Sequence):
             if len(other) != len(self):
                 raise ValueError(f"as many tensors are needed, {len(self)}, got {len(other)}")
+            # A worker without items has no results either: what gradients reach it through is kept.
             pairs = zip(self, other, strict=True)
             anchor = both(self.anchor, anchor_of(other))
             return LocalTensors((function(a, b) for a, b in pairs), anchor)

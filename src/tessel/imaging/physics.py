@@ -77,7 +77,8 @@ class DistributedPhysics:
         self.num_ops = checked_count(name, "num_ops", num_ops, factory)
         self.shared = dict(shared or {})
         agree_on_call(ctx.partition, f"{name}(num_ops={self.num_ops})")
-        held = tensors_of((factory, self.shared))  # before operators are made, which may be kept
+        # Before operators are made: a factory may keep them, and what they hold is their own.
+        held = tensors_of((factory, self.shared))
         whole = layout is None or is_whole(layout)
         self.parts = PartitionedPhysics(
             ctx.partition if whole or layout is None else layout,

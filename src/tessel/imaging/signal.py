@@ -115,6 +115,7 @@ class DistributedSignal:
         if not self.layout.partition.active:
             return
         part = self._part_of(data)
+        # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
         mark = 0 if part is None or self._copies == 1 else checksum(part)
         terms, marks = self._meeting.reach_marked(Claim.of(data), mark)  # type: ignore[arg-type]
         self.layout.partition.group.number_call()
@@ -147,6 +148,7 @@ class DistributedSignal:
             raise ValueError(f"{what}: workers drifted apart; {way_out}")
         if terms.needs_grad or terms.has_tangent:
             raise ValueError(f"{what} and a gradient goes through it; {way_out}")
+        # Workers of one layout move together: those that are not the first bring nothing.
         owned = part if self._firsts.domain.local_shape == self.layout.local_shape else part[:0]
         return self._firsts.apply(owned).to(self.device, copy=True)
 

@@ -263,7 +263,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
     def spread(self) -> DistributedLinearPhysics:
         """The same operators, called with the measurements of this worker."""
         plain = DistributedLinearPhysics.__new__(DistributedLinearPhysics)
-        plain.__dict__ = self.__dict__  # one state, two ways to call it
+        plain.__dict__ = self.__dict__  # one state, two ways to call it: `CGLS` calls this one
         return plain
 
     def A_dagger(  # type: ignore[override]
@@ -483,6 +483,7 @@ class DistributedStackedFidelity(torch.nn.Module):
                 self.reduction,
                 shared,
             )
+        # Measurements come with each call, as deepinv has it; operators and fidelities stay.
         found = self._made[physics]
         own = physics.own(y)
         device = self.ctx.device

@@ -87,6 +87,8 @@ def tiles_along(
     for start in range(0, length, patch):
         core = start, min(start + patch, length)
         begin = _down(max(start - margin, 0), stride)
+        # At the border the window is shifted inwards, not made smaller: all windows have one shape
+        # and go to the prior in one batch, and it sees the border as it is in the whole image.
         if begin + width >= length:
             read = _down(max(length - width, 0), stride), length
         else:

@@ -103,6 +103,7 @@ class WindowStrategy(DistributedSignalStrategy):
         return len(self.windows)
 
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
+        # Patches of one shape follow each other, so that they go to the prior in one batch.
         in_order = sorted(local_indices, key=lambda i: (self.windows[i].shape, i))
         return [(i, X[self.region(_slices(self.windows[i].read))]) for i in in_order]
 

@@ -139,6 +139,7 @@ class PartFidelity:
         """What is wrong with it, as the end of a sentence: tried on small tensors."""
         x, y = _tried(self.device)
         try:
+            # For A = 2, f(x) = d(2 x, y) has ∇f(x) = 2 ∇d(2 x). One that looks at x differs.
             expected = 2 * gradient(self.fidelity, 2 * x, y, _PLAIN)
             got = gradient(self.fidelity, x, y, _Scaled(2.0))
         except _MISFITS as error:
@@ -157,7 +158,7 @@ class PartFidelity:
         False
         """
         u, y = _tried(self.device)
-        try:
+        try:  # a fidelity may need more than these tensors have: then it is taken to be one number
             return tuple(self.fidelity(u, y, _Scaled()).shape) == (len(u),)
         except _MISFITS:
             return False
@@ -202,6 +203,7 @@ def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw
 def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Two small positive tensors, as a distance of counts or intensities takes them."""
     generator = torch.Generator().manual_seed(3)
+    # Two images, two channels, even sizes: both halves along each dimension have values.
     first, second = (0.1 + torch.rand((2, 2, 4, 6), generator=generator) for _ in range(2))
     return first.to(device), second.to(device)
 

@@ -47,7 +47,10 @@ def convolve_adjoint(y: Tensor, filter: Tensor, stride: int) -> Tensor:
 def _grouped(x: Tensor, filter: Tensor) -> tuple[int, int, Tensor]:
     """Batch, groups and weight of a convolution that filters each channel on its own."""
     batch, channels = x.shape[:2]
+    # torch correlates: a convolution has the filter the other way round.
     weight = filter.flip(tuple(range(2, filter.dim())))
+    # One filter for all images of the batch: channels are groups. One for each image: the batch is
+    # folded into the channels, so that each image has groups of its own.
     if filter.shape[0] == 1:
         weight = weight.expand(1, channels, *weight.shape[2:])
         return batch, channels, weight.transpose(0, 1)
@@ -84,10 +87,12 @@ def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
     """
     if result.is_complex() or filter.is_complex():
         return result
+    # As a tensor, not a number: reading it would wait for the GPU.
     least = torch.where((x.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
     least = least.to(result.dtype)
     if not torch.is_grad_enabled():
         return result.clamp_(min=least)
+    # Clamping itself would stop the gradient where rounding went below zero.
     return result + (result.detach().clamp(min=least) - result.detach())
 
 

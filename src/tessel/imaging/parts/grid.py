@@ -92,6 +92,7 @@ class Rows:
 
     def total(self, share: Tensor, terms: Terms | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
+        # Of whole images a share may be a tensor of the user, which the movement does not return.
         return self._sum.apply(share, terms) if self.count > 1 or self._is_whole else share
 
     @property
@@ -110,6 +111,8 @@ def rows_of(layout: Layout) -> Rows:
     rows = Rows(layout)
     if rows._is_whole:
         return rows
+    # Groups of workers are made by all workers of the job in one order, those of other rows
+    # included: a worker that made only its own would wait for the others.
     alone = [axis for axis in range(layout.partition.dim) if axis not in layout.shared]
     layout.partition.slices(alone)
     if layout.partition.active:

@@ -110,6 +110,8 @@ def fetch(source: Layout, kernel: FilterWindow) -> Fetch:
     there, after the exchange.
     """
     first = len(source.shape) - len(kernel.sizes)
+    # Outputs lie where the middle of their windows does, so that what is read of others is a halo
+    # on both sides, and no worker has to send its whole part.
     target = filtered(source, kernel)
     factors: list[LinearOperator] = []
     here = source
@@ -133,10 +135,14 @@ def fetch(source: Layout, kernel: FilterWindow) -> Fetch:
             here = factors[-1].codomain
         reaches.append(window)
     if kernel.padding == "constant":
+        # Zeros are not sent: the image is seen as part of a larger one, of which nobody holds the
+        # rim, and a movement fills with zeros what nobody holds.
         none = [(0, 0)] * first
         here = here.embedded(*zip(*none, *kernel.widths, strict=True))
     read = _read(here, target, reaches)
     repeats = bool(rings or mirrors)
+    # A movement that changes nothing is left out, but for the only step: there must be one that
+    # says which shape is read.
     if here != read or not (factors or repeats):
         factors.append(Move(here, read))
     if repeats:
@@ -178,6 +184,7 @@ def _padding(
 ) -> LocalPadding:
     """What is done on each worker to come from what it reads to what it filters."""
     shapes = []
+    # A layout needs the shapes of all workers, though each computes its own part only.
     for worker in read.partition.ranks:
         shape = list(read.shape_on(worker))
         box = target.box(worker)

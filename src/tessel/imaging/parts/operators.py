@@ -102,6 +102,8 @@ class Convolution(PartOperator):
 
     def A(self, x: Tensor) -> Tensor:
         read, filter = self._fetch.apply(x), self._filter()
+        # torch's convolutions refuse empty images. The result still depends on the inputs: the
+        # graphs of all workers have the same movements, in the same order.
         if 0 in read.shape or 0 in self.codomain.local_shape:
             return nothing(self.codomain.local_shape, read, filter)
         return convolve(read, filter, self.kernel.stride)
@@ -129,6 +131,7 @@ class Convolution(PartOperator):
     def _filter(self) -> Tensor:
         """What this worker filters with: a copy of its own of the shared filter."""
         filter = self._value()
+        # Halos were planned for one size of the filter, which users may change by assignment.
         if tuple(filter.shape) != self.filter_shape:
             raise ValueError(
                 f"this operator was made for a filter of shape {self.filter_shape}, and got one "
@@ -241,6 +244,8 @@ class Differences(PartOperator):
             shape=(*layout.shape, num_dims),
             cuts=(*layout.cuts, Cut((), ((0, num_dims),))),
         )
+        # One value behind each part. At the far border there is none, so that parts there read
+        # less, and the last difference is zero.
         halo = [(0, 0)] * 2 + [(0, 1)] * num_dims
         self._halo = Move(layout, layout.grow(halo))
 
@@ -250,6 +255,7 @@ class Differences(PartOperator):
         return torch.stack([self._along(wide, dim) for dim in dims], -1)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
+        # The halo's adjoint adds what neighbours computed for values of this part.
         wide = sum(self._along_adjoint(y[..., dim - 2], dim) for dim in range(2, y.dim() - 1))
         assert isinstance(wide, Tensor)
         return self._halo.H.apply(wide)

@@ -33,6 +33,8 @@ class PeriodicHalo(LinearOperator):
         self.domain, self.dim = source, dim
         self.codomain = wrapped(source, dim, before, after).target
         length, parts = source.shape[dim], len(source.cuts[dim].intervals)
+        # Only the two workers at the ends read something: the first the last values of the image,
+        # the last the first ones. One movement brings both.
         ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
         self._ends = Move(source, _with_parts(source, dim, ends))
         self.takes_part  # noqa: B018  (all workers make the group)
@@ -47,6 +49,7 @@ class PeriodicHalo(LinearOperator):
         own, width = self.domain.local_shape[self.dim], self._ends.codomain.local_shape[self.dim]
         first = self._is_first
         ends = y.narrow(self.dim, 0 if first else own, width)
+        # What the movement gives back is a tensor of its own, so that the rest is added in place.
         back = self._ends.H._apply(ends)
         return back.add_(y.narrow(self.dim, width if first else 0, own))
 
@@ -96,6 +99,7 @@ class PeriodicPadding:
 
     def apply_adjoint(self, y: Tensor, length: int) -> Tensor:
         x = y.narrow(self.dim, self.before, length).clone()
+        # The two ends are added one after the other, since they overlap in a short image.
         x.narrow(self.dim, length - self.before, self.before).add_(
             y.narrow(self.dim, 0, self.before)
         )

@@ -287,6 +287,8 @@ class LocalWindows:
                 [tile for tile in tiles if start <= sum(tile[0]) // 2 < stop]
                 for start, stop in self.layout.cuts[dim].intervals
             ]
+            # Copies of a part, along shared axes of the grid, divide the windows of its first
+            # dimension, so that none is computed twice.
             found[dim] = (
                 places if position else [some for place in places for some in self._divided(place)]
             )
@@ -307,7 +309,9 @@ class LocalWindows:
                 cuts.append(Cut(axes, tuple(interval(tiles) for tiles in self._tiles[dim])))
             elif dim == 0 or len(cut.intervals) == 1:
                 cuts.append(cut)
-            else:  # all of it, on the workers at the first place
+            # A dimension that is split and not cut is read whole, by the workers at the first place
+            # of its axis: a prior sees all channels. The others have no windows.
+            else:
                 cuts.append(Cut(cut.axes, ((0, length), *[(0, 0)] * (len(cut.intervals) - 1))))
         return replace(self.layout, cuts=tuple(cuts), shared=())
 

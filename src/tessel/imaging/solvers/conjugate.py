@@ -115,6 +115,7 @@ class CGLS(Method):
         image = self.physics.A(along)
         length = self._square(image, along, space) + self.damping * space.inner(along, along)
         by = _ratio(square, length)
+        # Each worker uses the step for measurements of its own: gradients through it are summed.
         apart = space.apart(by) if self._is_spread else by
         x, rest = x + by * along, _plus(rest, -apart, image)
         back = self.physics.A_adjoint(rest) - self.damping * x

@@ -67,6 +67,7 @@ def largest_eigenvalue(
         value, square = space.numbers((x, image), (image, image)).tolist()
         if square == 0:
             return 0.0
+        # The estimate rises to the eigenvalue: two that are near each other are near to it.
         is_near, found = abs(value - found) <= tolerance * abs(value), value
         if is_near:
             break

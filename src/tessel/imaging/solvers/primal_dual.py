@@ -154,6 +154,7 @@ class CondatVu(Method):
     def second_step(self, space: Space) -> float:
         """The step of the dual variable; finite differences in d dimensions have ‖K‖² ≤ 4 d."""
         square = 4 * (len(space.layout.shape) - 2)
+        # With L at most 1 / step, 1 / step - L / 2 is at least 1 / (2 step).
         return self.dual_step or 1 / (2 * self.step * square)
 
 

@@ -56,6 +56,7 @@ def fidelity_prox(
     origin = fidelity.grad(torch.zeros_like(x))
     method = CG(lambda v: v + gamma * (fidelity.grad(v) - origin), x - gamma * origin)
     values = solved(method, x, space, tolerance, max_iterations)
+    # Of a function that is not quadratic, conjugate gradients give a number that is no prox.
     if check:
         _check_quadratic(fidelity, values, x, gamma, space)
     solution: Tensor = values["x"]
