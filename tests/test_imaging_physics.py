@@ -24,8 +24,8 @@ from tessel.imaging import (
     FactoryConfig,
     make_distrib_bundle,
 )
+from tessel.imaging.parameters import all_reduced
 from tessel.imaging.parts import operator_grid
-from tessel.imaging.uses import totalled
 from tessel.testing import count_traffic
 
 Blur, stack = deepinv.physics.Blur, deepinv.physics.stack
@@ -84,7 +84,7 @@ def compare(count: int, batch: int, sharding: str) -> list[Tensor]:
         for i, y in zip(physics.local_indices, both, strict=True):
             close(f"A_A_adjoint {i}", y, alone.A(alone.A_adjoint(expected))[i], TOLERANCE)
         shares = ((a * b).sum() for a, b in zip(physics.A(noise), ys, strict=True))
-        left = totalled(sum(shares, x.new_zeros(())), ctx)
+        left = all_reduced(sum(shares, x.new_zeros(())), ctx)
         close("dot-test", left, (noise * back).sum(), 1e-12)
         return [back, left]
 

@@ -287,6 +287,72 @@ def test_parameters_are_put_back() -> None:
         assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
 
 
+class Doubled(torch.autograd.Function):
+    """The product with a parameter, which torch functions do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2 * weight * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return 2 * weight * grad, (2 * x * grad).sum()
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+class Scaled:
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.weights = weights
+
+    def prox(self, x: Tensor) -> Tensor:
+        return torch.stack([weight * x for weight in self.weights]).sum(0)
+
+
+def read_only() -> None:
+    """Objects of users are read: while they compute, they hold what the user put there."""
+    with DistributedContext() as ctx:
+        x = torch.ones(1, 1, 4, 8)
+        tensor = torch.tensor(2.0, requires_grad=True)
+        kept, is_same = tensor, []
+
+        def closure(x: Tensor) -> Tensor:
+            is_same.append(tensor is kept)
+            return x * tensor
+
+        class Watched(Scaled):
+            def prox(self, x: Tensor) -> Tensor:
+                is_same.append(self.weights[0] is kept)
+                return super().prox(x)
+
+        for prior, factor in ((closure, 1.0), (Watched([tensor, tensor]), 2.0)):
+            spread = DistributedPrior(ctx, prior, "basic", x.shape)
+            (slope,) = torch.autograd.grad(spread.prox(x).sum(), tensor)
+            close("the gradient of a tensor", slope, torch.tensor(32.0 * factor), 1e-6)
+        assert is_same and all(is_same)
+        gain = Gain()
+        before = gain.weight
+        (slope,) = torch.autograd.grad(
+            DistributedPrior(ctx, gain, "basic", x.shape).prox(x).sum(), gain.weight
+        )
+        close("the gradient of a parameter", slope, torch.tensor(64.0), 1e-6)
+        assert gain.weight is before
+
+
+@pytest.mark.parametrize("nprocs", NUMBERS)
+def test_objects_of_users_are_only_read(run: Run, nprocs: int) -> None:
+    run(read_only, nprocs=nprocs)
+
+
 def make_for_itself(how: str) -> str:
     """A network that every worker initialises, from its own numbers or from shared ones."""
     with DistributedContext(seed=1) as ctx:

@@ -38,7 +38,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("transport", "launch"),
     ("graph",),
     ("windows",),
-    ("boxes", "errors", "limits", "machine", "numbered"),
+    ("boxes", "errors", "limits", "machine", "numbered", "version"),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}
 

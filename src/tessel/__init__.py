@@ -58,7 +58,6 @@ from tessel.tensor import randint as randint
 from tessel.tensor import randn as randn
 from tessel.tensor import spread as spread
 from tessel.tensor import zeros as zeros
+from tessel.version import __version__ as __version__
 
 slice = _slices  # bound here alone, so that no module of the package loses the builtin
-
-__version__ = "0.1.0"

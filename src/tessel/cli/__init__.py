@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
+from tessel.version import __version__
+
 COMMANDS = ("demo", "run", "plan", "doctor", "bench")
 
 _DESCRIPTION = """\
@@ -48,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `tessel` command with all of its subcommands."""
-    from tessel import __version__  # a source tree has no installed metadata
-
     parser = argparse.ArgumentParser(
         prog="tessel",
         description=_DESCRIPTION,

@@ -30,10 +30,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tessel import __version__, machine, transport
+from tessel import machine, transport
 from tessel.cli.measure import Rate, measure_machine, measure_rates
 from tessel.operators.rates import Machine, known_machine, model_path
 from tessel.operators.units import num_bytes, num_flops, num_seconds
+from tessel.version import __version__
 
 SUMMARY = "show what this machine has, measure it, and say what to mend"
 

@@ -106,8 +106,9 @@ class DistributedContext:
             if self.seed is not None:
                 torch.manual_seed(self.seed + (rank if self.seed_offset else 0))
             if self.deterministic:
-                exits.callback(_restore_cudnn, cudnn.benchmark, cudnn.deterministic)
-                cudnn.benchmark, cudnn.deterministic = False, True
+                for name, value in (("benchmark", False), ("deterministic", True)):
+                    exits.callback(setattr, cudnn, name, getattr(cudnn, name))
+                    setattr(cudnn, name, value)
             self._exits.append(exits.pop_all())
         return self
 
@@ -255,6 +256,7 @@ class DistributedContext:
 
     def _join(self) -> bool:
         """Whether the job was joined now."""
+        # Only who joined the job leaves it: contexts may be nested, or lie within a script's job.
         joins = transport.start(self.backend)
         if self.backend is not None and transport.is_distributed():
             running = str(dist.get_backend_config())
@@ -276,6 +278,7 @@ class DistributedContext:
             f"seed_offset={self.seed_offset}, debug={self.debug}, cleanup={self.cleanup}){problem}"
         )
         group = self.partition.group
+        # A word is a signed number of 64 bits, a seed an unsigned one.
         everyones = group.share_words([code_of(call), torch.initial_seed() % 2**63])
         group.check_same_call(everyones, call)
         if problem:
@@ -293,7 +296,8 @@ class DistributedContext:
             asks = self.device_mode == "gpu"
             problem = ": device_mode 'gpu' was asked for, and this host has 0 GPUs"
             return torch.device("cpu"), problem if asks else ""
-        here, place = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _local_rank()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        place = int(os.environ.get("LOCAL_RANK", "0"))
         if gpus < here and place == 0:
             warnings.warn(
                 f"DistributedContext: {here} workers of this host share {gpus} GPUs, each takes "
@@ -331,14 +335,6 @@ def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
             if own != sums[first]:
                 return worker, first
     return None
-
-
-def _restore_cudnn(benchmark: bool, deterministic: bool) -> None:
-    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _check_choice(what: str, value: str | None, choices: Sequence[str | None]) -> None:

@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.fidelity import L2
+from tessel.imaging.parameters import all_reduced
 from tessel.imaging.processing import DistributedProcessing
 from tessel.imaging.stacked import (
     DistributedStackedFidelity,
     DistributedStackedLinearPhysics,
     DistributedStackedPhysics,
 )
-from tessel.imaging.uses import totalled
 
 KINDS = (
     *("auto", "physics", "linear_physics", "data_fidelity", "denoiser", "prior"),
@@ -244,16 +243,12 @@ def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) ->
     ctx.check_same_state(moved, "distribute: a list of parameters")
     if ctx.world_size > 1:
         for each in moved:
-            each.register_hook(_shared_gradient(ctx, average))
+            # A hook of torch on the user's own parameter is what this kind of object asks for: its
+            # gradient is that of all workers, whatever computes it.
+            each.register_hook(
+                lambda grad: all_reduced(grad, ctx) / (ctx.world_size if average else 1)
+            )
     return moved if isinstance(given, list | tuple) else moved[0]
-
-
-def _shared_gradient(ctx: DistributedContext, average: bool) -> Callable[[Tensor], Tensor]:
-    def hook(gradient: Tensor) -> Tensor:
-        total = totalled(gradient, ctx)
-        return total / ctx.world_size if average else total
-
-    return hook
 
 
 def _module(
@@ -298,7 +293,8 @@ def _kind_of(given: Any) -> str:
     operators = items if items is not None else []
     if operators and all(hasattr(each, "A") for each in operators):
         return "linear_physics" if all(map(_is_linear, operators)) else "physics"
-    if hasattr(given, "data_fidelity_list") or _is_fidelity(first):
+    is_fidelity = _is_a(first, "deepinv.optim.data_fidelity", "DataFidelity")
+    if hasattr(given, "data_fidelity_list") or isinstance(first, L2) or is_fidelity:
         return "data_fidelity"
     if _is_a(given, "deepinv.optim.optimizers", "BaseOptim"):
         return "module"
@@ -318,10 +314,6 @@ def _is_linear(operator: Any) -> bool:
     if base is not None and isinstance(operator, base.Physics):
         return isinstance(operator, base.LinearPhysics)
     return hasattr(operator, "A_adjoint")
-
-
-def _is_fidelity(given: Any) -> bool:
-    return isinstance(given, L2) or _is_a(given, "deepinv.optim.data_fidelity", "DataFidelity")
 
 
 def _is_a(given: Any, module: str, name: str) -> bool:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.agreement import Claim, Meeting, Terms, same
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.measurements import DistributedMeasurements, anchor_of, check_counts
-from tessel.imaging.parts.fidelity import gradient
+from tessel.imaging.measurements import DistributedMeasurements, check_counts
+from tessel.imaging.parameters import check_common, in_common, tensors_of
 from tessel.imaging.parts.operators import vjp
-from tessel.imaging.physics import WAY_OUT, DistributedPhysics, image_of, square, sum_of
-from tessel.imaging.signal import DistributedSignal, checked_data, local_data
-from tessel.imaging.uses import (
-    Leaves,
-    Use,
-    check_common,
-    hang,
-    in_common,
-    tensors_of,
-    totalled,
-    using,
-)
-from tessel.layout import Shape
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics
+from tessel.imaging.signal import DistributedSignal, local_data
 
 REDUCTIONS = ("sum", "mean")
 
@@ -42,7 +30,9 @@ class L2:
 
     def __call__(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
         difference = _difference(physics.A(x), y)
-        return 0.5 * torch.stack([square(each) for each in difference.unbind()])
+        if difference.is_complex():
+            difference = torch.view_as_real(difference.resolve_conj())
+        return 0.5 * torch.stack([each.square().sum() for each in difference.unbind()])
 
     def grad(self, x: Tensor, y: Tensor, physics: Any) -> Tensor:
         """The gradient J(x)ᵀ (A(x) − y)."""
@@ -108,13 +98,11 @@ class DistributedDataFidelity:
         self.measurements = measurements
         self.reduction = reduction
         self.shared = dict(shared or {})
+        self._label = f"DistributedDataFidelity({reduction!r} over {physics!r})"
         make = data_fidelity_factory or (lambda *_: L2())
         held = tensors_of(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
-        parts = physics.parts
-        place = f"worker {ctx.rank}" if parts is None else parts.place
-        self._common = in_common(ctx, held, {place: self.local_fidelities})
-        self._leaves = Leaves(ctx)
+        self._common = in_common(ctx, held, physics.parts.place, self.local_fidelities)
 
     def __call__(
         self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
@@ -126,105 +114,50 @@ class DistributedDataFidelity:
             args, settings: of the data fidelities.
             gather: False: the share of this worker's operators, whose sum over workers is the loss.
         """
-        if self.physics.parts is not None:
-            self._check_gather(gather)
-            loss = self._in_parts(self.physics.parts.loss, x, args, settings)
-            return self.physics.everywhere(loss)
-        with self._using("__call__", x, args, settings) as use:
-            losses = [
-                f(use.x, y, operator, *use.args, **use.settings) for f, y, operator in self._terms
-            ]
-        self._check_leaves("__call__", losses)
-        kind = use.x.real.dtype
-        shape = self._shape_of(losses)
-        zero = use.x.new_zeros(shape, dtype=kind)
-        return self._reduced(sum_of(losses, zero).to(kind), use, gather)
-
-    def _shape_of(self, losses: Sequence[Tensor]) -> Shape:
-        """The shape of all losses on all workers, some of which may have none."""
-        shapes = {tuple(each.shape) for each in losses}
-        call = f"{self!r}"
-        if len(shapes) > 1:
-            call += f": data fidelities of worker {self.ctx.rank} give losses of shapes {shapes}"
-        if self.ctx.world_size > 1:
-            owners = self.ctx.owners(self.physics.num_ops)
-            group = self.ctx.partition.group
-            meeting = Meeting(group, f"the loss of {call}", owners, _same_shape)
-            return meeting.reach(Claim(next(iter(shapes), ()), torch.float32, "cpu"))
-        if len(shapes) > 1:
-            raise ValueError(call)
-        return next(iter(shapes))
+        loss = self._reduced(self.physics.parts.loss, x, args, settings, gather)
+        return self.physics.everywhere(loss)
 
     def grad(
         self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
     ) -> Tensor:
         """The gradient ∇f(x); with `gather=False` the share of this worker's operators."""
-        if self.physics.parts is not None:
-            self._check_gather(gather)
-            return self._in_parts(self.physics.parts.grad, x, args, settings)
-        with self._using("grad", x, args, settings) as use:
-            gradients = [
-                gradient(f, use.x, y, operator, *use.args, **use.settings)
-                for f, y, operator in self._terms
-            ]
-        self._check_leaves("grad", gradients)
-        return self._reduced(image_of(gradients, use.x, f"{self!r}.grad"), use, gather)
+        return self._reduced(self.physics.parts.grad, x, args, settings, gather)
 
-    def _check_gather(self, gather: bool) -> None:
-        if not gather:
-            raise NotImplementedError(
-                f"{self!r}: gather=False is for a whole image on every worker; of one in parts "
-                f"each worker gets its part"
-            )
-
-    def _in_parts(
-        self, method: Callable[..., Tensor], x: DistributedSignal | Tensor, args: Any, settings: Any
+    def _reduced(
+        self,
+        method: Callable[..., Tensor],
+        x: DistributedSignal | Tensor,
+        args: tuple[Any, ...],
+        settings: dict[str, Any],
+        gather: bool,
     ) -> Tensor:
-        self.physics.check_parameters(())
-        if args or settings:
-            raise NotImplementedError(
-                f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
-                f"{settings}"
-            )
-        check_common(f"{self!r}", self._common, self.shared, WAY_OUT)
-        assert self.physics.parts is not None
-        data = checked_data(self.ctx, x, self.physics.parts.layout, f"{self!r}")
-        ys = self.measurements.local
-        found = method(data, ys, self.local_fidelities, self.shared)
-        return found if self.reduction == "sum" else found / self.physics.num_ops
-
-    @property
-    def _terms(self) -> list[tuple[Any, Tensor, Any]]:
-        """Of each of this worker's operators the fidelity, the measurement and the operator."""
-        operators = self.physics.local_operators
-        return list(zip(self.local_fidelities, self.measurements.local, operators, strict=True))
-
-    def _using(self, method: str, x: DistributedSignal | Tensor, args: Any, settings: Any) -> Any:
+        """The sum or mean over all operators of what a method of the physics gives."""
+        if self.physics.parts.layout is not None:
+            if not gather:
+                raise NotImplementedError(
+                    f"{self!r}: gather=False is for a whole image on every worker; of one in parts "
+                    f"each worker gets its part"
+                )
+            if args or settings:
+                raise NotImplementedError(
+                    f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
+                    f"{settings}"
+                )
         shared = [self.physics.shared, self.shared]
         self.physics.check_parameters(shared)
-        check_common(f"{self!r}", self._common, shared, WAY_OUT)
-        users = [self.physics.local_operators, self.local_fidelities]
-        call = f"{self!r}.{method}"
-        return using(self.ctx, call, local_data(x), shared, args, settings, users)
-
-    def _check_leaves(self, method: str, results: Sequence[Tensor]) -> None:
-        users = [self.physics.local_operators, self.local_fidelities]
-        shared = [self.physics.shared, self.shared]
-        given = self.measurements.local
-        self._leaves.check(f"{self!r}.{method}", results, users, shared, given)
-
-    def _reduced(self, share: Tensor, use: Use, gather: bool) -> Tensor:
-        hung = use.hang(hang(share, anchor_of(self.measurements.local)))
-        whole = totalled(hung, self.ctx) if gather else hung
-        return whole if self.reduction == "sum" else whole / self.physics.num_ops
+        check_common(self._label, self._common, shared, WAY_OUT)
+        found = method(
+            local_data(x),
+            self.measurements.local,
+            self.local_fidelities,
+            self.shared,
+            (args, settings),
+            gather,
+        )
+        return found if self.reduction == "sum" else found / self.physics.num_ops
 
     def __repr__(self) -> str:
-        return f"DistributedDataFidelity({self.reduction!r} over {self.physics!r})"
-
-
-def _same_shape(shapes: dict[int, Shape], terms: Terms) -> Shape:
-    found: Shape = same(shapes, "shape of the loss", "DistributedDataFidelity")
-    return found
+        return self._label
 
 
 def check_reduction(reduction: str) -> None:

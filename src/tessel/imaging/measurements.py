@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.uses import hang, unshared_leaf
+from tessel.imaging.parameters import both, stray_leaf
 from tessel.partition import world
 from tessel.shared import nothing
 
@@ -20,7 +20,7 @@ class LocalTensors(list[Tensor]):
     """One tensor for each item of this worker, in the order of its local indices.
 
     Sums, differences and multiples are taken item by item. A worker without items has none; what
-    they would hang on stays in `anchor`, so that it still takes part in a backward pass. A tensor
+    they would depend on stays in `anchor`, so that it still takes part in a backward pass. A tensor
     for all items that needs a gradient is refused where there are several workers, each of which
     would get a part of it; that of `tessel.distributed.copy(tensor)` is summed over them.
 
@@ -32,12 +32,6 @@ class LocalTensors(list[Tensor]):
     def __init__(self, items: Iterable[Tensor] = (), anchor: Tensor | None = None) -> None:
         super().__init__(items)
         self.anchor = anchor_of(items) if anchor is None else anchor
-
-    @classmethod
-    def hung(cls, items: Sequence[Tensor], anchor: Tensor | None) -> LocalTensors:
-        """Items of which the first hangs on `anchor`, too."""
-        first = [hang(each, anchor) for each in items[:1]]
-        return cls([*first, *items[1:]], anchor)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LocalTensors:
         """What a function makes of each item."""
@@ -64,6 +58,7 @@ class LocalTensors(list[Tensor]):
         if isinstance(other, Sequence):
             if len(other) != len(self):
                 raise ValueError(f"as many tensors are needed, {len(self)}, got {len(other)}")
+            # A worker without items has no results either: what gradients reach it through is kept.
             pairs = zip(self, other, strict=True)
             anchor = both(self.anchor, anchor_of(other))
             return LocalTensors((function(a, b) for a, b in pairs), anchor)
@@ -74,14 +69,9 @@ class LocalTensors(list[Tensor]):
         return LocalTensors((function(each, other) for each in self), anchor)
 
 
-def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """An anchor that hangs on two."""
-    return second if first is None else hang(first, second)
-
-
 def _check_own(other: Tensor) -> None:
     """Raise ValueError if a gradient would go to a tensor that other workers use, too."""
-    leaf = unshared_leaf(other) if world().size > 1 else None
+    leaf = stray_leaf(other) if world().size > 1 else None
     if leaf is not None:
         raise ValueError(
             f"measurements of one worker and a tensor that needs a gradient, which goes to a "
@@ -92,7 +82,7 @@ def _check_own(other: Tensor) -> None:
 
 
 def anchor_of(items: Any) -> Tensor | None:
-    """What a worker without items still hangs on."""
+    """What a worker without items still depends on."""
     return items.anchor if isinstance(items, LocalTensors) else None
 
 
@@ -128,15 +118,15 @@ class DistributedMeasurements:
         self.num_items = checked_count(name, "num_items", num_items, factory)
         agree_on_call(ctx.partition, f"{name}(num_items={self.num_items})")
         self.shared = dict(shared or {})
-        parts = getattr(physics, "parts", None)
-        if parts is None:
-            self.local_indices = ctx.local_indices(self.num_items)
-            self.local = LocalTensors(self._made(factory, i) for i in self.local_indices)
-        else:
-            check_counts(parts.num_ops, self.num_items)
-            self.local_indices = parts.local_indices
-            made = [self._made(factory, i) for i in self.local_indices]
-            self.local = LocalTensors(parts.part_of(k, y) for k, y in enumerate(made))
+        if physics is not None:
+            check_counts(physics.num_ops, self.num_items)
+        self.local_indices = (
+            ctx.local_indices(self.num_items) if physics is None else physics.local_indices
+        )
+        made = [self._made(factory, i) for i in self.local_indices]
+        self.local = LocalTensors(
+            y if physics is None else physics.parts.part_of(k, y) for k, y in enumerate(made)
+        )
 
     def __len__(self) -> int:
         return self.num_items

@@ -1,14 +1,14 @@
-"""DistributedPhysics: many operators of one image, each on the worker that has it.
+"""DistributedPhysics: many operators of one image, each on the workers that have it.
 
-The image is one shared value. Each worker applies its own operators to it, which gives the local
-measurements, and what goes back to the image is summed over all workers.
+The image is one shared value, whole on every worker or in parts. What its operators measure stays
+where it arises, and what goes back to the image is summed over all workers.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,23 +17,14 @@ from torch import Tensor
 from tessel.agreement import Claim, Meeting, Terms, same
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.least_squares import NormalInverse, least_squares
-from tessel.imaging.measurements import LocalTensors, anchor_of, both, checked_count
-from tessel.imaging.parts.operators import normal, vjp
+from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
+from tessel.imaging.parameters import check_common, in_common, tensors_of
 from tessel.imaging.parts.physics import PartitionedPhysics
 from tessel.imaging.random import wave_in
-from tessel.imaging.signal import DistributedSignal, checked_data, is_whole, local_data
-from tessel.imaging.uses import (
-    Leaves,
-    check_common,
-    described,
-    hang,
-    in_common,
-    tensors_of,
-    totalled,
-    using,
-    using_parameters,
-)
+from tessel.imaging.signal import DistributedSignal, is_whole, local_data
+from tessel.imaging.solvers.conjugate import CGLS, NormalInverse, solved
+from tessel.imaging.solvers.power import largest_eigenvalue
+from tessel.imaging.solvers.space import Space
 from tessel.layout import Layout, Shape
 from tessel.move import Move
 
@@ -86,30 +77,26 @@ class DistributedPhysics:
         self.num_ops = checked_count(name, "num_ops", num_ops, factory)
         self.shared = dict(shared or {})
         agree_on_call(ctx.partition, f"{name}(num_ops={self.num_ops})")
-        self.parts: PartitionedPhysics | None = None
-        self.local_operators: list[Any] = []
-        held = tensors_of((factory, self.shared))  # before operators are made, which may be kept
-        if layout is None or is_whole(layout):
-            self.local_indices = ctx.local_indices(self.num_ops)
-            self.local_operators = [self._made(factory, i) for i in self.local_indices]
-        else:
-            make = partial(self._kept, factory)
-            self.parts = PartitionedPhysics(layout, self.num_ops, make, ctx.sharding, ctx.device)
-            self.local_indices = self.parts.local_indices
-        self._common = in_common(ctx, held, self._users())
+        # Before operators are made: a factory may keep them, and what they hold is their own.
+        held = tensors_of((factory, self.shared))
+        whole = layout is None or is_whole(layout)
+        self.parts = PartitionedPhysics(
+            ctx.partition if whole or layout is None else layout,
+            self.num_ops,
+            partial(self._made, factory),
+            ctx,
+            self.shared if whole else (),
+            repr(self),
+        )
+        self.local_indices = self.parts.local_indices
+        self.local_operators = self.parts.physics
+        self._common = in_common(ctx, held, self.parts.place, self.local_operators)
         self._num_calls = 0
-        self._leaves = Leaves(ctx)
 
     def A(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
-        if self.parts is not None:
-            self.check_parameters(())
-            self._check_plain("A", settings)
-            return LocalTensors(*self.parts.A(self._part(x, "A")))
-        with using(self.ctx, f"{self!r}.A", local_data(x), *self._shared(settings)) as use:
-            ys = [operator.A(use.x, **use.settings) for operator in self.local_operators]
-        self._check_leaves("A", ys)
-        return LocalTensors.hung(ys, use.anchor)
+        self._check_call("A", settings)
+        return LocalTensors(*self.parts.A(local_data(x), **settings))
 
     def __call__(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
         """The measurements with noise; that of measurement i depends on the seed and on i.
@@ -119,21 +106,9 @@ class DistributedPhysics:
         """
         call = self._num_calls
         self._num_calls += 1
-        if self.parts is not None:
-            self.check_parameters(())
-            self._check_plain("__call__", settings)
-            ys, anchor = self.parts.measure(
-                self._part(x, "__call__"), lambda i: self.ctx.drawing(i, call)
-            )
-            return LocalTensors(ys, anchor)
-        with using(self.ctx, f"{self!r}", local_data(x), *self._shared(settings)) as use:
-            ys = []
-            for i, operator in zip(self.local_indices, self.local_operators, strict=True):
-                with self.ctx.drawing(i, call):
-                    measure = operator if callable(operator) else operator.A
-                    ys.append(measure(use.x, **use.settings))
-        self._check_leaves("__call__", ys)
-        return LocalTensors.hung(ys, use.anchor)
+        self._check_call("__call__", settings)
+        drawing = lambda i: self.ctx.drawing(i, call)  # noqa: E731
+        return LocalTensors(*self.parts.measure(local_data(x), drawing, **settings))
 
     def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
         """The sum Σ_i J_i(x)ᵀ v_i over all operators, with the Jacobians J_i of A_i at x.
@@ -142,58 +117,48 @@ class DistributedPhysics:
             x: the image.
             v: one tensor for each of this worker's operators.
         """
-        v = self._checked(v, "A_vjp")
-        if self.parts is not None:
-            self.check_parameters(())
-            return self.parts.A_vjp(self._part(x, "A_vjp"), v, anchor_of(v))
-        found = self.vjps(x, v)
-        like = local_data(x)
-        share = hang(image_of(found, like, f"{self!r}.A_vjp"), found.anchor)
-        return totalled(share, self.ctx)
-
-    def vjps(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> LocalTensors:
-        """The products J_i(x)ᵀ v_i of this worker's operators."""
-        with using(self.ctx, f"{self!r}.A_vjp", local_data(x), *self._shared({})) as use:
-            shares = [
-                vjp(each, use.x, part) for each, part in zip(self.local_operators, v, strict=True)
-            ]
-        self._check_leaves("A_vjp", shares, v)
-        return LocalTensors.hung(shares, both(use.anchor, anchor_of(v)))
-
-    def _part(self, x: DistributedSignal | Tensor, method: str) -> Tensor:
-        assert self.parts is not None
-        return checked_data(self.ctx, x, self.parts.layout, f"{self!r}.{method}")
-
-    def _kept(self, factory: Factory | None, item: int) -> Any:
-        self.local_operators.append(self._made(factory, item))
-        return self.local_operators[-1]
-
-    def _shared(self, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-        self.check_parameters(self.shared)
-        return self.shared, (), settings, self.local_operators
+        self._check_call("A_vjp", values=v)
+        return self.parts.A_vjp(local_data(x), v, anchor_of(v))
 
     def check_parameters(self, shared: Any) -> None:
         """Raise ValueError on all workers if a parameter would get parts of its gradient.
 
         Args:
-            shared: objects whose tensors get the gradient of all operators.
+            shared: objects whose tensors get the gradient of all operators of whole images.
         """
-        if self.parts is None:
-            check_common(f"{self!r}", self._common, shared, WAY_OUT)
+        if self.parts.layout is None:
+            check_common(self.parts.label, self._common, shared, WAY_OUT)
         else:
             way_out = "use a signal without partition, or let it need no gradient"
-            check_common(f"{self!r} of an image in parts", self._common, (), way_out)
+            check_common(f"{self.parts.label} of an image in parts", self._common, (), way_out)
 
-    def _check_leaves(
-        self, method: str, results: Sequence[Tensor], given: Sequence[Tensor] = ()
+    def _check_call(
+        self,
+        method: str,
+        settings: Mapping[str, Any] | None = None,
+        values: Sequence[Tensor] | None = None,
     ) -> None:
-        call = f"{self!r}.{method}"
-        self._leaves.check(call, results, self.local_operators, self.shared, given)
+        """Raise on all workers if this call cannot be made.
 
-    def _users(self) -> dict[str, list[Any]]:
-        """This worker's operators, by where the gradients of their parameters come together."""
-        place = f"worker {self.ctx.rank}" if self.parts is None else self.parts.place
-        return {place: self.local_operators}
+        Args:
+            method: that is called.
+            settings: of the operators.
+            values: tensors, of which there must be one for each of this worker's operators.
+        """
+        if values is not None and len(values) != len(self.local_operators):
+            call = (
+                f"{self.parts.label}.{method}: worker {self.ctx.rank} has the operators "
+                f"{self.local_indices} and needs as many tensors, {len(self.local_indices)}, got "
+                f"{len(values)}"
+            )
+            agree_on_call(self.parts.partition, call)
+            raise ValueError(call)
+        self.check_parameters(self.shared)
+        if settings and self.parts.layout is not None:
+            raise NotImplementedError(
+                f"{self.parts.label}.{method}: operators on an image in parts take no arguments, "
+                f"got {dict(settings)}"
+            )
 
     def _made(self, factory: Factory | None, item: int) -> Any:
         assert factory is not None
@@ -206,53 +171,18 @@ class DistributedPhysics:
             )
         return operator
 
-    def _check_plain(self, method: str, settings: Mapping[str, Any]) -> None:
-        if settings:
-            raise NotImplementedError(
-                f"{self!r}.{method}: operators on an image in parts take no arguments, "
-                f"got {dict(settings)}"
-            )
-
-    def _agree_on_image(self, share: Tensor, call: str) -> tuple[Shape, Terms]:
-        """The shape and kind of the image, which workers without operators learn so."""
-        if call not in self._meetings:
-            owners = self.ctx.owners(self.num_ops)
-            group = self.ctx.partition.group
-            self._meetings[call] = Meeting(group, call, owners, _same_shape)
-        found = self._meetings[call].reach(Claim.of(share))
-        self.ctx.partition.group.number_call()
-        return found
-
-    @cached_property
-    def _meetings(self) -> dict[str, Meeting[tuple[Shape, Terms]]]:
-        return {}
-
     def everywhere(self, value: Tensor) -> Tensor:
         """A shared value of the workers that have parts of the image, on all workers."""
-        ours = self.ctx.partition
-        theirs = ours if self.parts is None else self.parts.layout.partition
+        ours, theirs = self.ctx.partition, self.parts.partition
         if theirs.size == ours.size:
             return value
-        meeting = Meeting(ours.group, f"a value of {self!r}", theirs.ranks, _same_value)
+        meeting = Meeting(ours.group, f"a value of {self!r}", theirs.ranks, _same_shape)
         shape = meeting.reach(Claim.of(value))
         ours.group.number_call()
         move = Move(
             Layout.whole(theirs, shape, shared=True), Layout.whole(ours, shape, shared=True)
         )
         return move(value if theirs.active else value.new_empty(0))
-
-    def _checked(self, values: Sequence[Tensor], method: str) -> Sequence[Tensor]:
-        """As many tensors as this worker has operators; all workers raise if one has others."""
-        if len(values) != len(self.local_operators):
-            call = (
-                f"{self!r}.{method}: worker {self.ctx.rank} has the operators "
-                f"{self.local_indices} and needs as many tensors, {len(self.local_indices)}, got "
-                f"{len(values)}"
-            )
-            layout = None if self.parts is None else self.parts.layout
-            agree_on_call(self.ctx.partition if layout is None else layout.partition, call)
-            raise ValueError(call)
-        return values
 
     def __len__(self) -> int:
         return self.num_ops
@@ -301,27 +231,8 @@ class DistributedLinearPhysics(DistributedPhysics):
         Args:
             ys: one tensor for each of this worker's operators.
         """
-        ys = self._checked(ys, "A_adjoint")
-        self.check_parameters(self.shared)
-        if self.parts is not None:
-            return self.parts.A_adjoint(ys, anchor_of(ys))
-        found = self.adjoints(ys)
-        share = sum_of(found) if found else torch.empty(0, device=self.ctx.device)
-        call = f"{self!r}.A_adjoint{described(self.shared)}"
-        shape, terms = self._agree_on_image(share, call)
-        if not found:
-            share = torch.zeros(shape, dtype=terms.dtype, device=self.ctx.device)
-        return totalled(hang(share, found.anchor), self.ctx, terms)
-
-    def adjoints(
-        self, ys: Sequence[Tensor], apply: Callable[[Any, Tensor], Tensor] | None = None
-    ) -> LocalTensors:
-        """The images A_iᵀ y_i of this worker's operators, or what else they make of the y_i."""
-        make = apply or (lambda operator, y: operator.A_adjoint(y))
-        with using_parameters(self.ctx, self.shared, self.local_operators) as anchor:
-            images = [make(op, y) for op, y in zip(self.local_operators, ys, strict=True)]
-        self._check_leaves("A_adjoint", images, ys)
-        return LocalTensors.hung(images, both(anchor, anchor_of(ys)))
+        self._check_call("A_adjoint", values=ys)
+        return self.parts.A_adjoint(ys, anchor_of(ys))
 
     def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
         """The same as `A_adjoint(v)`, since the operators are linear."""
@@ -329,21 +240,8 @@ class DistributedLinearPhysics(DistributedPhysics):
 
     def A_adjoint_A(self, x: DistributedSignal | Tensor, **settings: Any) -> Tensor:
         """The image Σ_i A_iᵀ A_i x."""
-        if self.parts is not None:
-            self.check_parameters(())
-            self._check_plain("A_adjoint_A", settings)
-            return self.parts.A_adjoint_A(self._part(x, "A_adjoint_A"))
-        found = self.normals(x, **settings)
-        share = image_of(found, local_data(x), f"{self!r}.A_adjoint_A")
-        return totalled(hang(share, found.anchor), self.ctx)
-
-    def normals(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
-        """The images A_iᵀ A_i x of this worker's operators."""
-        label = f"{self!r}.A_adjoint_A"
-        with using(self.ctx, label, local_data(x), *self._shared(settings)) as use:
-            images = [normal(each, use.x, **use.settings) for each in self.local_operators]
-        self._check_leaves("A_adjoint_A", images)
-        return LocalTensors.hung(images, use.anchor)
+        self._check_call("A_adjoint_A", settings)
+        return self.parts.A_adjoint_A(local_data(x), **settings)
 
     def A_A_adjoint(self, ys: Sequence[Tensor]) -> LocalTensors:
         """The measurements A_i Σ_j A_jᵀ y_j of this worker's operators."""
@@ -363,13 +261,19 @@ class DistributedLinearPhysics(DistributedPhysics):
             tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
             max_iter: at most so many steps; a warning says if they did not suffice.
         """
-        ys = LocalTensors(self._checked(ys, "A_dagger"), anchor_of(ys))
+        self._check_call("A_dagger", values=ys)
+        ys = LocalTensors(ys, anchor_of(ys))
         with torch.no_grad():
-            slope = self.A_adjoint(ys)
-        layout = self._layout(slope)
+            x = torch.zeros_like(self.A_adjoint(ys))
+        if not self.parts.active:
+            return x
+        layout = self.parts.layout_for(x)
         if tol is None:
-            tol = 1e-12 if slope.dtype in (torch.float64, torch.complex128) else 1e-6
-        x, reached = least_squares(self, ys, slope, layout, tol, max_iter)
+            tol = 1e-12 if x.dtype in (torch.float64, torch.complex128) else 1e-6
+        with torch.no_grad():
+            space = Space(layout, layout.partition)
+            found = solved(CGLS(self, ys.map(Tensor.detach)), x, space, tol, max_iter)
+        x, reached = found["x"], float(found["residual"])
         if reached > tol:
             warnings.warn(
                 f"{self!r}.A_dagger: the residual fell to {reached:.2g} of its first size in "
@@ -380,7 +284,8 @@ class DistributedLinearPhysics(DistributedPhysics):
         if not rest.requires_grad:
             return x
         # AᵀA dx = d(Aᵀ(y − A x)) for a fixed x: the value of this term is zero, its derivative dx
-        return x + NormalInverse(self, layout, tol, max_iter).apply(rest - rest.detach())
+        inverse = NormalInverse(self.A_adjoint_A, layout, tol, max_iter)
+        return x + inverse.apply(rest - rest.detach())
 
     def norm(
         self, x0: DistributedSignal | Tensor, max_iter: int = 500, tol: float = 1e-8
@@ -404,59 +309,16 @@ class DistributedLinearPhysics(DistributedPhysics):
     ) -> Tensor:
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)
-        layout = self._layout(like)
+        layout = self.parts.layout_for(like)
         x = wave_in(layout, like.dtype).to(self.ctx.device)
         value = x.new_zeros((), dtype=x.real.dtype)
-        with torch.no_grad():
-            x = x / layout.inner(x, x).real.sqrt()
-            for _ in range(max_iter):
-                y = self.A_adjoint_A(x)
-                before, value = value, layout.inner(x, y).real
-                size = layout.inner(y, y).real.sqrt()
-                if size.item() == 0 or (value - before).abs().item() <= tol * value.abs().item():
-                    break
-                x = y / size
+        if self.parts.active:
+            space = Space(layout, layout.partition)
+            value += largest_eigenvalue(self.A_adjoint_A, x, space, max_iter, tol)
         value = self.everywhere(value)
         return value if squared else value.sqrt()
 
-    def _layout(self, x: Tensor) -> Layout:
-        """Where images as `x` lie."""
-        if self.parts is not None:
-            return self.parts.layout
-        return Layout.whole(self.ctx.partition, x.shape, shared=True)
 
-
-def _same_shape(shapes: dict[int, Shape], terms: Terms) -> tuple[Shape, Terms]:
-    return same(shapes, "shape of the image that A_adjoint gives", "DistributedPhysics"), terms
-
-
-def _same_value(shapes: dict[int, Shape], terms: Terms) -> Shape:
+def _same_shape(shapes: dict[int, Shape], terms: Terms) -> Shape:
     found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
     return found
-
-
-def image_of(shares: Sequence[Tensor], x: Tensor, call: str) -> Tensor:
-    """The sum of images that operators of this worker gave for `x`, which must be of its kind."""
-    for each in shares:
-        if each.shape != x.shape or each.dtype != x.dtype:
-            raise ValueError(
-                f"{call}: for an image of shape {tuple(x.shape)} and {x.dtype} an operator gave "
-                f"back one of shape {tuple(each.shape)} and {each.dtype}"
-            )
-    return sum_of(shares, x)
-
-
-def sum_of(shares: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
-    """The sum of tensors of one shape; zeros like `like` if there are none."""
-    if not shares:
-        assert like is not None
-        return torch.zeros_like(like)
-    found = shares[0]
-    for each in shares[1:]:
-        found = found + each
-    return found
-
-
-def square(x: Tensor) -> Tensor:
-    """The sum of the squares of all numbers of a tensor."""
-    return (x.real.square() + x.imag.square() if x.is_complex() else x.square()).sum()

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.cores import Cores
 from tessel.imaging.distribution_strategies.strategies import (
-    BasicStrategy,
     DistributedSignalStrategy,
-    Pairs,
-    SmartTilingStrategy,
-    WindowStrategy,
     create_strategy,
 )
-from tessel.imaging.parts.prior import PartitionedPrior, taken_apart
-from tessel.imaging.sharding import local_indices
-from tessel.imaging.signal import DistributedSignal, checked_data, is_whole, local_data
-from tessel.imaging.uses import Use, state_of, totalled, unshared_leaf, using
+from tessel.imaging.parameters import state_of, stray_leaf
+from tessel.imaging.parts.prior import PartitionedPrior
+from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.layout import Layout
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
@@ -81,14 +73,11 @@ class DistributedPrior:
         self.prior = prior
         self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
         self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
-        self.parts: PartitionedPrior | None = None
-        if layout is None or is_whole(layout):
-            self.num_patches = self.strategy.get_num_patches()
-            self.local_indices = ctx.local_indices(self.num_patches)
-        else:
-            self.parts = PartitionedPrior(layout, self.strategy)
-            self.num_patches = self.parts.num_patches
-            self.local_indices = self.parts.local_indices
+        whole = Layout.whole(ctx.partition, self.strategy.signal_shape, shared=True)
+        self.parts = PartitionedPrior(layout or whole, self.strategy, ctx.sharding)
+        self.num_patches = self.parts.num_patches
+        self.local_indices = self.parts.local_indices
+        self._label = f"DistributedPrior({self.num_patches} patches over {ctx.world_size} workers)"
 
     def prox(
         self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
@@ -117,105 +106,31 @@ class DistributedPrior:
         settings: Mapping[str, Any],
         gather: bool,
     ) -> Tensor:
-        call, data = f"{self!r}.{name}", local_data(x)
-        if self.parts is not None:
-            if not gather:
-                raise NotImplementedError(
-                    f"{call}: gather=False is for a whole image on every worker; of one in parts "
-                    f"each worker gets its part"
-                )
-            data = checked_data(self.ctx, x, self.parts.layout, call)
-            checked = partial(_checked, self.prior, function)
-            return self.parts.apply(call, checked, data, self.prior, args, settings)
-        with using(self.ctx, call, data, self.prior, args, settings) as use:
-            self._check_shape(call, use.x)
-            if not gather:
-                return use.hang(self._put_together(function, use))
-            cores = self._cores
-            if cores is not None:
-                return cores.put_together(use.hang(self._put_together(function, use, cores)))
-            return totalled(use.hang(self._put_together(function, use)), self.ctx)
-
-    @cached_property
-    def _cores(self) -> Cores | None:
-        """The cores of windows that do not overlap, of which each worker has some."""
-        strategy = self.strategy
-        if type(strategy) not in (SmartTilingStrategy, BasicStrategy) or self.ctx.world_size == 1:
-            return None  # what a strategy of a user puts together may overlap
-        assert isinstance(strategy, WindowStrategy)
-        if strategy.overlap:
-            return None
-        workers = range(self.ctx.world_size)
-        count, how = self.num_patches, self.ctx.sharding
-        owned = [local_indices(count, k, self.ctx.world_size, how) for k in workers]
-        return Cores(self.ctx.partition, strategy, owned, self.ctx.rank)
-
-    def _put_together(
-        self, function: Callable[..., Tensor], use: Use, cores: Cores | None = None
-    ) -> Tensor:
-        """What the prior makes of this worker's patches: in their places, or their cores in a row.
-
-        Args:
-            function: the prior.
-            use: what it is applied to.
-            cores: if they are put in a row; None for zeros with patches in their places.
-        """
-        reduce = self.strategy.reduce_patches if cores is None else cores.reduce_patches
-        out = torch.zeros_like(use.x) if cores is None else use.x.new_zeros(cores.length)
-        pairs = self.strategy.get_local_patches(use.x, self.local_indices)
-        processed: Pairs = []
-        left = iter(pairs)
-        for batch in self.strategy.apply_batching([patch for _, patch in pairs]):
-            result = function(batch, *use.args, **use.settings)
-            _check_result(self.prior, batch, result)
-            _check_parameters(self.prior, result)
-            processed += taken_apart(result, left)
-            if self.strategy.reduces_in_turn:
-                reduce(out, processed)
-                processed = []
-        if next(left, None) is not None:
-            raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
-        if processed or not self.strategy.reduces_in_turn:
-            reduce(out, processed)
-        return out
-
-    def _check_shape(self, call: str, x: Tensor) -> None:
-        if x.shape != self.strategy.signal_shape:
-            raise ValueError(
-                f"{call}: a signal of shape {tuple(self.strategy.signal_shape)} is needed, got "
-                f"{tuple(x.shape)}"
+        call, data, layout = f"{self._label}.{name}", local_data(x), self.parts.layout
+        if not (gather or self.parts.is_whole):
+            raise NotImplementedError(
+                f"{call}: gather=False is for a whole image on every worker; of one in parts "
+                f"each worker gets its part"
             )
+        fits = isinstance(data, Tensor) and tuple(data.shape) == layout.local_shape
+        if self.ctx.debug and layout.shared and fits:  # else all raise, as their calls differ
+            self.ctx.check_same(data, layout, f"the input of {call}")
+
+        def checked(*given: Any, **named: Any) -> Tensor:
+            result = function(*given, **named)
+            # A gradient that went to a tensor which was not seen to be shared would be that of this
+            # worker's patches only, a silent wrong number.
+            leaf = stray_leaf(result) if isinstance(result, Tensor) else None
+            if leaf is not None:
+                raise ValueError(
+                    f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that "
+                    f"needs a gradient and is no parameter of it that could be found: each worker "
+                    f"would get a part of the gradient; make it a parameter or attribute of the "
+                    f"prior, pass it as an argument, or let it need none"
+                )
+            return result
+
+        return self.parts.apply(call, checked, data, self.prior, args, settings, gather)
 
     def __repr__(self) -> str:
-        return f"DistributedPrior({self.num_patches} patches over {self.ctx.world_size} workers)"
-
-
-def _check_result(prior: Any, batch: Tensor, result: Any) -> None:
-    if not isinstance(result, Tensor) or result.shape != batch.shape:
-        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(
-            f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}: "
-            f"{type(prior).__name__} gave {got}"
-        )
-
-
-def _checked(prior: Any, function: Callable[..., Tensor], *args: Any, **settings: Any) -> Tensor:
-    """What a prior makes of patches, if the gradients of all of its parameters are known."""
-    result = function(*args, **settings)
-    _check_parameters(prior, result)
-    return result
-
-
-def _check_parameters(prior: Any, result: Tensor) -> None:
-    """Raise ValueError if a gradient would go to a tensor that was not seen to be shared.
-
-    That would be the gradient of this worker's patches only, a silent wrong number.
-    """
-    leaf = unshared_leaf(result)
-    if leaf is not None:
-        raise ValueError(
-            f"{type(prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that needs a "
-            f"gradient and is no parameter of it that could be found: each worker would get a "
-            f"part of the gradient; make it a parameter or attribute of the prior, pass it as an "
-            f"argument, or let it need none"
-        )
+        return self._label

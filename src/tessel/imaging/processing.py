@@ -15,8 +15,8 @@ from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     SmartTilingStrategy,
 )
+from tessel.imaging.parameters import state_of
 from tessel.imaging.prior import DistributedPrior
-from tessel.imaging.uses import state_of
 
 CHECKPOINTING = ("auto", "always", "never")
 
@@ -133,6 +133,8 @@ class DistributedProcessing(torch.nn.Module):
         several = len(prior.local_indices) * prior.strategy.signal_shape[0] > len(batch)
         if self.checkpoint_batches == "auto" and not several:
             return False
+        # A reentrant checkpoint runs a backward pass of its own for each batch, with a sum of the
+        # parameters' gradients in each: as many sums as batches, which differ between workers.
         if self.checkpoint_use_reentrant and learned and self.ctx.world_size > 1:
             raise ValueError(
                 "checkpoint_use_reentrant=True derives each batch on its own, and workers have "

@@ -46,6 +46,8 @@ def wave_in(layout: Layout, dtype: torch.dtype) -> Tensor:
     box = layout.box()
     if box is None:
         return torch.empty(0, dtype=dtype)
+    # One random number for each index of each dimension: every worker draws all of them, which are
+    # few, and none depends on how the image is split.
     generator = torch.Generator().manual_seed(0)
     angle = torch.zeros((), dtype=torch.float64)
     for length, (start, stop) in zip(layout.shape, box, strict=True):

@@ -57,7 +57,11 @@ class DistributedSignal:
         init: Tensor | None = None,
     ) -> None:
         self.ctx = ctx
-        self._shape = _checked_shape(shape)
+        self._shape: Shape = tuple(as_int(length) for length in shape)
+        if not self._shape or min(self._shape) < 1:
+            raise ValueError(
+                f"a signal has one dimension or more, of length 1 or more, got {self._shape}"
+            )
         self.dtype = dtype
         self.layout = layout_of(ctx, self._shape, partition)
         self._data = torch.zeros(self.layout.local_shape, dtype=dtype, device=ctx.device)
@@ -111,6 +115,7 @@ class DistributedSignal:
         if not self.layout.partition.active:
             return
         part = self._part_of(data)
+        # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
         mark = 0 if part is None or self._copies == 1 else checksum(part)
         terms, marks = self._meeting.reach_marked(Claim.of(data), mark)  # type: ignore[arg-type]
         self.layout.partition.group.number_call()
@@ -143,6 +148,7 @@ class DistributedSignal:
             raise ValueError(f"{what}: workers drifted apart; {way_out}")
         if terms.needs_grad or terms.has_tangent:
             raise ValueError(f"{what} and a gradient goes through it; {way_out}")
+        # Workers of one layout move together: those that are not the first bring nothing.
         owned = part if self._firsts.domain.local_shape == self.layout.local_shape else part[:0]
         return self._firsts.apply(owned).to(self.device, copy=True)
 
@@ -257,16 +263,6 @@ def local_data(value: DistributedSignal | Tensor) -> Tensor:
     return value.data if isinstance(value, DistributedSignal) else value
 
 
-def checked_data(
-    ctx: DistributedContext, value: DistributedSignal | Tensor, layout: Layout, call: str
-) -> Tensor:
-    """This worker's part of an image; in debug mode all raise if copies of it differ."""
-    data = local_data(value)
-    if ctx.debug and layout.shared:
-        ctx.check_same(data, layout, f"the input of {call}")
-    return data
-
-
 def is_whole(layout: Layout) -> bool:
     """Whether every worker holds the whole tensor, as one shared value."""
     return len(layout.shared) == layout.partition.dim
@@ -297,10 +293,3 @@ def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> 
         )
     whole = len(shape) - partition.dim
     return Layout.split(partition, shape, [*[None] * whole, *range(partition.dim)])
-
-
-def _checked_shape(shape: Iterable[int]) -> Shape:
-    lengths = tuple(as_int(length) for length in shape)
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"a signal has one dimension or more, of length 1 or more, got {lengths}")
-    return lengths

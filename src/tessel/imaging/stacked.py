@@ -6,7 +6,7 @@ of each worker. `gather=False` leaves results where they arise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,17 +14,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tessel import transport
 from tessel.distributed.agreeing import agree_on_call
-from tessel.imaging.collecting import Collector
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.gathering import MeasurementGatherer
 from tessel.imaging.measurements import LocalTensors, anchor_of
-from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory, sum_of
+from tessel.imaging.parameters import all_reduced, depending_on
+from tessel.imaging.parts.operators import normal, vjp
+from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory
 from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.imaging.solvers.power import largest_eigenvalue
 from tessel.imaging.solvers.space import Space
 from tessel.imaging.solvers.splitting import fidelity_prox
-from tessel.imaging.uses import hang, totalled
 from tessel.layout import Layout
+from tessel.partition import Partition
+from tessel.shared import nothing
 
 REDUCE_OPS = (None, "sum", "mean")
 
@@ -59,7 +64,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         factory_kwargs: Mapping[str, Any] | None = None,
         gather_strategy: str = "concatenated",
     ) -> None:
-        self._collector = Collector(ctx, num_operators, gather_strategy)
+        self._gatherer = MeasurementGatherer(ctx, num_operators, gather_strategy)
         super().__init__(ctx, num_operators, factory, factory_kwargs)
 
     @property
@@ -70,7 +75,7 @@ class DistributedStackedPhysics(DistributedPhysics):
     @property
     def gather_strategy(self) -> str:
         """How measurements travel."""
-        return self._collector.strategy
+        return self._gatherer.strategy
 
     @property
     def local_physics(self) -> list[Any]:
@@ -121,7 +126,22 @@ class DistributedStackedPhysics(DistributedPhysics):
         own = self.own(v)
         if gather and reduce_op is not None:
             return self._scaled(super().A_vjp(x, own), reduce_op)
-        return self._finished("A_vjp", self.vjps(x, own), gather, reduce_op, local_data(x))
+        found = self._each(
+            "A_vjp", own, lambda op, v, call: vjp(op.physics, call.x, v), local_data(x)
+        )
+        return self._finished("A_vjp", found, gather, reduce_op, local_data(x))
+
+    def _each(
+        self,
+        method: str,
+        ys: Sequence[Tensor] | None,
+        term: Callable[..., Tensor],
+        x: Tensor | None = None,
+        **settings: Any,
+    ) -> LocalTensors:
+        """What a method of each of this worker's operators gives, not summed."""
+        self._check_call(method, settings, ys)
+        return LocalTensors(*self.parts.each(method, term, x, ys, anchor_of(ys), **settings))
 
     def own(self, ys: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of measurements of all operators those of this worker, which may also be given alone."""
@@ -152,18 +172,14 @@ class DistributedStackedPhysics(DistributedPhysics):
         if reduce_op is None:
             if not gather:
                 return found
-            return self._collector.collect(f"{self!r}.{method}", self.local_indices, found)
-        share = sum_of(found, like) if found or like is not None else None
+            return self._gatherer.collect(f"{self!r}.{method}", self.local_indices, found)
+        share = _sum(found, like)
         if gather or like is None:  # some may have no operators, and learn the shape from others
-            shape, terms = self._agree_on_image(
-                torch.empty(0, device=self.ctx.device) if share is None else share,
-                f"{self!r}.{method}(reduce_op={reduce_op!r})",
-            )
-            if share is None:
-                share = torch.zeros(shape, dtype=terms.dtype, device=self.ctx.device)
+            said = f"{self.parts.label}.{method}(reduce_op={reduce_op!r})"
+            share, _ = self.parts.completed(said, share)
         assert share is not None
-        share = hang(share, anchor_of(found))
-        return self._scaled(totalled(share, self.ctx, terms) if gather else share, reduce_op)
+        share = depending_on(share, anchor_of(found))
+        return self._scaled(all_reduced(share, self.ctx) if gather else share, reduce_op)
 
     def _scaled(self, total: Tensor, reduce_op: str | None) -> Tensor:
         if reduce_op not in REDUCE_OPS:
@@ -206,7 +222,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         own = self.own(y)
         if gather and reduce_op is not None:
             return self._scaled(DistributedLinearPhysics.A_adjoint(self, own), reduce_op)
-        return self._finished("A_adjoint", self.adjoints(own), gather, reduce_op)
+        found = self._each("A_adjoint", own, lambda op, y, call: op.A_adjoint(y))
+        return self._finished("A_adjoint", found, gather, reduce_op)
 
     def A_vjp(
         self,
@@ -229,7 +246,13 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         if gather and reduce_op is not None:
             found = DistributedLinearPhysics.A_adjoint_A(self, x, **settings)
             return self._scaled(found, reduce_op)
-        images = self.normals(x, **settings)
+        images = self._each(
+            "A_adjoint_A",
+            None,
+            lambda op, _, call: normal(op.physics, call.x, **call.settings),
+            local_data(x),
+            **settings,
+        )
         return self._finished("A_adjoint_A", images, gather, reduce_op, local_data(x))
 
     def A_A_adjoint(self, y: Sequence[Tensor], gather: bool = True) -> Any:
@@ -240,7 +263,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
     def spread(self) -> DistributedLinearPhysics:
         """The same operators, called with the measurements of this worker."""
         plain = DistributedLinearPhysics.__new__(DistributedLinearPhysics)
-        plain.__dict__ = self.__dict__  # one state, two ways to call it
+        plain.__dict__ = self.__dict__  # one state, two ways to call it: `CGLS` calls this one
         return plain
 
     def A_dagger(  # type: ignore[override]
@@ -271,7 +294,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             return self.spread.A_dagger(self.own(y), tol, **steps)
         asked = {"solver": None if solver == "CG" else solver, "max_iter": max_iter, "tol": tol}
         given = {name: value for name, value in asked.items() if value is not None}
-        images = self.adjoints(self.own(y), lambda physics, y: physics.A_dagger(y, **given))
+        inverse = lambda op, y, call: op.physics.A_dagger(y, **given)  # noqa: E731
+        images = self._each("A_dagger", self.own(y), inverse)
         return self._finished("A_dagger", images, gather, "mean")
 
     def compute_sqnorm(
@@ -298,9 +322,10 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         if local_only:
             like = local_data(x0)
             norms = [_square_norm(each, like, max_iter, tol) for each in self.local_physics]
-            zero = like.new_zeros((), dtype=like.real.dtype)
-            share = sum_of([each.to(zero) for each in norms], zero)
-            found = totalled(share, self.ctx) if gather else share
+            share = like.new_zeros((), dtype=like.real.dtype)
+            for each in norms:
+                share = share + each.to(share)
+            found = all_reduced(share, self.ctx) if gather else share
         else:
             found = self.compute_norm(x0, max_iter, tol)
         if verbose and self.ctx.rank == 0:
@@ -313,27 +338,29 @@ def _square_norm(physics: Any, x: Tensor, max_iter: int, tol: float) -> Tensor:
     if hasattr(physics, "compute_sqnorm"):
         found = physics.compute_sqnorm(x, max_iter=max_iter, tol=tol, verbose=False)
         return torch.as_tensor(found, device=x.device)
-    return _power(physics, x, max_iter, tol)
+    here = Partition((transport.this_worker(),), (1,))
+    space = Space(Layout.whole(here, x.shape, shared=True), here)
+    found = largest_eigenvalue(
+        lambda x: physics.A_adjoint(physics.A(x)), torch.rand_like(x), space, max_iter, tol
+    )
+    return torch.as_tensor(found, device=x.device)
 
 
-@torch.no_grad()
-def _power(physics: Any, x: Tensor, max_iter: int, tol: float) -> Tensor:
-    x = torch.rand_like(x)
-    x, value = x / x.norm(), x.new_zeros((), dtype=x.real.dtype)
-    for _ in range(max_iter):
-        y = physics.A_adjoint(physics.A(x))
-        before, value = value, y.norm()
-        if value == 0 or (value - before).abs() <= tol * value:
-            break
-        x = y / value
-    return value
+def _sum(images: Sequence[Tensor], like: Tensor | None) -> Tensor | None:
+    """The sum of images of one shape; of none, zeros like an image if there is one."""
+    if not images:
+        return None if like is None else torch.zeros_like(like)
+    found, *others = images
+    for each in others:
+        found = found + each
+    return found
 
 
 def _anchor_of_all(ys: Any) -> Tensor | None:
-    """What a worker without operators hangs on, of measurements that need a gradient."""
+    """What a worker without operators depends on, of measurements that need a gradient."""
     given = [ys[i] for i in range(len(ys))]
     needed = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
-    return sum_of([each.reshape(-1)[:0].sum() for each in needed]) if needed else None
+    return nothing((), *needed) if needed else None
 
 
 class DistributedStackedFidelity(torch.nn.Module):
@@ -456,6 +483,7 @@ class DistributedStackedFidelity(torch.nn.Module):
                 self.reduction,
                 shared,
             )
+        # Measurements come with each call, as deepinv has it; operators and fidelities stay.
         found = self._made[physics]
         own = physics.own(y)
         device = self.ctx.device

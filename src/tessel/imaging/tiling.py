@@ -18,7 +18,7 @@ Pair = tuple[Interval, Interval]  # a core and what is read for it
 
 
 @dataclass(frozen=True)
-class Window:
+class PriorWindow:
     """What one call of a prior answers for, and what it reads for that.
 
     Args:
@@ -45,7 +45,7 @@ def tiles(
     patch: Sequence[int],
     margin: Sequence[int],
     stride: Sequence[int],
-) -> list[Window]:
+) -> list[PriorWindow]:
     """Windows with cores of the size `patch`, row by row; those at the end may be smaller.
 
     All windows of a dimension read equally many indices, `patch + 2·margin` or all there are,
@@ -64,7 +64,7 @@ def tiles(
     return crossed(along)
 
 
-def parts(shape: Sequence[int], counts: Sequence[int], margin: Sequence[int]) -> list[Window]:
+def parts(shape: Sequence[int], counts: Sequence[int], margin: Sequence[int]) -> list[PriorWindow]:
     """Windows whose cores are balanced parts, read with a margin that ends at the border.
 
     >>> [window.read for window in parts((10,), (2,), (1,))]
@@ -82,11 +82,13 @@ def tiles_along(
 ) -> list[tuple[Interval, Interval]]:
     """The cores and what is read for them, along one dimension."""
     slack = 0 if patch % stride == margin % stride == 0 else stride - 1  # lost by aligned starts
-    width = _up(patch + 2 * margin + slack, stride)
+    width = -(-(patch + 2 * margin + slack) // stride) * stride  # rounded up to a multiple
     found = []
     for start in range(0, length, patch):
         core = start, min(start + patch, length)
         begin = _down(max(start - margin, 0), stride)
+        # At the border the window is shifted inwards, not made smaller: all windows have one shape
+        # and go to the prior in one batch, and it sees the border as it is in the whole image.
         if begin + width >= length:
             read = _down(max(length - width, 0), stride), length
         else:
@@ -95,10 +97,10 @@ def tiles_along(
     return found
 
 
-def crossed(along: Sequence[Sequence[Pair]]) -> list[Window]:
+def crossed(along: Sequence[Sequence[Pair]]) -> list[PriorWindow]:
     """The windows of all dimensions together, from those along each."""
     return [
-        Window(tuple(core for core, _ in chosen), tuple(read for _, read in chosen))
+        PriorWindow(tuple(core for core, _ in chosen), tuple(read for _, read in chosen))
         for chosen in product(*along)
     ]
 
@@ -131,7 +133,3 @@ def _distances(read: Interval, length: int) -> list[int]:
 
 def _down(index: int, stride: int) -> int:
     return index // stride * stride
-
-
-def _up(index: int, stride: int) -> int:
-    return -(-index // stride) * stride

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessel import boxes
 from tessel.boxes import Region
-from tessel.imaging.tiling import Window, parts, ramps, tiles
+from tessel.imaging.tiling import PriorWindow, parts, ramps, tiles
 
 Pairs = list[tuple[int, Tensor]]
 
@@ -78,7 +78,7 @@ class WindowStrategy(DistributedSignalStrategy):
     """
 
     reduces_in_turn = True
-    windows: list[Window]
+    windows: list[PriorWindow]
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class WindowStrategy(DistributedSignalStrategy):
         return len(self.windows)
 
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
+        # Patches of one shape follow each other, so that they go to the prior in one batch.
         in_order = sorted(local_indices, key=lambda i: (self.windows[i].shape, i))
         return [(i, X[self.region(_slices(self.windows[i].read))]) for i in in_order]
 

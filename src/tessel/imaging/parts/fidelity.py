@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.imaging.parameters import depending_on, known, learned
 from tessel.imaging.parts.operators import PartOperator, Whole, gathering
-from tessel.imaging.uses import idle, known
 from tessel.layout import Layout, Shape
 from tessel.move import Move
+from tessel.shared import nothing
 
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 
@@ -52,7 +53,15 @@ class PartFidelity:
     fidelity: Any
     device: torch.device | str = "cpu"
 
-    def loss(self, x: Tensor, y: Tensor, operator: PartOperator | Whole, batch: int) -> Tensor:
+    def loss(
+        self,
+        x: Tensor,
+        y: Tensor,
+        operator: PartOperator | Whole,
+        batch: int,
+        *args: Any,
+        **settings: Any,
+    ) -> Tensor:
         """This worker's share of f: of each image of the batch if f tells them apart, or a number.
 
         Args:
@@ -60,45 +69,54 @@ class PartFidelity:
             y: that of the measurement.
             operator: between them.
             batch: the number of images.
+            args, settings: of f, for whole images only.
         """
+        f = self.fidelity
+        if isinstance(operator, Whole) and operator.is_alone:
+            share: Tensor = f(x, y, operator.physics, *args, **settings)
+            return share
         shape = (batch,) if self.is_batched else ()
         if isinstance(operator, Whole):
-            whole = operator.gather(x)
-            if not operator.here:
-                return self._nothing(shape, whole, y, physics=operator.physics)
-            share = known(self.fidelity(whole, y, operator.physics), operator.physics, (whole, y))
-            return share.reshape(shape)
+            return operator.computed(
+                lambda image, y: f(image, y, operator.physics).reshape(shape),
+                *(operator.gather(x), y),
+                shape=shape,
+                users=f,
+            )
         u = operator.A(x)
-        if self.is_separable:
-            if 0 in u.shape:
-                return self._nothing(shape, u, y)
-            share = known(self.fidelity(u, y, _PLAIN), (), (u, y))
-            return self._in_batch(share, operator.codomain) if shape else share
-        gather = _gathering(operator.codomain)
-        wholes = gather.apply(u), gather.apply(y)
-        if not gather.codomain.partition.active:
-            return self._nothing(shape, *wholes)
-        return known(self.fidelity(*wholes, _PLAIN), (), wholes).reshape(shape)
-
-    def _in_batch(self, share: Tensor, layout: Layout) -> Tensor:
-        """The numbers of the images of which this worker has parts, among those of all."""
-        box = layout.box()
+        if not self.is_separable:
+            gather = _gathering(operator.codomain)
+            wholes = gather.apply(u), gather.apply(y)
+            if not gather.codomain.partition.active:
+                return self._nothing(shape, *wholes)
+            return known(f(*wholes, _PLAIN), (), wholes).reshape(shape)
+        if 0 in u.shape:
+            return self._nothing(shape, u, y)
+        share = known(f(u, y, _PLAIN), (), (u, y))
+        if not shape:
+            return share
+        # Of the images of the batch this worker may have some: their numbers among those of all.
+        box = operator.codomain.box()
         assert box is not None
         start, stop = box[0]
-        return torch.nn.functional.pad(share, (start, layout.shape[0] - stop))
+        return torch.nn.functional.pad(share, (start, batch - stop))
 
-    def grad(self, x: Tensor, y: Tensor, operator: PartOperator | Whole) -> Tensor:
+    def grad(
+        self, x: Tensor, y: Tensor, operator: PartOperator | Whole, *args: Any, **settings: Any
+    ) -> Tensor:
         """This worker's part of the gradient of f in x."""
         if isinstance(operator, Whole):
-            whole = operator.gather(x)
-            if not operator.here:
-                none = self._nothing((0,), whole, y, physics=operator.physics)
-                return operator.scatter(none)
-            slope = gradient(self.fidelity, whole, y, operator.physics)
-            return operator.scatter(known(slope, operator.physics, (whole, y)))
-        return operator.A_adjoint(self._slope(operator.A(x), y, operator.codomain))
+            found = operator.computed(
+                lambda image, y: gradient(
+                    self.fidelity, image, y, operator.physics, *args, **settings
+                ),
+                *(operator.gather(x), y),
+                users=self.fidelity,
+            )
+            return operator.scatter(found)
+        return operator.A_adjoint(self._distance_gradient(operator.A(x), y, operator.codomain))
 
-    def _slope(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
+    def _distance_gradient(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
         """This worker's part of the gradient of d in its first argument."""
         if self.is_separable:
             if 0 in u.shape:
@@ -110,15 +128,18 @@ class PartFidelity:
             return gather.H.apply(self._nothing((0,), *wholes))
         return gather.H.apply(known(gradient(self.fidelity, *wholes, _PLAIN), (), wholes))
 
-    def _nothing(self, shape: Shape, *given: Tensor, physics: Any = None) -> Tensor:
-        """What a worker gives that has nothing to measure."""
-        return idle(shape, given, self.fidelity, physics)
+    def _nothing(self, shape: Shape, *given: Tensor) -> Tensor:
+        """What a worker gives that has nothing to measure; it depends on the parameters of f."""
+        parameters = learned(self.fidelity)
+        anchor = nothing((), *parameters) if parameters else None
+        return depending_on(nothing(shape, *given), anchor)
 
     @cached_property
     def problem(self) -> str:
         """What is wrong with it, as the end of a sentence: tried on small tensors."""
         x, y = _tried(self.device)
         try:
+            # For A = 2, f(x) = d(2 x, y) has ∇f(x) = 2 ∇d(2 x). One that looks at x differs.
             expected = 2 * gradient(self.fidelity, 2 * x, y, _PLAIN)
             got = gradient(self.fidelity, x, y, _Scaled(2.0))
         except _MISFITS as error:
@@ -137,7 +158,7 @@ class PartFidelity:
         False
         """
         u, y = _tried(self.device)
-        try:
+        try:  # a fidelity may need more than these tensors have: then it is taken to be one number
             return tuple(self.fidelity(u, y, _Scaled()).shape) == (len(u),)
         except _MISFITS:
             return False
@@ -164,8 +185,8 @@ class PartFidelity:
         """Whether d of two halves along a dimension gives that of the whole."""
         f, physics = self.fidelity, _Scaled()
         halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
-        slopes = torch.cat([gradient(self.fidelity, *half, physics) for half in halves], dim)
-        fits = torch.allclose(gradient(self.fidelity, u, y, physics), slopes, rtol=1e-4, atol=1e-6)
+        parts = torch.cat([gradient(f, *half, physics) for half in halves], dim)
+        fits = torch.allclose(gradient(f, u, y, physics), parts, rtol=1e-4, atol=1e-6)
         shares = torch.stack([f(*half, physics).sum() for half in halves])
         return fits and torch.allclose(f(u, y, physics).sum(), shares.sum(), rtol=1e-4)
 
@@ -174,13 +195,15 @@ def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw
     """The gradient of one data fidelity at x, its own or by autograd."""
     if hasattr(fidelity, "grad"):
         return fidelity.grad(x, y, physics, *args, **kw)
-    slope = torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())
-    return slope(x)
+    # Images of a batch do not depend on each other, so that the gradient of the sum of their losses
+    # has the gradient of each.
+    return torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())(x)
 
 
 def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Two small positive tensors, as a distance of counts or intensities takes them."""
     generator = torch.Generator().manual_seed(3)
+    # Two images, two channels, even sizes: both halves along each dimension have values.
     first, second = (0.1 + torch.rand((2, 2, 4, 6), generator=generator) for _ in range(2))
     return first.to(device), second.to(device)
 

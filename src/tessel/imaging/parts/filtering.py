@@ -47,7 +47,10 @@ def convolve_adjoint(y: Tensor, filter: Tensor, stride: int) -> Tensor:
 def _grouped(x: Tensor, filter: Tensor) -> tuple[int, int, Tensor]:
     """Batch, groups and weight of a convolution that filters each channel on its own."""
     batch, channels = x.shape[:2]
+    # torch correlates: a convolution has the filter the other way round.
     weight = filter.flip(tuple(range(2, filter.dim())))
+    # One filter for all images of the batch: channels are groups. One for each image: the batch is
+    # folded into the channels, so that each image has groups of its own.
     if filter.shape[0] == 1:
         weight = weight.expand(1, channels, *weight.shape[2:])
         return batch, channels, weight.transpose(0, 1)
@@ -56,7 +59,7 @@ def _grouped(x: Tensor, filter: Tensor) -> tuple[int, int, Tensor]:
 
 
 def _by_fourier(x: Tensor, filter: Tensor, stride: int) -> Tensor:
-    lengths, dims = _lengths(x.shape[2:], filter)
+    lengths, dims = [_smooth(n) for n in x.shape[2:]], tuple(range(2, x.dim()))
     y = _transformed(x, lengths, dims, x) * _transformed(filter, lengths, dims, x)
     y = _back(y, lengths, dims, x)
     kept = tuple(
@@ -68,7 +71,7 @@ def _by_fourier(x: Tensor, filter: Tensor, stride: int) -> Tensor:
 def _by_fourier_adjoint(y: Tensor, filter: Tensor, stride: int) -> Tensor:
     sizes = filter.shape[2:]
     inputs = [stride * (n - 1) + size for n, size in zip(y.shape[2:], sizes, strict=True)]
-    lengths, dims = _lengths(inputs, filter)
+    lengths, dims = [_smooth(n) for n in inputs], tuple(range(2, y.dim()))
     spaced = y.new_zeros((*y.shape[:2], *inputs))
     kept = tuple(slice(size - 1, n, stride) for size, n in zip(sizes, inputs, strict=True))
     spaced[(slice(None), slice(None), *kept)] = y
@@ -84,16 +87,13 @@ def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
     """
     if result.is_complex() or filter.is_complex():
         return result
+    # As a tensor, not a number: reading it would wait for the GPU.
     least = torch.where((x.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
     least = least.to(result.dtype)
     if not torch.is_grad_enabled():
         return result.clamp_(min=least)
+    # Clamping itself would stop the gradient where rounding went below zero.
     return result + (result.detach().clamp(min=least) - result.detach())
-
-
-def _lengths(inputs: torch.Size | list[int], filter: Tensor) -> tuple[list[int], tuple[int, ...]]:
-    """Lengths that transforms like; windows that lie within x see no wrap-around."""
-    return [_smooth(n) for n in inputs], tuple(range(-len(inputs), 0))
 
 
 def _transformed(x: Tensor, lengths: list[int], dims: tuple[int, ...], kind: Tensor) -> Tensor:
@@ -109,7 +109,9 @@ def _back(x: Tensor, lengths: list[int], dims: tuple[int, ...], kind: Tensor) ->
 
 
 def _smooth(length: int) -> int:
-    """The next number without prime factors above 5.
+    """The next number without prime factors above 5, of which transforms are fast.
+
+    Windows that lie within x see nothing of what the transform wraps around.
 
     >>> _smooth(97)
     100

@@ -14,6 +14,7 @@ from math import prod
 
 from torch import Tensor
 
+from tessel.agreement import Terms
 from tessel.boxes import ravel
 from tessel.imaging.parts.kernel import check_parts
 from tessel.layout import Cut, Layout
@@ -89,9 +90,15 @@ class Rows:
         """The shared parts as this row's own; the adjoint sums over the rows."""
         return spread(x, self.layout, self.layout.shared)
 
-    def total(self, share: Tensor) -> Tensor:
+    def total(self, share: Tensor, terms: Terms | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
-        return self._sum.apply(share) if self.count > 1 else share
+        # Of whole images a share may be a tensor of the user, which the movement does not return.
+        return self._sum.apply(share, terms) if self.count > 1 or self._is_whole else share
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every worker has all of the image, and is a row by itself."""
+        return len(self.layout.shared) == self.layout.partition.dim
 
     @cached_property
     def _sum(self) -> Move:
@@ -101,9 +108,13 @@ class Rows:
 @kept_in_job
 def rows_of(layout: Layout) -> Rows:
     """The rows of a layout; all workers of the job make them together."""
+    rows = Rows(layout)
+    if rows._is_whole:
+        return rows
+    # Groups of workers are made by all workers of the job in one order, those of other rows
+    # included: a worker that made only its own would wait for the others.
     alone = [axis for axis in range(layout.partition.dim) if axis not in layout.shared]
     layout.partition.slices(alone)
-    rows = Rows(layout)
     if layout.partition.active:
         check_parts(rows.own, "an imaging problem")
     return rows

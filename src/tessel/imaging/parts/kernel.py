@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tessel import boxes
 from tessel.boxes import Interval
-from tessel.imaging.parts.border import Arrange, Ring, Turn, Wrap
+from tessel.imaging.parts.padding import IndexedPadding, LocalPadding, PeriodicHalo, PeriodicPadding
 from tessel.layout import Cut, Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
@@ -21,7 +21,7 @@ PADDINGS = ("valid", "circular", "reflect", "replicate", "constant")
 
 
 @dataclass(frozen=True)
-class Kernel:
+class FilterWindow:
     """A window that slides over the last dimensions of an image.
 
     Output i reads s·i − before + t for t < size; what lies beyond the image is what the padding
@@ -32,7 +32,7 @@ class Kernel:
         padding: "valid", "circular", "reflect", "replicate" or "constant" (zeros).
         stride: how far apart windows are.
 
-    >>> Kernel((3, 4), "circular").widths, Kernel((3,), "valid", stride=2).lengths((9,))
+    >>> FilterWindow((3, 4), "circular").widths, FilterWindow((3,), "valid", stride=2).lengths((9,))
     (((1, 1), (1, 2)), (4,))
     """
 
@@ -102,7 +102,7 @@ class Fetch:
 
 
 @kept_in_job
-def fetch(source: Layout, kernel: Kernel) -> Fetch:
+def fetch(source: Layout, kernel: FilterWindow) -> Fetch:
     """The movement for a kernel over an image in the layout `source`.
 
     Each worker computes the outputs whose windows have their middle in its part, so that what it
@@ -110,11 +110,13 @@ def fetch(source: Layout, kernel: Kernel) -> Fetch:
     there, after the exchange.
     """
     first = len(source.shape) - len(kernel.sizes)
+    # Outputs lie where the middle of their windows does, so that what is read of others is a halo
+    # on both sides, and no worker has to send its whole part.
     target = filtered(source, kernel)
     factors: list[LinearOperator] = []
     here = source
     reaches: list[Reach | None] = [None] * first
-    rings: list[Ring] = []
+    rings: list[PeriodicPadding] = []
     mirrors: dict[int, Mirrored] = {}
     for d, ((before, after), size) in enumerate(zip(kernel.widths, kernel.sizes, strict=True)):
         dim, split = first + d, source.is_split(first + d)
@@ -126,25 +128,29 @@ def fetch(source: Layout, kernel: Kernel) -> Fetch:
             )
             window = mirrors[dim]
         elif kernel.padding == "circular" and before + after and not split:
-            rings.append(Ring(dim, before, after))
+            rings.append(PeriodicPadding(dim, before, after))
             window = None
         elif kernel.padding == "circular" and before + after:
-            factors.append(Wrap(here, dim, before, after))
+            factors.append(PeriodicHalo(here, dim, before, after))
             here = factors[-1].codomain
         reaches.append(window)
     if kernel.padding == "constant":
+        # Zeros are not sent: the image is seen as part of a larger one, of which nobody holds the
+        # rim, and a movement fills with zeros what nobody holds.
         none = [(0, 0)] * first
         here = here.embedded(*zip(*none, *kernel.widths, strict=True))
     read = _read(here, target, reaches)
     repeats = bool(rings or mirrors)
+    # A movement that changes nothing is left out, but for the only step: there must be one that
+    # says which shape is read.
     if here != read or not (factors or repeats):
         factors.append(Move(here, read))
     if repeats:
-        factors.append(_arranged(read, target, mirrors, tuple(rings)))
+        factors.append(_padding(read, target, mirrors, tuple(rings)))
     return Fetch(tuple(factors), target)
 
 
-def filtered(source: Layout, kernel: Kernel) -> Layout:
+def filtered(source: Layout, kernel: FilterWindow) -> Layout:
     """Where the outputs of a kernel lie: each where the middle of its window does."""
     first = len(source.shape) - len(kernel.sizes)
     lengths = kernel.lengths(source.shape[first:])
@@ -173,11 +179,12 @@ def _read(source: Layout, target: Layout, reaches: Sequence[Reach | None]) -> La
     return replace(source, cuts=tuple(cuts))
 
 
-def _arranged(
-    read: Layout, target: Layout, mirrors: dict[int, Mirrored], rings: tuple[Ring, ...]
-) -> Arrange:
+def _padding(
+    read: Layout, target: Layout, mirrors: dict[int, Mirrored], rings: tuple[PeriodicPadding, ...]
+) -> LocalPadding:
     """What is done on each worker to come from what it reads to what it filters."""
     shapes = []
+    # A layout needs the shapes of all workers, though each computes its own part only.
     for worker in read.partition.ranks:
         shape = list(read.shape_on(worker))
         box = target.box(worker)
@@ -187,10 +194,12 @@ def _arranged(
         for ring in rings:
             shape[ring.dim] += ring.before + ring.after
         shapes.append(tuple(shape))
-    return Arrange(read, (*_turns(read, target, mirrors), *rings), shapes)
+    return LocalPadding(read, (*_indexed(read, target, mirrors), *rings), shapes)
 
 
-def _turns(read: Layout, target: Layout, mirrors: dict[int, Mirrored]) -> tuple[Turn, ...]:
+def _indexed(
+    read: Layout, target: Layout, mirrors: dict[int, Mirrored]
+) -> tuple[IndexedPadding, ...]:
     outputs, inputs = target.box(), read.box()
     if outputs is None or inputs is None:
         return ()
@@ -200,7 +209,7 @@ def _turns(read: Layout, target: Layout, mirrors: dict[int, Mirrored]) -> tuple[
         if outputs[dim][0] < outputs[dim][1]:
             places = tuple(index - start for index in mirror.places(outputs[dim]))
             if places != tuple(range(stop - start)):
-                found.append(Turn(dim, places))
+                found.append(IndexedPadding(dim, places))
     return tuple(found)
 
 

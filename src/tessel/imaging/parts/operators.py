@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tessel.boxes import Box
+from tessel.imaging.parameters import depending_on, known, learned
 from tessel.imaging.parts.filtering import convolve, convolve_adjoint
-from tessel.imaging.parts.kernel import Kernel, check_parts, fetch
-from tessel.imaging.uses import idle, known
+from tessel.imaging.parts.kernel import FilterWindow, check_parts, fetch
 from tessel.layout import Cut, Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
@@ -95,13 +95,15 @@ class Convolution(PartOperator):
         self.filter_shape: Shape = tuple(self._value().shape)
         _check_filter(self.filter_shape, layout.shape)
         padding = "constant" if padding == "zeros" else padding
-        self.kernel = Kernel(self.filter_shape[2:], padding, stride)
+        self.kernel = FilterWindow(self.filter_shape[2:], padding, stride)
         self._fetch = fetch(layout, self.kernel)
         self.domain, self.codomain = layout, self._fetch.target
         self.takes_part  # noqa: B018  (all workers make the group)
 
     def A(self, x: Tensor) -> Tensor:
         read, filter = self._fetch.apply(x), self._filter()
+        # torch's convolutions refuse empty images. The result still depends on the inputs: the
+        # graphs of all workers have the same movements, in the same order.
         if 0 in read.shape or 0 in self.codomain.local_shape:
             return nothing(self.codomain.local_shape, read, filter)
         return convolve(read, filter, self.kernel.stride)
@@ -129,6 +131,7 @@ class Convolution(PartOperator):
     def _filter(self) -> Tensor:
         """What this worker filters with: a copy of its own of the shared filter."""
         filter = self._value()
+        # Halos were planned for one size of the filter, which users may change by assignment.
         if tuple(filter.shape) != self.filter_shape:
             raise ValueError(
                 f"this operator was made for a filter of shape {self.filter_shape}, and got one "
@@ -241,6 +244,8 @@ class Differences(PartOperator):
             shape=(*layout.shape, num_dims),
             cuts=(*layout.cuts, Cut((), ((0, num_dims),))),
         )
+        # One value behind each part. At the far border there is none, so that parts there read
+        # less, and the last difference is zero.
         halo = [(0, 0)] * 2 + [(0, 1)] * num_dims
         self._halo = Move(layout, layout.grow(halo))
 
@@ -250,6 +255,7 @@ class Differences(PartOperator):
         return torch.stack([self._along(wide, dim) for dim in dims], -1)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
+        # The halo's adjoint adds what neighbours computed for values of this part.
         wide = sum(self._along_adjoint(y[..., dim - 2], dim) for dim in range(2, y.dim() - 1))
         assert isinstance(wide, Tensor)
         return self._halo.H.apply(wide)
@@ -312,60 +318,78 @@ class Whole:
     Args:
         physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers, used on
             its owner only.
-        layout: of the image, in parts.
+        layout: of the image, in parts; None if this worker has whole images, of any shape: then
+            nothing moves.
         owner: the worker that has the operator.
     """
 
     is_local = False
 
-    def __init__(self, physics: Any, layout: Layout, owner: int) -> None:
-        check_parts(layout, type(self).__name__)
-        self.domain, self.owner = layout, owner
-        self._move = gathering(layout, owner)
+    def __init__(self, physics: Any, layout: Layout | None = None, owner: int = 0) -> None:
+        self.physics, self.owner = physics, owner
+        self._move: Move | None = None
+        self.here = True
+        if layout is not None:
+            check_parts(layout, type(self).__name__)
+            self.domain = layout
+            self._move = gathering(layout, owner)
+            self.here = self._move.codomain.partition.active
         self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
-        self.here = self._move.codomain.partition.active
-        self.physics = physics
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker has whole images."""
+        return self._move is None
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole image on the owner, elsewhere an empty tensor."""
-        return self._move.apply(x)
+        return x if self._move is None else self._move.apply(x)
 
     def scatter(self, image: Tensor) -> Tensor:
         """This worker's part of what the owner has; the adjoint of `gather`."""
-        return self._move.H.apply(image)
+        return image if self._move is None else self._move.H.apply(image)
 
-    def A(self, x: Tensor) -> Tensor:
+    def A(self, x: Tensor, **settings: Any) -> Tensor:
         """The measurement on the owner, elsewhere an empty tensor."""
-        whole = self.gather(x)
-        if not self.here:
-            return self._nothing(whole)
-        return known(self.physics.A(whole), self.physics, (whole,))
+        return self.computed(lambda image: self.physics.A(image, **settings), self.gather(x))
 
     def A_adjoint(self, y: Tensor) -> Tensor:
         """This worker's part of the adjoint's image."""
-        if not self.here:
-            return self.scatter(self._nothing(y))
-        return self.scatter(known(self.physics.A_adjoint(y), self.physics, (y,)))
+        return self.scatter(self.computed(lambda y: self.physics.A_adjoint(y), y))
 
     def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
         """The product of `v` with the derivative at `x`."""
         if not self._asks_image:
             return self.A_adjoint(v)
-        whole = self.gather(x)
-        if not self.here:
-            return self.scatter(self._nothing(whole, v))
-        return self.scatter(known(vjp(self.physics, whole, v), self.physics, (whole, v)))
+        image = self.gather(x)
+        return self.scatter(self.computed(lambda image, v: vjp(self.physics, image, v), image, v))
 
-    def A_adjoint_A(self, x: Tensor) -> Tensor:
+    def A_adjoint_A(self, x: Tensor, **settings: Any) -> Tensor:
         """Aᵀ A x."""
-        whole = self.gather(x)
-        if not self.here:
-            return self.scatter(self._nothing(whole))
-        return self.scatter(known(normal(self.physics, whole), self.physics, (whole,)))
+        image = self.gather(x)
+        return self.scatter(
+            self.computed(lambda image: normal(self.physics, image, **settings), image)
+        )
 
-    def _nothing(self, *given: Tensor) -> Tensor:
-        """What a worker gives that does not have the operator."""
-        return idle((0,), given, self.physics)
+    def computed(
+        self, function: Callable[..., Tensor], *given: Tensor, shape: Shape = (0,), users: Any = ()
+    ) -> Tensor:
+        """What a function makes of tensors on the owner, and nothing of this shape elsewhere.
+
+        Args:
+            function: of the tensors, which calls the operator.
+            given: the tensors, which are empty elsewhere.
+            shape: of what other workers give.
+            users: further objects whose parameters the function uses.
+        """
+        if not self.here:
+            # It depends on the parameters, so that this worker takes part in their sums.
+            parameters = learned((self.physics, users))
+            anchor = nothing((), *parameters) if parameters else None
+            return depending_on(nothing(shape, *given), anchor)
+        result = function(*given)
+        # A worker with whole images is not alone in what it does: its caller checks for all.
+        return result if self.is_alone else known(result, (self.physics, users), given)
 
     @property
     def identity(self) -> str:

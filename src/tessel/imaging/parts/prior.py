@@ -1,73 +1,128 @@
-"""Priors on an image in parts: each worker reads the windows whose cores lie in its part.
+"""Priors patch by patch: each worker reads its patches of the image, and answers for their cores.
 
-The windows are those of the whole image, so that results do not depend on the number of workers. A
-worker fetches what its windows read, applies the prior to them, and what they answer for goes
-where it belongs: to its own part, but for cores that lie across the border of two.
+Patches are those of the whole image, so that results do not depend on the number of workers. Three
+tilings say who has which patches, what each worker reads for them, and where the results go:
+
+- `LocalWindows`, of an image in parts: a worker has the windows whose cores lie in its part.
+- `GatheredCores`, of a whole image on every worker: cores alone are sent around.
+- `AnyPatches`, of any strategy and layout: whole images are summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from tessel import boxes
 from tessel.boxes import Box, Interval, Region
 from tessel.distributed.agreeing import agree
 from tessel.distributed.movements import copying
+from tessel.imaging.distribution_strategies.strategies import (
+    BasicStrategy,
+    Pairs,
+    SmartTilingStrategy,
+)
+from tessel.imaging.parameters import (
+    Copies,
+    computing_with,
+    depending_on,
+    described,
+    learned,
+    learned_arguments,
+    needs_grad,
+)
 from tessel.imaging.sharding import local_indices
-from tessel.imaging.tiling import Window, crossed
-from tessel.imaging.uses import hang, replaced, slots_of, tensors_in
+from tessel.imaging.tiling import PriorWindow, crossed
 from tessel.layout import Cut, Layout
+from tessel.linop import LinearOperator
 from tessel.move import Move
 from tessel.shared import even, nothing
 
 Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
-Pair = tuple[int, Tensor]  # the number of a window, and a patch
-Pairs = list[Pair]
+
+
+class Tiling(Protocol):
+    """Which patches each worker has, what it reads for them, and what it answers for."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether some patches may be put into their places at a time."""
+
+    @property
+    def count(self) -> int:
+        """The number of patches of all workers."""
+
+    @property
+    def read(self) -> Layout:
+        """What each worker reads."""
+
+    @property
+    def written(self) -> Layout:
+        """What each worker answers for."""
+
+    def indices(self) -> list[int]:
+        """The numbers of this worker's patches, those of one shape one after the other."""
+
+    def patches(self, read: Tensor, indices: list[int]) -> Pairs:
+        """The patches of these numbers, from what this worker reads."""
+
+    def put(self, out: Tensor, pairs: Pairs) -> None:
+        """Put what the prior made of patches into its place."""
+
+    def finish(self, written: Tensor) -> Tensor:
+        """This worker's part of the image, from what all workers answer for."""
 
 
 class PartitionedPrior:
-    """A prior on the parts of an image.
+    """A prior on an image in a layout.
 
-    Forward:  x ↦ Σ_k R_kᵀ prox(R_k x), where R_k cuts out window k.
+    Forward:  x ↦ Σ_k R_kᵀ prox(R_k x), where R_k cuts out patch k.
 
     Args:
-        layout: of the image. Axes along which it is shared divide the windows further.
+        layout: of the image. Axes along which it is shared divide the patches further.
         strategy: how the image is cut: one with `windows` along the dimensions `dims`, as
             "smart_tiling" and "basic" are; without a patch size, each part is one window. Any
             other strategy sees the whole image on every worker, which is gathered and summed
             back to the parts.
+        sharding: how patches of any other strategy, or of an image that is whole on every worker,
+            are given to workers.
     """
 
-    def __init__(self, layout: Layout, strategy: Any) -> None:
+    def __init__(self, layout: Layout, strategy: Any, sharding: str = "round_robin") -> None:
         if tuple(strategy.signal_shape) != layout.shape:
             raise ValueError(
                 f"the strategy {strategy!r} is for an image of {tuple(strategy.signal_shape)}, "
                 f"and the parts are of {layout.shape}"
             )
         self.layout, self.strategy = layout, strategy
-        self.pieces: Windows | Everything = (
-            Windows(layout, strategy, tuple(_windows(layout, strategy)))
-            if hasattr(strategy, "windows")
-            else Everything(layout, strategy)
+        self.is_whole = len(layout.shared) == layout.partition.dim
+        anything = AnyPatches(layout, strategy, sharding)
+        self._in_place: Tiling = anything  # leaves patches in their places in a whole image
+        self.tiling: Tiling = anything
+        if not self.is_whole and hasattr(strategy, "windows"):
+            self.tiling = LocalWindows(layout, strategy, tuple(_windows(layout, strategy)))
+        elif self.is_whole and layout.partition.size > 1 and _covers_once(strategy):
+            self.tiling = GatheredCores(layout, strategy, sharding)
+        self._read: LinearOperator = (
+            copying(layout.partition, layout.shape)  # nothing moves, and nothing is copied
+            if self.is_whole
+            else Move(layout, self.tiling.read)
         )
-        self._read = Move(layout, self.pieces.read)
-        self._write = Move(self.pieces.written, layout)
 
     @property
     def num_patches(self) -> int:
-        """How many windows all workers have together."""
-        return self.pieces.count
+        """How many patches all workers have together."""
+        return self.tiling.count
 
     @cached_property
     def local_indices(self) -> list[int]:
-        """The numbers of this worker's windows."""
-        return self.pieces.indices() if self.layout.partition.active else []
+        """The numbers of this worker's patches."""
+        return self.tiling.indices() if self.layout.partition.active else []
 
     def apply(
         self,
@@ -77,6 +132,7 @@ class PartitionedPrior:
         shared: Any = (),
         args: tuple[Any, ...] = (),
         settings: Mapping[str, Any] | None = None,
+        gather: bool = True,
     ) -> Tensor:
         """This worker's part of what the prior makes of the image.
 
@@ -86,69 +142,74 @@ class PartitionedPrior:
             x: this worker's part of the image.
             shared: the objects whose parameters `function` uses, the same on all workers.
             args, settings: of the call; tensors in them are the same on all workers.
+            gather: False, of whole images: this worker's patches, and zeros elsewhere.
         """
-        if not self.layout.partition.active:
-            return x
-        slots = slots_of(shared)
-        given = tensors_in((args, dict(settings or {})))
-        values = {id(each): each for each in (*given, *(slot.tensor for slot in slots))}
-        shapes = [tuple(each.shape) for each in values.values()]
-        text = f"{call}, gradients of tensors of shapes {shapes}" if shapes else call
-        problem = self._problem(x)
-        ((_, terms),) = agree(self.layout.partition, f"{text}{problem}", x)
-        if problem:
-            raise ValueError(f"{text}{problem}")
         partition = self.layout.partition
-        used = {
-            key: copying(partition, tuple(each.shape)).apply(each) for key, each in values.items()
-        }
-        read = self._read.apply(even(x, terms))
-        anchor = nothing((), *used.values()) if used else None
-        own: tuple[Any, dict[str, Any]] = tree_map(
-            lambda each: used.get(id(each), each), (args, dict(settings or {}))
-        )
-        with replaced(slots, used):
-            written = self._put_together(function, read, *own)
-        return self._write.apply(hang(written, anchor))
+        if not partition.active:
+            return x
+        arguments = args, dict(settings or {})
+        tensors = [*learned_arguments(arguments), *learned(shared)]
+        said = f"{call}{described(tensors)}"
+        if not isinstance(x, Tensor) or tuple(x.shape) != self.layout.local_shape:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            problem = f": a part of shape {self.layout.local_shape} is needed, got {got}"
+            agree(partition, f"{said}{problem}", x)
+            raise ValueError(f"{said}{problem}")
+        if partition.size > 1:
+            ((_, terms),) = agree(partition, said, x)
+            x = even(x, terms)
+        copies = Copies()
+        copies.add(tensors, partition)
+        read = self._read.apply(x)
+        tiling = self.tiling if gather else self._in_place
+        with computing_with(copies, shared):
+            own_args, own_settings = copies.instead(arguments)
+            written = self._put_together(
+                tiling, lambda batch: function(batch, *own_args, **own_settings), read
+            )
+        if needs_grad(read):  # a worker without patches takes part in the backward pass, too
+            written = depending_on(written, nothing((), read))
+        written = depending_on(written, copies.anchor)
+        return tiling.finish(written) if gather else written
 
     def _put_together(
-        self,
-        function: Callable[..., Tensor],
-        read: Tensor,
-        args: tuple[Any, ...],
-        settings: Mapping[str, Any],
+        self, tiling: Tiling, function: Callable[[Tensor], Tensor], read: Tensor
     ) -> Tensor:
-        """What this worker's windows answer for."""
-        out = read.new_zeros(self.pieces.written.local_shape) + nothing((), read)
-        pairs = self.pieces.patches(read, self.local_indices)
-        numbers = iter(pairs)
-        kept: Pairs = []
+        """What this worker's patches answer for."""
+        out = read.new_zeros(tiling.written.local_shape)
+        pairs = tiling.patches(read, self.local_indices)
+        place, kept = 0, Pairs()
         for batch in self.strategy.apply_batching([patch for _, patch in pairs]):
-            result = function(batch, *args, **settings)
-            if result.shape != batch.shape:
+            result = function(batch)
+            if not isinstance(result, Tensor) or result.shape != batch.shape:
+                got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
                 raise ValueError(
-                    f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}, "
-                    f"got {tuple(result.shape)}"
+                    f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}, got "
+                    f"{got}"
                 )
-            kept += taken_apart(result, numbers)
-            if self.pieces.in_turn:
-                self.pieces.put(out, kept)
+            start = 0
+            while start < len(result) and place < len(pairs):
+                number, patch = pairs[place]
+                kept.append((number, result[start : start + len(patch)]))
+                start, place = start + len(patch), place + 1
+            if start != len(result):
+                raise ValueError(
+                    f"a batch of apply_batching has whole patches, one after the other along the "
+                    f"first dimension: got a batch of length {len(result)} for patches of {start} "
+                    f"in all"
+                )
+            if tiling.in_turn:  # so that the results of one batch are kept at a time
+                tiling.put(out, kept)
                 kept = []
-        if next(numbers, None) is not None:
+        if place < len(pairs):
             raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
-        if not self.pieces.in_turn:
-            self.pieces.put(out, kept)
+        if not tiling.in_turn:
+            tiling.put(out, kept)
         return out
-
-    def _problem(self, x: Tensor) -> str:
-        """What is wrong with this worker's tensor, as the end of a sentence."""
-        if tuple(x.shape) == self.layout.local_shape:
-            return ""
-        return f": a part of shape {self.layout.local_shape} is needed, got {tuple(x.shape)}"
 
 
 @dataclass(frozen=True)
-class Windows:
+class LocalWindows:
     """The windows of an image, each on the worker in whose part the middle of its core lies.
 
     Dimensions that are not cut are whole in each window, but for the batch, whose parts stay apart.
@@ -161,8 +222,8 @@ class Windows:
 
     layout: Layout
     strategy: Any
-    windows: tuple[Window, ...]
-    in_turn = True  # whether some windows may be put into their places at a time
+    windows: tuple[PriorWindow, ...]
+    in_turn = True
 
     @property
     def count(self) -> int:
@@ -192,7 +253,7 @@ class Windows:
         numbers = {window: i for i, window in enumerate(self.windows)}
         return sorted((numbers[window] for window in own), key=lambda i: self.windows[i].shape)
 
-    def patches(self, read: Tensor, indices: Iterable[int]) -> Pairs:
+    def patches(self, read: Tensor, indices: list[int]) -> Pairs:
         """The windows of these numbers, from what this worker reads."""
         return [(i, read[self._region(self.windows[i].read, self.read.box())]) for i in indices]
 
@@ -208,6 +269,14 @@ class Windows:
                 inside = patch[self._along(window.inside)]
                 out[self._region(window.core, box)] = inside
 
+    def finish(self, written: Tensor) -> Tensor:
+        """What windows of other workers answer for goes to the part in which it lies."""
+        return self._write.apply(written)
+
+    @cached_property
+    def _write(self) -> Move:
+        return Move(self.written, self.layout)
+
     @cached_property
     def _tiles(self) -> dict[int, list[list[Tile]]]:
         """For each dimension that is cut, the tiles of each place along its axes."""
@@ -215,9 +284,11 @@ class Windows:
         for position, dim in enumerate(self.strategy.dims):
             tiles = list(dict.fromkeys((w.core[position], w.read[position]) for w in self.windows))
             places = [
-                [tile for tile in tiles if _has(part, sum(tile[0]) // 2)]
-                for part in self.layout.cuts[dim].intervals
+                [tile for tile in tiles if start <= sum(tile[0]) // 2 < stop]
+                for start, stop in self.layout.cuts[dim].intervals
             ]
+            # Copies of a part, along shared axes of the grid, divide the windows of its first
+            # dimension, so that none is computed twice.
             found[dim] = (
                 places if position else [some for place in places for some in self._divided(place)]
             )
@@ -225,10 +296,7 @@ class Windows:
 
     def _divided(self, tiles: list[Tile]) -> Iterator[list[Tile]]:
         """Tiles of the first dimension, given to the copies of a part."""
-        sizes = [self.layout.partition.shape[axis] for axis in self.layout.shared]
-        count = 1
-        for size in sizes:
-            count *= size
+        count = prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
         for start, stop in boxes.balanced(len(tiles), count):
             yield tiles[start:stop]
 
@@ -241,7 +309,9 @@ class Windows:
                 cuts.append(Cut(axes, tuple(interval(tiles) for tiles in self._tiles[dim])))
             elif dim == 0 or len(cut.intervals) == 1:
                 cuts.append(cut)
-            else:  # all of it, on the workers at the first place
+            # A dimension that is split and not cut is read whole, by the workers at the first place
+            # of its axis: a prior sees all channels. The others have no windows.
+            else:
                 cuts.append(Cut(cut.axes, ((0, length), *[(0, 0)] * (len(cut.intervals) - 1))))
         return replace(self.layout, cuts=tuple(cuts), shared=())
 
@@ -257,12 +327,16 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Everything:
+class AnyPatches:
     """Patches of any strategy, for which every worker has the whole image."""
 
     layout: Layout
     strategy: Any
-    in_turn = False
+    sharding: str
+
+    @property
+    def in_turn(self) -> bool:
+        return getattr(self.strategy, "reduces_in_turn", False)
 
     @property
     def count(self) -> int:
@@ -279,24 +353,98 @@ class Everything:
     def indices(self) -> list[int]:
         partition = self.layout.partition
         assert partition.rank is not None
-        return local_indices(self.count, partition.rank, partition.size, "round_robin")
+        return local_indices(self.count, partition.rank, partition.size, self.sharding)
 
-    def patches(self, read: Tensor, indices: Iterable[int]) -> Pairs:
+    def patches(self, read: Tensor, indices: list[int]) -> Pairs:
         found: Pairs = self.strategy.get_local_patches(read, list(indices))
         return found
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
         self.strategy.reduce_patches(out, pairs)
 
+    def finish(self, written: Tensor) -> Tensor:
+        """The sum of what all workers put into zeros."""
+        return self._write.apply(written)
 
-def _windows(layout: Layout, strategy: Any) -> Sequence[Window]:
+    @cached_property
+    def _write(self) -> Move:
+        return Move(self.written, self.layout)
+
+
+@dataclass(frozen=True)
+class GatheredCores(AnyPatches):
+    """Windows of a whole image on every worker, whose cores cover it once.
+
+    Each worker puts the cores of its windows one after the other in a row; all workers get all
+    rows, and put them where they belong: half of what a sum over whole images would send.
+    """
+
+    in_turn = True
+
+    @cached_property
+    def written(self) -> Layout:
+        """The rows of all workers, one after the other."""
+        lengths = [sum(map(self._volume, own)) for own in self._owned]
+        return Layout.from_lengths(self.layout.partition, [lengths])
+
+    def put(self, out: Tensor, pairs: Pairs) -> None:
+        """Put the cores of patches into their places in this worker's row."""
+        for i, patch in pairs:
+            inside = patch[self.strategy.region(self.strategy.windows[i].inside)]
+            out[slice(*self._places[i])] = inside.reshape(-1)
+
+    def finish(self, written: Tensor) -> Tensor:
+        rows = self._write.apply(written)
+        image = rows.new_zeros(self.layout.shape)
+        start = 0
+        for i in (i for own in self._owned for i in own):
+            core = self.strategy.windows[i].core
+            region = self.strategy.region(tuple(slice(*interval) for interval in core))
+            stop = start + self._volume(i)
+            image[region] = rows[start:stop].reshape(image[region].shape)
+            start = stop
+        return image
+
+    @cached_property
+    def _write(self) -> Move:
+        everywhere = Layout.whole(self.layout.partition, self.written.shape, shared=True)
+        return Move(self.written, everywhere)
+
+    @cached_property
+    def _owned(self) -> list[list[int]]:
+        """For each worker the numbers of its windows."""
+        workers = self.layout.partition.size
+        return [local_indices(self.count, k, workers, self.sharding) for k in range(workers)]
+
+    @cached_property
+    def _places(self) -> dict[int, Interval]:
+        """Where the cores of this worker lie in its row."""
+        own = self.indices()
+        return dict(zip(own, boxes.consecutive(map(self._volume, own)), strict=True))
+
+    def _volume(self, i: int) -> int:
+        """The number of values of a core, with all of the dimensions that are not cut."""
+        core = dict(zip(self.strategy.dims, self.strategy.windows[i].core, strict=True))
+        whole = enumerate(self.layout.shape)
+        return boxes.volume(tuple(core.get(dim, (0, length)) for dim, length in whole))
+
+
+def _covers_once(strategy: Any) -> bool:
+    """Whether the cores of windows cover the image once, as far as the library knows."""
+    ours = (SmartTilingStrategy, BasicStrategy)  # what one of a user puts together may overlap
+    return type(strategy) in ours and not strategy.overlap
+
+
+def _windows(layout: Layout, strategy: Any) -> Sequence[PriorWindow]:
     """Those of the strategy; without a patch size, one for each part."""
     if getattr(strategy, "patch_size", 0) is not None or strategy.overlap:
         return list(strategy.windows)
     return windows_of_parts(layout, strategy.dims, strategy.margin)
 
 
-def windows_of_parts(layout: Layout, dims: Sequence[int], margin: Sequence[int]) -> list[Window]:
+def windows_of_parts(
+    layout: Layout, dims: Sequence[int], margin: Sequence[int]
+) -> list[PriorWindow]:
     """One window for each part of an image: the part and a margin that ends at the border.
 
     For a prior that is a convolutional network this is the halo exchange of its receptive field.
@@ -304,7 +452,7 @@ def windows_of_parts(layout: Layout, dims: Sequence[int], margin: Sequence[int])
     >>> import tessel
     >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
     >>> windows_of_parts(layout, [0], [1])
-    [Window(core=((0, 6),), read=((0, 6),))]
+    [PriorWindow(core=((0, 6),), read=((0, 6),))]
     """
     along = []
     for dim, width in zip(dims, margin, strict=True):
@@ -318,24 +466,3 @@ def _hull(intervals: Sequence[Interval]) -> Interval:
     if not intervals:
         return 0, 0
     return min(start for start, _ in intervals), max(stop for _, stop in intervals)
-
-
-def _has(part: Interval, index: int) -> bool:
-    return part[0] <= index < part[1]
-
-
-def taken_apart(batch: Tensor, pairs: Iterable[Pair]) -> Pairs:
-    """The patches of a batch, as long as they were along the first dimension."""
-    found: Pairs = []
-    start = 0
-    for i, patch in pairs:
-        found.append((i, batch[start : start + len(patch)]))
-        start += len(patch)
-        if start >= len(batch):
-            break
-    if start != len(batch):
-        raise ValueError(
-            f"a batch of apply_batching has whole patches, one after the other along the first "
-            f"dimension: got a batch of length {len(batch)} for patches of {start} in all"
-        )
-    return found

@@ -10,7 +10,11 @@ from tessel.imaging.solvers.conjugate import CG as CG
 from tessel.imaging.solvers.conjugate import CGLS as CGLS
 from tessel.imaging.solvers.descent import RED as RED
 from tessel.imaging.solvers.descent import GradientDescent as GradientDescent
+from tessel.imaging.solvers.history import Below as Below
 from tessel.imaging.solvers.history import History as History
+from tessel.imaging.solvers.history import Plateau as Plateau
+from tessel.imaging.solvers.history import RelativeChange as RelativeChange
+from tessel.imaging.solvers.history import TimeLimit as TimeLimit
 from tessel.imaging.solvers.method import Method as Method
 from tessel.imaging.solvers.metrics import PSNR as PSNR
 from tessel.imaging.solvers.power import lipschitz as lipschitz
@@ -29,7 +33,3 @@ from tessel.imaging.solvers.space import Space as Space
 from tessel.imaging.solvers.splitting import ADMM as ADMM
 from tessel.imaging.solvers.splitting import HQS as HQS
 from tessel.imaging.solvers.splitting import fidelity_prox as fidelity_prox
-from tessel.imaging.solvers.stopping import Below as Below
-from tessel.imaging.solvers.stopping import Plateau as Plateau
-from tessel.imaging.solvers.stopping import RelativeChange as RelativeChange
-from tessel.imaging.solvers.stopping import TimeLimit as TimeLimit

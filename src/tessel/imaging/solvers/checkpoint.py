@@ -4,16 +4,22 @@ Each worker writes what it has to a file of its own, under the number of the ite
 ones are removed when all workers have written theirs: wherever a run ends, there is one iteration
 of which all files are complete. Files say which box of the image they hold, so that other workers
 can read what they need.
+
+Why not `torch.distributed.checkpoint`: there one worker writes what all the files hold, so that a
+folder that hosts do not share cannot be read again; a folder that is written when a run ends is
+lost as a whole; and the random numbers of each worker, which a run needs to go on bit by bit, have
+no place in a state that any number of workers reads.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +27,11 @@ from torch import Tensor
 from tessel import boxes
 from tessel.boxes import Box
 from tessel.imaging.solvers.history import History
-from tessel.imaging.solvers.method import Method, Values
-from tessel.imaging.solvers.numbers import check_count
+from tessel.imaging.solvers.method import Method, Values, check_count
 from tessel.imaging.solvers.space import Space
 from tessel.layout import Layout
 
-_FOLDER = re.compile(r"iteration-(\d+)")
-_FILE = re.compile(r"worker-(\d+)-of-(\d+)\.pt")
+_NAME = re.compile(r"iteration-(\d+)/worker-(\d+)-of-(\d+)\.pt")
 
 
 @dataclass(frozen=True)
@@ -39,18 +43,12 @@ class Progressed:
     history: History = field(default_factory=History)
 
 
-@dataclass(frozen=True)
-class _File:
+class _File(NamedTuple):
     """What one worker wrote, of so many."""
 
-    path: Path
     iteration: int
     place: int
     size: int
-
-    def is_of(self, space: Space) -> bool:
-        """Whether this worker writes files of this name."""
-        return (self.place, self.size) == (space.workers.rank, space.workers.size)
 
 
 @dataclass(frozen=True)
@@ -91,27 +89,30 @@ class Checkpoint:
 
     def write(self, reached: Progressed, method: Method, space: Space) -> None:
         """Write this worker's file, and remove older ones once all workers have done so."""
+        x, random = reached.values["x"], {"cpu": torch.get_rng_state()}
+        if x.is_cuda:
+            random["cuda"] = torch.cuda.get_rng_state(x.device)
         state = {
             "is": _kind(method, space, reached.values),
             "layout": space.layout.identity,
             "active": space.layout.partition.active,
-            "boxes": _boxes(reached.values, space.layout),
-            "values": _detached(reached.values),
+            "boxes": {name: _box(each, space.layout) for name, each in reached.values.items()},
+            "values": _copied(reached.values),
             "history": dict(reached.history.columns),
-            "random": _random_states(reached.values["x"]),
+            "random": random,
         }
-        path = self._path(reached.iteration, space)
+        own = self._own(reached.iteration, space)
+        path = self._path(own)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever finds a file under its name finds all of it: a name is given in one step.
         unfinished = path.with_suffix(".unfinished")
         torch.save(state, unfinished)
         os.replace(unfinished, path)
-        space.agree([True])  # all have written
-        for iteration in self._own(space):
-            if iteration != reached.iteration:
-                self._remove(self._path(iteration, space))
+        space.agree([True])  # all have written: only now may what came before be removed
         for other in self._files():
-            if other.size != space.workers.size:  # of a run on more or fewer workers
-                self._remove(other.path)
+            is_older = other[1:] == own[1:] and other.iteration != own.iteration
+            if is_older or other.size != own.size:  # or of a run on more or fewer workers
+                self._remove(self._path(other))
 
     def read(self, method: Method, start: Values, space: Space) -> Progressed | None:
         """What all workers wrote last, if there is something.
@@ -128,24 +129,22 @@ class Checkpoint:
             return None
         iteration, size = found
         kind = _kind(method, space, start)
-        own = self._loaded(self._path(iteration, space)) if size == space.workers.size else None
+        name = self._own(iteration, space)
+        own = self._loaded(self._path(name)) if size == space.workers.size else None
         layouts = space.workers.group.share_objects(own and own["layout"])
         if own is not None and set(layouts) == {space.layout.identity}:
             self._check(own, kind, space)
             _set_random_states(own["random"], start["x"])
-            values = _on(own["values"], start["x"].device)
+            values = _copied(own["values"], start["x"].device)
             return Progressed(values, iteration, History(own["history"]))
         return self._moved(iteration, size, kind, method, start, space)
 
     def _newest(self, space: Space) -> tuple[int, int] | None:
         """The newest iteration that is complete, and how many workers wrote it."""
         files = self._files()
-        own = {each.iteration for each in files if each.is_of(space)}
-        whole = {
-            (iteration, size)
-            for iteration, size in {(each.iteration, each.size) for each in files}
-            if sum((each.iteration, each.size) == (iteration, size) for each in files) == size
-        }
+        own = {each.iteration for each in files if each == self._own(each.iteration, space)}
+        counts = Counter((each.iteration, each.size) for each in files)
+        whole = {(iteration, size) for (iteration, size), n in counts.items() if n == size}
         shared = space.workers.group.share_objects((own, whole, {each.size for each in files}))
         common = set(own).intersection(*(theirs for theirs, _, _ in shared))
         seen = whole.intersection(*(theirs for _, theirs, _ in shared))
@@ -169,7 +168,7 @@ class Checkpoint:
         space: Space,
     ) -> Progressed:
         """What other workers wrote, or these in other parts, in the parts of now."""
-        paths = [self._of(iteration, place, size) for place in range(size)]
+        paths = [self._path(_File(iteration, place, size)) for place in range(size)]
         missing = [path.name for path in paths if not path.exists()]
         absent = space.workers.group.share_objects(missing)
         for worker, theirs in zip(space.workers.group.workers, absent, strict=True):
@@ -216,28 +215,26 @@ class Checkpoint:
         state: dict[str, Any] = torch.load(path, "cpu", weights_only=True, mmap=True)
         return state
 
-    def _path(self, iteration: int, space: Space) -> Path:
+    def _own(self, iteration: int, space: Space) -> _File:
+        """The file of this worker."""
         assert space.workers.rank is not None
-        return self._of(iteration, space.workers.rank, space.workers.size)
+        return _File(iteration, space.workers.rank, space.workers.size)
 
-    def _of(self, iteration: int, place: int, size: int) -> Path:
-        return Path(self.folder) / f"iteration-{iteration:08d}" / f"worker-{place}-of-{size}.pt"
-
-    def _own(self, space: Space) -> list[int]:
-        """The iterations of which this worker has a file."""
-        return sorted(each.iteration for each in self._files() if each.is_of(space))
+    def _path(self, file: _File) -> Path:
+        folder = Path(self.folder) / f"iteration-{file.iteration:08d}"
+        return folder / f"worker-{file.place}-of-{file.size}.pt"
 
     def _files(self) -> list[_File]:
         """All files that are there."""
         found = []
         for folder in sorted(Path(self.folder).glob("iteration-*")):
-            number, names = _FOLDER.fullmatch(folder.name), []
+            names: list[str] = []
             with suppress(OSError):  # another worker has just removed it
                 names = sorted(os.listdir(folder))
-            for name in filter(None, map(_FILE.fullmatch, names)):
-                if number:
-                    numbers = int(number[1]), int(name[1]), int(name[2])
-                    found.append(_File(folder / name[0], *numbers))
+            for name in names:
+                match = _NAME.fullmatch(f"{folder.name}/{name}")
+                if match:
+                    found.append(_File(*map(int, match.groups())))
         return found
 
     def _remove(self, path: Path) -> None:
@@ -255,12 +252,6 @@ def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:
         "the dtype": str(values["x"].dtype),
         "what is kept": ", ".join(sorted(values)),
     }
-
-
-def _boxes(values: Values, layout: Layout) -> dict[str, Box]:
-    """Where those values lie that are in the parts of the image."""
-    found = {name: _box(value, layout) for name, value in values.items()}
-    return {name: box for name, box in found.items() if box is not None}
 
 
 def _box(value: Any, layout: Layout) -> Box | None:
@@ -281,11 +272,11 @@ def _gathered(name: str, like: Any, states: list[dict[str, Any]], layout: Layout
     if not isinstance(like, Tensor):
         return kept[0]
     if like.dim() == 0:
-        return _on(kept[0], like.device)
+        return _copied(kept[0], like.device)
     if not layout.partition.active:
         return like  # which is empty
     box = _box(like, layout)
-    if box is None or any(name not in state["boxes"] for state in states):
+    if box is None or any(state["boxes"].get(name) is None for state in states):
         return None
     result = torch.empty_like(like)
     for state, part in zip(states, kept, strict=True):
@@ -299,32 +290,16 @@ def _gathered(name: str, like: Any, states: list[dict[str, Any]], layout: Layout
 def _common(box: Box, other: Box) -> Box | None:
     """The indices that two boxes share."""
     shared = [boxes.overlap(*pair) for pair in zip(box, other, strict=True)]
-    found = tuple(each for each in shared if each is not None)
-    return found if len(found) == len(box) else None
+    return None if None in shared else tuple(filter(None, shared))
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    """A copy on a device of what was read."""
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """A copy of tensors, not of all of a storage of which one is a part; lists are plain lists."""
     if isinstance(value, Tensor):
-        return value.to(device, copy=True)
+        return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
-        return {name: _on(each, device) for name, each in value.items()}
-    return [_on(each, device) for each in value] if isinstance(value, list) else value
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()  # not all of a storage of which it is a part
-    if isinstance(value, dict):
-        return {name: _detached(each) for name, each in value.items()}
-    return [_detached(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def _random_states(x: Tensor) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if x.is_cuda:
-        states["cuda"] = torch.cuda.get_rng_state(x.device)
-    return states
+        return {name: _copied(each, device) for name, each in value.items()}
+    return [_copied(each, device) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _set_random_states(states: dict[str, Tensor], x: Tensor) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tessel.imaging.measurements import anchor_of
-from tessel.imaging.solvers.method import Method, Values
-from tessel.imaging.solvers.numbers import check_not_negative
+from tessel.imaging.parameters import depending_on
+from tessel.imaging.solvers.method import Method, Values, check_not_negative
 from tessel.imaging.solvers.space import Space
-from tessel.imaging.uses import hang
+from tessel.layout import Layout
+from tessel.linop import LinearOperator
 
 Map = Callable[[Tensor], Tensor]
 
@@ -37,6 +38,7 @@ class CG(Method):
     """
 
     reports = ("residual",)
+    is_definite: ClassVar[bool] = True  # whether ⟨p, H p⟩ = 0 for p ≠ 0 is an error
     operator: Map
     rhs: Tensor
 
@@ -48,7 +50,14 @@ class CG(Method):
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.operator(along)
         length = space.inner(along, image)
-        _check_positive(length, square, self.name)
+        found = float(length.detach())
+        if not self.is_definite and found <= 0:  # rounding is all that is left of the direction
+            return {**values, "residual": torch.zeros_like(square)}
+        if found < 0 or (found == 0 and float(square.detach()) > 0):
+            raise ValueError(
+                f"{self.name}: the operator must be positive, and ⟨p, H p⟩ is {found:g} for a "
+                f"direction p; for least squares take A_adjoint_A, or CGLS"
+            )
         by = _ratio(square, length)
         rest = rest - by * image
         new = space.inner(rest, rest)
@@ -106,6 +115,7 @@ class CGLS(Method):
         image = self.physics.A(along)
         length = self._square(image, along, space) + self.damping * space.inner(along, along)
         by = _ratio(square, length)
+        # Each worker uses the step for measurements of its own: gradients through it are summed.
         apart = space.apart(by) if self._is_spread else by
         x, rest = x + by * along, _plus(rest, -apart, image)
         back = self.physics.A_adjoint(rest) - self.damping * x
@@ -130,7 +140,7 @@ class CGLS(Method):
     def _square(self, measured: Any, x: Tensor, space: Space) -> Tensor:
         """‖y‖² over all measurements, of which a distributed physics has each on one worker."""
         parts = [measured] if isinstance(measured, Tensor) else list(measured)
-        share = hang(x.real.new_zeros(()), anchor_of(measured))
+        share = depending_on(x.real.new_zeros(()), anchor_of(measured))
         for part in parts:
             share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
         return space.total(share) if self._is_spread else share
@@ -139,6 +149,52 @@ class CGLS(Method):
     def _is_spread(self) -> bool:
         """Whether each worker has measurements of its own."""
         return hasattr(self.physics, "ctx")
+
+
+class _SemidefiniteCG(CG):
+    """Conjugate gradients for an operator with a null space, to which b is orthogonal."""
+
+    is_definite = False
+
+
+def solved(
+    method: CG | CGLS, x: Tensor, space: Space, tolerance: float, max_iterations: int
+) -> Values:
+    """The values of a method after its relative residual fell to a tolerance, or at the end.
+
+    This is `solve` without all that a user may want around it.
+    """
+    values = method.begin(x, space)
+    for iteration in range(max_iterations):
+        if float(values["residual"].detach()) <= tolerance:
+            break
+        values = method.iterate(values, iteration, space)
+    return values
+
+
+class NormalInverse(LinearOperator):
+    """The pseudo-inverse (AᵀA)⁺ of an operator's normal equations, which is its own adjoint.
+
+    Args:
+        normal: x ↦ AᵀA x.
+        layout: of the image.
+        tol: stop when the residual fell to this, relative to the first.
+        max_iter: at most so many steps.
+    """
+
+    def __init__(self, normal: Map, layout: Layout, tol: float, max_iter: int) -> None:
+        self.domain = self.codomain = layout
+        self.normal, self.tol, self.max_iter = normal, tol, max_iter
+
+    def _apply(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            method = _SemidefiniteCG(self.normal, x.detach())
+            space = Space(self.domain, self.domain.partition)
+            found: Tensor = solved(method, torch.zeros_like(x), space, self.tol, self.max_iter)["x"]
+            return found
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        return self._apply(y)
 
 
 def _begun(x: Tensor, kept: Values, rest: Tensor, whole: Tensor, space: Space) -> Values:
@@ -157,12 +213,3 @@ def _plus(a: Any, factor: float | Tensor, b: Any) -> Any:
     if type(b) in (list, tuple):
         return [each + factor * other for each, other in zip(a, b, strict=True)]
     return b * factor + a
-
-
-def _check_positive(length: Tensor, square: Tensor, name: str) -> None:
-    found = float(length.detach())
-    if found < 0 or (found == 0 and float(square.detach()) > 0):
-        raise ValueError(
-            f"{name}: the operator must be positive, and ⟨p, H p⟩ is {found:g} for a "
-            f"direction p; for least squares take A_adjoint_A, or CGLS"
-        )

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tessel.imaging.solvers.method import Method, Values
-from tessel.imaging.solvers.numbers import (
+from tessel.imaging.solvers.method import (
     Arguments,
+    Method,
     Schedule,
+    Values,
     arguments_at,
     at,
     check_not_negative,
@@ -55,15 +56,15 @@ class GradientDescent(Method):
 
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         x = values["x"]
-        slope = self.fidelity.grad(x)
+        gradient = self.fidelity.grad(x)
         if self.prior is not None:
-            slope = slope + self.weight * self.prior_slope(x, iteration)
-        return {"x": x - at(self.step, iteration, self, "step") * slope}
+            gradient = gradient + self.weight * self.prior_slope(x, iteration)
+        return {"x": x - at(self.step, iteration, self, "step") * gradient}
 
     def prior_slope(self, x: Tensor, iteration: int) -> Tensor:
         """The gradient of the prior."""
-        slope: Tensor = self.prior.grad(x, **arguments_at(self.prior_arguments, iteration))
-        return slope
+        gradient: Tensor = self.prior.grad(x, **arguments_at(self.prior_arguments, iteration))
+        return gradient
 
 
 class RED(GradientDescent):
@@ -97,5 +98,5 @@ class RED(GradientDescent):
 
     def prior_slope(self, x: Tensor, iteration: int) -> Tensor:
         """What the denoiser takes away."""
-        slope: Tensor = x - self.prior.prox(x, **arguments_at(self.prior_arguments, iteration))
-        return slope
+        gradient: Tensor = x - self.prior.prox(x, **arguments_at(self.prior_arguments, iteration))
+        return gradient

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tessel.imaging.solvers.numbers import check_positive
+from tessel.imaging.solvers.method import check_positive
 from tessel.imaging.solvers.space import Space
 from tessel.layout import Layout
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.imaging.solvers.numbers import check_count, check_positive
+from tessel.imaging.solvers.method import check_count, check_positive
 from tessel.imaging.solvers.space import Space
 from tessel.layout import Layout
 
@@ -49,12 +49,25 @@ def power_iteration(
         raise ValueError(
             f"power_iteration: the start must be finite and not zero, its norm is {length}"
         )
-    x, found = x / length, 0.0
+    return largest_eigenvalue(operator, x, space, max_iterations, tolerance)
+
+
+@torch.no_grad()
+def largest_eigenvalue(
+    operator: Callable[[Tensor], Tensor],
+    x: Tensor,
+    space: Space,
+    max_iterations: int,
+    tolerance: float,
+) -> float:
+    """That of a self-adjoint positive operator, from an image that is not zero."""
+    x, found = x / float(space.norm(x)), 0.0
     for _ in range(max_iterations):
         image = operator(x)
         value, square = space.numbers((x, image), (image, image)).tolist()
         if square == 0:
             return 0.0
+        # The estimate rises to the eigenvalue: two that are near each other are near to it.
         is_near, found = abs(value - found) <= tolerance * abs(value), value
         if is_near:
             break

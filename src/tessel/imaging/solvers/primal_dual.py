@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tessel.imaging.parts.operators import Differences
-from tessel.imaging.solvers.method import Method, Values
-from tessel.imaging.solvers.numbers import (
+from tessel.imaging.solvers.method import (
     Arguments,
+    Method,
+    Values,
     check_not_negative,
     check_positive,
 )
@@ -51,6 +52,7 @@ class WholeDifferences:
         return torch.cat([zero, inner], dim) - torch.cat([inner, zero], dim)
 
 
+@kept_in_job
 def differences(layout: Layout) -> WholeDifferences | Differences:
     """The finite differences of an image that is whole on every worker, or in parts.
 
@@ -60,11 +62,6 @@ def differences(layout: Layout) -> WholeDifferences | Differences:
     >>> differences(layout).A(torch.eye(2)[None, None]).shape
     torch.Size([1, 1, 2, 2, 2])
     """
-    return _differences(layout)
-
-
-@kept_in_job
-def _differences(layout: Layout) -> WholeDifferences | Differences:
     if len(layout.shape) < 3:
         raise ValueError(f"an image (batch, channels, *space) is needed, got {layout.shape}")
     is_whole = len(layout.shared) == layout.partition.dim
@@ -157,6 +154,7 @@ class CondatVu(Method):
     def second_step(self, space: Space) -> float:
         """The step of the dual variable; finite differences in d dimensions have ‖K‖² ≤ 4 d."""
         square = 4 * (len(space.layout.shape) - 2)
+        # With L at most 1 / step, 1 / step - L / 2 is at least 1 / (2 step).
         return self.dual_step or 1 / (2 * self.step * square)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tessel.imaging.solvers.method import Method, Values
-from tessel.imaging.solvers.numbers import (
+from tessel.imaging.solvers.method import (
     Arguments,
+    Method,
     Schedule,
+    Values,
     arguments_at,
     at,
     check_not_negative,

@@ -4,22 +4,50 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from tessel.imaging.solvers.checkpoint import Checkpoint, Progressed
-from tessel.imaging.solvers.history import History
-from tessel.imaging.solvers.method import Method, Values
-from tessel.imaging.solvers.numbers import check_count
-from tessel.imaging.solvers.progress import progress_bar
+from tessel.imaging.solvers.history import Criterion, History
+from tessel.imaging.solvers.method import Method, Values, check_count
 from tessel.imaging.solvers.space import Space
-from tessel.imaging.solvers.stopping import Criterion
 from tessel.layout import Layout
+
+Advance = Callable[[History], None]
+
+
+@contextmanager
+def progress_bar(
+    title: str, total: int, names: Sequence[str], console: Console | None
+) -> Iterator[Advance]:
+    """Show a bar on this console; what is given is called after each iteration."""
+    if console is None:
+        yield lambda history: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=total, numbers="")
+
+        def advance(history: History) -> None:
+            last = history.last()
+            numbers = "  ".join(f"{name} {last[name]:.4g}" for name in names if name in last)
+            bar.update(task, completed=history.iterations, numbers=numbers)
+
+        yield advance
+
 
 Metric = Callable[[Tensor], Any]
 FULL = "the largest number of iterations"
@@ -99,88 +127,69 @@ def solve(
     x = start if isinstance(start, Tensor) else start.data
     _check_start(x, space)
     criteria = [stop] if callable(stop) else list(stop)
-    run = _Run(method, space, criteria, dict(metrics or {}), each, checkpoint)
-    console = _console(progress, space)
-    names = (*method.reports, *run.metrics) or ("change",)
-    with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        reached = run.begin(x)
-        with progress_bar(method.name, max_iterations, names, console) as advance:
-            reached, reason = run.iterate(reached, max_iterations, advance)
-    found = Solution(
-        reached.values["x"], reached.values, reached.history, reason, converged=reason != FULL
-    )
+    measures = dict(metrics or {})
+    console = None
+    if space.workers.rank == 0 and progress is not False:
+        console = Console() if progress is True else progress
+    names = (*method.reports, *measures) or ("change",)
+    with (
+        torch.set_grad_enabled(differentiable and torch.is_grad_enabled()),
+        progress_bar(method.name, max_iterations, names, console) as advance,
+    ):
+        values = method.begin(x, space)
+        reached = checkpoint.read(method, values, space) if checkpoint is not None else None
+        reached = reached or Progressed(values)
+        history, written = reached.history, reached.iteration
+        reason = _reason(criteria, history, space)
+        while reason is None and reached.iteration < max_iterations:
+            began = time.perf_counter()
+            before, number = reached.values["x"], reached.iteration + 1
+            values = method.iterate(reached.values, number - 1, space)
+            numbers = {"change": _change(before, values["x"], space, method.name, number)}
+            numbers |= {name: float(values[name].detach()) for name in method.reports}
+            numbers["seconds"] = time.perf_counter() - began  # metrics are no part of the method
+            with torch.no_grad():
+                for name, metric in measures.items():
+                    found = metric(values["x"].detach())
+                    # of a loss with a number for each image, the sum
+                    numbers[name] = float(found.sum() if isinstance(found, Tensor) else found)
+            history.append(numbers)
+            reached = Progressed(values, number, history)
+            if each is not None:
+                each(number, values["x"])
+            advance(history)
+            if checkpoint is not None and number % checkpoint.every == 0:
+                checkpoint.write(reached, method, space)
+                written = number
+            reason = _reason(criteria, history, space)
+        if checkpoint is not None and written < reached.iteration:
+            checkpoint.write(reached, method, space)
     if not isinstance(start, Tensor):
-        start.update_(found.x)
-    return found
+        start.update_(reached.values["x"])
+    is_met = reason is not None
+    return Solution(reached.values["x"], reached.values, history, reason or FULL, is_met)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A method, and all that goes on around its iterations."""
+def _change(before: Tensor, after: Tensor, space: Space, name: str, iteration: int) -> float:
+    """The relative change; FloatingPointError on all workers if the image is not finite."""
+    difference = (after - before).detach()
+    moved, length = space.numbers((difference, difference), (after, after)).tolist()
+    if not math.isfinite(moved + length):
+        raise FloatingPointError(
+            f"{name}: the image is not finite after iteration {iteration}; a smaller step may "
+            f"help, or data without infinities and NaN"
+        )
+    return math.sqrt(moved / length) if length else float(moved > 0)
 
-    method: Method
-    space: Space
-    criteria: list[Criterion]
-    metrics: dict[str, Metric]
-    each: Callable[[int, Tensor], None] | None
-    checkpoint: Checkpoint | None
 
-    def begin(self, x: Tensor) -> Progressed:
-        values = self.method.begin(x, self.space)
-        found = self.checkpoint and self.checkpoint.read(self.method, values, self.space)
-        return found or Progressed(values)
-
-    def iterate(
-        self, reached: Progressed, most: int, advance: Callable[[History], None]
-    ) -> tuple[Progressed, str]:
-        begun = written = reached.iteration
-        reason = self._reason(reached.history)
-        while reason is None and reached.iteration < most:
-            reached = self._next(reached)
-            if self.each is not None:
-                self.each(reached.iteration, reached.values["x"])
-            advance(reached.history)
-            if self.checkpoint and reached.iteration % self.checkpoint.every == 0:
-                self.checkpoint.write(reached, self.method, self.space)
-                written = reached.iteration
-            reason = self._reason(reached.history)
-        if self.checkpoint and max(written, begun) < reached.iteration:
-            self.checkpoint.write(reached, self.method, self.space)
-        return reached, reason or FULL
-
-    def _next(self, reached: Progressed) -> Progressed:
-        begin = time.perf_counter()
-        before, k = reached.values["x"], reached.iteration
-        values = self.method.iterate(reached.values, k, self.space)
-        numbers = {"change": self._change(before, values["x"], k + 1)}
-        numbers |= {name: float(values[name].detach()) for name in self.method.reports}
-        numbers["seconds"] = time.perf_counter() - begin
-        numbers |= self._measured(values["x"])
-        reached.history.append(numbers)
-        return Progressed(values, k + 1, reached.history)
-
-    def _measured(self, x: Tensor) -> dict[str, float]:
-        with torch.no_grad():
-            return {name: _number(metric(x.detach())) for name, metric in self.metrics.items()}
-
-    def _change(self, before: Tensor, after: Tensor, iteration: int) -> float:
-        """The relative change; FloatingPointError on all workers if the image is not finite."""
-        difference = (after - before).detach()
-        moved, length = self.space.numbers((difference, difference), (after, after)).tolist()
-        if not math.isfinite(moved + length):
-            raise FloatingPointError(
-                f"{self.method.name}: the image is not finite after iteration {iteration}; a "
-                f"smaller step may help, or data without infinities and NaN"
-            )
-        return math.sqrt(moved / length) if length else float(moved > 0)
-
-    def _reason(self, history: History) -> str | None:
-        """The criterion that is met, as all workers see it."""
-        if not history.iterations:
-            return None
-        met = self.space.agree([bool(criterion(history)) for criterion in self.criteria])
-        reasons = (str(each) for each, is_met in zip(self.criteria, met, strict=True) if is_met)
-        return next(reasons, None)
+def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> str | None:
+    """The criterion that is met, as all workers see it."""
+    if not history.iterations:
+        return None
+    # Clocks and numbers of users differ between workers: all stop when one of them would.
+    met = space.agree([bool(criterion(history)) for criterion in criteria])
+    reasons = (str(each) for each, is_met in zip(criteria, met, strict=True) if is_met)
+    return next(reasons, None)
 
 
 def _check_start(x: Tensor, space: Space) -> None:
@@ -199,14 +208,3 @@ def _check_start(x: Tensor, space: Space) -> None:
                 f"solve: worker {worker} starts from numbers of {dtype}; floating point numbers "
                 f"are needed"
             )
-
-
-def _console(progress: bool | Console, space: Space) -> Console | None:
-    if space.workers.rank != 0 or progress is False:
-        return None
-    return Console() if progress is True else progress
-
-
-def _number(found: Any) -> float:
-    """What a metric found; of a loss with a number for each image, the sum."""
-    return float(found.sum() if isinstance(found, Tensor) else found)

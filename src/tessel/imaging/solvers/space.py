@@ -77,6 +77,7 @@ class Space:
 
     def numbers(self, *pairs: Pair) -> Tensor:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
+        # Copies of one value are on several workers: one of them brings it to the sum.
         counts = self._counts
         shares = [
             _real_inner(a.detach(), b.detach()) if counts else a.real.new_zeros(())
@@ -118,6 +119,7 @@ class Space:
         """For each flag whether any worker raised it: the same answer on all."""
         if not flags or self.workers.size == 1:
             return list(flags)
+        # A sum, not an exchange of objects: the transport has this in one message.
         said = self.sum(torch.tensor([float(flag) for flag in flags]))
         return [count > 0 for count in said.tolist()]
 

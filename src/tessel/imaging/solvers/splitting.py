@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.imaging.solvers.conjugate import CG
-from tessel.imaging.solvers.method import Values
-from tessel.imaging.solvers.numbers import check_count, check_positive
+from tessel.imaging.solvers.conjugate import CG, solved
+from tessel.imaging.solvers.method import Values, check_count, check_positive
 from tessel.imaging.solvers.proximal import ProximalMethod
 from tessel.imaging.solvers.space import Space
 
@@ -56,11 +55,8 @@ def fidelity_prox(
         tolerance = 1e-12 if x.dtype in (torch.float64, torch.complex128) else 1e-6
     origin = fidelity.grad(torch.zeros_like(x))
     method = CG(lambda v: v + gamma * (fidelity.grad(v) - origin), x - gamma * origin)
-    values = method.begin(x, space)
-    for iteration in range(max_iterations):
-        if float(values["residual"].detach()) <= tolerance:
-            break
-        values = method.iterate(values, iteration, space)
+    values = solved(method, x, space, tolerance, max_iterations)
+    # Of a function that is not quadratic, conjugate gradients give a number that is no prox.
     if check:
         _check_quadratic(fidelity, values, x, gamma, space)
     solution: Tensor = values["x"]

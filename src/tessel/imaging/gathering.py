@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of
-from tessel.imaging.uses import hang
+from tessel.imaging.parameters import depending_on
 from tessel.layout import Layout, Shape
 from tessel.move import Move
 from tessel.partition import Partition
@@ -25,7 +25,7 @@ Kind = tuple[int, Shape, torch.dtype]  # the number of an item, its shape and dt
 
 
 @dataclass
-class Collector:
+class MeasurementGatherer:
     """Gives every worker the items of all, each a shared value, in their order.
 
     Args:
@@ -95,6 +95,7 @@ class Collector:
         group.check_same_call(everyones, call)
         group.number_call()
         words = memoryview(everyones).cast("q")
+        # All workers have all checksums, so that all know or none knows what the others hold.
         key = repr(words[1::NUM_WORDS].tolist()).encode()
         if key not in self._known:
             self._known[key] = group.share_objects(mine)
@@ -120,7 +121,7 @@ class Collector:
         lengths = tuple(sum(prod(shape) for _, shape, _ in theirs) for theirs in kinds)
         parts = [own[i].reshape(-1) for i, _, _ in kinds[self.ctx.rank]]
         row = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.ctx.device)
-        row = hang(row, anchor)
+        row = depending_on(row, anchor)
         if needs_grad and not row.requires_grad:
             row = row.detach().requires_grad_()  # graphs of all workers are alike
         rows = _gathering(partition, lengths).apply(row)

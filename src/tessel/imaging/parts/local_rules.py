@@ -100,13 +100,17 @@ def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:
 
 def _agrees(physics: Any, rule: Rule, shape: Shape, smallest: Shape | None) -> bool:
     """Whether a rule gives what the object gives, on random values: on a small image, if it can."""
+    # A small image first: the whole one may be as large as a worker can hold, and the values at its
+    # borders are those of a small one.
     for tried in (smallest, shape):
         if tried is None:
             continue
         try:
             verdict = _is_equal(physics, rule(_alone(tried)), _random(physics, tried))
         except _MISFITS:
-            continue  # the object takes images of one size only, or the rule is not for it
+            # The object takes images of one size only, or the rule is not for it. Neither is an
+            # error: the operator is then applied to the whole image, on one worker.
+            continue
         if verdict is not None:
             return verdict
     return False

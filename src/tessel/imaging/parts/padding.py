@@ -15,7 +15,7 @@ from tessel.move import Move
 from tessel.tensor.padding import wrapped
 
 
-class Wrap(LinearOperator):
+class PeriodicHalo(LinearOperator):
     """Continue an image periodically along a dimension that is split.
 
     Forward:  y[i] = x[(i − before) mod n] for i < before + n + after.
@@ -33,6 +33,8 @@ class Wrap(LinearOperator):
         self.domain, self.dim = source, dim
         self.codomain = wrapped(source, dim, before, after).target
         length, parts = source.shape[dim], len(source.cuts[dim].intervals)
+        # Only the two workers at the ends read something: the first the last values of the image,
+        # the last the first ones. One movement brings both.
         ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
         self._ends = Move(source, _with_parts(source, dim, ends))
         self.takes_part  # noqa: B018  (all workers make the group)
@@ -47,6 +49,7 @@ class Wrap(LinearOperator):
         own, width = self.domain.local_shape[self.dim], self._ends.codomain.local_shape[self.dim]
         first = self._is_first
         ends = y.narrow(self.dim, 0 if first else own, width)
+        # What the movement gives back is a tensor of its own, so that the rest is added in place.
         back = self._ends.H._apply(ends)
         return back.add_(y.narrow(self.dim, width if first else 0, own))
 
@@ -58,7 +61,7 @@ class Wrap(LinearOperator):
 
 
 @dataclass(frozen=True)
-class Turn:
+class IndexedPadding:
     """How one dimension of a worker's tensor is put in another order, which may repeat values.
 
     Attributes:
@@ -82,7 +85,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Ring:
+class PeriodicPadding:
     """How one dimension of a worker's tensor, which is whole, is continued periodically."""
 
     dim: int
@@ -96,6 +99,7 @@ class Ring:
 
     def apply_adjoint(self, y: Tensor, length: int) -> Tensor:
         x = y.narrow(self.dim, self.before, length).clone()
+        # The two ends are added one after the other, since they overlap in a short image.
         x.narrow(self.dim, length - self.before, self.before).add_(
             y.narrow(self.dim, 0, self.before)
         )
@@ -103,7 +107,7 @@ class Ring:
         return x
 
 
-class Arrange(LinearOperator):
+class LocalPadding(LinearOperator):
     """Repeat values of what a worker reads where its windows stick out of the image.
 
     Nothing moves. The adjoint adds what the repeated values are asked for.
@@ -115,7 +119,10 @@ class Arrange(LinearOperator):
     """
 
     def __init__(
-        self, read: Layout, steps: tuple[Turn | Ring, ...], shapes: Iterable[Shape]
+        self,
+        read: Layout,
+        steps: tuple[IndexedPadding | PeriodicPadding, ...],
+        shapes: Iterable[Shape],
     ) -> None:
         self.domain, self.steps = read, steps
         partition = read.partition

@@ -1,0 +1,371 @@
+"""Parameters of user code that several workers run, each for its own share of the work.
+
+Operators, data fidelities and denoisers keep their parameters where they like. A parameter that
+several workers use is one shared value: each worker computes with a copy of it, and the adjoint of
+copying sums the gradients of all copies. User objects are only read here. While they compute, torch
+is told to use the copies in the place of the parameters (`computing_with`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tessel.distributed.agreeing import agree_on_call
+from tessel.distributed.movements import copying, reducing
+from tessel.imaging.context import DistributedContext
+from tessel.linop import LinearOperator
+from tessel.partition import Partition, world
+from tessel.shared import nothing
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, Tensor),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
+)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What can be read in user objects: tensors and modules, in an order that all workers have."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)
+
+    @classmethod
+    def by(cls, objects: Any) -> Reached:
+        """Look into modules, attributes, lists, dictionaries, functions and their closures."""
+        found, seen = cls(), set[int]()
+
+        def visit(thing: Any) -> None:
+            if isinstance(thing, Tensor) and id(thing) not in seen:
+                found.tensors.append(thing)
+            if id(thing) in seen or isinstance(thing, _PLAIN):
+                seen.add(id(thing))
+                return
+            seen.add(id(thing))
+            if isinstance(thing, torch.nn.Module):
+                found.modules.append(thing)
+            for each in _contents(thing):
+                visit(each)
+
+        visit(objects)
+        return found
+
+
+def _contents(thing: Any) -> Iterable[Any]:
+    """What an object holds."""
+    match thing:
+        case torch.nn.Module():
+            own = [each for name, each in vars(thing).items() if name not in _OF_EVERY_MODULE]
+            return [thing._parameters, thing._buffers, thing._modules, *own]
+        case dict():
+            return thing.values()
+        case list() | tuple():
+            return thing
+        case types.CellType():
+            try:
+                return [thing.cell_contents]
+            except ValueError:  # a name that is not bound yet, as that of a function in itself
+                return []
+        case types.MethodType():
+            return [thing.__self__, thing.__func__]
+        case partial():
+            return [thing.func, thing.args, thing.keywords]
+        case types.FunctionType():
+            # Of its globals only modules count: a script's global tensors are many, and one that
+            # is used and needs a gradient is found in the graph of the result (`stray_leaf`).
+            named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+            modules = [each for each in named if isinstance(each, torch.nn.Module)]
+            return [*(thing.__closure__ or ()), *modules, thing.__defaults__]
+    of_class = [each for each in vars(type(thing)).values() if isinstance(each, torch.nn.Module)]
+    return [*getattr(thing, "__dict__", {}).values(), *of_class]
+
+
+def tensors_of(objects: Any) -> list[Tensor]:
+    """The tensors that objects keep, each once, whether they need a gradient or not."""
+    return Reached.by(objects).tensors
+
+
+def learned(objects: Any) -> list[Tensor]:
+    """The tensors that objects keep and that need a gradient now."""
+    return (
+        [each for each in tensors_of(objects) if each.requires_grad]
+        if torch.is_grad_enabled()
+        else []
+    )
+
+
+def learned_arguments(values: Any) -> list[Tensor]:
+    """The tensors among nested arguments that need a gradient now."""
+    return [each for each in tree_leaves(values) if needs_grad(each)]
+
+
+def state_of(objects: Any) -> list[Tensor]:
+    """The parameters and buffers of modules, and what needs a gradient, in one order everywhere.
+
+    What else objects keep may be of one worker alone, as what it measured.
+    """
+    found = Reached.by(objects)
+    state = {id(t) for each in found.modules for t in (*each.parameters(), *each.buffers())}
+    kept = [each for each in found.tensors if each.requires_grad or id(each) in state]
+    return [each for each in kept if not is_lazy(each)]
+
+
+def needs_grad(value: Any) -> bool:
+    """Whether a gradient of this value is asked for now."""
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
+def described(tensors: Iterable[Tensor]) -> str:
+    """Which gradients are asked for, in words that must be the same on all workers."""
+    shapes = [tuple(each.shape) for each in tensors]
+    return f", gradients of tensors of shapes {shapes}" if shapes else ""
+
+
+class Copies(dict[int, Tensor]):
+    """For each shared tensor, by its identity, the copy that this worker computes with."""
+
+    def add(self, tensors: Iterable[Tensor], partition: Partition) -> None:
+        """Copy tensors that the workers of a partition share; the gradients are summed there."""
+        for each in tensors:
+            if id(each) not in self:
+                self[id(each)] = copying(partition, tuple(each.shape)).apply(each)
+
+    def instead(self, values: Any) -> Any:
+        """Nested arguments with copies in the place of tensors."""
+        return tree_map(lambda each: self.get(id(each), each), values)
+
+    @property
+    def anchor(self) -> Tensor | None:
+        """A zero that depends on all copies; None if there are none."""
+        return nothing((), *self.values()) if self else None
+
+
+class _Instead(TorchFunctionMode):
+    """Lets torch functions compute with copies wherever they are given the tensors themselves."""
+
+    def __init__(self, copies: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def __torch_function__(
+        self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {name: self._instead(each) for name, each in (kwargs or {}).items()}
+        return function(*map(self._instead, args), **kwargs)
+
+    def _instead(self, value: Any) -> Any:
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(map(self._instead, value))
+        return self.copies.get(id(value), value)
+
+
+@contextmanager
+def computing_with(copies: Copies, objects: Any) -> Iterator[None]:
+    """Let user objects compute with copies of the tensors that they keep, until the block ends.
+
+    Modules are called with other parameters as `torch.func.functional_call` calls them, which also
+    reaches custom autograd functions and compiled code. Tensors elsewhere, in attributes of plain
+    objects, lists or closures, stay where they are: torch functions take the copies for them.
+    """
+    if not copies:
+        yield
+        return
+    found = Reached.by(objects)
+    everything, names, in_modules = torch.nn.Module(), dict[str, Tensor](), set[int]()
+    for number, module in enumerate(found.modules):
+        everything.add_module(str(number), module)
+        for name, each in (*module._parameters.items(), *module._buffers.items()):
+            if id(each) in copies:
+                names[f"{number}.{name}"] = copies[id(each)]
+                in_modules.add(id(each))
+    bare = {id(each) for each in found.tensors} - in_modules
+    with ExitStack() as stack:
+        if names:
+            stack.enter_context(_reparametrize_module(everything, names))
+        # The mode costs a little at each torch function, so it is not there for modules alone.
+        if bare & copies.keys():
+            stack.enter_context(_Instead(copies))
+        yield
+
+
+def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
+    """The same numbers, which also depend on `anchor`, a zero.
+
+    Every worker must reach each sum of gradients in a backward pass, also one whose own result does
+    not depend on the parameter: else the others wait for it.
+    """
+    if anchor is None:
+        return result
+    zero = anchor if result.is_complex() or not anchor.is_complex() else anchor.real
+    return result + zero.to(device=result.device, dtype=result.dtype)
+
+
+def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """An anchor that depends on two."""
+    return second if first is None else depending_on(first, second)
+
+
+def all_reduced(share: Tensor, ctx: DistributedContext) -> Tensor:
+    """The sum of all workers' shares, of one shape, as one shared value."""
+    return reducing(ctx.partition, tuple(share.shape)).apply(share)
+
+
+# ---- parameters that would get a part of their gradient
+
+
+@dataclass(frozen=True)
+class Common:
+    """A tensor that was there before objects were made, and that those of several places use."""
+
+    tensor: Tensor
+    places: tuple[str, ...]  # in words, as "worker 0"
+
+
+def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: Any) -> list[Common]:
+    """Which tensors objects in several places use; all workers of the context call this.
+
+    Args:
+        ctx: the workers.
+        held: tensors in an order that all workers have, as those that a factory closes over.
+        place: of this worker, in words.
+        users: its objects.
+    """
+    if ctx.world_size == 1:
+        return []
+    inside = {id(each) for each in tensors_of(users)}
+    mine = [(k, tuple(each.shape)) for k, each in enumerate(held) if id(each) in inside]
+    places: dict[Any, set[str]] = {}
+    for where, theirs in ctx.partition.group.share_objects((place, mine)):
+        for number_and_shape in theirs:
+            places.setdefault(number_and_shape, set()).add(where)
+    return [
+        Common(each, tuple(sorted(where)))
+        for k, each in enumerate(held)
+        if len(where := places.get((k, tuple(each.shape)), set())) > 1
+    ]
+
+
+def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str) -> None:
+    """Raise ValueError if a tensor that is used in several places would get parts of a gradient.
+
+    Args:
+        what: the caller, in words.
+        common: such tensors.
+        shared: objects whose tensors are known to be shared, so that their gradients are summed.
+        way_out: what the user can do.
+    """
+    asked = [each for each in common if needs_grad(each.tensor)]
+    known = {id(each) for each in tensors_of(shared)} if asked else set()
+    for each in asked:
+        if id(each.tensor) not in known:
+            raise ValueError(
+                f"{what}: a tensor of shape {tuple(each.tensor.shape)} that needs a gradient is "
+                f"used by {' and '.join(each.places)}, each of which would give it a part of the "
+                f"gradient; {way_out}"
+            )
+
+
+def stray_leaf(
+    result: Tensor, own: Iterable[Tensor] = (), given: Iterable[Tensor] = ()
+) -> Tensor | None:
+    """A tensor that gets the gradient of a result without a movement between workers, or None.
+
+    Args:
+        result: what was computed.
+        own: tensors of this worker alone, which may get it.
+        given: tensors that came with the call; they, and what they depend on, may get it.
+    """
+    if not needs_grad(result) or torch.compiler.is_compiling():
+        return None
+    given = list(given)
+    known = {id(each) for each in (*own, *given)}
+    if result.grad_fn is None:
+        return None if id(result) in known else result
+    seen: set[Any] = {each.grad_fn for each in given if each.grad_fn is not None}
+    nodes: list[Any] = [result.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        # What lies behind an operator of Tessel is a shared value: its adjoint sums gradients.
+        if node in seen or isinstance(getattr(node, "operator", None), LinearOperator):
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            return leaf
+        nodes += [source for source, _ in node.next_functions if source is not None]
+    return None
+
+
+def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given: Any = ()) -> str:
+    """What is wrong if objects use a parameter that is not found in them, to end a sentence.
+
+    Args:
+        results: what this worker's objects gave.
+        users: these objects, whose own parameters get all of their gradient.
+        shared: objects whose tensors are used by all workers, as copies.
+        given: tensors that came with the call.
+    """
+    needing = [each for each in results if needs_grad(each)]
+    if not needing:
+        return ""
+    everyones = {id(each) for each in tensors_of(shared)}
+    own = [each for each in tensors_of(users) if id(each) not in everyones]
+    for each in needing:
+        leaf = stray_leaf(each, own, given)
+        if leaf is not None:
+            return (
+                f": an operator or data fidelity uses a tensor of shape {tuple(leaf.shape)} that "
+                f"needs a gradient and is not found in it, so that each worker would get a part of "
+                f"the gradient; pass it in shared={{...}} and keep it, as it is, in an attribute "
+                f"of the object that uses it, or let it need none"
+            )
+    return ""
+
+
+def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
+    """The result, or ValueError if a gradient goes to a parameter that is not found in `users`."""
+    problem = stray_problem([result], users, (), given) if world().size > 1 else ""
+    if problem:
+        raise ValueError(f"an image in parts{problem}")
+    return result
+
+
+@dataclass(frozen=True)
+class StrayCheck:
+    """Finds parameters that operators use and that nobody knows of, as a global one of a script.
+
+    Each worker would get the gradient of its own operators only, a silent wrong number.
+    """
+
+    partition: Partition
+    calls: set[str] = field(default_factory=set)  # those that all workers have agreed on
+
+    def __call__(
+        self, call: str, results: Iterable[Tensor], users: Any, shared: Any, given: Any = ()
+    ) -> None:
+        """Raise ValueError if a gradient of the results goes to such a tensor.
+
+        At the first call all workers raise or none does: a worker without operators finds nothing
+        itself. Later calls cost no message, and the worker that finds one raises.
+        """
+        if self.partition.size == 1 or not torch.is_grad_enabled():
+            return
+        problem = stray_problem(results, users, shared, given)
+        if call not in self.calls:
+            self.calls.add(call)
+            agree_on_call(self.partition, f"{call}{problem}")
+        if problem:
+            raise ValueError(f"{call}{problem}")
