@@ -121,7 +121,9 @@ PRODUCTS: Rows = {
     "linalg.inv linalg.det linalg.solve linalg.cholesky linalg.qr matrix_exp logdet": [
         *("inv*", "solve", "logdet", "cholesky", "qr", "matrix_exp"),
     ],
-    "linalg.svdvals linalg.eigvalsh": ["svdvals", "eigvalsh"],
+    "linalg.svd linalg.svdvals linalg.eigh linalg.eigvalsh linalg.eig linalg.pinv": [
+        *("svd", "svdvals", "eig", "eigh", "eigvalsh"),
+    ],
     "cartesian_prod": ["cartesian_prod"],
     "vander": ["vander"],
     "cdist F.pairwise_distance F.cosine_similarity": [
@@ -227,6 +229,7 @@ LAYERS: Rows = {
             *("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear", "area"),
         )
     },
+    "F.upsample": ["upsample"],
     "F.interpolate, antialias": ["interpolate * with antialias"],
     "F.grid_sample": ["grid_sample bilinear zeros", "grid_sample of points"],
     "F.affine_grid": ["affine_grid*"],
@@ -247,7 +250,11 @@ ATTENTION: Rows = {
         *("attention", "attention causal", "attention of [gt]*", "attention with*"),
     ],
     "nn.MultiheadAttention": ["attention of heads", "heads across", "heads with padding"],
-    "nn.TransformerEncoderLayer nn.TransformerDecoderLayer": ["encoder in*", "decoder"],
+    "nn.TransformerEncoderLayer nn.TransformerDecoderLayer": [
+        "encoder in*",
+        "decoder",
+        "stack of*padding",
+    ],
 }
 
 LOSSES: Rows = {
@@ -298,7 +305,13 @@ FOURIER: Rows = {
 # of the functions of `test_spread_random.py`
 RANDOM: Rows = {
     "rand_like randn_like randint_like": ["rand*_like*"],
-    "F.dropout F.alpha_dropout native_dropout": ["dropout", "dropout [oi]*", "alpha*", "native*"],
+    "F.dropout F.alpha_dropout native_dropout": [
+        "dropout",
+        "dropout_",
+        "dropout [oi]*",
+        "alpha*",
+        "native*",
+    ],
     "F.dropout1d F.dropout2d F.dropout3d F.feature_alpha_dropout": ["dropout?d*", "feature*"],
     "bernoulli Tensor.bernoulli_": ["bernoulli*"],
     "Tensor.normal_ Tensor.uniform_ Tensor.random_ Tensor.exponential_ Tensor.log_normal_ "
@@ -341,6 +354,7 @@ SECTIONS: dict[str, Rows] = {
 
 # functions of the table that say what a tensor is, or read its values: `test_tensor.py` has them
 FACTS = {name for name, rule in RULES.items() if rule.__module__ == "tessel.tensor.facts"}
+FACTS |= {"__matmul__", "__rmatmul__", "vector_norm", "upsample"}  # of other versions
 
 
 # -- what there is to find ------------------------------------------------------------------------
