@@ -52,7 +52,10 @@ def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=UserWarning, module="torch")
             warnings.filterwarnings("ignore", message="Using a target size|reduction: 'mean'")
-            warnings.filterwarnings("ignore", message="size_average and reduce|Implicit dimension")
+            warnings.filterwarnings(
+                "ignore",
+                message="size_average and reduce|Implicit dimension|.*chain_matmul|.*upsample",
+            )
             return function(*operands)
 
     return call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from spread_cases import Case, Shape, positive
+from spread_cases import Case, Shape, positive, quiet
 
 SPACE: dict[int, Shape] = {1: (9,), 2: (7, 8), 3: (4, 5, 6)}
 
@@ -122,6 +122,7 @@ MODES: dict[int, tuple[str, ...]] = {
     3: ("nearest", "trilinear", "area"),
 }
 SAMPLING: dict[str, Case] = {
+    "upsample": Case(quiet(lambda x: F.upsample(x, scale_factor=2)), ((2, 2, 7, 8),), order=1),
     **{
         f"interpolate {mode} {D}": Case(
             lambda x, mode=mode: (

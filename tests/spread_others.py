@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from parity import values
-from spread_cases import Case, Shape
+from spread_cases import Case, Shape, quiet
 
 
 def matrices(shape: Shape, number: int) -> Tensor:
@@ -61,6 +61,14 @@ MATRICES = {
     "eigvalsh": once(lambda x: torch.linalg.eigvalsh(x + x.mT), M, **LOOSE),
     "cholesky": once(lambda x: torch.linalg.cholesky(x @ x.mT), M, **LOOSE),
     "qr": once(lambda x: torch.linalg.qr(x), M, **LOOSE),
+    "eigh": once(lambda x: torch.linalg.eigh(x + x.mT), M, **LOOSE),
+    "svd": once(lambda x: (torch.linalg.svd(x)[1], torch.linalg.pinv(x)), M, **LOOSE),
+    "eig": once(
+        lambda x: (torch.linalg.eigvals(x.detach()), torch.linalg.eig(x.detach())[0]),
+        M,
+        derives=False,
+        **LOOSE,
+    ),
     "matrix_norm": once(
         lambda x: (
             torch.linalg.matrix_norm(x),
@@ -77,8 +85,15 @@ MATRICES = {
         M,
         make=matrices,
     ),
-    "matrix_exp": once(lambda x: torch.matrix_exp(x / 9), M, make=matrices),
-    "multi_dot": once(lambda a, b, c: torch.linalg.multi_dot([a, b, c]), (4, 5), (5, 6), (6, 3)),
+    "matrix_exp": once(
+        lambda x: (torch.matrix_exp(x / 9), torch.linalg.matrix_exp(x / 5)), M, make=matrices
+    ),
+    "multi_dot": once(
+        lambda a, b, c: (torch.linalg.multi_dot([a, b, c]), quiet(torch.chain_matmul)(a, b, c)),
+        (4, 5),
+        (5, 6),
+        (6, 3),
+    ),
     "kron": once(lambda a, b: torch.kron(a, b), (4, 3), (2, 5)),
     "cross": once(lambda a, b: torch.linalg.cross(a, b), (4, 5, 3), (4, 5, 3)),
     "cross with broadcasting": once(lambda a, b: torch.cross(a, b, dim=0), (3, 4, 5), (3, 1, 5)),

@@ -239,6 +239,7 @@ JOINTS = {
             *x.split_with_sizes([1, 3], 0),
             *torch.unsafe_split(x, 2, 1),
             *torch.unsafe_chunk(x, 2, 2),
+            *torch.unsafe_split_with_sizes(x, [2, 3], 1),
         ),
         order=1,
     ),

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,9 @@ PRODUCTS: Rows = {
     "linalg.inv linalg.det linalg.solve linalg.cholesky linalg.qr matrix_exp logdet": [
         *("inv*", "solve", "logdet", "cholesky", "qr", "matrix_exp"),
     ],
-    "linalg.svdvals linalg.eigvalsh": ["svdvals", "eigvalsh"],
+    "linalg.svd linalg.svdvals linalg.eigh linalg.eigvalsh linalg.eig linalg.pinv": [
+        *("svd", "svdvals", "eig", "eigh", "eigvalsh"),
+    ],
     "cartesian_prod": ["cartesian_prod"],
     "vander": ["vander"],
     "cdist F.pairwise_distance F.cosine_similarity": [
@@ -228,6 +229,7 @@ LAYERS: Rows = {
             *("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear", "area"),
         )
     },
+    "F.upsample": ["upsample"],
     "F.interpolate, antialias": ["interpolate * with antialias"],
     "F.grid_sample": ["grid_sample bilinear zeros", "grid_sample of points"],
     "F.affine_grid": ["affine_grid*"],
@@ -248,7 +250,11 @@ ATTENTION: Rows = {
         *("attention", "attention causal", "attention of [gt]*", "attention with*"),
     ],
     "nn.MultiheadAttention": ["attention of heads", "heads across", "heads with padding"],
-    "nn.TransformerEncoderLayer nn.TransformerDecoderLayer": ["encoder in*", "decoder"],
+    "nn.TransformerEncoderLayer nn.TransformerDecoderLayer": [
+        "encoder in*",
+        "decoder",
+        "stack of*padding",
+    ],
 }
 
 LOSSES: Rows = {
@@ -299,7 +305,13 @@ FOURIER: Rows = {
 # of the functions of `test_spread_random.py`
 RANDOM: Rows = {
     "rand_like randn_like randint_like": ["rand*_like*"],
-    "F.dropout F.alpha_dropout native_dropout": ["dropout", "dropout [oi]*", "alpha*", "native*"],
+    "F.dropout F.alpha_dropout native_dropout": [
+        "dropout",
+        "dropout_",
+        "dropout [oi]*",
+        "alpha*",
+        "native*",
+    ],
     "F.dropout1d F.dropout2d F.dropout3d F.feature_alpha_dropout": ["dropout?d*", "feature*"],
     "bernoulli Tensor.bernoulli_": ["bernoulli*"],
     "Tensor.normal_ Tensor.uniform_ Tensor.random_ Tensor.exponential_ Tensor.log_normal_ "
@@ -342,6 +354,7 @@ SECTIONS: dict[str, Rows] = {
 
 # functions of the table that say what a tensor is, or read its values: `test_tensor.py` has them
 FACTS = {name for name, rule in RULES.items() if rule.__module__ == "tessel.tensor.facts"}
+FACTS |= {"__matmul__", "__rmatmul__", "vector_norm", "upsample"}  # of other versions
 
 
 # -- what there is to find ------------------------------------------------------------------------
@@ -499,7 +512,7 @@ with those of one process; `make support` writes this page anew, and a test comp
 - **✓**: the function has a rule: workers exchange what they need, and the result is exact.
 - **gathers**: every worker computes with the whole operands, after a `GatherWarning`; the result is
   exact, too.
-- **raises**: on all workers, before anything is computed; the notes below say why.
+- **raises**: on all workers, before anything is computed; a note below the table says why.
 
 The columns are the dimensions of the first argument, counted from zero, of which one is split at a
 time; *two*: two of them at once, the first, the last, or the first and the last; *uneven*: the
@@ -511,22 +524,23 @@ their dimensions. In all other columns these are plain.
 
 def page(found: Found) -> str:
     """The text of the page."""
+    return "\n".join([HEAD, *(table(*each) for each in found.items())])
+
+
+def table(section: str, lines: dict[str, Line]) -> str:
+    """A section of the page: its table, and notes."""
     notes: dict[str, int] = {}
-    text = [HEAD]
-    for section, lines in found.items():
-        columns = [each for each in COLUMNS if any(each in line for line in lines.values())]
-        text.append(f"## {section}\n")
-        text.append(f"| function | {' | '.join(columns)} |")
-        text.append(f"|---|{':-:|' * len(columns)}")
-        for functions, line in lines.items():
-            cells = [_shown(line[each], notes) if each in line else "" for each in columns]
-            text.append(f"| {_named(functions)} | {' | '.join(cells)} |")
-        text.append("")
+    columns = [each for each in COLUMNS if any(each in line for line in lines.values())]
+    text = [f"## {section}\n"]
+    text.append(f"| function | {' | '.join(columns)} |")
+    text.append(f"|---|{':-:|' * len(columns)}")
+    for functions, line in lines.items():
+        cells = [_shown(line[each], notes) if each in line else "" for each in columns]
+        text.append(f"| {_named(functions)} | {' | '.join(cells)} |")
     if notes:
-        text.append("## Notes\n")
-        text += [f"{number}. {_escaped(said)}" for said, number in notes.items()]
         text.append("")
-    return "\n".join(text)
+        text += [f"{number}. {_escaped(said)}" for said, number in notes.items()]
+    return "\n".join([*text, ""])
 
 
 def _shown(cell: Cell, notes: dict[str, int]) -> str:
@@ -552,34 +566,21 @@ def _escaped(said: str) -> str:
     return said.replace("|", "\\|").replace("\n", " ")
 
 
-def gathered(results: Sequence[Sequence[Any]]) -> tuple[Found, set[str]]:
-    """What the workers found, who must agree."""
-    found = {}
-    for section, of_workers in zip(SECTIONS, results, strict=True):
-        for worker in of_workers[1:]:
-            assert worker[0] == of_workers[0][0], f"workers differ about {section}"
-        found[section] = of_workers[0][0]
-    return found, set(chain(*(of_workers[0][1] for of_workers in results)))
-
-
-def wrongs(found: Found) -> list[str]:
-    """All that is wrong, anywhere."""
-    return [
-        said
-        for lines in found.values()
-        for line in lines.values()
-        for cell in line.values()
-        if cell.kind == "wrong"
-        for said in sorted(cell.said)
-    ]
+def agreed(of_workers: Sequence[tuple[dict[str, Line], set[str]]]) -> dict[str, Line]:
+    """What the workers found, who must agree; nothing of it may be wrong."""
+    lines = of_workers[0][0]
+    assert all(each == lines for each, _ in of_workers), "workers differ"
+    cells = [cell for line in lines.values() for cell in line.values()]
+    wrong = [said for cell in cells if cell.kind == "wrong" for said in sorted(cell.said)]
+    assert not wrong, "\n".join(wrong)
+    return lines
 
 
 if __name__ == "__main__":
     from support import find as find_section  # as workers import it
     from tessel.testing.pool import WorkerPool
 
-    with WorkerPool(timeout=300.0) as pool:
-        everything = [pool.run(find_section, each, nprocs=WORKERS) for each in SECTIONS]
-    matrix, _ = gathered(everything)
-    assert not wrongs(matrix), "\n".join(wrongs(matrix))
-    PAGE.write_text(page(matrix))
+    with WorkerPool(timeout=600.0) as pool:
+        PAGE.write_text(
+            page({each: agreed(pool.run(find_section, each, nprocs=WORKERS)) for each in SECTIONS})
+        )

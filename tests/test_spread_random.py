@@ -68,8 +68,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "binomial": lambda x: torch.binomial(torch.full_like(x.detach(), 9), x.detach().sigmoid()),
     "_standard_gamma": lambda x: torch._standard_gamma(x.detach().exp()),
     "_sample_dirichlet": lambda x: torch._sample_dirichlet(x.detach().exp()),
-    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x.reshape(4, 6, 4, 2), 2, (2, 1)),
-    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x.reshape(4, 6, 4, 2), 1, (2, 1)),
+    "fractional_max_pool2d with indices": lambda x: F.fractional_max_pool2d(
+        x.reshape(4, 6, 4, 2), 1, (2, 1), return_indices=True
+    ),
+    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x.reshape(4, 6, 2, 2, 2), 1, 1),
+    "fractional_max_pool3d with indices": lambda x: F.fractional_max_pool3d(
         x.reshape(4, 6, 2, 2, 2), 1, 1, return_indices=True
     ),
     "rrelu": lambda x: F.rrelu(x, training=True),
