@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from math import log2, prod, sqrt
 from operator import index as as_int
 from typing import Any
@@ -34,7 +33,7 @@ class Trigonometric(Leaf):
             raise ValueError(f"{name}: type 1 needs a length n of at least 2, got 1")
         self.source = self.target = TensorSpace((length,), dtype)
 
-    @cached_property
+    @property
     def kernel(self) -> TrigonometricKernel:
         """What it computes along its dimension."""
         kernel = TrigonometricKernel(self.is_sine, self.type, self.source.numel)

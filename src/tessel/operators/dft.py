@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import floor, inf, log2, prod
 from typing import Any
 
@@ -51,28 +50,15 @@ class ParDFT(Leaf):
         self.source = TensorSpace((_num_points(self.modes, padding),), dtype)
         half = self.modes if self.source.is_complex else self.modes // 2 + 1
         self.target = TensorSpace((half,), complex_of(dtype))
+        self.is_real = not self.source.is_complex
+        self.is_padded = self.source.numel > self.modes  # more points than modes
 
     is_invertible = True
 
-    @cached_property
-    def is_real(self) -> bool:
-        return not self.source.is_complex
-
-    @cached_property
-    def is_padded(self) -> bool:
-        """Whether there are more points than modes."""
-        return self.source.numel > self.modes
-
-    @cached_property
+    @property
     def is_weighted(self) -> bool:
         """Whether it weights the numbers that stand for two of the whole transform."""
         return self.is_real and self.is_adjoint
-
-    @cached_property
-    def _norm(self) -> str:
-        """Torch's word for the factor: none on the way there and for its adjoint, else 1/n."""
-        there = not self.is_swapped
-        return "backward" if there != self.is_inverse else "forward"
 
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
         if self.is_padded:
@@ -114,7 +100,9 @@ class ParDFT(Leaf):
         one = transforms[0][0]
         real = [(each, dim) for each, dim in transforms if each.is_real]
         dims = [dim for each, dim in transforms if not each.is_real]
-        there, norm = not one.is_swapped, one._norm
+        there = not one.is_swapped
+        # Torch's word for the factor: none on the way there and for its adjoint, else 1/n.
+        norm = "backward" if there != one.is_inverse else "forward"
         if not real:
             return (torch.fft.fftn if there else torch.fft.ifftn)(x, dim=dims, norm=norm)
         ((transform, dim),) = real

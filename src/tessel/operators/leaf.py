@@ -36,15 +36,11 @@ class Leaf(ParOperator):
     target: TensorSpace
     is_adjoint = False
     is_inverse = False
+    is_swapped = False  # whether it goes from the codomain of A to its domain
     std = 1.0
     own: Parameter | None = None  # the parameter that `parameters()` drew, kept by A itself
     own_box: Box | None = None  # which part of the whole it is, if it was drawn as a part
     shared_by: Partition | None = None  # who has the same
-
-    @cached_property
-    def is_swapped(self) -> bool:
-        """Whether it goes from the codomain of A to its domain."""
-        return self.is_adjoint != self.is_inverse
 
     @property
     def domain(self) -> TensorSpace:  # type: ignore[override]
@@ -81,7 +77,7 @@ class Leaf(ParOperator):
                     del new.__dict__[name]
             new.__dict__.pop("_others", None)
             new.__dict__["_base"] = base
-            new.is_adjoint, new.is_inverse = adjoint, inverse
+            new.is_adjoint, new.is_inverse, new.is_swapped = adjoint, inverse, adjoint != inverse
             others[adjoint, inverse] = new
         return others[adjoint, inverse]
 

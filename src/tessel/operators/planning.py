@@ -9,7 +9,7 @@ pencils, there and back.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from math import prod
@@ -78,7 +78,10 @@ class OperatorPlan:
 
     source: Layout
     target: Layout
-    steps: tuple[Step, ...] = field(repr=False)
+    steps: tuple[Step, ...]
+
+    def __repr__(self) -> str:
+        return f"Plan(source={self.source.brief}, target={self.target.brief})"
 
     @property
     def num_transfers(self) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from math import prod
 from operator import index as as_int
 from typing import Any
@@ -32,13 +31,13 @@ class TensorSpace:
     shape: Shape
     dtype: torch.dtype
 
-    @cached_property
-    def numel(self) -> int:
-        return prod(self.shape)
+    numel: int = field(init=False, repr=False, compare=False)
+    is_complex: bool = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def is_complex(self) -> bool:
-        return self.dtype in REAL_OF
+    def __post_init__(self) -> None:
+        # Asked for in every call: attributes, as compilers do not look into cached properties.
+        object.__setattr__(self, "numel", prod(self.shape))
+        object.__setattr__(self, "is_complex", self.dtype in REAL_OF)
 
     def __repr__(self) -> str:
         lengths = "×".join(map(str, self.shape)) or "1"
