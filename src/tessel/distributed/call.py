@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 from tessel.distributed.mark import Mark, State, Unknown, state_of
 
@@ -25,7 +26,16 @@ QUESTIONS = frozenset(
         *("is_inference", "is_pinned", "is_shared", "get_device", "retains_grad", "is_set_to"),
         *("equal", "allclose", "is_same_size", "sparse_dim", "dense_dim", "_backward_hooks"),
         *("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
-        *("output_nr", "_version", "names", "is_sparse", "is_meta", "is_nested", "is_quantized"),
+        *(
+            "output_nr",
+            "_version",
+            "name",
+            "names",
+            "is_sparse",
+            "is_meta",
+            "is_nested",
+            "is_quantized",
+        ),
     )
 )
 
@@ -180,8 +190,8 @@ def plain_name(name: str) -> str:
 @lru_cache(maxsize=1024)
 def is_pointwise(name: str) -> bool:
     """Whether a torch function of this name treats each element on its own."""
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = () if packet is None else packet.overloads()
+    packet = getattr(torch.ops.aten, name, None)  # which has attributes of its own, as its name
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     tagged = any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
     return name in _ALSO_POINTWISE or tagged
 

@@ -262,20 +262,15 @@ def get_parallel_dim(x: Tensor) -> int | None:
     (-1, 0)
     """
     if isinstance(x, spread.Tensor):
-        return _split_dim(x)
+        dims = [dim for dim in range(x.dim()) if x._layout.is_split(dim)]
+        if len(dims) > 1:
+            raise ValueError(f"this tensor is split along several dimensions, {dims}: {x._layout}")
+        return dims[0] if dims else None
     mark = mark_of(x)
     if mark is None:
         return None
     called: int | None = getattr(x, _CALLED, None)
     return mark.dim if called is None else called
-
-
-def _split_dim(x: spread.Tensor) -> int | None:
-    """The dimension along which a spread tensor is split."""
-    dims = [dim for dim in range(x.dim()) if x._layout.is_split(dim)]
-    if len(dims) > 1:
-        raise ValueError(f"this tensor is split along several dimensions, {dims}: {x._layout}")
-    return dims[0] if dims else None
 
 
 @eagerly

@@ -183,18 +183,14 @@ class _TensorMovement(Movement):
     def __repr__(self) -> str:
         return self.label
 
-    def _check_unmarked(self) -> None:
-        """Raise for a shard of these very workers, which is not one value."""
+
+class _OfOneValue(_TensorMovement):
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
         if isinstance(self.state, Mark) and not self._is_of_another_group:
             raise ValueError(
                 f"{self.label}: a value that is whole on every worker is needed; "
                 f"tessel.distributed.gather(x) gives it"
             )
-
-
-class _OfOneValue(_TensorMovement):
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
-        self._check_unmarked()
         return super()._conclude(shapes, terms)
 
 

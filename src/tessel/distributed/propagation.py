@@ -156,15 +156,12 @@ def marks_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         if not isinstance(given, tuple | list):
             continue
         for own, state, each in zip(first, states, given, strict=True):
-            if isinstance(each, Tensor) and not _lies_on(each, own, state):
+            if not isinstance(each, Tensor):
+                continue
+            other = state_of(each)
+            if each.shape != own.shape or not (other is state or other in (None, state)):
                 return []
     return states
-
-
-def _lies_on(x: Tensor, other: Tensor, mark: State) -> bool:
-    """Whether a tensor has the shape of another, and its mark or none."""
-    state = state_of(x)
-    return x.shape == other.shape and (state is mark or state is None or state == mark)
 
 
 def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Call]:
@@ -190,7 +187,10 @@ def check_target(call: Call) -> None:
 
     A tensor that has its memory for itself becomes a shard; a view, or one that has views, cannot.
     """
-    if not any(map(_is_of_several, call.states)):
+    # shards of one worker are whole: what is written is what it seems to be
+    if not any(
+        s is not None and (s.partition is None or s.partition.size > 1) for s in call.states
+    ):
         return
     for each in () if fills_by_mask(call) else targets(call):
         if state_of(each) is None and (call.name == "__setitem__" or not is_own(each)):
@@ -212,11 +212,6 @@ def fills_by_mask(call: Call) -> bool:
         return False
     number = not isinstance(value, Tensor) or (value.ndim == 0 and state_of(value) is None)
     return number and isinstance(state_of(mask), Mark) and is_own(target)
-
-
-def _is_of_several(state: State) -> bool:
-    """Whether a tensor with this state is, or may be, a shard of more than one worker."""
-    return state is not None and (state.partition is None or state.partition.size > 1)
 
 
 def is_own(x: Tensor) -> bool:

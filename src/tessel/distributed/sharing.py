@@ -137,16 +137,13 @@ def _is_own_part(call: Call, mark: Mark, shape: Shape, other: Shape) -> bool:
     place = mark.dim - len(shape)  # from the end, as in broadcasting
     if call.base in _OF_WEIGHTS or not (is_pointwise(call.base) or place < -2):
         return False
-    if _has_single(mark, shape[mark.dim]):
+    # where some worker's part is 1 long, a whole tensor, which broadcasts, may be as long
+    lengths = [shape[mark.dim]]
+    if mark.size is not None:
+        lengths = [b - a for a, b in boxes.balanced(mark.size, mark.partition.size)]
+    if 1 in lengths:
         return False
     return -place <= len(other) and other[place] == shape[mark.dim]
-
-
-def _has_single(mark: Mark, length: int) -> bool:
-    """Whether a part of some worker is 1 long: a whole tensor, which broadcasts, may be as long."""
-    if mark.size is None:
-        return length == 1
-    return any(stop - start == 1 for start, stop in boxes.balanced(mark.size, mark.partition.size))
 
 
 def _is_shared(tensor: Tensor) -> bool:
@@ -175,11 +172,6 @@ def _is_settled(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
 
 
-def _is_ours(operator: Any) -> bool:
-    """Whether this is a linear operator, or the product of a column layer, with its own slopes."""
-    return isinstance(operator, LinearOperator) or hasattr(operator, "slopes")
-
-
 def _origins(node: Any, ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
     """What a value was computed from: parameters, inputs, and operators of this library."""
     seen: set[Any] = set()
@@ -190,8 +182,12 @@ def _origins(node: Any, ends: Callable[[Any], bool] = lambda node: False) -> Ite
             continue
         seen.add(node)
         sources = node.next_functions
-        if isinstance(node, BackwardCFunction) and _is_ours(getattr(node, "operator", None)):
-            yield node.operator  # type: ignore[attr-defined]
+        # a linear operator, or the product of a column layer, which no operator alone describes
+        ours = getattr(node, "operator", None) or getattr(node, "product", None)
+        if isinstance(node, BackwardCFunction) and (
+            isinstance(ours, LinearOperator) or hasattr(ours, "slopes")
+        ):
+            yield ours
         elif not sources and hasattr(node, "variable"):
             yield node.variable
         elif not ends(node):

@@ -156,7 +156,10 @@ def _deciding(given: BoundArguments) -> Iterator[None]:
 
     All workers tell each other what they hold and come to the same decision, or raise.
     """
-    module, handle = given.arguments.get("module"), _handle_of(given)
+    module, mesh = given.arguments.get("module"), given.arguments.get("device_mesh")
+    handle = given.arguments.get("process_group")  # None is the group of all workers
+    if mesh is not None and mesh.ndim == 1:
+        handle = mesh.get_group(0)
     workers = _workers_of(handle)
     report = _report(module, given.arguments) if isinstance(module, Module) else None
     if report is None or not report.shards or len(workers) < 2:
@@ -173,14 +176,6 @@ def _deciding(given: BoundArguments) -> Iterator[None]:
         delattr(module, IGNORED)
         if before is not None:
             setattr(module, IGNORED, before)
-
-
-def _handle_of(given: BoundArguments) -> Any:
-    """The process group of a call of DDP; None for that of all workers."""
-    mesh = given.arguments.get("device_mesh")
-    if mesh is not None and mesh.ndim == 1:
-        return mesh.get_group(0)
-    return given.arguments.get("process_group")
 
 
 def _workers_of(handle: Any) -> list[int]:
@@ -278,12 +273,23 @@ def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
             raise ValueError(f"{label}: of {lost.name} {lost.what}")
         if not any(each.is_split for each in held):
             continue
-        if _are_apart(workers, held):
+        # either all hold different shards of one tensor …
+        if len({each.workers for each in held}) == 1 and {*workers} <= {*held[0].workers}:
             apart.append(held[0].name)
-            _check_delay(label, held)
+            if any(each.is_delayed for each in held):
+                raise ValueError(
+                    f"{label}: {held[0].name} is in delay_all_reduce_named_params, and is "
+                    f"{held[0].what}, of which each worker has its own part; leave it out"
+                )
+        # … or all hold the same shard, each in a group of its own
         elif _are_alike(workers, held):
             averaged = True
-            _check_ignored(label, held)
+            if any(each.is_ignored for each in held):
+                raise ValueError(
+                    f"{label}: {held[0].name} is {held[0].what}; these workers hold the same shard "
+                    f"and are asked to ignore its gradient, so that their copies would drift "
+                    f"apart; take it out of {IGNORED}"
+                )
         else:
             raise ValueError(f"{label}: {_contradiction(workers, held)}")
     if apart and not averaged and not all(report.has_others for report in reports):
@@ -292,11 +298,6 @@ def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
             f"workers has its own, and there is nothing to average; take the model as it is"
         )
     return apart
-
-
-def _are_apart(workers: Sequence[int], held: Sequence[Held]) -> bool:
-    """Whether these workers hold different shards of one tensor."""
-    return len({each.workers for each in held}) == 1 and {*workers} <= {*held[0].workers}
 
 
 def _are_alike(workers: Sequence[int], held: Sequence[Held]) -> bool:
@@ -321,23 +322,6 @@ def _contradiction(workers: Sequence[int], held: Sequence[Held]) -> str:
         f"shards, and without one those that hold the same shard would drift apart; "
         f"{_REPLICAS} takes the mean over the workers that hold the same shards"
     )
-
-
-def _check_delay(label: str, held: Sequence[Held]) -> None:
-    if any(each.is_delayed for each in held):
-        raise ValueError(
-            f"{label}: {held[0].name} is in delay_all_reduce_named_params, and is {held[0].what}, "
-            f"of which each worker has its own part; leave it out"
-        )
-
-
-def _check_ignored(label: str, held: Sequence[Held]) -> None:
-    if any(each.is_ignored for each in held):
-        raise ValueError(
-            f"{label}: {held[0].name} is {held[0].what}; these workers hold the same shard and are "
-            f"asked to ignore its gradient, so that their copies would drift apart; take it out "
-            f"of {IGNORED}"
-        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn import Module
 
 from tessel.distributed.agreeing import agree_on_call
@@ -208,7 +209,7 @@ def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
         return torch.tensor(least, dtype=torch.float64, device=grad.device)
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
-    return torch.linalg.vector_norm(values, norm_type).double()
+    return vector_norm(values, norm_type).double()
 
 
 def _total(pieces: Sequence[Piece], norms: Tensor, norm_type: float, row: Partition) -> Tensor:
@@ -219,19 +220,16 @@ def _total(pieces: Sequence[Piece], norms: Tensor, norm_type: float, row: Partit
         _check(piece, column)
         counted = torch.stack([column[worker] for worker in piece.counted])
         if not bool((counted == NO_GRADIENT).all()):
-            wholes.append(_norm_of_norms(counted, norm_type))
+            # the norms of p = 0 are counts, which add
+            norm = counted.sum() if norm_type == 0 else vector_norm(counted, norm_type)
+            wholes.append(norm)
     if not wholes:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack(wholes), norm_type)
+    total = vector_norm(torch.stack(wholes), norm_type)
     values = [piece.value for piece in pieces]
     with_grads = [value for value in values if value.grad is not None] or values
     dtype = reduce(torch.promote_types, (_real(value.dtype) for value in with_grads))
     return total.to(with_grads[0].device, dtype)
-
-
-def _norm_of_norms(norms: Tensor, norm_type: float) -> Tensor:
-    """The norm of a tensor from those of its parts, which for p = 0 are counts."""
-    return norms.sum() if norm_type == 0 else torch.linalg.vector_norm(norms, norm_type)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

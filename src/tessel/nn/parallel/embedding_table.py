@@ -7,6 +7,7 @@ from dataclasses import astuple, replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from tessel.agreement import Terms
 from tessel.distributed.movements import gathering, reducing, shard_layout
@@ -75,20 +76,14 @@ def renormalise(
         wide = torch.float32 if table.dtype in (torch.float16, torch.bfloat16) else table.dtype
         rows = table[flat].to(wide)
         gather = gathering(shard_layout(partition, (flat.numel(), partition.size), 1))
-        parts = gather.apply(_norms(rows, norm_type)[:, None])
-        norm = _norms_of_parts(parts, norm_type).to(table.dtype)
+        if rows.shape[1]:
+            mine = vector_norm(rows, norm_type, dim=1)
+        else:  # of no columns, what does not change the norm of others
+            mine = rows.new_full((len(rows),), 0.0 if norm_type >= 0 else float("inf"))
+        parts = gather.apply(mine[:, None])
+        # the norms of p = 0 are counts, which add
+        norm = parts.sum(1) if norm_type == 0 else vector_norm(parts, norm_type, dim=1)
+        norm = norm.to(table.dtype)
         scale = max_norm / (norm.double() + EPSILON)
         scaled = (rows * scale.to(wide)[:, None]).to(table.dtype)
         table[flat] = torch.where((norm.double() > max_norm)[:, None], scaled, table[flat])
-
-
-def _norms(rows: Tensor, norm_type: float) -> Tensor:
-    """The norm of each row; of no columns, that which does not change those of others."""
-    if rows.shape[1] == 0:
-        return rows.new_full((len(rows),), 0.0 if norm_type >= 0 else float("inf"))
-    return torch.linalg.vector_norm(rows, norm_type, dim=1)
-
-
-def _norms_of_parts(parts: Tensor, norm_type: float) -> Tensor:
-    """The norm of each row from those of its parts, which for p = 0 are counts."""
-    return parts.sum(1) if norm_type == 0 else torch.linalg.vector_norm(parts, norm_type, dim=1)

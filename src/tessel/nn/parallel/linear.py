@@ -227,7 +227,7 @@ def _product(
         state=traced_state(x),
         dtype=weight.dtype,
         device=device,
-        autocast=_autocast(device),
+        autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         needs=tuple(needs),
         is_off=is_off,
         problem=_mark_problem(weight, bias, partition, dim, sizes)
@@ -291,10 +291,6 @@ def _whole_sizes(
     if isinstance(state, Mark) and state.merged(expected) is None:
         raise ValueError(f"{label}: {expected} was expected")
     return (other, sum(lengths)) if split == COLUMN else (sum(lengths), other)
-
-
-def _autocast(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _mark_problem(
