@@ -48,7 +48,7 @@ _LIKE_ANOTHER = frozenset(("to", "type_as", "view_as", "reshape_as", "expand_as"
 
 
 @dataclass(frozen=True)
-class Call:
+class TorchCall:
     """A call of a torch function, with what its tensors were before it."""
 
     name: str
@@ -62,7 +62,7 @@ class Call:
     @classmethod
     def of(
         cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], called: Any = None
-    ) -> Call:
+    ) -> TorchCall:
         found = tuple(tensors_in(args[:1] if name in _LIKE_ANOTHER else (args, kwargs)))
         shapes = tuple(tuple(each.shape) for each in found)
         return cls(name, args, kwargs, found, shapes, tuple(map(state_of, found)), called)
@@ -108,7 +108,7 @@ class Call:
         return Unknown(self.name, why, next((mark.partition for mark in marks), None))
 
 
-def targets(call: Call) -> tuple[Tensor, ...]:
+def targets(call: TorchCall) -> tuple[Tensor, ...]:
     """The tensors that a call writes into."""
     operator = call.name.startswith("__")
     if "out" in call.kwargs:

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from tessel import boxes
 from tessel import tensor as spread
-from tessel.distributed.call import Call, Shape, is_pointwise
+from tessel.distributed.call import Shape, TorchCall, is_pointwise
 from tessel.distributed.mark import Mark, State, Unknown, state_of
 from tessel.linop import LinearOperator
 
@@ -32,7 +32,7 @@ _OF_WEIGHTS = frozenset(("linear", "layer_norm", "rms_norm"))
 _SETTLED = "tessel: not a shard"  # in the metadata of a node behind which nobody looks
 
 
-def check_uses(call: Call) -> None:
+def check_uses(call: TorchCall) -> None:
     """Raise if a value that is whole on all workers needs a gradient, of which each has a part."""
     if call.base in _WITHOUT_GRADIENT or not torch.is_grad_enabled():
         return
@@ -51,7 +51,7 @@ def check_uses(call: Call) -> None:
             )
 
 
-def check_classes(call: Call) -> None:
+def check_classes(call: TorchCall) -> None:
     """Raise if torch's own loss would take the classes of one worker for all of them."""
     if call.base not in ("cross_entropy", "nll_loss"):
         return
@@ -72,7 +72,7 @@ _OWN_LOSS = (
 )
 
 
-def check_factor(call: Call) -> None:
+def check_factor(call: TorchCall) -> None:
     """Raise if a shard would be scaled, in place, by a number that is another on each worker.
 
     So does code that bounds the norm of a weight, and would take that of one worker's shard.
@@ -91,7 +91,7 @@ def check_factor(call: Call) -> None:
         )
 
 
-def _first_mark(call: Call) -> tuple[Mark | None, Shape]:
+def _first_mark(call: TorchCall) -> tuple[Mark | None, Shape]:
     for state, shape in zip(call.states, call.shapes, strict=True):
         if isinstance(state, Mark):
             return state, shape
@@ -132,7 +132,7 @@ def _settle(node: Any) -> None:
     node.metadata[_SETTLED] = True
 
 
-def _is_own_part(call: Call, mark: Mark, shape: Shape, other: Shape) -> bool:
+def _is_own_part(call: TorchCall, mark: Mark, shape: Shape, other: Shape) -> bool:
     """Whether a tensor without a mark has the split dimension too, as long as it is here."""
     place = mark.dim - len(shape)  # from the end, as in broadcasting
     if call.base in _OF_WEIGHTS or not (is_pointwise(call.base) or place < -2):

@@ -113,7 +113,7 @@ def _guard_fsdp() -> None:
         warnings.warn(text, stacklevel=2)
 
 
-class Held(NamedTuple):
+class HeldShard(NamedTuple):
     """What one worker says of a shard in the module that it wraps.
 
     Args:
@@ -143,10 +143,10 @@ class Held(NamedTuple):
         return len(self.workers) > 1
 
 
-class Report(NamedTuple):
+class ModuleReport(NamedTuple):
     """What one worker says of the module that it wraps: its shards, and whether it has others."""
 
-    shards: tuple[Held, ...]
+    shards: tuple[HeldShard, ...]
     has_others: bool
 
 
@@ -208,7 +208,7 @@ def _named(module: Module, once: bool = True) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=once)
 
 
-def _report(module: Module, given: dict[str, Any]) -> Report:
+def _report(module: Module, given: dict[str, Any]) -> ModuleReport:
     asked, delays = set(_asked(module)), given.get("delay_all_reduce_named_params") or ()
     delayed = {id(value) for _, value in delays} if isinstance(delays, list | tuple) else set()
     ignored = {id(value) for name, value in _named(module, False) if name in asked}
@@ -221,7 +221,7 @@ def _report(module: Module, given: dict[str, Any]) -> Report:
         dim, size = (state.dim, state.size) if isinstance(state, Mark) else (0, None)
         row = state.partition
         shards.append(
-            Held(
+            HeldShard(
                 name=name,
                 what=describe(state) if isinstance(state, Mark) else state.remedy,
                 is_lost=not known and (row is None or row.size > 1),
@@ -235,10 +235,10 @@ def _report(module: Module, given: dict[str, Any]) -> Report:
         )
     split = {each.name for each in shards if each.is_split}
     others = (name not in split and p.requires_grad for name, p in module.named_parameters())
-    return Report(tuple(shards), any(others))
+    return ModuleReport(tuple(shards), any(others))
 
 
-def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
+def decide(workers: Sequence[int], reports: Sequence[ModuleReport]) -> list[str]:
     """The names of the shards that DDP must ignore; ValueError if it cannot be right.
 
     Args:
@@ -247,15 +247,15 @@ def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
 
     A shard that all of them hold is averaged:
 
-    >>> weight = Held("weight", "a shard", False, 0, 8, (0, 1), 0, False, False)
+    >>> weight = HeldShard("weight", "a shard", False, 0, 8, (0, 1), 0, False, False)
     >>> other = weight._replace(workers=(2, 3))
-    >>> decide([0, 2], [Report((weight,), True), Report((other,), True)])
+    >>> decide([0, 2], [ModuleReport((weight,), True), ModuleReport((other,), True)])
     []
 
     Of shards that are others on each of them, every worker keeps its own:
 
     >>> other = weight._replace(place=1)
-    >>> decide([0, 1], [Report((weight,), True), Report((other,), True)])
+    >>> decide([0, 1], [ModuleReport((weight,), True), ModuleReport((other,), True)])
     ['weight']
     """
     label = f"DistributedDataParallel over workers {list(workers)}"
@@ -300,7 +300,7 @@ def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
     return apart
 
 
-def _are_alike(workers: Sequence[int], held: Sequence[Held]) -> bool:
+def _are_alike(workers: Sequence[int], held: Sequence[HeldShard]) -> bool:
     """Whether these workers hold the same shard, each in a group of its own."""
     own = (
         {*workers} & {*each.workers} == {worker} for worker, each in zip(workers, held, strict=True)
@@ -309,7 +309,7 @@ def _are_alike(workers: Sequence[int], held: Sequence[Held]) -> bool:
     return all(own) and len(kinds) == 1
 
 
-def _contradiction(workers: Sequence[int], held: Sequence[Held]) -> str:
+def _contradiction(workers: Sequence[int], held: Sequence[HeldShard]) -> str:
     """Why neither a mean nor none is right for a shard."""
     which = [
         f"{each.what} on worker {worker}, which has part {each.place} of it"

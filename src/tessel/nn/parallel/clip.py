@@ -25,7 +25,7 @@ NO_GRADIENT = -1.0  # where the norm of a gradient would be
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """What this worker has of a parameter, and which workers' pieces make up the whole.
 
     Attributes:
@@ -169,7 +169,7 @@ def _outside(found: Sequence[Named], row: Partition) -> Tensor:
     return torch.tensor(0.0)
 
 
-def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> Piece:
+def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
     counted, holders = _holders(layout or Layout.whole(row, (), shared=True))
     others = [worker for some in holders for worker in some if row.place(worker) is None]
     if others:
@@ -177,7 +177,7 @@ def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> P
             f"clip_grad_norm_ over {row}: the parameter {name} has parts on workers {others}, "
             f"which are not among these; pass `partition`, with all workers that hold the model"
         )
-    return Piece(name, value, counted, holders)
+    return ParameterPiece(name, value, counted, holders)
 
 
 @kept_in_job
@@ -189,7 +189,7 @@ def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ..
     return tuple(counted), tuple(tuple(layout.holders(places[worker])) for worker in counted)
 
 
-def _everyones(pieces: Sequence[Piece], norm_type: float, row: Partition) -> Tensor:
+def _everyones(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -> Tensor:
     """The norms of all gradients on all workers, in the order of the workers; on the CPU."""
     if not pieces:
         return torch.zeros(row.size, 0)
@@ -212,7 +212,9 @@ def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
     return vector_norm(values, norm_type).double()
 
 
-def _total(pieces: Sequence[Piece], norms: Tensor, norm_type: float, row: Partition) -> Tensor:
+def _total(
+    pieces: Sequence[ParameterPiece], norms: Tensor, norm_type: float, row: Partition
+) -> Tensor:
     """The norm of the whole model, of the dtype and on the device that torch gives it."""
     wholes = []
     for number, piece in enumerate(pieces):
@@ -236,7 +238,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _check(piece: Piece, norms: Mapping[int, Tensor]) -> None:
+def _check(piece: ParameterPiece, norms: Mapping[int, Tensor]) -> None:
     """Raise ValueError if workers that have one value have other gradients, or only some have."""
     found = {worker: float(norm) for worker, norm in norms.items()}
     without = [worker for worker, norm in found.items() if norm == NO_GRADIENT]

@@ -12,7 +12,7 @@ from torch.linalg import vector_norm
 from tessel.agreement import Terms
 from tessel.distributed.movements import gathering, reducing, shard_layout
 from tessel.layout import Layout
-from tessel.nn.parallel.embedding_agreement import Settings
+from tessel.nn.parallel.embedding_agreement import EmbeddingOptions
 from tessel.partition import Partition
 from tessel.shared import nothing
 
@@ -20,7 +20,7 @@ EPSILON = 1e-7  # what torch adds to a norm before it divides by it
 
 
 def look_up_rows(
-    ids: Tensor, weight: Tensor, layout: Layout, settings: Settings, terms: Terms
+    ids: Tensor, weight: Tensor, layout: Layout, settings: EmbeddingOptions, terms: Terms
 ) -> Tensor:
     """The rows of all ids, of a table whose rows are split: each worker adds those it has.
 
@@ -42,7 +42,7 @@ def look_up_rows(
 
 
 def look_up_columns(
-    ids: Tensor, weight: Tensor, layout: Layout, settings: Settings, terms: Terms
+    ids: Tensor, weight: Tensor, layout: Layout, settings: EmbeddingOptions, terms: Terms
 ) -> Tensor:
     """The rows of all ids, of a table whose columns are split: the columns are gathered.
 
@@ -56,7 +56,7 @@ def look_up_columns(
     return move.apply(columns, terms).view(*ids.shape, layout.shape[1])
 
 
-def _local_rows(ids: Tensor, weight: Tensor, settings: Settings) -> Tensor:
+def _local_rows(ids: Tensor, weight: Tensor, settings: EmbeddingOptions) -> Tensor:
     """Torch's own embedding, which for no values at all has no second derivative."""
     shape = (len(ids), weight.shape[1])
     if 0 in shape and not settings.sparse:

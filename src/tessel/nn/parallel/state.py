@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tessel.layout import Layout
 from tessel.nn.parallel.state_parts import (
-    Collector,
+    StateCollector,
     kinds,
     local_problem,
     relocator,
@@ -69,7 +69,7 @@ def collect_state_dict(
         if name in given and (text := local_problem(name, given[name], layout))
     ]
     places.agree(call, kinds(given), problems)
-    collect = Collector(places, rank0_only, cpu_offload)
+    collect = StateCollector(places, rank0_only, cpu_offload)
     whole = {name: collect(value, places.layouts.get(name)) for name, value in given.items()}
     named = {prefix + name: value for name, value in whole.items()}
     return _like(given, {} if collect.is_empty else named)
@@ -163,7 +163,7 @@ def collect_optimizer_state_dict(
     entries = list(_entries(given, optimizer, places))
     problems = [text for each in entries if (text := each.problem(whole=False))]
     places.agree(call, [each.identity for each in entries], problems, NotImplementedError)
-    collect = Collector(places, rank0_only, cpu_offload)
+    collect = StateCollector(places, rank0_only, cpu_offload)
     whole = _with_values(given, {e.path: collect(e.value, e.layout) for e in entries})
     return {} if collect.is_empty else whole
 

@@ -14,7 +14,7 @@ from tessel.move import Move
 from tessel.nn.parallel.state_places import Places
 
 
-class Collector:
+class StateCollector:
     """Puts values together on all workers, or on the first; one value once."""
 
     def __init__(self, places: Places, rank0_only: bool, cpu_offload: bool) -> None:
