@@ -37,7 +37,7 @@ Rule = Callable[[TorchCall, Mark, Shape, Tensor], State]
 
 
 def common_mark(name: str, args: tuple[Any, ...], kwargs: Any) -> Mark | None:
-    """The mark of the result of the most frequent calls; None for all others, which `TorchCall` tells.
+    """The mark of the result of the most frequent calls; None for others, which `TorchCall` tells.
 
     These are pointwise functions of shards with one mark and one shape, and of values beside them
     that need no gradient.
