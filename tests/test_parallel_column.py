@@ -124,3 +124,23 @@ def test_other_modes_give_the_same(run: Any, mode: str, overlaps: bool) -> None:
             torch.testing.assert_close(first, value, rtol=1e-12, atol=1e-12)
         else:
             torch.testing.assert_close(first, value - bias, rtol=1e-12, atol=1e-12)
+
+
+def lost_marks(needs_grad: bool) -> list[str]:
+    """What the loss says of logits whose mark was lost, behind a layer that overlaps or not."""
+    torch.manual_seed(0)
+    layer = tessel.nn.ParallelLinear(4, 6, dim=-1)
+    h = layer(torch.ones(3, 4).requires_grad_(needs_grad)).as_subclass(Tensor)
+    texts = []
+    for logits in (h, h * 2):
+        with pytest.raises(ValueError, match="mark was lost") as error:
+            tessel.nn.ParallelCrossEntropyLoss()(logits, torch.tensor([0, 1, 2]))
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_what_comes_of_a_column_layer_is_known_without_a_mark(run: Any, needs_grad: bool) -> None:
+    """Each worker would take the loss of its own classes for that of all."""
+    first, second = run(lost_marks, needs_grad, nprocs=2)
+    assert first == second

@@ -287,3 +287,19 @@ def test_wrong_attributes() -> None:
         assert found is not None and found[0] is ValueError
         assert "register_parallel_attribute(" in found[1]
     assert type(x) is Tensor
+
+
+def test_names_that_others_have_too_say_what_they_are() -> None:
+    with pytest.raises(TypeError, match="got a partition for the dimension"):
+        gather(torch.ones(2), tessel.world())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="backends are chosen by torch"):
+        tessel.distributed.init_process_group("gloo")  # type: ignore[arg-type]
+    assert not tessel.distributed.is_initialized()
+
+
+def test_attributes_of_shards_that_are_no_tensors() -> None:
+    layer = nn.ParallelLinear(3, 2, dim=-1)
+    for shard in (layer.weight, layer(torch.ones(1, 3))):
+        assert shard.name is torch.ones(1).name is None
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            shard.nothing  # noqa: B018

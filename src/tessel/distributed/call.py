@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 from tessel.distributed.mark import Mark, State, Unknown, state_of
 
@@ -25,7 +26,16 @@ QUESTIONS = frozenset(
         *("is_inference", "is_pinned", "is_shared", "get_device", "retains_grad", "is_set_to"),
         *("equal", "allclose", "is_same_size", "sparse_dim", "dense_dim", "_backward_hooks"),
         *("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
-        *("output_nr", "_version", "names", "is_sparse", "is_meta", "is_nested", "is_quantized"),
+        *(
+            "output_nr",
+            "_version",
+            "name",
+            "names",
+            "is_sparse",
+            "is_meta",
+            "is_nested",
+            "is_quantized",
+        ),
     )
 )
 
@@ -38,7 +48,7 @@ _LIKE_ANOTHER = frozenset(("to", "type_as", "view_as", "reshape_as", "expand_as"
 
 
 @dataclass(frozen=True)
-class Call:
+class TorchCall:
     """A call of a torch function, with what its tensors were before it."""
 
     name: str
@@ -52,7 +62,7 @@ class Call:
     @classmethod
     def of(
         cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], called: Any = None
-    ) -> Call:
+    ) -> TorchCall:
         found = tuple(tensors_in(args[:1] if name in _LIKE_ANOTHER else (args, kwargs)))
         shapes = tuple(tuple(each.shape) for each in found)
         return cls(name, args, kwargs, found, shapes, tuple(map(state_of, found)), called)
@@ -98,7 +108,7 @@ class Call:
         return Unknown(self.name, why, next((mark.partition for mark in marks), None))
 
 
-def targets(call: Call) -> tuple[Tensor, ...]:
+def targets(call: TorchCall) -> tuple[Tensor, ...]:
     """The tensors that a call writes into."""
     operator = call.name.startswith("__")
     if "out" in call.kwargs:
@@ -180,8 +190,8 @@ def plain_name(name: str) -> str:
 @lru_cache(maxsize=1024)
 def is_pointwise(name: str) -> bool:
     """Whether a torch function of this name treats each element on its own."""
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = () if packet is None else packet.overloads()
+    packet = getattr(torch.ops.aten, name, None)  # which has attributes of its own, as its name
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     tagged = any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
     return name in _ALSO_POINTWISE or tagged
 

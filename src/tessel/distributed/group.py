@@ -21,8 +21,10 @@ class _Choice:
 def init_process_group(group_size: int | None = None) -> None:
     """Fix the default model-parallel group: this many contiguous workers, or all of them.
 
-    All workers call this together, once. With 8 workers and a group size of 2, workers 0 and 1
-    are the first group, and 6 and 7 the last. Under `torchrun` or `tessel run` this joins the job.
+    The name is that of torchshard; this takes no backend and no address, as the function of the
+    same name in `torch.distributed` does. All workers call this together, once. With 8 workers and
+    a group size of 2, workers 0 and 1 are the first group, and 6 and 7 the last. Under `torchrun`
+    or `tessel run` this joins the job.
 
     Args:
         group_size: the number of workers of each group, a divisor of the number of all workers.
@@ -134,8 +136,11 @@ def row_of(partition: Partition | None) -> Partition:
 def _checked(group_size: int | None, workers: int) -> int:
     if group_size is None:
         return workers
-    if isinstance(group_size, bool):
-        raise TypeError(f"init_process_group: a number of workers is needed, got {group_size}")
+    if isinstance(group_size, bool | str):
+        raise TypeError(
+            f"init_process_group: a number of workers is needed, got {group_size!r}; backends are "
+            f"chosen by torch.distributed.init_process_group or tessel run"
+        )
     size = as_int(group_size)
     if size < 1 or workers % size:
         raise ValueError(

@@ -128,7 +128,7 @@ class Shard(Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Take the memory of another tensor, of which torch tells no subclass."""
         with torch._C.DisableTorchFunctionSubclass():
-            result = _replace(calls.Call.of("set_", (self, *args), kwargs), Tensor.set_)
+            result = _replace(calls.TorchCall.of("set_", (self, *args), kwargs), Tensor.set_)
             assert isinstance(result, Tensor)
             return result
 
@@ -191,7 +191,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         if name.startswith(calls.OF_LISTS):
             return _of_lists(name, func, args, kwargs)
-        call = calls.Call.of(name, args, kwargs, func)
+        call = calls.TorchCall.of(name, args, kwargs, func)
         if name == "data" and len(args) > 1:
             return _replace(call, func)
         _check(call)
@@ -203,7 +203,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _noted(result, call)
 
 
-def _check(call: calls.Call) -> None:
+def _check(call: calls.TorchCall) -> None:
     """Raise ValueError if a call would give something else than it seems to."""
     propagation.check_target(call)
     check_uses(call)
@@ -262,20 +262,15 @@ def get_parallel_dim(x: Tensor) -> int | None:
     (-1, 0)
     """
     if isinstance(x, spread.Tensor):
-        return _split_dim(x)
+        dims = [dim for dim in range(x.dim()) if x._layout.is_split(dim)]
+        if len(dims) > 1:
+            raise ValueError(f"this tensor is split along several dimensions, {dims}: {x._layout}")
+        return dims[0] if dims else None
     mark = mark_of(x)
     if mark is None:
         return None
     called: int | None = getattr(x, _CALLED, None)
     return mark.dim if called is None else called
-
-
-def _split_dim(x: spread.Tensor) -> int | None:
-    """The dimension along which a spread tensor is split."""
-    dims = [dim for dim in range(x.dim()) if x._layout.is_split(dim)]
-    if len(dims) > 1:
-        raise ValueError(f"this tensor is split along several dimensions, {dims}: {x._layout}")
-    return dims[0] if dims else None
 
 
 @eagerly
@@ -428,7 +423,7 @@ def _become_plain(shard: Shard) -> None:
     shard.__class__ = Tensor  # type: ignore[assignment]
 
 
-def _noted(result: Any, call: calls.Call) -> Any:
+def _noted(result: Any, call: calls.TorchCall) -> Any:
     """The result of a function, its tensors with the marks that they have."""
     states = propagation.states_after(call, result)
     if not states:
@@ -439,7 +434,7 @@ def _noted(result: Any, call: calls.Call) -> Any:
     return calls.mapped(lambda each: _note_one(each, next(following), call), result)
 
 
-def _note_one(result: Tensor, state: State, call: calls.Call) -> Tensor:
+def _note_one(result: Tensor, state: State, call: calls.TorchCall) -> Tensor:
     if state is None or state_of(result) == state:
         return result
     if any(result is each for each in calls.targets(call)):
@@ -453,7 +448,7 @@ def _is_parameter(x: Any) -> bool:
     return isinstance(x, Shard) and x._is_param
 
 
-def _written(target: Tensor, state: Mark | Unknown, call: calls.Call) -> Tensor:
+def _written(target: Tensor, state: Mark | Unknown, call: calls.TorchCall) -> Tensor:
     """A tensor after a function wrote into it; a parameter stays what its model says it is."""
     shape = next(
         shape for each, shape in zip(call.tensors, call.shapes, strict=True) if each is target
@@ -463,7 +458,7 @@ def _written(target: Tensor, state: Mark | Unknown, call: calls.Call) -> Tensor:
     return _become(target, state)
 
 
-def _replace(call: calls.Call, func: Any) -> Any:
+def _replace(call: calls.TorchCall, func: Any) -> Any:
     """Let a tensor take the values of another, and with them its mark."""
     target = call.args[0]
     result = func(*call.args, **call.kwargs)

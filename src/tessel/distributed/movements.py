@@ -98,6 +98,9 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
 
     Forward:  y = (x_0, x_1, …), an all-gather.    Adjoint:  x_k = y[part k], nothing moves.
 
+    The name is that of torchshard. `tessel.gather(x, P)` is another thing: it puts the parts of a
+    tensor on a grid together on the first worker, and `tessel.all_gather(x, P)` on all.
+
     Args:
         x: this worker's shard; without a mark, its length along `dim` may be any.
         dim: the dimension of which each worker has a part; None for that of the mark.
@@ -108,6 +111,12 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
     >>> tessel.distributed.gather(y).shape
     torch.Size([2, 3])
     """
+    if isinstance(dim, Partition):
+        raise TypeError(
+            "tessel.distributed.gather(x, dim, partition) puts shards along a dimension together "
+            "and got a partition for the dimension; write partition=…, or tessel.all_gather(x, P) "
+            "for a tensor on a grid of workers"
+        )
     state = state_of(x)
     if partition is None and state is not None:
         partition = state.partition
@@ -183,18 +192,14 @@ class _TensorMovement(Movement):
     def __repr__(self) -> str:
         return self.label
 
-    def _check_unmarked(self) -> None:
-        """Raise for a shard of these very workers, which is not one value."""
+
+class _OfOneValue(_TensorMovement):
+    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
         if isinstance(self.state, Mark) and not self._is_of_another_group:
             raise ValueError(
                 f"{self.label}: a value that is whole on every worker is needed; "
                 f"tessel.distributed.gather(x) gives it"
             )
-
-
-class _OfOneValue(_TensorMovement):
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
-        self._check_unmarked()
         return super()._conclude(shapes, terms)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tessel import boxes, tensor, transport
-from tessel.distributed.call import Call, Shape, mapped, tensors_in
+from tessel.distributed.call import Shape, TorchCall, mapped, tensors_in
 from tessel.distributed.mark import Mark
 from tessel.layout import Cut, Layout
 from tessel.partition import Partition
@@ -24,7 +24,7 @@ _UNASKED = {"__getitem__": 2, "einsum": 1}
 _BATCHED = frozenset(("matmul", "bmm"))  # a plain operand may have its part of the batch
 
 
-def layouts_after(call: Call) -> Answer:
+def layouts_after(call: TorchCall) -> Answer:
     """How the results of a call on the whole tensors lie if nothing moves; else, why not."""
     marks = [state for state in call.states if isinstance(state, Mark)]
     if any(mark.partition.ranks != marks[0].partition.ranks for mark in marks):
@@ -69,7 +69,7 @@ def _key(value: Any, layouts: dict[int, Layout | None]) -> Any:
     return type(value), repr(value) if type(value) is slice else value
 
 
-def _asked(call: Call, given: dict[str, Any], layouts: dict[int, Layout | None]) -> Answer:
+def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | None]) -> Answer:
     """Follow the rule with outlines of the whole tensors in the places of tensors."""
 
     def outline(each: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _asked(call: Call, given: dict[str, Any], layouts: dict[int, Layout | None])
     return tuple(each._layout for each in found)  # type: ignore[attr-defined]
 
 
-def _layout(call: Call, number: int) -> Layout | None:
+def _layout(call: TorchCall, number: int) -> Layout | None:
     """How the whole of a tensor of the call lies, over supposed workers; None for a plain one."""
     state, shape = call.states[number], call.shapes[number]
     if isinstance(state, Mark):

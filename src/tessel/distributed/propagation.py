@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tessel.distributed.call import (
     EACH,
-    Call,
     Shape,
+    TorchCall,
     is_pointwise,
     plain_name,
     targets,
@@ -33,11 +33,11 @@ from tessel.distributed.mark import Mark, State, Unknown, state_of
 from tessel.distributed.outline import layouts_after
 from tessel.distributed.regrouping import flattened, reshaped, unflattened
 
-Rule = Callable[[Call, Mark, Shape, Tensor], State]
+Rule = Callable[[TorchCall, Mark, Shape, Tensor], State]
 
 
 def common_mark(name: str, args: tuple[Any, ...], kwargs: Any) -> Mark | None:
-    """The mark of the result of the most frequent calls; None for all others, which `Call` tells.
+    """The mark of the result of the most frequent calls; None for others, which `TorchCall` tells.
 
     These are pointwise functions of shards with one mark and one shape, and of values beside them
     that need no gradient.
@@ -71,7 +71,7 @@ def _is_always_pointwise(name: str) -> bool:
     return is_pointwise(base) and not several
 
 
-def states_after(call: Call, result: Any) -> list[State]:
+def states_after(call: TorchCall, result: Any) -> list[State]:
     """The states of all tensors in the result of a call."""
     found = tensors_in(result)
     if not found:
@@ -93,7 +93,7 @@ def states_after(call: Call, result: Any) -> list[State]:
     return _by_table(call, found)
 
 
-def _by_table(call: Call, found: list[Tensor]) -> list[State]:
+def _by_table(call: TorchCall, found: list[Tensor]) -> list[State]:
     """The states that follow from the layouts in which the results of the whole tensors lie."""
     mark = next(state for state in call.states if isinstance(state, Mark))
     layouts = layouts_after(call)
@@ -105,7 +105,7 @@ def _by_table(call: Call, found: list[Tensor]) -> list[State]:
     ]
 
 
-def state_after_writing(call: Call) -> Mark | Unknown:
+def state_after_writing(call: TorchCall) -> Mark | Unknown:
     """The state of a tensor of which `x[index] = value` has changed a part."""
     target, index, value = call.args
     state, written = state_of(target), state_of(value)
@@ -115,7 +115,7 @@ def state_after_writing(call: Call) -> Mark | Unknown:
     if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim == target.ndim:
         return state if written is None and state_of(index) == state else call.lost("by a mask")
     selected = Tensor.__getitem__(target, index)
-    (part,) = _by_table(Call.of("__getitem__", (target, index), {}), [selected])
+    (part,) = _by_table(TorchCall.of("__getitem__", (target, index), {}), [selected])
     if isinstance(part, Unknown) or written is None:
         return call.lost("of a part of the split dimension") if isinstance(part, Unknown) else state
     ndim = selected.ndim
@@ -124,7 +124,7 @@ def state_after_writing(call: Call) -> Mark | Unknown:
     return state if part == written else call.lost("of a value with another mark")
 
 
-def state_after_replacing(call: Call, is_parameter: bool) -> State:
+def state_after_replacing(call: TorchCall, is_parameter: bool) -> State:
     """The state of a tensor that took the values of another, `x.set_(y)` or `x.data = y`.
 
     A parameter takes values of its own shape for what it was, unless these say otherwise.
@@ -142,7 +142,7 @@ def state_after_replacing(call: Call, is_parameter: bool) -> State:
 def marks_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
     """The marks of the results of a pointwise function of lists, in their order.
 
-    Nothing where tensors at one place have different marks or shapes, which `Call` tells.
+    Nothing where tensors at one place have different marks or shapes, which `TorchCall` tells.
     """
     if torch.is_grad_enabled() or any(map(tensors_in, kwargs.values())):
         return []
@@ -156,18 +156,15 @@ def marks_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         if not isinstance(given, tuple | list):
             continue
         for own, state, each in zip(first, states, given, strict=True):
-            if isinstance(each, Tensor) and not _lies_on(each, own, state):
+            if not isinstance(each, Tensor):
+                continue
+            other = state_of(each)
+            if each.shape != own.shape or not (other is state or other in (None, state)):
                 return []
     return states
 
 
-def _lies_on(x: Tensor, other: Tensor, mark: State) -> bool:
-    """Whether a tensor has the shape of another, and its mark or none."""
-    state = state_of(x)
-    return x.shape == other.shape and (state is mark or state is None or state == mark)
-
-
-def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Call]:
+def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, TorchCall]:
     """What a function of lists does at each place where there is a mark."""
     length = len(args[0])
 
@@ -175,7 +172,7 @@ def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         return value[k] if isinstance(value, tuple | list) and len(value) == length else value
 
     calls = {
-        k: Call.of(
+        k: TorchCall.of(
             name.removeprefix(EACH),
             tuple(at(value, k) for value in args),
             {key: at(value, k) for key, value in kwargs.items()},
@@ -185,12 +182,15 @@ def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     return {k: call for k, call in calls.items() if any(s is not None for s in call.states)}
 
 
-def check_target(call: Call) -> None:
+def check_target(call: TorchCall) -> None:
     """Raise if a function would write shards into a tensor that does not say what it is then.
 
     A tensor that has its memory for itself becomes a shard; a view, or one that has views, cannot.
     """
-    if not any(map(_is_of_several, call.states)):
+    # shards of one worker are whole: what is written is what it seems to be
+    if not any(
+        s is not None and (s.partition is None or s.partition.size > 1) for s in call.states
+    ):
         return
     for each in () if fills_by_mask(call) else targets(call):
         if state_of(each) is None and (call.name == "__setitem__" or not is_own(each)):
@@ -200,7 +200,7 @@ def check_target(call: Call) -> None:
             )
 
 
-def fills_by_mask(call: Call) -> bool:
+def fills_by_mask(call: TorchCall) -> bool:
     """Whether `x[mask] = number` writes, by a mask that is a shard, into a plain tensor beside it.
 
     This is `x.masked_fill_(mask, number)`, and `x` becomes a shard as it does there.
@@ -214,11 +214,6 @@ def fills_by_mask(call: Call) -> bool:
     return number and isinstance(state_of(mask), Mark) and is_own(target)
 
 
-def _is_of_several(state: State) -> bool:
-    """Whether a tensor with this state is, or may be, a shard of more than one worker."""
-    return state is not None and (state.partition is None or state.partition.size > 1)
-
-
 def is_own(x: Tensor) -> bool:
     """Whether a tensor is a plain one, of whose memory no other tensor has a part."""
     if type(x) is not Tensor or x.layout is not torch.strided:
@@ -226,14 +221,14 @@ def is_own(x: Tensor) -> bool:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # its own, and this
 
 
-def _is_other(call: Call) -> bool:
+def _is_other(call: TorchCall) -> bool:
     """Whether `max` and the like reduce one tensor, or `where` gives the places of its values."""
     if call.base == "where":
         return len(call.args) + len(call.kwargs) == 1
     return call.base in _REDUCTIONS and len(call.tensors) == 1
 
 
-def _pointwise(call: Call, result: Tensor) -> State:
+def _pointwise(call: TorchCall, result: Tensor) -> State:
     """Marks count from the last dimension, as broadcasting does."""
     found: Mark | None = None
     for mark, shape in _marks(call):
@@ -246,13 +241,13 @@ def _pointwise(call: Call, result: Tensor) -> State:
     return found
 
 
-def _marks(call: Call) -> Iterator[tuple[Mark, Shape]]:
+def _marks(call: TorchCall) -> Iterator[tuple[Mark, Shape]]:
     for state, shape in zip(call.states, call.shapes, strict=True):
         if isinstance(state, Mark):
             yield state, shape
 
 
-def _weight_norm(call: Call, result: Tensor) -> State:
+def _weight_norm(call: TorchCall, result: Tensor) -> State:
     """Rows of a weight, each with a norm of its own, may be split."""
     state, of_norm = call.states[:2]
     dim = int(call.argument(2, "dim", default=0))
@@ -261,23 +256,23 @@ def _weight_norm(call: Call, result: Tensor) -> State:
     return state
 
 
-def _norm_except(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+def _norm_except(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
     dim = int(call.argument(2, "dim", default=0))
     return mark if dim == mark.dim else call.lost("over the dimension that is split")
 
 
-def _new(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+def _new(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
     return mark if tuple(result.shape) == shape else call.lost()
 
 
-def _channels(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+def _channels(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
     """Of a function that draws one number for each channel, and so for all that lies behind."""
     if mark.dim >= 2:
         return call.lost("behind the channels")
     return mark
 
 
-def _loaded(call: Call, result: Tensor) -> State:
+def _loaded(call: TorchCall, result: Tensor) -> State:
     """A parameter is given values of its own shape, and stays what it is."""
     if len(set(call.shapes)) > 1:
         return call.lost()
@@ -287,7 +282,7 @@ def _loaded(call: Call, result: Tensor) -> State:
     return old or given
 
 
-def _expand(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+def _expand(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
     """The lengths that are given are those of this worker."""
     dim = mark.dim + result.ndim - len(shape)
     if result.shape[dim] != shape[mark.dim]:
@@ -302,7 +297,7 @@ _REDUCTIONS = frozenset(
         *("nansum", "nanmean", "count_nonzero"),
     )
 )
-_OF_SEVERAL: dict[str, Callable[[Call, Tensor], State]] = {
+_OF_SEVERAL: dict[str, Callable[[TorchCall, Tensor], State]] = {
     "_weight_norm": _weight_norm,
     "module_load": _loaded,
 }

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tessel import boxes
-from tessel.distributed.call import Call, Shape
+from tessel.distributed.call import Shape, TorchCall
 from tessel.distributed.mark import Mark, State
 
 
-def reshaped(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+def reshaped(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
     """Dimensions beside the split one may change; it may be split and merged as the outer one."""
     if any(isinstance(each, torch.dtype) for each in call.args[1:]) and result.shape != shape:
         return call.lost("to a dtype of another width")
@@ -29,7 +29,7 @@ def reshaped(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
     return _inferred(call, mark, shape, new, sizes.index(-1))
 
 
-def flattened(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+def flattened(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
     """The split dimension may be the outer one of those that merge."""
     start, stop = (
         int(call.argument(position, name, default=default)) % len(shape)
@@ -42,7 +42,7 @@ def flattened(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
     return _resized(mark.at(start), prod(shape[mark.dim + 1 : stop + 1]), 1)
 
 
-def _regrouped_one(call: Call, mark: Mark, shape: Shape, new: Shape) -> State:
+def _regrouped_one(call: TorchCall, mark: Mark, shape: Shape, new: Shape) -> State:
     """A split dimension of length 1 could go anywhere, unless it stays among as many ones."""
     start = mark.dim - _ones_before(shape, mark.dim)
     stop = mark.dim + 1 + _ones_before(shape[::-1], len(shape) - 1 - mark.dim)
@@ -54,7 +54,7 @@ def _regrouped_one(call: Call, mark: Mark, shape: Shape, new: Shape) -> State:
     return call.lost("where the split dimension may be one or another")
 
 
-def _inferred(call: Call, mark: Mark, shape: Shape, new: Shape, place: int) -> State:
+def _inferred(call: TorchCall, mark: Mark, shape: Shape, new: Shape, place: int) -> State:
     """The split dimension goes where the length is left open: numbers are the same on all workers.
 
     So shards that are 1 long, on some workers or on all, go where longer ones go.
@@ -67,7 +67,7 @@ def _inferred(call: Call, mark: Mark, shape: Shape, new: Shape, place: int) -> S
     return _resized(mark.at(place), inner, prod(new[place + 1 :]))
 
 
-def _regrouped(call: Call, mark: Mark, shape: Shape, new: Shape) -> State:
+def _regrouped(call: TorchCall, mark: Mark, shape: Shape, new: Shape) -> State:
     """Where all dimensions up to the split one are as before, or all from it on, so is that."""
     after, place = mark.dim + 1, mark.dim + len(new) - len(shape)
     found = set()
@@ -111,7 +111,7 @@ def _ones_before(shape: Shape, place: int) -> int:
     return count
 
 
-def _rescaled(call: Call, mark: Mark, shape: Shape, new: Shape) -> State:
+def _rescaled(call: TorchCall, mark: Mark, shape: Shape, new: Shape) -> State:
     """The split dimension is the outer one of those that merge, and of those into which it goes."""
     before, inner = prod(shape[: mark.dim]), prod(shape[mark.dim + 1 :])
     begin = [dim for dim in range(len(new)) if prod(new[:dim]) == before]
@@ -143,7 +143,7 @@ def _aligned(mark: Mark, inner: int, size: int, new_inner: int) -> bool:
     return [a * inner for a, _ in old] == [a * new_inner for a, _ in new]
 
 
-def unflattened(call: Call, mark: Mark, shape: Shape, result: Tensor) -> State:
+def unflattened(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
     dim = int(call.argument(1, "dim")) % len(shape)
     if dim != mark.dim:
         return mark.at(mark.dim + (result.ndim - len(shape)) * (dim < mark.dim))

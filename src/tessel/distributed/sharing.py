@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from tessel import boxes
 from tessel import tensor as spread
-from tessel.distributed.call import Call, Shape, is_pointwise
+from tessel.distributed.call import Shape, TorchCall, is_pointwise
 from tessel.distributed.mark import Mark, State, Unknown, state_of
 from tessel.linop import LinearOperator
 
@@ -32,7 +32,7 @@ _OF_WEIGHTS = frozenset(("linear", "layer_norm", "rms_norm"))
 _SETTLED = "tessel: not a shard"  # in the metadata of a node behind which nobody looks
 
 
-def check_uses(call: Call) -> None:
+def check_uses(call: TorchCall) -> None:
     """Raise if a value that is whole on all workers needs a gradient, of which each has a part."""
     if call.base in _WITHOUT_GRADIENT or not torch.is_grad_enabled():
         return
@@ -51,7 +51,7 @@ def check_uses(call: Call) -> None:
             )
 
 
-def check_classes(call: Call) -> None:
+def check_classes(call: TorchCall) -> None:
     """Raise if torch's own loss would take the classes of one worker for all of them."""
     if call.base not in ("cross_entropy", "nll_loss"):
         return
@@ -72,7 +72,7 @@ _OWN_LOSS = (
 )
 
 
-def check_factor(call: Call) -> None:
+def check_factor(call: TorchCall) -> None:
     """Raise if a shard would be scaled, in place, by a number that is another on each worker.
 
     So does code that bounds the norm of a weight, and would take that of one worker's shard.
@@ -91,7 +91,7 @@ def check_factor(call: Call) -> None:
         )
 
 
-def _first_mark(call: Call) -> tuple[Mark | None, Shape]:
+def _first_mark(call: TorchCall) -> tuple[Mark | None, Shape]:
     for state, shape in zip(call.states, call.shapes, strict=True):
         if isinstance(state, Mark):
             return state, shape
@@ -132,21 +132,18 @@ def _settle(node: Any) -> None:
     node.metadata[_SETTLED] = True
 
 
-def _is_own_part(call: Call, mark: Mark, shape: Shape, other: Shape) -> bool:
+def _is_own_part(call: TorchCall, mark: Mark, shape: Shape, other: Shape) -> bool:
     """Whether a tensor without a mark has the split dimension too, as long as it is here."""
     place = mark.dim - len(shape)  # from the end, as in broadcasting
     if call.base in _OF_WEIGHTS or not (is_pointwise(call.base) or place < -2):
         return False
-    if _has_single(mark, shape[mark.dim]):
+    # where some worker's part is 1 long, a whole tensor, which broadcasts, may be as long
+    lengths = [shape[mark.dim]]
+    if mark.size is not None:
+        lengths = [b - a for a, b in boxes.balanced(mark.size, mark.partition.size)]
+    if 1 in lengths:
         return False
     return -place <= len(other) and other[place] == shape[mark.dim]
-
-
-def _has_single(mark: Mark, length: int) -> bool:
-    """Whether a part of some worker is 1 long: a whole tensor, which broadcasts, may be as long."""
-    if mark.size is None:
-        return length == 1
-    return any(stop - start == 1 for start, stop in boxes.balanced(mark.size, mark.partition.size))
 
 
 def _is_shared(tensor: Tensor) -> bool:
@@ -175,11 +172,6 @@ def _is_settled(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
 
 
-def _is_ours(operator: Any) -> bool:
-    """Whether this is a linear operator, or the product of a column layer, with its own slopes."""
-    return isinstance(operator, LinearOperator) or hasattr(operator, "slopes")
-
-
 def _origins(node: Any, ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
     """What a value was computed from: parameters, inputs, and operators of this library."""
     seen: set[Any] = set()
@@ -190,8 +182,12 @@ def _origins(node: Any, ends: Callable[[Any], bool] = lambda node: False) -> Ite
             continue
         seen.add(node)
         sources = node.next_functions
-        if isinstance(node, BackwardCFunction) and _is_ours(getattr(node, "operator", None)):
-            yield node.operator  # type: ignore[attr-defined]
+        # a linear operator, or the product of a column layer, which no operator alone describes
+        ours = getattr(node, "operator", None) or getattr(node, "product", None)
+        if isinstance(node, BackwardCFunction) and (
+            isinstance(ours, LinearOperator) or hasattr(ours, "slopes")
+        ):
+            yield ours
         elif not sources and hasattr(node, "variable"):
             yield node.variable
         elif not ends(node):

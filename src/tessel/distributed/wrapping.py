@@ -113,7 +113,7 @@ def _guard_fsdp() -> None:
         warnings.warn(text, stacklevel=2)
 
 
-class Held(NamedTuple):
+class HeldShard(NamedTuple):
     """What one worker says of a shard in the module that it wraps.
 
     Args:
@@ -143,10 +143,10 @@ class Held(NamedTuple):
         return len(self.workers) > 1
 
 
-class Report(NamedTuple):
+class ModuleReport(NamedTuple):
     """What one worker says of the module that it wraps: its shards, and whether it has others."""
 
-    shards: tuple[Held, ...]
+    shards: tuple[HeldShard, ...]
     has_others: bool
 
 
@@ -156,7 +156,10 @@ def _deciding(given: BoundArguments) -> Iterator[None]:
 
     All workers tell each other what they hold and come to the same decision, or raise.
     """
-    module, handle = given.arguments.get("module"), _handle_of(given)
+    module, mesh = given.arguments.get("module"), given.arguments.get("device_mesh")
+    handle = given.arguments.get("process_group")  # None is the group of all workers
+    if mesh is not None and mesh.ndim == 1:
+        handle = mesh.get_group(0)
     workers = _workers_of(handle)
     report = _report(module, given.arguments) if isinstance(module, Module) else None
     if report is None or not report.shards or len(workers) < 2:
@@ -173,14 +176,6 @@ def _deciding(given: BoundArguments) -> Iterator[None]:
         delattr(module, IGNORED)
         if before is not None:
             setattr(module, IGNORED, before)
-
-
-def _handle_of(given: BoundArguments) -> Any:
-    """The process group of a call of DDP; None for that of all workers."""
-    mesh = given.arguments.get("device_mesh")
-    if mesh is not None and mesh.ndim == 1:
-        return mesh.get_group(0)
-    return given.arguments.get("process_group")
 
 
 def _workers_of(handle: Any) -> list[int]:
@@ -213,7 +208,7 @@ def _named(module: Module, once: bool = True) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=once)
 
 
-def _report(module: Module, given: dict[str, Any]) -> Report:
+def _report(module: Module, given: dict[str, Any]) -> ModuleReport:
     asked, delays = set(_asked(module)), given.get("delay_all_reduce_named_params") or ()
     delayed = {id(value) for _, value in delays} if isinstance(delays, list | tuple) else set()
     ignored = {id(value) for name, value in _named(module, False) if name in asked}
@@ -226,7 +221,7 @@ def _report(module: Module, given: dict[str, Any]) -> Report:
         dim, size = (state.dim, state.size) if isinstance(state, Mark) else (0, None)
         row = state.partition
         shards.append(
-            Held(
+            HeldShard(
                 name=name,
                 what=describe(state) if isinstance(state, Mark) else state.remedy,
                 is_lost=not known and (row is None or row.size > 1),
@@ -240,10 +235,10 @@ def _report(module: Module, given: dict[str, Any]) -> Report:
         )
     split = {each.name for each in shards if each.is_split}
     others = (name not in split and p.requires_grad for name, p in module.named_parameters())
-    return Report(tuple(shards), any(others))
+    return ModuleReport(tuple(shards), any(others))
 
 
-def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
+def decide(workers: Sequence[int], reports: Sequence[ModuleReport]) -> list[str]:
     """The names of the shards that DDP must ignore; ValueError if it cannot be right.
 
     Args:
@@ -252,15 +247,15 @@ def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
 
     A shard that all of them hold is averaged:
 
-    >>> weight = Held("weight", "a shard", False, 0, 8, (0, 1), 0, False, False)
+    >>> weight = HeldShard("weight", "a shard", False, 0, 8, (0, 1), 0, False, False)
     >>> other = weight._replace(workers=(2, 3))
-    >>> decide([0, 2], [Report((weight,), True), Report((other,), True)])
+    >>> decide([0, 2], [ModuleReport((weight,), True), ModuleReport((other,), True)])
     []
 
     Of shards that are others on each of them, every worker keeps its own:
 
     >>> other = weight._replace(place=1)
-    >>> decide([0, 1], [Report((weight,), True), Report((other,), True)])
+    >>> decide([0, 1], [ModuleReport((weight,), True), ModuleReport((other,), True)])
     ['weight']
     """
     label = f"DistributedDataParallel over workers {list(workers)}"
@@ -278,12 +273,23 @@ def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
             raise ValueError(f"{label}: of {lost.name} {lost.what}")
         if not any(each.is_split for each in held):
             continue
-        if _are_apart(workers, held):
+        # either all hold different shards of one tensor …
+        if len({each.workers for each in held}) == 1 and {*workers} <= {*held[0].workers}:
             apart.append(held[0].name)
-            _check_delay(label, held)
+            if any(each.is_delayed for each in held):
+                raise ValueError(
+                    f"{label}: {held[0].name} is in delay_all_reduce_named_params, and is "
+                    f"{held[0].what}, of which each worker has its own part; leave it out"
+                )
+        # … or all hold the same shard, each in a group of its own
         elif _are_alike(workers, held):
             averaged = True
-            _check_ignored(label, held)
+            if any(each.is_ignored for each in held):
+                raise ValueError(
+                    f"{label}: {held[0].name} is {held[0].what}; these workers hold the same shard "
+                    f"and are asked to ignore its gradient, so that their copies would drift "
+                    f"apart; take it out of {IGNORED}"
+                )
         else:
             raise ValueError(f"{label}: {_contradiction(workers, held)}")
     if apart and not averaged and not all(report.has_others for report in reports):
@@ -294,12 +300,7 @@ def decide(workers: Sequence[int], reports: Sequence[Report]) -> list[str]:
     return apart
 
 
-def _are_apart(workers: Sequence[int], held: Sequence[Held]) -> bool:
-    """Whether these workers hold different shards of one tensor."""
-    return len({each.workers for each in held}) == 1 and {*workers} <= {*held[0].workers}
-
-
-def _are_alike(workers: Sequence[int], held: Sequence[Held]) -> bool:
+def _are_alike(workers: Sequence[int], held: Sequence[HeldShard]) -> bool:
     """Whether these workers hold the same shard, each in a group of its own."""
     own = (
         {*workers} & {*each.workers} == {worker} for worker, each in zip(workers, held, strict=True)
@@ -308,7 +309,7 @@ def _are_alike(workers: Sequence[int], held: Sequence[Held]) -> bool:
     return all(own) and len(kinds) == 1
 
 
-def _contradiction(workers: Sequence[int], held: Sequence[Held]) -> str:
+def _contradiction(workers: Sequence[int], held: Sequence[HeldShard]) -> str:
     """Why neither a mean nor none is right for a shard."""
     which = [
         f"{each.what} on worker {worker}, which has part {each.place} of it"
@@ -321,23 +322,6 @@ def _contradiction(workers: Sequence[int], held: Sequence[Held]) -> str:
         f"shards, and without one those that hold the same shard would drift apart; "
         f"{_REPLICAS} takes the mean over the workers that hold the same shards"
     )
-
-
-def _check_delay(label: str, held: Sequence[Held]) -> None:
-    if any(each.is_delayed for each in held):
-        raise ValueError(
-            f"{label}: {held[0].name} is in delay_all_reduce_named_params, and is {held[0].what}, "
-            f"of which each worker has its own part; leave it out"
-        )
-
-
-def _check_ignored(label: str, held: Sequence[Held]) -> None:
-    if any(each.is_ignored for each in held):
-        raise ValueError(
-            f"{label}: {held[0].name} is {held[0].what}; these workers hold the same shard and are "
-            f"asked to ignore its gradient, so that their copies would drift apart; take it out "
-            f"of {IGNORED}"
-        )
 
 
 @contextmanager

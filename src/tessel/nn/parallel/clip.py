@@ -8,6 +8,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn import Module
 
 from tessel.distributed.agreeing import agree_on_call
@@ -24,7 +25,7 @@ NO_GRADIENT = -1.0  # where the norm of a gradient would be
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """What this worker has of a parameter, and which workers' pieces make up the whole.
 
     Attributes:
@@ -168,7 +169,7 @@ def _outside(found: Sequence[Named], row: Partition) -> Tensor:
     return torch.tensor(0.0)
 
 
-def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> Piece:
+def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
     counted, holders = _holders(layout or Layout.whole(row, (), shared=True))
     others = [worker for some in holders for worker in some if row.place(worker) is None]
     if others:
@@ -176,7 +177,7 @@ def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> P
             f"clip_grad_norm_ over {row}: the parameter {name} has parts on workers {others}, "
             f"which are not among these; pass `partition`, with all workers that hold the model"
         )
-    return Piece(name, value, counted, holders)
+    return ParameterPiece(name, value, counted, holders)
 
 
 @kept_in_job
@@ -188,7 +189,7 @@ def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ..
     return tuple(counted), tuple(tuple(layout.holders(places[worker])) for worker in counted)
 
 
-def _everyones(pieces: Sequence[Piece], norm_type: float, row: Partition) -> Tensor:
+def _everyones(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -> Tensor:
     """The norms of all gradients on all workers, in the order of the workers; on the CPU."""
     if not pieces:
         return torch.zeros(row.size, 0)
@@ -208,10 +209,12 @@ def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
         return torch.tensor(least, dtype=torch.float64, device=grad.device)
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
-    return torch.linalg.vector_norm(values, norm_type).double()
+    return vector_norm(values, norm_type).double()
 
 
-def _total(pieces: Sequence[Piece], norms: Tensor, norm_type: float, row: Partition) -> Tensor:
+def _total(
+    pieces: Sequence[ParameterPiece], norms: Tensor, norm_type: float, row: Partition
+) -> Tensor:
     """The norm of the whole model, of the dtype and on the device that torch gives it."""
     wholes = []
     for number, piece in enumerate(pieces):
@@ -219,26 +222,23 @@ def _total(pieces: Sequence[Piece], norms: Tensor, norm_type: float, row: Partit
         _check(piece, column)
         counted = torch.stack([column[worker] for worker in piece.counted])
         if not bool((counted == NO_GRADIENT).all()):
-            wholes.append(_norm_of_norms(counted, norm_type))
+            # the norms of p = 0 are counts, which add
+            norm = counted.sum() if norm_type == 0 else vector_norm(counted, norm_type)
+            wholes.append(norm)
     if not wholes:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack(wholes), norm_type)
+    total = vector_norm(torch.stack(wholes), norm_type)
     values = [piece.value for piece in pieces]
     with_grads = [value for value in values if value.grad is not None] or values
     dtype = reduce(torch.promote_types, (_real(value.dtype) for value in with_grads))
     return total.to(with_grads[0].device, dtype)
 
 
-def _norm_of_norms(norms: Tensor, norm_type: float) -> Tensor:
-    """The norm of a tensor from those of its parts, which for p = 0 are counts."""
-    return norms.sum() if norm_type == 0 else torch.linalg.vector_norm(norms, norm_type)
-
-
 def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _check(piece: Piece, norms: Mapping[int, Tensor]) -> None:
+def _check(piece: ParameterPiece, norms: Mapping[int, Tensor]) -> None:
     """Raise ValueError if workers that have one value have other gradients, or only some have."""
     found = {worker: float(norm) for worker, norm in norms.items()}
     without = [worker for worker, norm in found.items() if norm == NO_GRADIENT]

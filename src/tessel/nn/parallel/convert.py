@@ -62,7 +62,10 @@ def convert(module: Module, conversion: Conversion) -> Module:
     problems = _problems(module, wanted, conversion)
     layers = [(name, each) for name, each in wanted if id(each) not in problems]
     problem = "; ".join(dict.fromkeys(text for text in problems.values() if text))
-    wrapped = conversion.splits and _has_wrapped(module, {id(each) for _, each in layers})
+    # a wrapper has lists of the parameters that it was made with
+    wrappers = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
+    inside = {id(inner) for wrapper in wrappers for inner in wrapper.modules()}
+    wrapped = conversion.splits and any(id(each) in inside for _, each in layers)
     listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
     agree_on_call(conversion.partition, f"{conversion.name} {problem} {wrapped=}\n{listing}")
     if wrapped:
@@ -86,12 +89,6 @@ def convert(module: Module, conversion: Conversion) -> Module:
         text = f"{conversion.name}: {problem}; all this stays as it is, and strict=True raises"
         warnings.warn(text, stacklevel=3)
     return new.get(id(module), module)
-
-
-def _has_wrapped(module: Module, layers: set[int]) -> bool:
-    """Whether some of these layers are in a wrapper that has lists of their parameters."""
-    wrappers = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
-    return any(id(inner) in layers for wrapper in wrappers for inner in wrapper.modules())
 
 
 def _summary(layer: Module) -> str:

@@ -14,7 +14,6 @@ from tessel.agreement import Terms, admit
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
-    Mark,
     State,
     Unknown,
     check_known,
@@ -90,7 +89,11 @@ def parallel_cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-    _check_takes_part(mark)
+    if not mark.partition.active:
+        raise ValueError(
+            f"parallel_cross_entropy: the input is a shard over {mark.partition}, to which worker "
+            f"{transport.this_worker()} does not belong"
+        )
     weight_mark = mark_of(weight)  # type: ignore[arg-type]
     loss = ClassLoss(
         row_of(mark.partition),
@@ -285,11 +288,3 @@ def _check_whole(input: Any, target: Any, weight: Any) -> None:
                 f"parallel_cross_entropy: the input has no mark of a shard and the {name} has one; "
                 f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
             )
-
-
-def _check_takes_part(mark: Mark) -> None:
-    if not mark.partition.active:
-        raise ValueError(
-            f"parallel_cross_entropy: the input is a shard over {mark.partition}, to which worker "
-            f"{transport.this_worker()} does not belong"
-        )

@@ -90,7 +90,9 @@ def random_stream(split: bool, partition: Partition | None = None) -> Iterator[N
         return
     _, seed = _agree(row, f"random_stream(split={split!r})", None, torch.empty(0))
     if split:
-        seed = _scrambled(seed, 1 + (row.rank or 0))
+        # another seed for each worker: the number that belongs to it by the first one
+        number, one = 1 + (row.rank or 0), _Whole((1,), 0, (0,))
+        seed = int(_numbers(seed, one, number, (1,), torch.device("cpu")))
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(list(devices)):
         torch.manual_seed(seed)
@@ -142,8 +144,3 @@ def _numbers(seed: int, whole: _Whole, start: int, shape: Shape, device: torch.d
         mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         mixed *= factor
     return mixed.bitwise_and_(SEEDS)
-
-
-def _scrambled(seed: int, number: int) -> int:
-    """Another seed for each number."""
-    return int(_numbers(seed, _Whole((1,), 0, (0,)), number, (1,), torch.device("cpu")))

@@ -24,7 +24,7 @@ from tessel.graph import eagerly
 from tessel.layout import Layout
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
-from tessel.nn.parallel.embedding_agreement import Lookup, Settings, agree
+from tessel.nn.parallel.embedding_agreement import EmbeddingOptions, Lookup, agree
 from tessel.nn.parallel.embedding_table import look_up_columns, look_up_rows
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.partition import Partition
@@ -263,8 +263,8 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         return abs(self.dim) == abs(dim) and self.partition == partition
 
     @property
-    def _settings(self) -> Settings:
-        return Settings(
+    def _settings(self) -> EmbeddingOptions:
+        return EmbeddingOptions(
             self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
 
@@ -312,7 +312,7 @@ def parallel_embedding(
         return F.embedding(
             input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
-    settings = Settings(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    settings = EmbeddingOptions(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     state = traced_state(weight) if dim is None else state_of(weight)
     if isinstance(state, Mark):
         partition = partition or state.partition

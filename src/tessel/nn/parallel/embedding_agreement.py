@@ -20,7 +20,7 @@ _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  #
 
 
 @dataclass(frozen=True)
-class Settings:
+class EmbeddingOptions:
     """What torch's embedding takes beside ids and weight; `padding_idx` counts whole rows."""
 
     padding_idx: int | None = None
@@ -29,7 +29,7 @@ class Settings:
     scale_grad_by_freq: bool = False
     sparse: bool = False
 
-    def counted_from_front(self, rows: int) -> Settings:
+    def counted_from_front(self, rows: int) -> EmbeddingOptions:
         """The same with a `padding_idx` that is not negative."""
         padding = self.padding_idx
         return (
@@ -56,7 +56,7 @@ class Lookup:
     label: str
     dim: int | None
     num_embeddings: int | None
-    settings: Settings
+    settings: EmbeddingOptions
     weight: State = None
     ids: State = None
     embedding_dim: int | None = None

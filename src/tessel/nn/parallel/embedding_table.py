@@ -7,11 +7,12 @@ from dataclasses import astuple, replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from tessel.agreement import Terms
 from tessel.distributed.movements import gathering, reducing, shard_layout
 from tessel.layout import Layout
-from tessel.nn.parallel.embedding_agreement import Settings
+from tessel.nn.parallel.embedding_agreement import EmbeddingOptions
 from tessel.partition import Partition
 from tessel.shared import nothing
 
@@ -19,7 +20,7 @@ EPSILON = 1e-7  # what torch adds to a norm before it divides by it
 
 
 def look_up_rows(
-    ids: Tensor, weight: Tensor, layout: Layout, settings: Settings, terms: Terms
+    ids: Tensor, weight: Tensor, layout: Layout, settings: EmbeddingOptions, terms: Terms
 ) -> Tensor:
     """The rows of all ids, of a table whose rows are split: each worker adds those it has.
 
@@ -41,7 +42,7 @@ def look_up_rows(
 
 
 def look_up_columns(
-    ids: Tensor, weight: Tensor, layout: Layout, settings: Settings, terms: Terms
+    ids: Tensor, weight: Tensor, layout: Layout, settings: EmbeddingOptions, terms: Terms
 ) -> Tensor:
     """The rows of all ids, of a table whose columns are split: the columns are gathered.
 
@@ -55,7 +56,7 @@ def look_up_columns(
     return move.apply(columns, terms).view(*ids.shape, layout.shape[1])
 
 
-def _local_rows(ids: Tensor, weight: Tensor, settings: Settings) -> Tensor:
+def _local_rows(ids: Tensor, weight: Tensor, settings: EmbeddingOptions) -> Tensor:
     """Torch's own embedding, which for no values at all has no second derivative."""
     shape = (len(ids), weight.shape[1])
     if 0 in shape and not settings.sparse:
@@ -75,20 +76,14 @@ def renormalise(
         wide = torch.float32 if table.dtype in (torch.float16, torch.bfloat16) else table.dtype
         rows = table[flat].to(wide)
         gather = gathering(shard_layout(partition, (flat.numel(), partition.size), 1))
-        parts = gather.apply(_norms(rows, norm_type)[:, None])
-        norm = _norms_of_parts(parts, norm_type).to(table.dtype)
+        if rows.shape[1]:
+            mine = vector_norm(rows, norm_type, dim=1)
+        else:  # of no columns, what does not change the norm of others
+            mine = rows.new_full((len(rows),), 0.0 if norm_type >= 0 else float("inf"))
+        parts = gather.apply(mine[:, None])
+        # the norms of p = 0 are counts, which add
+        norm = parts.sum(1) if norm_type == 0 else vector_norm(parts, norm_type, dim=1)
+        norm = norm.to(table.dtype)
         scale = max_norm / (norm.double() + EPSILON)
         scaled = (rows * scale.to(wide)[:, None]).to(table.dtype)
         table[flat] = torch.where((norm.double() > max_norm)[:, None], scaled, table[flat])
-
-
-def _norms(rows: Tensor, norm_type: float) -> Tensor:
-    """The norm of each row; of no columns, that which does not change those of others."""
-    if rows.shape[1] == 0:
-        return rows.new_full((len(rows),), 0.0 if norm_type >= 0 else float("inf"))
-    return torch.linalg.vector_norm(rows, norm_type, dim=1)
-
-
-def _norms_of_parts(parts: Tensor, norm_type: float) -> Tensor:
-    """The norm of each row from those of its parts, which for p = 0 are counts."""
-    return parts.sum(1) if norm_type == 0 else torch.linalg.vector_norm(parts, norm_type, dim=1)

@@ -43,7 +43,7 @@ COLUMN, ROW = 1, 0
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProductPlan:
     """What all workers agreed on: how the input enters, and how the results become one."""
 
     enter: LinearOperator | None
@@ -52,7 +52,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Product:
+class ShardedProduct:
     """A product with a weight in shards, to the last detail in which workers must be alike.
 
     Args:
@@ -95,7 +95,7 @@ class Product:
         """The label and all that it does not say."""
         return f"{self.label} {self.dtype} {self.device} {self.autocast} {self.needs}"
 
-    def conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
+    def conclude(self, shapes: dict[int, Shape], terms: Terms) -> ProductPlan:
         if self.problem:
             raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
         check_known(self.state, self.label)
@@ -103,11 +103,11 @@ class Product:
         shape = self._whole_shape(shapes)
         result = (*shape[:-1], self.sizes[1])
         if self.dim == COLUMN:
-            return Entry(copying(self.partition, shape), None, terms)
+            return ProductPlan(copying(self.partition, shape), None, terms)
         leave = reducing(self.partition, result)
         if self.state is None and not self._are_shards(shapes):
-            return Entry(scattering(self.partition, shape, len(shape) - 1), leave, terms)
-        return Entry(None, leave, terms)
+            return ProductPlan(scattering(self.partition, shape, len(shape) - 1), leave, terms)
+        return ProductPlan(None, leave, terms)
 
     def _are_shards(self, shapes: dict[int, Shape]) -> bool:
         """Whether the lengths of inputs say that they are shards, where no mark does.
@@ -182,7 +182,7 @@ class Product:
 
 
 @kept_in_job
-def _meeting(product: Product) -> Meeting[Entry]:
+def _meeting(product: ShardedProduct) -> Meeting[ProductPlan]:
     P = product.partition
     return Meeting(P.group, product.label, P.ranks, product.conclude, product.identity)
 
@@ -216,10 +216,10 @@ def _product(
     partition: Partition,
     dim: int,
     sizes: tuple[int, int],
-) -> Product:
+) -> ShardedProduct:
     needs, is_off = needs_of([weight] if bias is None else [weight, bias])
     device = weight.device.type
-    return Product(
+    return ShardedProduct(
         name=name,
         partition=partition,
         dim=dim,
@@ -227,7 +227,7 @@ def _product(
         state=traced_state(x),
         dtype=weight.dtype,
         device=device,
-        autocast=_autocast(device),
+        autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         needs=tuple(needs),
         is_off=is_off,
         problem=_mark_problem(weight, bias, partition, dim, sizes)
@@ -236,7 +236,7 @@ def _product(
 
 
 def _multiplied(
-    x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, entry: Entry
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: ShardedProduct, entry: ProductPlan
 ) -> Tensor:
     partition, alone = product.partition, product.partition.size == 1
     if product.dim == COLUMN:
@@ -291,10 +291,6 @@ def _whole_sizes(
     if isinstance(state, Mark) and state.merged(expected) is None:
         raise ValueError(f"{label}: {expected} was expected")
     return (other, sum(lengths)) if split == COLUMN else (sum(lengths), other)
-
-
-def _autocast(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _mark_problem(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tessel.layout import Layout
 from tessel.nn.parallel.state_parts import (
-    Collector,
+    StateCollector,
     kinds,
     local_problem,
     relocator,
@@ -69,7 +69,7 @@ def collect_state_dict(
         if name in given and (text := local_problem(name, given[name], layout))
     ]
     places.agree(call, kinds(given), problems)
-    collect = Collector(places, rank0_only, cpu_offload)
+    collect = StateCollector(places, rank0_only, cpu_offload)
     whole = {name: collect(value, places.layouts.get(name)) for name, value in given.items()}
     named = {prefix + name: value for name, value in whole.items()}
     return _like(given, {} if collect.is_empty else named)
@@ -163,7 +163,7 @@ def collect_optimizer_state_dict(
     entries = list(_entries(given, optimizer, places))
     problems = [text for each in entries if (text := each.problem(whole=False))]
     places.agree(call, [each.identity for each in entries], problems, NotImplementedError)
-    collect = Collector(places, rank0_only, cpu_offload)
+    collect = StateCollector(places, rank0_only, cpu_offload)
     whole = _with_values(given, {e.path: collect(e.value, e.layout) for e in entries})
     return {} if collect.is_empty else whole
 
@@ -201,9 +201,16 @@ def relocate_optimizer_state_dict(
         return optimizer.state_dict()
     relocate = relocator(places, state, rank0_only, call, next(module.parameters(), None))
     outline = relocate.outline
-    wrong = _count_problem(outline, optimizer)
-    entries = [] if wrong else list(_entries(outline, optimizer, places))
-    problems = wrong or [text for each in entries if (text := each.problem(whole=True))]
+    expected, got = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, outline["param_groups"])
+    )
+    entries = list(_entries(outline, optimizer, places)) if expected == got else []
+    problems = [text for each in entries if (text := each.problem(whole=True))]
+    if expected != got:
+        problems = [
+            f"the groups of the optimizer have {expected} parameters, those of the state {got}"
+        ]
     listing = [f"{each.identity}{shape_text(each.value)}" for each in entries]
     places.agree(call, listing, problems)
     own = {each.path: relocate(each.value, each.layout) for each in entries}
@@ -256,24 +263,12 @@ class _Entry:
 def _entries(state: Mapping[str, Any], optimizer: Optimizer, places: Places) -> Iterator[_Entry]:
     """All that an optimizer keeps for each of its parameters."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    for key, parameter in zip(_keys(state), parameters, strict=True):
+    keys = [key for group in state["param_groups"] for key in group["params"]]  # in their order
+    for key, parameter in zip(keys, parameters, strict=True):
         layout = places.of_value.get(id(parameter))
         name = places.names.get(id(parameter), "a parameter that is not of the module")
         for what, value in state["state"].get(key, {}).items():
             yield _Entry((key, what), value, name, places, layout)
-
-
-def _keys(state: Mapping[str, Any]) -> list[Any]:
-    """What stands for each parameter in the state of an optimizer, in their order."""
-    return [key for group in state["param_groups"] for key in group["params"]]
-
-
-def _count_problem(state: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    got = [len(group["params"]) for group in state["param_groups"]]
-    if expected == got:
-        return []
-    return [f"the groups of the optimizer have {expected} parameters, those of the state {got}"]
 
 
 def _with_values(state: Mapping[str, Any], values: Mapping[tuple[Any, str], Any]) -> State:

@@ -14,7 +14,7 @@ from tessel.move import Move
 from tessel.nn.parallel.state_places import Places
 
 
-class Collector:
+class StateCollector:
     """Puts values together on all workers, or on the first; one value once."""
 
     def __init__(self, places: Places, rank0_only: bool, cpu_offload: bool) -> None:
@@ -133,16 +133,15 @@ def shape_text(value: Any) -> str:
 def kinds(state: Mapping[str, Any]) -> list[str]:
     """What of a state must be alike on all workers: names, dtypes, and which values are one."""
     first: dict[int, str] = {}
-    return [
-        f"{name!r} of {value.dtype}{_tie(first.setdefault(id(value), name), name)}"
-        if isinstance(value, Tensor)
-        else repr(name)
-        for name, value in state.items()
-    ]
-
-
-def _tie(first: str, name: str) -> str:
-    return "" if first == name else f", which is {first!r},"
+    found = []
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            found.append(repr(name))
+            continue
+        same = first.setdefault(id(value), name)
+        tie = "" if same == name else f", which is {same!r},"
+        found.append(f"{name!r} of {value.dtype}{tie}")
+    return found
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
