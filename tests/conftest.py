@@ -7,8 +7,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from tessel.testing.pool import WorkerPool
+
+torch.set_num_threads(1)  # of this process: tensors are small here, and more threads only wait
 
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
@@ -16,7 +19,7 @@ LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter lim
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """The workers of this run."""
-    with WorkerPool(timeout=60.0) as pool:
+    with WorkerPool(timeout=60.0, threads=1) as pool:
         yield pool
 
 

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-sys.path.insert(0, str(EXAMPLES))
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
 
 Run = Callable[..., list[Any]]
 
