@@ -30,6 +30,7 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/mypy --strict tests/typed_user.py # what users see of the types
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
