@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test venv bench lint format types docs clean
+.PHONY: demo test test-quick venv bench lint format types docs pictures clean
 
 demo: $(READY)
 	$(BIN)/tessel demo
 
 test: $(READY)
 	$(BIN)/pytest
+
+test-quick: $(READY)
+	$(BIN)/pytest --quick
 
 venv: $(READY)
 
@@ -39,6 +42,9 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: $(READY)
+	$(BIN)/python tools/draw_pictures.py
 
 clean:
 	rm -rf $(VENV) site build dist

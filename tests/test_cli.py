@@ -63,6 +63,7 @@ def script(folder: Path, text: str) -> Path:
 # --- run
 
 
+@pytest.mark.slow
 def test_run_is_python_on_every_worker(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("value = 7\n")
     path = script(
@@ -82,6 +83,7 @@ def test_run_is_python_on_every_worker(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_run_module_and_default_threads(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "job.py").write_text(
@@ -93,6 +95,7 @@ def test_run_module_and_default_threads(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [f"{threads} x"] * 2
 
 
+@pytest.mark.slow
 def test_run_keeps_the_users_threads(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
@@ -100,6 +103,7 @@ def test_run_keeps_the_users_threads(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "5\n")
 
 
+@pytest.mark.slow
 def test_run_shows_the_first_failure_last(tmp_path: Path) -> None:
     path = script(tmp_path, "if P.rank == 1:\n    raise ValueError('no data')\n" + WAIT)
     done = tessel("run", "-n", 3, path, cwd=tmp_path)
@@ -113,6 +117,7 @@ def test_run_shows_the_first_failure_last(tmp_path: Path) -> None:
     assert "ChildFailedError" not in done.stderr and "elastic" not in done.stderr
 
 
+@pytest.mark.slow
 def test_run_shows_a_killed_worker(tmp_path: Path) -> None:
     path = script(tmp_path, "if P.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT)
     done = tessel("run", "-n", 2, path, cwd=tmp_path)
@@ -121,6 +126,7 @@ def test_run_shows_a_killed_worker(tmp_path: Path) -> None:
     assert re.fullmatch(r"worker 1 of 2 was killed by SIGKILL \(pid \d+\)", last), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "shown"),
     [
@@ -137,6 +143,7 @@ def test_run_returns_the_exit_code(tmp_path: Path, end: str, code: int, shown: s
     assert shown in done.stderr
 
 
+@pytest.mark.slow
 def test_run_ends_with_the_interrupt(tmp_path: Path) -> None:
     path = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)\n")
     start = subprocess.Popen(
@@ -156,6 +163,7 @@ def test_run_ends_with_the_interrupt(tmp_path: Path) -> None:
     assert not any(map(is_running, workers))
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
     path = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)\n")
     start = subprocess.Popen(
@@ -179,6 +187,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+@pytest.mark.slow
 def test_run_on_two_hosts(tmp_path: Path) -> None:
     path = script(tmp_path, WAIT + "print(P.rank, P.size)\n")
     with socket.create_server(("localhost", 0)) as server:
@@ -373,6 +382,7 @@ def draw_all(folder: str) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_every_move_can_be_drawn(run: Run, tmp_path: Path) -> None:
     captions = run(draw_all, str(tmp_path), nprocs=4)[0]
     pictures = sorted(tmp_path.iterdir(), key=lambda path: int(path.stem))

@@ -204,6 +204,7 @@ def test_darcy_learns_alike_on_any_number_of_workers(
             torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_curve(run: Run, darcy_alone: darcy.Curves) -> None:
     """So that equal curves say something."""
     (other,) = run(darcy.train, replace(FLOW, seed=2, epochs=1), nprocs=1)

@@ -1,4 +1,4 @@
-"""Prove an installed Tessel: two workers compute what one process does, by the engine if it is there.
+"""Prove an installed Tessel: two workers compute what one process computes.
 
 `python tools/check_wheel.py --compiled` fails where the wheel has no engine, as builders of wheels
 want it; without the option both kinds pass. Run it outside of the source tree, or it proves that.
