@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test venv bench lint format types docs support clean
+.PHONY: demo test test-quick venv bench lint format types docs support clean
 
 demo: $(READY)
 	$(BIN)/tessel demo
 
 test: $(READY)
 	$(BIN)/pytest
+
+test-quick: $(READY)
+	$(BIN)/pytest --quick
 
 venv: $(READY)
 
@@ -30,6 +33,7 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/mypy --strict tests/typed_user.py # what users see of the types
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

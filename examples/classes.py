@@ -6,14 +6,16 @@ its momentum each worker has the part of its classes only, and of the logits, to
 one over the number of workers. The loss is the same on any number of them.
 
     python examples/classes.py
-    tessel run -n 4 examples/classes.py
+    tessel run -n 4 examples/classes.py --output loss.png
     torchrun --nproc-per-node 2 examples/classes.py --classes 1000000 --features 32
+    python examples/classes.py --whole            # torch's own layers, in one process
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -21,6 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import tessel
+from tessel import viz
 from tessel.nn import ParallelCrossEntropyLoss, ParallelLinear
 
 console = Console(highlight=False)
@@ -38,6 +41,7 @@ class Settings:
     rate: float = 0.5
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    is_split: bool = True  # else torch's own layers, for one process
 
 
 @dataclass(frozen=True)
@@ -60,20 +64,30 @@ class Report:
 
 
 class Classifier(nn.Module):
-    """Features that every worker computes, and a head of which each has its classes."""
+    """Features that every worker computes, a head of which each has its classes, and the loss."""
 
-    def __init__(self, num_inputs: int, features: int, num_classes: int) -> None:
+    def __init__(self, num_inputs: int, settings: Settings) -> None:
         super().__init__()
+        features, num_classes = settings.features, settings.classes
         self.body = nn.Sequential(
             nn.Linear(num_inputs, features),
             nn.GELU(),
             nn.Linear(features, features),
             nn.LayerNorm(features),
         )
-        self.head = ParallelLinear(features, num_classes, dim=-1)
+        self.head: nn.Module
+        self.measure: nn.Module
+        if settings.is_split:
+            self.head = ParallelLinear(features, num_classes, dim=-1)
+            self.measure = ParallelCrossEntropyLoss()
+        else:
+            self.head = nn.Linear(features, num_classes)
+            self.measure = nn.CrossEntropyLoss()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits, of this worker's classes, and the loss, which every worker has."""
+        logits = self.head(self.body(x))
+        return logits, self.measure(logits, target)
 
 
 def make_data(settings: Settings) -> tuple[Tensor, Tensor]:
@@ -86,12 +100,16 @@ def make_data(settings: Settings) -> tuple[Tensor, Tensor]:
     return (2.0 * bits - 1.0 + 0.1 * noise).to(settings.dtype), target
 
 
+def make_model(num_inputs: int, settings: Settings) -> Classifier:
+    """A new classifier: its values depend on the seed alone, not on the number of workers."""
+    torch.manual_seed(settings.seed)
+    return Classifier(num_inputs, settings).to(settings.dtype)
+
+
 def train(settings: Settings, is_shown: bool = False) -> Report:
     """Train a classifier on all workers of the job."""
     x, target = make_data(settings)
-    torch.manual_seed(settings.seed)
-    model = Classifier(x.shape[1], settings.features, settings.classes).to(settings.dtype)
-    measure = ParallelCrossEntropyLoss()
+    model = make_model(x.shape[1], settings)
     optimizer = torch.optim.SGD(model.parameters(), settings.rate, momentum=0.9)
     order = torch.Generator().manual_seed(settings.seed)
 
@@ -99,8 +117,7 @@ def train(settings: Settings, is_shown: bool = False) -> Report:
     for step in range(settings.steps):
         chosen = torch.randperm(settings.samples, generator=order)[: settings.batch]
         optimizer.zero_grad()
-        logits = model(x[chosen])  # (batch, classes of this worker)
-        loss = measure(logits, target[chosen])
+        logits, loss = model(x[chosen], target[chosen])  # (batch, classes of this worker)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -141,6 +158,25 @@ def table(report: Report) -> Table:
     return found
 
 
+def draw(report: Report, path: Path) -> None:
+    """Save a picture of the loss, and of what each worker holds of the head."""
+    figure = viz.new_figure(10, 3.4)
+    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.3})
+    left.plot(report.losses, color=viz.colour(0))
+    left.set(xlabel="step", ylabel="loss", title="the same on any number of workers")
+    start = 0.0
+    for worker, each in enumerate(report.holdings):
+        size = (each.parameters + each.gradients + each.momentum + each.logits) / 2**20
+        right.barh(0, size, left=start, color=viz.colour(worker), label=f"worker {worker}")
+        start += size
+    right.set(xlabel="MiB of the head, its gradient, momentum and logits", yticks=[])
+    right.set_title("who holds it")
+    right.legend(frameon=False, ncols=2)
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
+
+
 def arguments() -> argparse.Namespace:
     """What the user asks for."""
     parser = argparse.ArgumentParser(description="Train a classifier whose head is split.")
@@ -150,16 +186,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--rate", type=float, default=Settings.rate, help="of learning")
     parser.add_argument("--seed", type=int, default=Settings.seed)
+    whole = "torch's own layers, in one process"
+    parser.add_argument("--whole", dest="is_split", action="store_false", help=whole)
+    parser.add_argument("--output", type=Path, help="where to save a picture")
     asked = parser.parse_args()
+    if not asked.is_split and tessel.world().size > 1:
+        parser.error("--whole is for one process")
     if min(asked.classes, asked.features, asked.batch, asked.steps) < 1:
         parser.error("classes, features, batch and steps must be 1 or more")
     return asked
 
 
 def main() -> None:
-    report = train(Settings(**vars(arguments())), is_shown=True)
+    asked = vars(arguments())
+    output = asked.pop("output")
+    report = train(Settings(**asked), is_shown=True)
     if tessel.world().rank == 0:
         console.print(table(report))
+        if output is not None:
+            draw(report, output)
 
 
 if __name__ == "__main__":

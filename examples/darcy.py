@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import pi
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -132,13 +133,27 @@ class RelativeError:
     derive.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._total = tessel.ParReduce(dtype)
+    def __init__(self, workers: Partition, dtype: torch.dtype) -> None:
+        self._total = tessel.ParReduce(dtype, partition=workers)
 
     def __call__(self, u: Tensor, v: Tensor) -> Tensor:
         squares = torch.stack([(u - v).square().sum((1, 2, 3)), v.square().sum((1, 2, 3))])
         difference, size = self._total * squares
         return (difference / size).sqrt().mean()
+
+
+def make_model(P_x: Partition, settings: Settings, dtype: torch.dtype) -> FNO:
+    """A new model on some workers: its values depend on the seed alone, not on their number."""
+    torch.manual_seed(settings.seed)
+    return FNO(P_x, 3, 1, settings.width, settings.modes, settings.blocks, dtype=dtype)
+
+
+def step(model: FNO, error: RelativeError, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """What the model makes of inputs, and its error, whose gradients are computed."""
+    predicted = model(x)
+    loss = error(predicted, u)
+    loss.backward()
+    return predicted, loss
 
 
 def train(settings: Settings) -> Curves:
@@ -150,9 +165,8 @@ def train(settings: Settings) -> Curves:
     x = Layout.balanced(P_x, inputs.shape).local_part(inputs)
     u = Layout.balanced(P_x, solutions.shape).local_part(solutions)
 
-    torch.manual_seed(settings.seed)
-    model = FNO(P_x, 3, 1, settings.width, settings.modes, settings.blocks, dtype=x.dtype)
-    error = RelativeError(x.dtype)
+    model = make_model(P_x, settings, x.dtype)
+    error = RelativeError(workers, x.dtype)
     optimizer = torch.optim.Adam(model.parameters(), settings.rate)
     num_steps = settings.epochs * len(range(0, settings.num_train, settings.batch))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
@@ -165,8 +179,7 @@ def train(settings: Settings) -> Curves:
         total = 0.0
         for chosen in torch.randperm(settings.num_train, generator=order).split(settings.batch):
             optimizer.zero_grad()
-            loss = error(model(x[chosen]), u[chosen])
-            loss.backward()
+            _, loss = step(model, error, x[chosen], u[chosen])
             optimizer.step()
             schedule.step()
             total += loss.item() * len(chosen)
@@ -207,7 +220,7 @@ def draw_curves(runs: Sequence[Curves], path: Path) -> None:
     ax = figure.subplots()
     for number, run in enumerate(runs):
         below = number < len(runs) - 1  # a thick line, that of the next lies on it
-        style = {"color": viz.colour(number), "linewidth": 5.0 if below else 1.5}
+        style: dict[str, Any] = {"color": viz.colour(number), "linewidth": 5.0 if below else 1.5}
         epochs = range(1, len(run.losses) + 1)
         name = f"{run.workers} worker{'s' if run.workers > 1 else ''}"
         ax.plot(epochs, run.losses, label=f"training, {name}", alpha=0.8, **style)
@@ -233,11 +246,12 @@ def draw_example(run: Curves, path: Path) -> None:
     high = u.max().item()
     for ax, (title, values) in zip(figure.subplots(1, 4), pictures.items(), strict=True):
         most = values.abs().max().item()
-        limits = {
+        style: dict[str, dict[str, Any]] = {
             "permeability a": {"cmap": "cividis"},
             "difference": {"cmap": "RdBu", "vmin": -most, "vmax": most},
-        }.get(title, {"cmap": "viridis", "vmin": 0.0, "vmax": high})
-        image = ax.imshow(values.mT, origin="lower", extent=(0, 1, 0, 1), **limits)
+        }
+        colours = style.get(title, {"cmap": "viridis", "vmin": 0.0, "vmax": high})
+        image = ax.imshow(values.mT, origin="lower", extent=(0, 1, 0, 1), **colours)
         figure.colorbar(image, ax=ax, shrink=0.85)
         ax.set(title=title, xticks=[0, 1], yticks=[0, 1])
     figure.savefig(path, dpi=150, bbox_inches="tight")

@@ -5,7 +5,7 @@ perceptrons and the characters of embedding, head and loss are split over the wo
 costs two all-reduces forward and two backward. The loss is the same on any number of workers.
 
     python examples/gpt.py
-    tessel run -n 4 examples/gpt.py --steps 100
+    tessel run -n 4 examples/gpt.py --steps 100 --output loss.png
     torchrun --nproc-per-node 2 examples/gpt.py --text README.md --steps 1000
 """
 
@@ -23,6 +23,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import tessel
+from tessel import viz
 from tessel.nn import ParallelCrossEntropyLoss, ParallelEmbedding, ParallelLinear
 
 
@@ -215,6 +216,19 @@ def show(step: int, losses: list[float]) -> None:
         console.print(f"step {step:4d}  loss {losses[-1]:7.4f}  {bar}")
 
 
+def draw(curve: Curve, path: Path) -> None:
+    """Save a picture of the loss, and what the model writes."""
+    figure = viz.new_figure(10, 3.4)
+    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.15})
+    left.plot(curve.losses, color=viz.colour(0))
+    left.set(xlabel="step", ylabel="loss", title="the same on any number of workers")
+    left.spines[["top", "right"]].set_visible(False)
+    right.set_title("it writes")
+    right.text(0, 0.95, curve.written, va="top", family="monospace", transform=right.transAxes)
+    right.set_axis_off()
+    figure.savefig(path, dpi=100, bbox_inches="tight")
+
+
 def arguments() -> argparse.Namespace:
     """What the user asks for."""
     parser = argparse.ArgumentParser(description="Train a small GPT whose weights are split.")
@@ -227,12 +241,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=Settings.batch)
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
+    parser.add_argument("--output", type=Path, help="where to save a picture")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = vars(arguments())
-    path = asked.pop("text")
+    path, output = asked.pop("text"), asked.pop("output")
     torch.set_num_threads(asked.pop("threads"))  # one is enough: the tensors are small
     settings = Settings(**asked)
     text = make_text(2000, settings.seed) if path is None else path.read_text()
@@ -242,6 +257,8 @@ def main() -> None:
         workers = f"{curve.workers} worker{'s' if curve.workers > 1 else ''}"
         console.print(f"{workers}, {whole} parameters, {mine} here, {curve.seconds:.0f} s")
         console.print(f"it writes:\n{curve.written}", markup=False)
+        if output is not None:
+            draw(curve, output)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
 import faulthandler
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from tessel.testing.pool import WorkerPool
+
+torch.set_num_threads(1)  # of this process: tensors are small here, and more threads only wait
 
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
@@ -16,7 +20,7 @@ LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter lim
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """The workers of this run."""
-    with WorkerPool(timeout=60.0) as pool:
+    with WorkerPool(timeout=60.0, threads=1) as pool:
         yield pool
 
 
@@ -26,13 +30,33 @@ def run(pool: WorkerPool) -> Callable[..., list[Any]]:
     return pool.run
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "one case of each test, on two workers where their number can be chosen; no slow ones"
+    parser.addoption("--quick", action="store_true", help=text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): time limit of a test, else {LIMIT:g} s")
+    config.addinivalue_line("markers", "slow: takes seconds, of processor time; not for --quick")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of each number of workers together, so that worlds are rarely made anew."""
+    if config.getoption("quick"):
+        chosen = set(_quick(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     items.sort(key=_num_workers)
+
+
+def _quick(items: list[pytest.Item]) -> Iterable[pytest.Item]:
+    """Of the cases of each test the first on two workers, or the first."""
+    cases: dict[tuple[Path, str], pytest.Item] = {}
+    for item in items:
+        test = item.path, getattr(item, "originalname", item.name)
+        if test not in cases or (_num_workers(cases[test]) != 2 and _num_workers(item) == 2):
+            cases[test] = item
+    return (item for item in cases.values() if item.get_closest_marker("slow") is None)
 
 
 def _num_workers(item: pytest.Item) -> int:

@@ -82,6 +82,7 @@ FIXED = [
 ]
 
 
+@pytest.mark.slow
 def test_pools_are_those_of_one_process(run: Any) -> None:
     assert run(check_cases, FIXED) == [len(FIXED)] * 4
 
@@ -103,6 +104,7 @@ def check_with_tables(cases: list[Case], tied: list[Case]) -> tuple[int, list[st
         adaptive.best_way.cache_clear()
 
 
+@pytest.mark.slow
 def test_many_unequal_windows(run: Any) -> None:
     rng = random.Random(5)
     cases = [

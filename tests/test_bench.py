@@ -394,6 +394,7 @@ def run_claim(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.limit(220)  # several interpreters import torch
 def test_claim_from_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -413,6 +414,7 @@ def test_claim_from_end_to_end(tmp_path: Path) -> None:
     assert all(f"{name}={value}" in result.machine["allocator"] for name, value in KEEP.items())
 
 
+@pytest.mark.slow
 @pytest.mark.limit(220)
 def test_peer_that_fails_says_why(tmp_path: Path) -> None:
     done = run_claim(tmp_path, 99, "--quick", "--only", "timed")
@@ -421,6 +423,7 @@ def test_peer_that_fails_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "fake.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(220)
 def test_no_case_is_left(tmp_path: Path) -> None:
     other = {"MALLOC_TRIM_THRESHOLD_": "4096"}

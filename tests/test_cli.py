@@ -1,4 +1,4 @@
-"""The command line: every way in which a run can end, the doctor's findings, the demo."""
+"""The command line: every way in which a run can end, the doctor's findings, pictures."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -18,8 +17,6 @@ from typing import Any
 import pytest
 
 from tessel.cli import build_parser, main
-from tessel.cli.acts import picture
-from tessel.cli.acts.act import Row, Share
 from tessel.cli.doctor import CHECKS, Facts, check_rates, examine, gather_facts
 from tessel.cli.measure import Rate
 from tessel.cli.run import Failure, first_failure
@@ -66,6 +63,7 @@ def script(folder: Path, text: str) -> Path:
 # --- run
 
 
+@pytest.mark.slow
 def test_run_is_python_on_every_worker(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("value = 7\n")
     path = script(
@@ -85,6 +83,7 @@ def test_run_is_python_on_every_worker(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_run_module_and_default_threads(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "job.py").write_text(
@@ -96,6 +95,7 @@ def test_run_module_and_default_threads(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [f"{threads} x"] * 2
 
 
+@pytest.mark.slow
 def test_run_keeps_the_users_threads(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
@@ -103,6 +103,7 @@ def test_run_keeps_the_users_threads(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "5\n")
 
 
+@pytest.mark.slow
 def test_run_shows_the_first_failure_last(tmp_path: Path) -> None:
     path = script(tmp_path, "if P.rank == 1:\n    raise ValueError('no data')\n" + WAIT)
     done = tessel("run", "-n", 3, path, cwd=tmp_path)
@@ -116,6 +117,7 @@ def test_run_shows_the_first_failure_last(tmp_path: Path) -> None:
     assert "ChildFailedError" not in done.stderr and "elastic" not in done.stderr
 
 
+@pytest.mark.slow
 def test_run_shows_a_killed_worker(tmp_path: Path) -> None:
     path = script(tmp_path, "if P.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT)
     done = tessel("run", "-n", 2, path, cwd=tmp_path)
@@ -124,6 +126,7 @@ def test_run_shows_a_killed_worker(tmp_path: Path) -> None:
     assert re.fullmatch(r"worker 1 of 2 was killed by SIGKILL \(pid \d+\)", last), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "shown"),
     [
@@ -140,6 +143,7 @@ def test_run_returns_the_exit_code(tmp_path: Path, end: str, code: int, shown: s
     assert shown in done.stderr
 
 
+@pytest.mark.slow
 def test_run_ends_with_the_interrupt(tmp_path: Path) -> None:
     path = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)\n")
     start = subprocess.Popen(
@@ -159,6 +163,7 @@ def test_run_ends_with_the_interrupt(tmp_path: Path) -> None:
     assert not any(map(is_running, workers))
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
     path = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)\n")
     start = subprocess.Popen(
@@ -182,6 +187,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+@pytest.mark.slow
 def test_run_on_two_hosts(tmp_path: Path) -> None:
     path = script(tmp_path, WAIT + "print(P.rank, P.size)\n")
     with socket.create_server(("localhost", 0)) as server:
@@ -331,78 +337,6 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["movements"] == []
 
 
-# --- demo
-
-
-def test_demo(tmp_path: Path) -> None:
-    done = tessel("demo", "--output", "pictures", "--size", 64, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 workers compute what one process computes" in done.stdout
-    assert "pictures/demo.png" in done.stdout and "pictures/unet.png" in done.stdout
-    assert "worker 3" in done.stdout and "U-Net" in done.stdout
-    for name in ("all-sum-reduce", "broadcast", "repartition", "halo exchange"):
-        assert error_in_row(done.stdout, name) < 1e-12
-    for name, least in (("demo.png", 800), ("unet.png", 400)):
-        picture = (tmp_path / "pictures" / name).read_bytes()
-        width, height = struct.unpack(">II", picture[16:24])
-        assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-        assert width > 800 and height > least and len(picture) > 50_000
-
-
-def error_in_row(table: str, name: str) -> float:
-    (row,) = [line for line in table.splitlines() if line.strip().startswith(name)]
-    return max(map(float, row.split(name)[1].split()[:3]))
-
-
-def test_demo_without_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["demo", "--workers", "1", "--size", "8", "--output", str(tmp_path)]) == 0
-    assert "pip install 'tessel[viz]'" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_demo_fails_when_a_number_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong = Share(0.5, 0.0, 1.0, 1.0, bytes_sent=8, messages=1, seconds=1e-3)
-    shares = [[(wrong,)] * 4]
-    report = picture.perform(8)
-    assert report is not None
-    monkeypatch.setattr("tessel.cli.demo._perform", lambda *args: (shares, [], report))
-    monkeypatch.setattr("tessel.cli.demo.draw", lambda *args: None)
-    assert main(["demo", "--output", str(tmp_path)]) == 1
-    assert "wrong: all-sum-reduce, broadcast" in capsys.readouterr().out
-
-
-def test_demo_fails_when_the_model_differs_or_needs_too_much(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = Share(0.0, 0.0, 1.0, 1.0, bytes_sent=8, messages=1, seconds=1e-3)
-    report = picture.perform(8)
-    assert report is not None and report.worst < picture.LIMIT
-    for changed in (
-        dataclasses.replace(report, gradient_error=1e-3),
-        dataclasses.replace(report, peaks=(report.alone,) * 4, sent=(0,) * 4),
-    ):
-        monkeypatch.setattr(
-            "tessel.cli.demo._perform", lambda *args, r=changed: ([[(right,)] * 4], [], r)
-        )
-        monkeypatch.setattr("tessel.cli.demo._try_to_draw", lambda *args: "")
-        monkeypatch.setattr("tessel.cli.acts.picture.table", lambda *args: "")
-        assert main(["demo", "--output", str(tmp_path)]) == 1
-        assert "wrong: a U-Net" in capsys.readouterr().out
-
-
-def test_a_row_puts_shares_together() -> None:
-    row = Row.of(
-        "x", [Share(0.1, 0.0, 3.0, 1.0, 8, 1, 1e-3), Share(0.0, 0.2, 1.0, 2.0, 8, 2, 2e-3)]
-    )
-    assert row == Row("x", 0.25, 0.1, 0.2, 16, 3, 2e-3)
-    assert row.worst == 0.25
-
-
 # --- pictures
 
 
@@ -448,6 +382,7 @@ def draw_all(folder: str) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_every_move_can_be_drawn(run: Run, tmp_path: Path) -> None:
     captions = run(draw_all, str(tmp_path), nprocs=4)[0]
     pictures = sorted(tmp_path.iterdir(), key=lambda path: int(path.stem))

@@ -111,6 +111,7 @@ def test_module(run: Run) -> None:
     run(compile_module, "aot_eager", nprocs=2, timeout=SECONDS)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_module_with_inductor(run: Run) -> None:
     run(compile_module, "inductor", nprocs=2, timeout=SECONDS)

@@ -61,6 +61,7 @@ def test_short_and_empty_parts_are_exact(run: Run) -> None:
     run(check_cases, SHORT, nprocs=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_random_transposed_convolutions_are_exact(run: Run, seed: int) -> None:
     """Groups and depthwise, with and without a batch, output padding, any mixture of splits."""
@@ -109,6 +110,7 @@ def random_without_output_padding(rng: Random, workers: int) -> Case:
     return Case(case.name, case.args, case.grid, case.shape, settings, case.lengths, case.seed)
 
 
+@pytest.mark.slow
 def test_the_size_of_the_output_may_be_given(run: Run) -> None:
     cases = random_cases(random_without_output_padding, 50, 4, 31)
     assert min(run(check_sizes, cases, nprocs=4)) >= 60
@@ -127,6 +129,7 @@ def test_a_size_that_torch_rejects_is_rejected_on_every_worker(run: Run) -> None
         assert got is not None and got == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_weights_in_blocks_are_exact(run: Run, seed: int) -> None:
     """The gradient of a block is the block of the gradient; the state is whole on all workers."""

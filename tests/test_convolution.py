@@ -52,6 +52,7 @@ def test_a_grid_of_eighteen_workers_is_exact(run: Run, nprocs: int, tmp_path: Pa
     run(check_against_file, case, compute_to_file(case, tmp_path), nprocs=nprocs, timeout=110)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_many_channels_is_exact(run: Run, tmp_path: Path) -> None:
     case = BIG_PEER.convolution(1)
     run(check_against_file, case, compute_to_file(case, tmp_path), nprocs=4, timeout=100)
@@ -91,6 +92,7 @@ def test_halos_wider_than_a_neighbour_are_exact(run: Run) -> None:
     run(check_cases, SHORT, nprocs=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_convolutions_are_exact(run: Run, seed: int) -> None:
     """All padding modes, groups and depthwise, with and without a batch, any mixture of splits."""
@@ -115,6 +117,7 @@ def test_a_batch_of_nothing_is_exact(run: Run) -> None:
     run(check_cases, BATCHLESS, nprocs=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_weights_in_blocks_are_exact(run: Run, seed: int) -> None:
     """Input, output and weight on grids of their own, over equal, other and overlapping workers.

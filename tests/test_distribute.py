@@ -182,6 +182,7 @@ def other_partitions() -> list[Spread]:
     return found
 
 
+@pytest.mark.slow
 def test_partitions_of_the_result_of_one_s_own(run: Run) -> None:
     cases = other_partitions()
     assert run(check_spreads, cases, nprocs=4) == [len(cases)] * 4

@@ -224,6 +224,7 @@ def through_threads(steps: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_threads_may_use_the_engine_at_once(run: Run) -> None:
     assert run(through_threads, 150, nprocs=3, timeout=100) == [[]] * 3
 
@@ -236,6 +237,7 @@ def many_terms() -> bool:
     return bool((y == P.size * (P.size + 1) / 2).all())
 
 
+@pytest.mark.slow
 def test_a_sum_may_have_many_terms(run: Run) -> None:
     nprocs = track.MOST_TERMS + 1
     assert run(many_terms, nprocs=nprocs, timeout=100) == [True] * nprocs

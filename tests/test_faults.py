@@ -172,6 +172,7 @@ def tessel_run(
     return done, time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_run_shows_a_worker_that_was_killed_inside_a_movement(tmp_path: Path) -> None:
     done, _ = tessel_run(
         tmp_path,
@@ -194,6 +195,7 @@ def test_run_shows_a_worker_that_was_killed_inside_a_movement(tmp_path: Path) ->
     assert not noticed or "lost contact with worker 1" in noticed, noticed + done.stderr
 
 
+@pytest.mark.slow
 def test_run_shows_the_traceback_of_a_worker_that_raised(tmp_path: Path) -> None:
     done, _ = tessel_run(
         tmp_path,
@@ -239,6 +241,7 @@ def test_a_stopped_worker_is_named_after_the_time_limit(
         assert f"worker {LOST}" in text, text
 
 
+@pytest.mark.slow
 def test_a_job_may_end_without_a_word(tmp_path: Path) -> None:
     """Workers leave at different times, without closing anything: no crash, no complaint."""
     done, _ = tessel_run(

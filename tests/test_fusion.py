@@ -810,6 +810,7 @@ def train_by_hand(grid: Shape) -> list[int]:
     return messages
 
 
+@pytest.mark.slow
 def test_a_model_that_was_written_by_hand(run: Run) -> None:
     run(train_by_hand, (1, 1, 1, 1), nprocs=1)
     run(train_by_hand, (1, 1, 2, 2), nprocs=4)

@@ -149,6 +149,7 @@ def is_apart(some: Shape, other: Shape) -> bool:
     return any(b % a for a, b in pairwise(marks))
 
 
+@pytest.mark.slow
 def test_random_trees_between_grids_apart(run: Run) -> None:
     rng = Random(6)
     cases = [random_apart(rng) for _ in range(24)]

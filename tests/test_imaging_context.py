@@ -320,6 +320,7 @@ def launched(folder: Path, workers: int, **settings: Any) -> tuple[str, int, flo
     return done.stdout + done.stderr, done.returncode, time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
@@ -341,6 +342,7 @@ def test_contexts_follow_each_other(tmp_path: Path, workers: int, settings: dict
             assert f"time {number} worker {worker} of {workers} 12.0" in text
 
 
+@pytest.mark.slow
 def test_a_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
     """With its own traceback, while the others wait for it in a movement."""
     text, code, seconds = launched(tmp_path, 3, fails=True)

@@ -949,6 +949,7 @@ def check_odd_layouts() -> None:
     check_physics(Blur(filter_of(3, 3), padding="circular"), few)
 
 
+@pytest.mark.slow
 def test_parts_of_any_lengths(run: Run) -> None:
     run(check_odd_layouts)
 
@@ -987,6 +988,7 @@ def test_large_filters_keep_signs(run: Run) -> None:
     run(check_positive)
 
 
+@pytest.mark.slow
 def test_large_filters(run: Run) -> None:
     run(check_large_filter)
 

@@ -7,6 +7,7 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (  # from the top; a module imports only what stands below it, or in its own package
     ("__main__",),
     ("cli",),
+    ("examples",),
     ("viz",),
     ("imaging",),
     ("interop",),
@@ -66,6 +68,7 @@ def component(module: str) -> str:
     return module.partition(".")[2].partition(".")[0]
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -81,7 +84,8 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             if node.module == "tessel":
                 for alias in node.names:
-                    yield f"tessel.{alias.name}", node.lineno
+                    if alias.name != "__version__":  # of the package, which is there before them
+                        yield f"tessel.{alias.name}", node.lineno
             elif node.module and node.module.startswith("tessel."):
                 for alias in node.names:
                     module = f"{node.module}.{alias.name}"

@@ -1,23 +1,30 @@
-"""The third act: a Fourier transform of a tensor in pencils, its plan, and a step of an FNO."""
+"""The third demo: a Fourier transform of a tensor in pencils, its plan, and a step of an FNO."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
 from tessel import viz
-from tessel.cli.acts.act import wave
-from tessel.cli.acts.movements import grid
+from tessel.cli.demos.movements import grid
+from tessel.cli.demos.report import (
+    Note,
+    Report,
+    as_text,
+    largest,
+    median_seconds,
+    new_table,
+    wave,
+    worst_of,
+)
+from tessel.examples import darcy
 from tessel.layout import Layout
 from tessel.models import FNO
-from tessel.operators import ANYWHERE, Distributed, ParDFT, distribute, kron
+from tessel.operators import ANYWHERE, Distributed, ParDFT, ParOperator, distribute, kron
 from tessel.operators.layouts import numel_sent
 from tessel.operators.planning import Local, OperatorPlan, Transfer
 from tessel.partition import Partition, world
@@ -26,6 +33,8 @@ from tessel.testing import count_traffic
 TITLE = "a Fourier transform"
 TITLE_OF_STEP = "a step of an FNO"
 LIMIT = 1e-10  # of relative errors
+STEPS = (TITLE,)
+REPEATS = 5  # of the transform, for its time
 
 Shape = tuple[int, ...]
 
@@ -70,7 +79,7 @@ class Transform:
     @property
     def worst(self) -> float:
         """The largest of the three errors."""
-        return _worst((self.value_error, self.gradient_error, self.inverse_error))
+        return worst_of((self.value_error, self.gradient_error, self.inverse_error))
 
     @property
     def foretold(self) -> int:
@@ -101,15 +110,19 @@ class Training:
     @property
     def worst(self) -> float:
         """The larger error."""
-        return _worst((self.value_error, self.parameter_error))
+        return worst_of((self.value_error, self.parameter_error))
 
 
 @dataclass(frozen=True)
-class Report:
-    """Both, as the first worker knows them."""
+class Transformed(Report):
+    """Both."""
 
     transform: Transform
     training: Training
+
+    @property
+    def worst(self) -> float:
+        return worst_of((self.transform.worst, self.training.worst))
 
     @property
     def wrong(self) -> list[str]:
@@ -121,15 +134,15 @@ class Report:
         }
         return [title for title, wrong in is_wrong.items() if wrong]
 
-    @property
-    def worst(self) -> float:
-        return _worst((self.transform.worst, self.training.worst))
+    def tables(self) -> list[tuple[Table, str]]:
+        return [_of_transform(self.transform), _of_training(self.training)]
 
 
-def perform(size: int) -> Report | None:
+def perform(size: int, note: Note) -> Transformed | None:
     """Run on every worker; the report on the first."""
-    transform, training = _transform(max(4, size // 4)), _training(max(16, size // 4))
-    return Report(transform, training) if world().rank == 0 else None
+    found = Transformed(_transform(max(4, size // 4)), _training(max(16, size // 4) + 3))
+    note(TITLE)
+    return found if world().rank == 0 else None
 
 
 # --- the transform
@@ -149,10 +162,10 @@ def _transform(length: int) -> Transform:
     errors = _errors(F, whole, x, y)
     parts = P.group.share_objects((*errors, traffic.bytes_sent))
     *worst, sent = zip(*parts, strict=True)
-    value_error, gradient_error, inverse_error = map(_worst, worst)
+    value_error, gradient_error, inverse_error = map(worst_of, worst)
     with torch.no_grad():
-        alone = _median_seconds(lambda: torch.fft.rfftn(whole))
-        spread = _median_seconds(lambda: F * x)
+        alone = median_seconds(lambda: torch.fft.rfftn(whole), REPEATS)
+        spread = median_seconds(lambda: F * x, REPEATS)
     returning, both = _distributed(operator, workers, None), F.inv @ F
     assert isinstance(both, Distributed)
     return Transform(
@@ -168,8 +181,8 @@ def _transform(length: int) -> Transform:
     )
 
 
-def _distributed(operator: object, workers: Shape, end: str | None) -> Distributed:
-    found = distribute(operator, workers, end)  # type: ignore[arg-type]
+def _distributed(operator: ParOperator, workers: Shape, end: str | None) -> Distributed:
+    found = distribute(operator, workers, end)
     assert isinstance(found, Distributed)
     return found
 
@@ -184,28 +197,10 @@ def _errors(F: Distributed, whole: Tensor, x: Tensor, y: Tensor) -> tuple[float,
     (gradient,) = torch.autograd.grad((mine * y.abs().square()).sum() / 2, x)
     back = F.inv * y.detach()
     return (
-        _largest(y.detach() - F.layout_out.local_part(Y.detach())) / _largest(Y.detach()),
-        _largest(gradient - F.layout_in.local_part(expected)) / _largest(expected),
-        _largest(back - x.detach()),
+        largest(y - F.layout_out.local_part(Y)) / largest(Y),
+        largest(gradient - F.layout_in.local_part(expected)) / largest(expected),
+        largest(back - x),
     )
-
-
-def _worst(errors: Sequence[float]) -> float:
-    """The largest, or NaN if there is one."""
-    return float(torch.tensor(errors, dtype=torch.float64).max())
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0
-
-
-def _median_seconds(function: Callable[[], Tensor], repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def _steps(plan: OperatorPlan) -> tuple[Step, ...]:
@@ -230,46 +225,49 @@ def _steps(plan: OperatorPlan) -> tuple[Step, ...]:
 def _training(length: int) -> Training:
     P = world()
     P_x = P.create_cartesian_topology_partition((1, 1, *grid(P.size)))
-    model, alone = (_model(each) for each in (P_x, Partition((P.rank or 0,), (1, 1, 1, 1))))
-    alone.load_state_dict(model.state_dict())
-    whole = wave((2, 1, length, length + 3))
-    layout = Layout.balanced(P_x, whole.shape)
-    y, after, bytes_sent = _train(model, layout.local_part(whole).clone(), whole.numel())
-    expected, before, _ = _train(alone, whole, whole.numel())
-    value_error = _largest(y - layout.local_part(expected)) / _largest(expected)
-    expected_state = alone.state_dict()
-    parameter_error = _worst(
-        [_largest(value - expected_state[name]) for name, value in model.state_dict().items()]
+    me = Partition((P.rank or 0,), (1, 1, 1, 1))
+    settings = darcy.Settings(
+        points=length, num_train=2, num_test=0, width=8, modes=6, blocks=2, rate=0.1
     )
-    stored = sum(each.nbytes for each in model.parameters())
-    parts = P.group.share_objects((value_error, parameter_error, stored, bytes_sent))
+    inputs, solutions = darcy.make_data(settings)
+    model, alone = (darcy.make_model(each, settings, inputs.dtype) for each in (P_x, me))
+    alone.load_state_dict(model.state_dict())  # gathers what is in parts
+    layout = Layout.balanced(P_x, inputs.shape)
+    x, u = (Layout.balanced(P_x, each.shape).local_part(each) for each in (inputs, solutions))
+    y, after, bytes_sent = _train(model, P, x.clone(), u, settings)
+    expected, before, _ = _train(alone, me, inputs, solutions, settings)
+    mine = Layout.balanced(P_x, expected.shape).local_part(expected)
+    state, expected_state = model.state_dict(), alone.state_dict()
+    parts = P.group.share_objects(
+        (
+            largest(y - mine) / largest(expected),
+            worst_of([largest(value - expected_state[name]) for name, value in state.items()]),
+            sum(each.nbytes for each in model.parameters()),
+            bytes_sent,
+        )
+    )
     value_errors, parameter_errors, everyones, sent = zip(*parts, strict=True)
     return Training(
         layout,
-        _worst(value_errors),
-        _worst(parameter_errors),
+        worst_of(value_errors),
+        worst_of(parameter_errors),
         stored=(sum(each.nbytes for each in alone.parameters()), everyones),
         sent=sent,
         seconds=(before, after),
     )
 
 
-def _model(P_x: Partition) -> FNO:
-    return FNO(P_x, 1, 1, width=8, modes=6, blocks=2, dtype=torch.float64)
-
-
-def _train(model: FNO, x: Tensor, numel: int) -> tuple[Tensor, float, int]:
-    """Two steps, since the first one makes plans: the output, time and bytes sent of the second.
-
-    The loss is the mean of all squares, of which each worker has a share.
-    """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _train(
+    model: FNO, workers: Partition, x: Tensor, u: Tensor, settings: darcy.Settings
+) -> tuple[Tensor, float, int]:
+    """Two steps, since the first one makes plans: the output, time and bytes sent of the second."""
+    optimizer = torch.optim.SGD(model.parameters(), settings.rate)
+    error = darcy.RelativeError(workers, x.dtype)
     for _ in range(2):
         optimizer.zero_grad()
         begin = time.perf_counter()
         with count_traffic() as traffic:
-            y = model(x)
-            (y.square().sum() / numel).backward()
+            y, _ = darcy.step(model, error, x, u)
         optimizer.step()
         seconds = time.perf_counter() - begin
     return y.detach(), seconds, traffic.bytes_sent
@@ -278,15 +276,10 @@ def _train(model: FNO, x: Tensor, numel: int) -> tuple[Tensor, float, int]:
 # --- what is shown
 
 
-def tables(report: Report) -> list[Table]:
-    """The plan of the transform, and the step of the FNO."""
-    return [_plan_table(report.transform), _training_table(report.training)]
-
-
-def _plan_table(transform: Transform) -> Table:
+def _of_transform(transform: Transform) -> tuple[Table, str]:
     lengths, workers = (" × ".join(map(str, each)) for each in (transform.shape, transform.grid))
     title = f"{TITLE} of {lengths} numbers on {workers} workers"
-    table = _table(title, "its plan", ("layout", "local shapes", "sent"))
+    table = new_table(title, "its plan", "layout", "local shapes", "sent")
     for number, step in enumerate(transform.steps, 1):
         shapes = dict.fromkeys(" × ".join(map(str, shape)) for shape in step.local_shapes)
         table.add_row(
@@ -295,18 +288,31 @@ def _plan_table(transform: Transform) -> Table:
             "\n".join(shapes),
             viz.num_bytes(step.bytes_sent) if step.bytes_sent else "",
         )
-    return table
+    stays, returns, both = map(_times, transform.transfers)
+    before, after = (f"{1e3 * seconds:.2f} ms" for seconds in transform.seconds)
+    legend = (
+        f"n/k is a length of n on k workers; the tensor is rearranged {stays}, {returns} if the "
+        f"result comes back, {both} with the inverse\n"
+        f"sent by all workers: {transform.foretold} bytes by the plan, {transform.bytes_sent} "
+        f"counted; time {after}, one process {before}\n"
+        f"largest difference from torch.fft in one process: values "
+        f"{as_text(transform.value_error)}, gradient {as_text(transform.gradient_error)}, "
+        f"inverse {as_text(transform.inverse_error)}"
+    )
+    return table, legend
 
 
-def _training_table(training: Training) -> Table:
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _of_training(training: Training) -> tuple[Table, str]:
     height, width = training.layout.shape[2:]
     title = f"{TITLE_OF_STEP} on fields of {height} × {width}"
-    table = _table(title, "who", ("part", "parameters", "sent", "time"))
+    table = new_table(title, "who", "part", "parameters", "sent", "time")
     alone, everyones = training.stored
-    before, after = training.seconds
-    table.add_row(
-        "one process", f"{height} × {width}", viz.num_bytes(alone), "", f"{1e3 * before:.0f} ms"
-    )
+    before, after = (f"{1e3 * seconds:.0f} ms" for seconds in training.seconds)
+    table.add_row("one process", f"{height} × {width}", viz.num_bytes(alone), "", before)
     for place, (stored, sent) in enumerate(zip(everyones, training.sent, strict=True)):
         rows, columns = training.layout.shape_on(training.layout.partition.ranks[place])[2:]
         table.add_row(
@@ -314,39 +320,10 @@ def _training_table(training: Training) -> Table:
             f"{rows} × {columns}",
             viz.num_bytes(stored),
             viz.num_bytes(sent),
-            f"{1e3 * after:.0f} ms" if place == 0 else "",
+            "" if place else after,
         )
-    return table
-
-
-def _table(title: str, first: str, others: tuple[str, ...]) -> Table:
-    found = Table(title=title, box=SIMPLE_HEAD, title_style="bold", pad_edge=False)
-    found.add_column(first, no_wrap=True)
-    for name in others:
-        found.add_column(name, justify="right", no_wrap=True)
-    return found
-
-
-def legends(report: Report) -> list[str]:
-    """What stands below each of the tables."""
-    transform, training = report.transform, report.training
-    stays, returns, both = transform.transfers
-    before, after = (f"{1e3 * seconds:.2f} ms" for seconds in transform.seconds)
-    return [
-        f"n/k is a length of n on k workers; the tensor is rearranged {_times(stays)}, "
-        f"{_times(returns)} if the result comes back, {_times(both)} with the inverse\n"
-        f"sent by all workers: {transform.foretold} bytes by the plan, {transform.bytes_sent} "
-        f"counted; time {after}, one process {before}\n"
-        f"largest difference from torch.fft in one process: values {_error(transform.value_error)},"
-        f" gradient {_error(transform.gradient_error)}, inverse {_error(transform.inverse_error)}",
-        f"largest difference from one process: output {_error(training.value_error)}, all "
-        f"parameters after two steps {_error(training.parameter_error)}",
-    ]
-
-
-def _times(count: int) -> str:
-    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def _error(value: float) -> str:
-    return "0" if value == 0 else f"{value:.0e}"
+    legend = (
+        f"largest difference from one process: output {as_text(training.value_error)}, all "
+        f"parameters after two steps {as_text(training.parameter_error)}"
+    )
+    return table, legend

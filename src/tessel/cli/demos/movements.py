@@ -1,0 +1,313 @@
+"""The first demo: data movements, how exact they are, and what they send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from tessel import nn, viz
+from tessel.cli.demos.report import Note, Report, as_text, largest, median_seconds, new_table, wave
+from tessel.layout import Layout
+from tessel.partition import Partition, world
+from tessel.testing import count_traffic
+
+LIMIT = 1e-12
+REPEATS = 9  # of each movement, for its time
+
+STEPS = ("all-sum-reduce", "broadcast", "repartition", "halo exchange")
+
+Reference = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Case = tuple[Callable[[Tensor], Tensor], Sequence[Tensor], Reference]
+
+_LEGEND = """\
+dot-test   relative difference of ⟨Ax, y⟩ and ⟨x, Aᴴy⟩ over all workers
+values     largest difference from what plain torch computes in one process
+gradients  the same for the gradient of a loss over all outputs
+sent       by all workers together, each time; time is the median\
+"""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker saw of an operator A that all workers applied together.
+
+    Args:
+        value_error: the largest difference of its output from the reference.
+        gradient_error: the largest difference of its input's gradient from the reference.
+        forward_product: its share of ⟨Ax, y⟩.
+        adjoint_product: its share of ⟨x, Aᴴy⟩.
+        bytes_sent: what it sent in one application.
+        messages: in how many messages.
+        seconds: the median time of an application.
+    """
+
+    value_error: float
+    gradient_error: float
+    forward_product: float
+    adjoint_product: float
+    bytes_sent: int
+    messages: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What all workers saw of one operator: a line of the table."""
+
+    name: str
+    dot_test: float
+    value_error: float
+    gradient_error: float
+    bytes_sent: int
+    messages: int
+    seconds: float
+
+    @classmethod
+    def of(cls, name: str, shares: Sequence[Share]) -> Row:
+        """Put the workers' shares together."""
+        forward = sum(share.forward_product for share in shares)
+        adjoint = sum(share.adjoint_product for share in shares)
+        return cls(
+            name,
+            dot_test=abs(forward - adjoint) / max(abs(forward), abs(adjoint), 1e-300),
+            value_error=max(share.value_error for share in shares),
+            gradient_error=max(share.gradient_error for share in shares),
+            bytes_sent=sum(share.bytes_sent for share in shares),
+            messages=sum(share.messages for share in shares),
+            seconds=max(share.seconds for share in shares),
+        )
+
+    @property
+    def errors(self) -> tuple[float, float, float]:
+        """Of the dot-test, of values and of gradients."""
+        return self.dot_test, self.value_error, self.gradient_error
+
+    @property
+    def worst(self) -> float:
+        """The largest of the three errors."""
+        return max(self.errors)
+
+
+@dataclass(frozen=True)
+class Movements(Report):
+    """A row for each movement, and the layouts of those that are drawn.
+
+    Args:
+        size: the length of the tensors' sides.
+        workers: how many there are.
+        rows: of the table.
+        rows_of_workers: where the tensor lies when the workers stand one below the other.
+        tiles: where it lies on the most square grid of workers.
+    """
+
+    size: int
+    workers: int
+    rows: tuple[Row, ...]
+    rows_of_workers: Layout
+    tiles: Layout
+
+    @property
+    def worst(self) -> float:
+        return max(row.worst for row in self.rows)
+
+    @property
+    def wrong(self) -> list[str]:
+        return [row.name for row in self.rows if not row.worst <= LIMIT]
+
+    def tables(self) -> list[tuple[Table, str]]:
+        title = f"{self.workers} workers, tensors of {self.size} × {self.size} in float64"
+        columns = ("dot-test", "values", "gradients", "sent", "messages", "time")
+        table = new_table(title, "movement", *columns)
+        for row in self.rows:
+            table.add_row(
+                row.name,
+                *(
+                    f"[{'green' if error <= LIMIT else 'bold red'}]{as_text(error)}[/]"
+                    for error in row.errors
+                ),
+                viz.num_bytes(row.bytes_sent),
+                str(row.messages),
+                f"{1e3 * row.seconds:.2f} ms",
+            )
+        return [(table, _LEGEND)]
+
+    def draw(self, folder: Path) -> list[tuple[Path, str]]:
+        width = halo_width(self.size)
+        shapes = [
+            " × ".join(map(str, layout.partition.shape))
+            for layout in (self.rows_of_workers, self.tiles)
+        ]
+        moves = {
+            (f"Repartition: {shapes[0]} workers …", f"… to {shapes[1]} workers"): (
+                self.rows_of_workers,
+                self.tiles,
+            ),
+            (
+                "HaloExchange: each worker its part …",
+                f"… and {width} rows and columns around it",
+            ): (self.tiles, self.tiles.grow([(width, width)] * 2)),
+        }
+        figure = viz.new_figure(10.5, 5.2 * len(moves))
+        figure.suptitle("How the tensor lies on the workers, and what moves", fontsize=14, y=0.95)
+        axes = figure.subplots(
+            len(moves), 2, squeeze=False, gridspec_kw={"wspace": 0.28, "hspace": 0.24}
+        )
+        for (titles, (source, target)), (before, after) in zip(moves.items(), axes, strict=True):
+            viz.draw_exchange(before, after, source, target, element_size=8, titles=titles)
+        path = folder / "demo.png"
+        figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.3)
+        return [
+            (
+                path,
+                "Every worker has a colour. On the right, look at the colours inside of each "
+                "frame:\nthey tell from whom the worker got its values; the arrows are what was "
+                "sent.",
+            )
+        ]
+
+
+def grid(workers: int) -> tuple[int, int]:
+    """The most square grid of so many workers.
+
+    >>> from tessel.cli.demos.movements import grid
+    >>> grid(4), grid(6), grid(5)
+    ((2, 2), (2, 3), (1, 5))
+    """
+    rows = next(r for r in range(math.isqrt(workers), 0, -1) if workers % r == 0)
+    return rows, workers // rows
+
+
+def halo_width(size: int) -> int:
+    """The width of the halo: wide enough to be seen in the picture."""
+    return max(1, size // 16)
+
+
+def perform(size: int, note: Note) -> Movements | None:
+    """Examine each movement of a `size` × `size` tensor, on every worker."""
+    P = world()
+    cases = (_all_sum_reduce, _broadcast, _repartition, _halo_exchange)
+    shares = []
+    for name, case in zip(STEPS, cases, strict=True):
+        shares.append(examine(*case(P, size)))
+        note(name)
+    by_movement = zip(*P.group.share_objects(shares), strict=True)
+    stripes, squares = (Layout.balanced(each, (size, size)) for each in _on_grids(P))
+    if P.rank != 0:
+        return None
+    rows = tuple(Row.of(name, each) for name, each in zip(STEPS, by_movement, strict=True))
+    return Movements(size, P.size, rows, stripes, squares)
+
+
+def examine(
+    operator: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], reference: Reference
+) -> Share:
+    """Compare an operator on all workers with what one process computes, on every worker.
+
+    Args:
+        operator: takes this worker's input to this worker's output, together with the others.
+        inputs: the inputs of all workers.
+        reference: takes them to the outputs of all workers, in one process, with plain torch.
+    """
+    me = world().rank or 0
+    x = inputs[me].clone().requires_grad_()
+    with count_traffic() as traffic:
+        y = operator(x)
+    outputs, weights, gradient = _one_process(inputs, reference, me)
+    (adjoint,) = torch.autograd.grad(y, x, weights, retain_graph=True)
+    (spread,) = torch.autograd.grad(y, x, weights * y.detach())
+    with torch.no_grad():
+        seconds = median_seconds(lambda: operator(x), REPEATS)
+    return Share(
+        value_error=largest(y - outputs),
+        gradient_error=largest(spread - gradient),
+        forward_product=float((y.detach() * weights).sum()),
+        adjoint_product=float((x.detach() * adjoint).sum()),
+        bytes_sent=traffic.bytes_sent,
+        messages=traffic.messages,
+        seconds=seconds,
+    )
+
+
+def _one_process(
+    inputs: Sequence[Tensor], reference: Reference, me: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of worker `me`, its weights w, and the gradient of ½ Σ w y² over all workers."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    outputs = reference(leaves)
+    weights = [wave(y.shape, phase=1.0 + worker) for worker, y in enumerate(outputs)]
+    loss = sum((w * y * y).sum() / 2 for w, y in zip(weights, outputs, strict=True))
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
+    gradient = gradients[me]
+    return (
+        outputs[me].detach(),
+        weights[me],
+        torch.zeros_like(leaves[me]) if gradient is None else gradient,
+    )
+
+
+# --- the movements: what each worker does, the inputs of all, and the same in one process
+
+
+def _all_sum_reduce(P: Partition, size: int) -> Case:
+    inputs = [wave((size, size), phase=worker) for worker in range(P.size)]
+    return nn.AllSumReduce(P, [0]), inputs, lambda xs: [sum(xs, torch.zeros(()))] * P.size
+
+
+def _broadcast(P: Partition, size: int) -> Case:
+    nothing = torch.zeros(0, dtype=torch.float64)
+    inputs = [wave((size, size)), *[nothing] * (P.size - 1)]
+    first = P.create_partition_inclusive([0])
+    return nn.Broadcast(first, P), inputs, lambda xs: [xs[0]] * P.size
+
+
+def _repartition(P: Partition, size: int) -> Case:
+    rows, tiles = _on_grids(P)
+    inputs = _split(wave((size, size)), *rows.shape)
+    return (
+        nn.Repartition(rows, tiles),
+        inputs,
+        lambda xs: _split(torch.cat(list(xs)), *tiles.shape),
+    )
+
+
+def _halo_exchange(P: Partition, size: int) -> Case:
+    tiles = _on_grids(P)[1]
+    height, width = tiles.shape
+    halo = halo_width(size)
+
+    def reference(xs: Sequence[Tensor]) -> list[Tensor]:
+        rows = [torch.cat(list(xs[r * width : (r + 1) * width]), 1) for r in range(height)]
+        whole = torch.cat(rows)
+        spans = product(_spans(size, height, halo), _spans(size, width, halo))
+        return [whole[down, right] for down, right in spans]
+
+    inputs = _split(wave((size, size)), height, width)
+    return nn.HaloExchange(tiles, [(halo, halo)] * 2), inputs, reference
+
+
+def _on_grids(P: Partition) -> tuple[Partition, Partition]:
+    """The workers one below the other, and on the most square grid."""
+    return (
+        P.create_cartesian_topology_partition((P.size, 1)),
+        P.create_cartesian_topology_partition(grid(P.size)),
+    )
+
+
+def _split(whole: Tensor, rows: int, columns: int) -> list[Tensor]:
+    return [part for row in whole.tensor_split(rows, 0) for part in row.tensor_split(columns, 1)]
+
+
+def _spans(length: int, parts: int, halo: int) -> list[slice]:
+    """The parts that `torch.tensor_split` makes, each with its halo; an empty one has none."""
+    pieces = torch.arange(length).tensor_split(parts)
+    return [
+        slice(max(0, int(piece[0]) - halo), int(piece[-1]) + 1 + halo) if len(piece) else slice(0)
+        for piece in pieces
+    ]
