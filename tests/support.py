@@ -185,7 +185,7 @@ INDEXING: Rows = {
     ],
     "x[index, :, index]": ["several tensors of indices"],
     "x[True]": ["truth values"],
-    "x[mask]": ["masks"],
+    "x[mask]": ["mask of all", "mask of rows", "mask of columns", "mask beside slices"],
     "masked_select": ["masked_select"],
     "gather take_along_dim": ["gather*", "take_along*", "argsort and gather"],
     "scatter scatter_add scatter_reduce": ["scatter*"],
@@ -196,7 +196,7 @@ INDEXING: Rows = {
     ],
     "index_put": ["index_put*"],
     "select_scatter slice_scatter": ["select_scatter"],
-    "masked_scatter": ["masked_scatter"],
+    "masked_scatter masked_scatter_": ["masked_scatter", "masked_scatter_"],
     "Tensor.put": ["put"],
     "x[1:3] = y; x[…, ::2] = 1": [
         "number at [!ai]*",
@@ -241,7 +241,7 @@ LAYERS: Rows = {
     "F.embedding": ["embedding", "embedding with padding", "embedding of*"],
     "F.embedding_bag": ["embedding_bag*"],
     "F.one_hot": ["one_hot"],
-    "nn.RNN nn.LSTM nn.GRU": ["recurrent *"],
+    "nn.RNN nn.LSTM nn.GRU": ["RNN of one layer", "LSTM of one layer", "GRU of one layer"],
     "bucketize searchsorted": ["bucketize", "searchsorted*"],
 }
 
@@ -331,7 +331,6 @@ RANDOM: Rows = {
 
 REFUSED: Rows = {
     "x[1:].zero_(); x[1:] += 1": ["view of a split*"],
-    "Tensor.masked_scatter_": ["masked_scatter in place"],
     "Tensor.put_": ["put in place"],
     "Tensor.normal_, generator": ["fill with*"],
     "F.embedding, max_norm": ["embedding with a largest norm"],

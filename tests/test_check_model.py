@@ -657,7 +657,7 @@ def some_workers() -> str:
     wrong, _ = failure(
         lambda: check_model(seeded(lambda: Careless(Neighbours())), values(1, 2, 6, 5), where=where)
     )
-    assert "workers [1, 2] call tessel.from_local" in wrong
+    assert "worker 1 calls tessel.from_local" in wrong
     raised, _ = failure(
         lambda: check_model(Raising("converted"), values(1, 2, 6, 5).float(), where=where)
     )

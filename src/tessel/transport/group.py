@@ -200,18 +200,15 @@ class Group:
         same: dict[int, list[int]] = {}  # places of the workers that make the same call
         for place, code in enumerate(codes.tolist()):
             same.setdefault(code, []).append(place)
-        said = ", ".join(f"{self._who(places)} {calls[places[0]]}" for places in same.values())
+        said = ", ".join(self._said(places, calls[places[0]]) for places in same.values())
         error = ValueError(f"{DIFFERENT}: {said}")
         error.workers = self.workers  # type: ignore[attr-defined]  # all of which raise it
         raise error
 
-    def _who(self, places: Sequence[int]) -> str:
-        workers = [self.workers[place] for place in places]
-        return (
-            f"worker {workers[0]} calls"
-            if len(workers) == 1
-            else f"workers {listing(workers)} call"
-        )
+    def _said(self, places: Sequence[int], call: str) -> str:
+        first, *others = (self.workers[place] for place in places)
+        also = f" (so do workers {listing(others)})" if others else ""
+        return f"worker {first} calls {call}{also}"
 
     def number_call(self) -> None:
         """Count a call that all workers agreed on; they all have the same count."""
