@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-quick venv bench lint format types docs support clean
+.PHONY: demo test test-quick venv bench lint format types docs pictures support clean
 
 demo: $(READY)
 	$(BIN)/tessel demo
@@ -45,6 +45,9 @@ docs: $(READY)
 
 support: $(READY)
 	$(BIN)/python tests/support.py
+
+pictures: $(READY)
+	$(BIN)/python tools/draw_pictures.py
 
 clean:
 	rm -rf $(VENV) site build dist

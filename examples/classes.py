@@ -164,14 +164,15 @@ def draw(report: Report, path: Path) -> None:
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.3})
     left.plot(report.losses, color=viz.colour(0))
     left.set(xlabel="step", ylabel="loss", title="the same on any number of workers")
-    start = 0.0
-    for worker, each in enumerate(report.holdings):
-        size = (each.parameters + each.gradients + each.momentum + each.logits) / 2**20
-        right.barh(0, size, left=start, color=viz.colour(worker), label=f"worker {worker}")
-        start += size
-    right.set(xlabel="MiB of the head, its gradient, momentum and logits", yticks=[])
-    right.set_title("who holds it")
-    right.legend(frameon=False, ncols=2)
+    sizes = [
+        each.parameters + each.gradients + each.momentum + each.logits for each in report.holdings
+    ]
+    names = [f"worker {worker}" for worker in range(len(sizes))]
+    colours = [viz.colour(worker) for worker in range(len(sizes))]
+    mebibytes = [size / 2**20 for size in (sum(sizes), *sizes)]
+    right.barh(["one process", *names], mebibytes, color=["#9ca3af", *colours])
+    right.invert_yaxis()
+    right.set(xlabel="MiB", title="the head, its gradient, momentum and logits")
     for ax in (left, right):
         ax.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=100, bbox_inches="tight")

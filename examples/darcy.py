@@ -230,7 +230,7 @@ def draw_curves(runs: Sequence[Curves], path: Path) -> None:
     ax.set(xlabel="epoch", ylabel="relative error", yscale="log", title="Darcy flow")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    figure.savefig(path, dpi=100, bbox_inches="tight")
 
 
 def draw_example(run: Curves, path: Path) -> None:
@@ -254,7 +254,7 @@ def draw_example(run: Curves, path: Path) -> None:
         image = ax.imshow(values.mT, origin="lower", extent=(0, 1, 0, 1), **colours)
         figure.colorbar(image, ax=ax, shrink=0.85)
         ax.set(title=title, xticks=[0, 1], yticks=[0, 1])
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    figure.savefig(path, dpi=100, bbox_inches="tight")
 
 
 # -- the script -----------------------------------------------------------------------------------

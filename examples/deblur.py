@@ -236,7 +236,7 @@ def show(iteration: int, psnr: float) -> None:
     console.print(f"iteration {iteration:2d}  PSNR {psnr:6.3f} dB  {bar}")
 
 
-def draw(result: Result, path: Path, dpi: int = 100) -> None:
+def draw(result: Result, path: Path, dpi: int = 55) -> None:
     """Save what was measured, the reconstruction and the truth side by side."""
     pictures = {
         f"measured, {result.psnr[0]:.1f} dB": result.measured,
