@@ -54,11 +54,11 @@ LAUNCHERS = {
 }
 
 
-def start(script: str, launcher: str, folder: Path, *more: str) -> str:
-    """What an example prints."""
+def start(script: str, launcher: str, folder: Path, *more: str, draws: bool = True) -> str:
+    """What an example prints; the pictures that it says it draws are there."""
     options = [str(each) for name, n in SMALL.get(script, {}).items() for each in (f"--{name}", n)]
     option, *pictures = PICTURES.get(script, ("",))
-    if pictures:
+    if pictures and draws:
         options += [option, str(folder if len(pictures) > 1 else folder / pictures[0])]
     done = subprocess.run(
         [sys.executable, *LAUNCHERS[launcher], str(EXAMPLES / f"{script}.py"), *options, *more],
@@ -69,7 +69,7 @@ def start(script: str, launcher: str, folder: Path, *more: str) -> str:
         timeout=100,
     )
     assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
-    for name in pictures:
+    for name in pictures if draws else ():
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     return done.stdout
 
@@ -152,7 +152,7 @@ def test_deblur_gets_better(folder: Path) -> None:
 
 
 def test_check_names_the_module_that_is_wrong(tmp_path: Path) -> None:
-    assert "bottom" in start("check", "tessel", tmp_path, "--wrong")
+    assert "bottom" in start("check", "tessel", tmp_path, "--wrong", draws=False)
 
 
 def test_classes_takes_torchs_own_layers(tmp_path: Path, folder: Path) -> None:
