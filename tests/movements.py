@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import tessel
-from tessel.layout import Layout
-from tessel.partition import Partition
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 
 MODULES = (
     "Broadcast",

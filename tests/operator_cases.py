@@ -22,7 +22,7 @@ from torch import Tensor
 import tessel
 from parity import close
 from tessel import Layout, Partition
-from tessel.layout import Cut
+from tessel.core.layout import Cut
 from tessel.operators import Parameters, ParOperator
 from tessel.operators.space import TensorSpace, complex_of, real_of
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import tessel
-from tessel.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
 

@@ -12,9 +12,9 @@ import torch
 import tessel
 from parity import Case, check_cases, values
 from tessel import Layout
+from tessel.core.windows import AdaptiveWindow
 from tessel.tensor.rules import adaptive
 from tessel.testing import count_traffic
-from tessel.windows import AdaptiveWindow
 
 GRIDS = {
     1: [(1, 1, 4), (1, 1, 3), (1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 1), (1, 4, 1)],
@@ -249,7 +249,7 @@ def test_a_global_maximum_sends_a_value_and_its_place(run: Any) -> None:
 
 def plans(drawn: list[Case]) -> list[str]:
     """Cases in which the traffic of the best way is not what its movements send in all."""
-    from tessel.plan import route
+    from tessel.core.plan import route
 
     wrong = []
     for each in drawn:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessel import boxes
+from tessel.core import boxes
 
 fast = settings(max_examples=200, derandomize=True, deadline=None, database=None)
 

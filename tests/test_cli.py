@@ -21,10 +21,10 @@ from tessel.cli.doctor import CHECKS, Facts, check_rates, examine, gather_facts
 from tessel.cli.measure import Rate
 from tessel.cli.run import Failure, first_failure
 from tessel.cli.worker import is_consequence
+from tessel.core.layout import Layout
+from tessel.core.move import Move
+from tessel.core.partition import world
 from tessel.errors import WorkerLost
-from tessel.layout import Layout
-from tessel.move import Move
-from tessel.partition import world
 from tessel.viz import _drawn_dims as drawn_dims
 from tessel.viz import _Paper as Paper
 from tessel.viz import draw_layout, draw_move

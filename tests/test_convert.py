@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import models
 import tessel
 from parity import close, values
-from tessel import Layout, Partition, boxes
+from tessel import Layout, Partition
+from tessel.core import boxes
 from tessel.testing import count_traffic
 
 Shape = tuple[int, ...]

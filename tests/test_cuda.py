@@ -273,10 +273,10 @@ def check_nccl_transport(folder: str, backend: str) -> None:
     for dtype in (torch.float32, torch.complex64, torch.bool, torch.bfloat16):
         x = torch.ones(5, device="cuda").to(dtype)
         y = torch.zeros_like(x)
-        sends, arrivals = [transport.Parcel(0, x)], [transport.Arrival(0, y)]
-        (received,) = wire.swap((0,), sends, arrivals, x.device, handle)
+        sends, receives = [transport.SendBuffer(0, x)], [transport.ReceiveBuffer(0, y)]
+        (received,) = wire.swap((0,), sends, receives, x.device, handle)
         assert torch.equal(received, x)
-        group.exchange(sends, arrivals, x.device)()
+        group.exchange(sends, receives, x.device)()
         assert torch.equal(y, x)
     assert torch.equal(group.sum(torch.ones(3, device="cuda")), torch.ones(3, device="cuda"))
     words = torch.tensor([3, -4], dtype=torch.int64).numpy().tobytes()

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tessel import boxes
 from tessel.cli import main
 from tessel.cli.demos import DEMOS, classes, deblur, fourier, movements, unet
 from tessel.cli.demos.movements import Row, Share
 from tessel.cli.demos.report import Report
+from tessel.core import boxes
 
 Run = Callable[..., list[Any]]
 LIMIT = 90

@@ -60,11 +60,11 @@ from tessel import (
     init,
     vec,
 )
-from tessel.layout import Cut
+from tessel.core.layout import Cut
+from tessel.core.partition import HypotheticalPartition
 from tessel.operators import Parameters, ParOperator, gradient
 from tessel.operators.layouts import split_along
 from tessel.operators.planning import make_plan
-from tessel.partition import HypotheticalPartition
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]

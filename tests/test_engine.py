@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import stress
 import tessel
 from tessel import Layout, Move, transport
-from tessel.transport import track
+from tessel.transport import copy_program
+from tessel.transport.copy_program import Place
 from tessel.transport.host import Host
-from tessel.transport.track import Place
 
 Run = Callable[..., list[Any]]
 needs_engine = pytest.mark.skipif(
-    not (track.has_engine() and transport.can_share_memory()), reason="the engine was not built"
+    not (copy_program.has_engine() and transport.can_share_memory()),
+    reason="the engine was not built",
 )
 pytestmark = needs_engine
 
@@ -56,7 +57,7 @@ def with_python() -> list[str]:
 
 def with_one_engine() -> list[str]:
     """Worker 0 has no engine, the others have one."""
-    choice = track.ENGINES[transport.this_worker() == 0]
+    choice = copy_program.ENGINES[transport.this_worker() == 0]
     with stress.afresh(TESSEL_ENGINE=choice):
         return stress.movements(150, 12)
 
@@ -147,7 +148,7 @@ def test_tensors_that_are_not_plain_go_another_way(run: Run) -> None:
 
 
 def late(n: int, movement: str) -> tuple[bool, list[int]]:
-    """Worker 1 comes long after the others have lost their patience."""
+    """Worker 1 comes long after the others have lost their backoff."""
     whole, parts = whole_and_parts(n)
     move = {"sum": Move(whole, whole), "gather": Move(parts, whole)}[movement]
     x = torch.arange(n, dtype=torch.float64)
@@ -239,7 +240,7 @@ def many_terms() -> bool:
 
 @pytest.mark.slow
 def test_a_sum_may_have_many_terms(run: Run) -> None:
-    nprocs = track.MOST_TERMS + 1
+    nprocs = copy_program.MOST_TERMS + 1
     assert run(many_terms, nprocs=nprocs, timeout=100) == [True] * nprocs
 
 
@@ -282,7 +283,7 @@ def test_an_unknown_engine_is_refused(run: Run) -> None:
         assert "TESSEL_ENGINE must be one of compiled, python, got 'steam'" in said
 
 
-# --- tracks
+# --- programs
 
 
 @given(data=st.data())
@@ -295,7 +296,7 @@ def test_runs_and_loops_reach_the_elements_of_a_place(data: st.DataObject) -> No
         sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in whole.shape
     ]
     place = Place(tuple(slice(a, b) for a, b in bounds), whole.stride())
-    run, loops = track._runs(place.shape, place.steps, place.alone.steps)
+    run, loops = copy_program._runs(place.shape, place.steps, place.alone.steps)
     reached, packed = [place.start], [0]
     for n, to, other in loops:
         reached = [at + to * k for at in reached for k in range(n)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tessel import boxes
+from tessel.core import boxes
 from tessel.examples import classes, darcy, deblur, gpt
 from tessel.testing import count_traffic
 

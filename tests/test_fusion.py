@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import models
 import tessel
 from parity import check_layers, close, slopes, values
-from tessel import Layout, Move, Partition, boxes, shared
+from tessel import Layout, Move, Partition
+from tessel.core import boxes, shared
+from tessel.core.shared import GradientBucket
 from tessel.models import FNO
-from tessel.nn.fusion import Habit, Use
-from tessel.shared import Bundle
+from tessel.nn.buckets import BucketSchedule, Use
 from tessel.testing import count_traffic
 
 Shape = tuple[int, ...]
@@ -95,7 +96,7 @@ def check_bundle(grid: Shape, axes: tuple[int, ...]) -> None:
         return
     shapes = [(3, 2), (), (1, 5), (0, 2)]
     for dtype in (torch.float64, torch.complex128):
-        bundle = Bundle(P, axes, shapes, torch.empty(0, dtype=dtype))
+        bundle = GradientBucket(P, axes, shapes, torch.empty(0, dtype=dtype))
         xs = [values(shape, k).to(dtype).requires_grad_() for k, shape in enumerate(shapes)]
         with count_traffic() as forward:
             ys = bundle.use(bundle.prepare(xs))
@@ -136,7 +137,7 @@ def test_a_bundle_is_used_as_it_is_and_summed(
 def check_orders(linear: bool) -> None:
     """Gradients of three orders; of two, where the loss of one worker is linear."""
     P = place((tessel.world().size,))
-    bundle = Bundle(P, (0,), [(2,), (2,)], torch.empty(0, dtype=torch.float64))
+    bundle = GradientBucket(P, (0,), [(2,), (2,)], torch.empty(0, dtype=torch.float64))
     a, b = (values((2,), seed).requires_grad_() for seed in (1, 2))
     c, d = (each.detach().clone().requires_grad_() for each in (a, b))
     x, y = bundle.use(bundle.prepare([a, b]))
@@ -226,7 +227,7 @@ def test_models_have_the_gradients_of_one_process(run: Run, nprocs: int) -> None
 
 
 def check_second_order(grid: Shape) -> None:
-    """Of a model with convolutions, norms that are bundled, and a head that is shared."""
+    """Of a model with convolutions, norms that are from_bucket, and a head that is shared."""
 
     def make() -> nn.Module:
         return nn.Sequential(
@@ -349,24 +350,24 @@ def watch_order() -> list[str]:
     learned(tessel.nn.fuse_gradients(model, 0), images(P))
     y = model(images(P))
     seen: list[str] = []
-    depart = shared.Sum.depart
+    start = shared.Sum.start
 
     def watched(self: Any, x: Tensor) -> Callable[[], Tensor]:
         number = sum(each.startswith("sends") for each in seen)
         seen.append(f"sends {number}")
-        land = depart(self, x)
+        wait = start(self, x)
 
         def landing() -> Tensor:
             seen.append(f"waits {number}")
-            return land()
+            return wait()
 
         return landing
 
-    shared.Sum.depart = watched
+    shared.Sum.start = watched
     try:
         y.sum().backward()
     finally:
-        shared.Sum.depart = depart
+        shared.Sum.start = start
     return seen
 
 
@@ -626,7 +627,7 @@ def check_copies() -> None:
         derive(alone, values((2, 3, 8, 8), 1)), derive(spread, images(P))
     tessel.nn.fuse_gradients(spread, 100)
     for twin in (copy.deepcopy(spread), pickle.loads(pickle.dumps(spread))):
-        assert twin.forward.habit.limit == 100 and not twin.forward.habit.uses
+        assert twin.forward.schedule.limit == 100 and not twin.forward.schedule.uses
         for _ in range(2):
             derive(twin, images(P))
             same_grads(twin, alone)
@@ -649,7 +650,7 @@ def check_functional() -> None:
 
 
 def check_derivatives_along() -> None:
-    """In forward mode and in transforms of torch.func nothing is bundled."""
+    """In forward mode and in transforms of torch.func nothing is from_bucket."""
     P = column()
     alone, spread = pair(plain, P)
     x, part = values((2, 3, 8, 8), 1), images(P)
@@ -709,14 +710,14 @@ def check_memory() -> None:
     kept: list[Any] = []
     for each in model[::2]:
         each.register_forward_hook(lambda m, x, y: kept.append(weakref.ref(y)))
-    use = Bundle.use
+    use = GradientBucket.use
 
-    def watched(self: Bundle, token: Tensor) -> tuple[Tensor, ...]:
+    def watched(self: GradientBucket, token: Tensor) -> tuple[Tensor, ...]:
         found = use(self, token)
         kept.extend(map(weakref.ref, (token, self, *found)))
         return found
 
-    Bundle.use = watched
+    GradientBucket.use = watched
     gc.collect()
     gc.disable()
     try:
@@ -724,7 +725,7 @@ def check_memory() -> None:
         assert len(kept) == 3 + 8 and [each() for each in kept] == [None] * 11
     finally:
         gc.enable()
-        Bundle.use = use
+        GradientBucket.use = use
 
 
 def check_different_habits() -> None:
@@ -733,11 +734,11 @@ def check_different_habits() -> None:
     model = tessel.nn.distribute_module(plain().double(), P)
     derive(model, images(P))
     if P.rank == 0:
-        model.forward.habit.uses.popitem()
+        model.forward.schedule.uses.popitem()
     with pytest.raises(ValueError, match=r"same calls .*gradients of 5 parameters in 1 messages"):
         model(images(P))
     if P.rank == 0:
-        model.forward.habit.uses = {}
+        model.forward.schedule.uses = {}
     with pytest.raises(ValueError, match=r"same calls .*gradients alone"):
         model(images(P))
 
@@ -873,7 +874,7 @@ def check_refusals() -> None:
     model = tessel.nn.fuse_gradients(ByHand(P).double())
     derive(model, images(P))
     if P.rank == 0:
-        model.forward.habit.uses.popitem()
+        model.forward.schedule.uses.popitem()
     with pytest.raises(ValueError, match="same calls"):
         model(images(P))
 
@@ -924,22 +925,22 @@ def test_a_fourier_neural_operator(run: Run) -> None:
 
 def test_a_plan_keeps_the_order_of_use_and_the_kinds_apart() -> None:
     P = tessel.world().create_cartesian_topology_partition([1, 1])
-    habit = Habit(limit=40)
+    schedule = BucketSchedule(limit=40)
     one, other = Use(P, (0,)), Use(P, (1,))
     sizes = [4, 4, 20, 4, 2, 4, 1]
     parameters = [torch.zeros(n, dtype=torch.float32, requires_grad=True) for n in sizes]
     parameters[4] = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     parameters[5].requires_grad_(False)
     uses = {0: one, 2: one, 1: one, 3: other, 4: one, 5: one, 6: one}
-    habit.learn((), uses)
-    groups = [group.numbers for group in habit.plan(parameters)]
+    schedule.learn((), uses)
+    groups = [group.numbers for group in schedule.plan(parameters)]
     assert groups == [(0, 1, 6), (2,), (3,), (4,)]
     with torch.no_grad():
-        assert habit.plan(parameters) == ()
-    habit.learn(habit.plan(parameters), {0: one, 2: one})
-    assert habit.unsteady == {1, 3, 4, 6}
-    habit.learn((), uses)
-    assert [group.numbers for group in habit.plan(parameters)] == [(0,), (2,)]
+        assert schedule.plan(parameters) == ()
+    schedule.learn(schedule.plan(parameters), {0: one, 2: one})
+    assert schedule.unsteady == {1, 3, 4, 6}
+    schedule.learn((), uses)
+    assert [group.numbers for group in schedule.plan(parameters)] == [(0,), (2,)]
 
 
 def test_slopes_are_those_of_torch_in_one_process() -> None:
@@ -952,4 +953,4 @@ def test_slopes_are_those_of_torch_in_one_process() -> None:
         got = slopes(spread(x), weights, list(spread.parameters()), 1)
         expected = slopes(alone(x), weights, list(alone.parameters()), 1)
         assert all(map(torch.equal, got, expected))
-    assert not spread.forward.habit.uses
+    assert not spread.forward.schedule.uses

@@ -55,6 +55,7 @@ from tessel import (
     init,
     vec,
 )
+from tessel.core.partition import HypotheticalPartition
 from tessel.operators.choose import plan_on
 from tessel.operators.explain import explain, explain_plan
 from tessel.operators.layouts import (
@@ -66,7 +67,6 @@ from tessel.operators.layouts import (
     split_along,
 )
 from tessel.operators.storage import parameters_sent, storage_of
-from tessel.partition import HypotheticalPartition
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 
 Run = Callable[..., list[Any]]

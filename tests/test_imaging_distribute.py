@@ -78,7 +78,7 @@ def physics_methods(strategy: str) -> None:
         for i in range(3):
             close("A_A_adjoint", back[i], ops[i].A(sum(images)), TOLERANCE)
         total = physics.A_adjoint_A(x, gather=False)
-        close("shares", tessel.shared.total(total, ctx.partition), normal, TOLERANCE)
+        close("shares", tessel.core.shared.total(total, ctx.partition), normal, TOLERANCE)
         exact = physics.A_dagger(ys, local_only=False, tol=1e-10)
         rest = physics.A_adjoint([a - y for a, y in zip(physics.A(exact), ys, strict=True)])
         assert rest.norm() < 1e-8 * sum(images).norm()
@@ -138,9 +138,9 @@ def derive(strategy: str) -> None:
         slope = fidelity.grad(x.detach(), ys, physics)
         close("grad", slope, want, TOLERANCE)
         share = fidelity.grad(x.detach(), ys, physics, gather=False)
-        close("share", tessel.shared.total(share, ctx.partition), want, TOLERANCE)
+        close("share", tessel.core.shared.total(share, ctx.partition), want, TOLERANCE)
         some = fidelity(x.detach(), ys, physics, gather=False)
-        close("losses", tessel.shared.total(some, ctx.partition), expected, TOLERANCE)
+        close("losses", tessel.core.shared.total(some, ctx.partition), expected, TOLERANCE)
         mean = distribute([L2(), L2(), L2()], ctx, reduction="mean")
         close("mean", mean.grad(x.detach(), ys, physics), want / 3, TOLERANCE)
         u = fidelity.prox(x.detach(), ys, physics, gamma=0.5)
@@ -191,7 +191,7 @@ def denoise(settings: dict[str, Any]) -> None:
         for a, b in zip(got, want, strict=True):
             close("gradients", a, b, 1e-11)
         share = denoiser(x.detach(), gather=False)
-        close("shares", tessel.shared.total(share, ctx.partition), expected, TOLERANCE)
+        close("shares", tessel.core.shared.total(share, ctx.partition), expected, TOLERANCE)
         other = values((1, 1, 7, 20), 5)  # an image of another shape
         close("other shape", denoiser(other), alone(other), TOLERANCE)
         twin_of_it = copy.deepcopy(denoiser)

@@ -561,7 +561,7 @@ def check_learned(grid: tuple[int, ...], copies: int, shared: bool, adds_up: boo
         gradient = bundle.data_fidelity.grad(part)
         close("grad", gradient, layout.local_part(expected[0]), TOLERANCE)
         share = (gradient * layout.local_part(weights)).sum()
-        loss = tessel.shared.total(share, layout.partition, layout.shared)
+        loss = tessel.core.shared.total(share, layout.partition, layout.shared)
         for k, slope in enumerate(torch.autograd.grad(loss, mine, allow_unused=True)):
             assert (slope is not None) == (k in held), k
             if slope is not None:
@@ -656,7 +656,7 @@ def check_noise(grid: tuple[int, ...], copies: int) -> None:
                 weights = values(expected.shape, 9)
                 mine = spread.parts.part_of(k, weights)
                 row = spread.parts.rows.own.partition
-                loss = tessel.shared.total((ys[k].square() * mine).sum(), row)
+                loss = tessel.core.shared.total((ys[k].square() * mine).sum(), row)
                 slopes = torch.autograd.grad(
                     (expected.square() * weights).sum(), [whole, alone[0].filter], allow_unused=True
                 )
@@ -802,7 +802,7 @@ def prior_loss(
 ) -> Tensor:
     got = prior.apply("prox", network, part, network, (0.1,))
     share = (got.square() * layout.local_part(weights)).sum()
-    return tessel.shared.total(share, layout.partition, layout.shared)
+    return tessel.core.shared.total(share, layout.partition, layout.shared)
 
 
 def tiled(strategy: Any, network: Any, x: Tensor) -> Tensor:

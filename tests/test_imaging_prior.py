@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parity import close, values
-from tessel import boxes
+from tessel.core import boxes
 from tessel.imaging import (
     DistributedContext,
     DistributedPrior,

@@ -29,18 +29,18 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("tensor",),
     ("operators",),
     ("primitives",),
-    ("fringe", "shared"),
-    ("move",),
-    ("stage",),
-    ("plan",),
-    ("linop",),
-    ("agreement",),
-    ("layout",),
-    ("partition",),
+    ("core.halo", "core.shared"),
+    ("core.move",),
+    ("core.stage",),
+    ("core.plan",),
+    ("core.linop",),
+    ("core.agreement",),
+    ("core.layout",),
+    ("core.partition",),
     ("transport", "launch"),
-    ("graph",),
-    ("windows",),
-    ("boxes", "errors", "limits", "machine", "numbered", "version"),
+    ("core.graph",),
+    ("core.windows",),
+    ("core.boxes", "core.handles", "core", "errors", "limits", "machine", "version"),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}
 
@@ -65,7 +65,9 @@ MODULES = {name_of(path): path for path in FILES}
 
 
 def component(module: str) -> str:
-    return module.partition(".")[2].partition(".")[0]
+    """The package of a module; of the kernel, whose modules are layers themselves, the module."""
+    name, *rest = module.split(".")[1:] or [""]
+    return ".".join([name, *rest[:1]]) if name == "core" else name
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 import tessel
 from registry import KINDS, Grid, Side, even, flat, random, shapes_of, shuffled, uneven
 from tessel import Layout
-from tessel.layout import Cut
+from tessel.core.layout import Cut
 
 # Where everything lies.
 

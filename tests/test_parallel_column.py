@@ -38,26 +38,26 @@ def events_of_backward(freezes: bool) -> list[str]:
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     y = tessel.distributed.gather(layer(x))
     events: list[str] = []
-    depart = Move.depart
+    start = Move.start
 
     def logged(self: Move, tensor: Tensor) -> Callable[[], Tensor]:
-        land = depart(self, tensor)
+        wait = start(self, tensor)
         if tensor.shape != (3, 6):  # of the gathering
-            return land
-        events.append("departs")
+            return wait
+        events.append("starts")
 
         def landing() -> Tensor:
-            events.append("lands")
-            return land()
+            events.append("waits")
+            return wait()
 
         return landing
 
-    Move.depart = logged  # type: ignore[method-assign]
+    Move.start = logged  # type: ignore[method-assign]
     try:
         with Log(events):
             y.square().sum().backward()
     finally:
-        Move.depart = depart  # type: ignore[method-assign]
+        Move.start = start  # type: ignore[method-assign]
     return events
 
 
@@ -65,7 +65,7 @@ def events_of_backward(freezes: bool) -> list[str]:
 @pytest.mark.parametrize("freezes", [False, True])
 def test_the_sum_travels_while_the_weight_is_derived(run: Any, nprocs: int, freezes: bool) -> None:
     middle = [] if freezes else ["product"]
-    expected = ["product", "departs", *middle, "lands"]
+    expected = ["product", "starts", *middle, "waits"]
     assert run(events_of_backward, freezes, nprocs=nprocs) == [expected] * nprocs
 
 

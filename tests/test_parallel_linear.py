@@ -19,8 +19,8 @@ import tessel
 import tessel.distributed as parallel
 from parity import close, slopes, values
 from tessel import Layout, Partition, transport
+from tessel.core.move import Move
 from tessel.distributed.marks import Mark, mark_of, marked, unmarked
-from tessel.move import Move
 from tessel.nn.functional import parallel_linear
 from tessel.nn.init import shard_init_helper_
 from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
@@ -306,20 +306,20 @@ def order_of_gradients() -> list[str]:
     layer, x = ParallelLinear(6, 4, dim=1).double(), values((3, 6), 0).requires_grad_()
     loss = unmarked(layer(x)).square().sum()
     seen: list[str] = []
-    depart = Move.depart
+    start = Move.start
 
     def watched(self: Move, share: Tensor) -> Callable[[], Tensor]:
-        land = depart(self, share)
+        wait = start(self, share)
         seen.append("messages leave")
 
         def landed() -> Tensor:
             seen.append("messages are waited for")
-            return land()
+            return wait()
 
         return landed
 
     with pytest.MonkeyPatch.context() as patch, Products(seen):
-        patch.setattr(Move, "depart", watched)
+        patch.setattr(Move, "start", watched)
         loss.backward()
     return seen
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import tessel
 from parity import close, values
-from tessel import boxes, nn
+from tessel import nn
+from tessel.core import boxes
 from tessel.distributed import gather, get_group, reduce
 from tessel.nn import functional
 from tessel.nn.parallel.drawing import layout_of

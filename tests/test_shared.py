@@ -12,7 +12,7 @@ import torch
 import tessel
 from parity import close, values
 from tessel import Layout
-from tessel.shared import Spread, equalize, spread, total
+from tessel.core.shared import Replicate, equalize, replicate, total
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -22,7 +22,7 @@ def check_spread() -> None:
     P = tessel.world().create_cartesian_topology_partition([tessel.world().size // 2, 2])
     value = Layout.whole(P, (3, 2), shared=True)
     for shared in ((), (0,), (1,)):
-        operator = Spread(value, replace(value, shared=shared))
+        operator = Replicate(value, replace(value, shared=shared))
         for dtype in (torch.float64, torch.complex128):
             check_adjoint(operator, dtype)
             check_gradient(operator, dtype)
@@ -38,7 +38,7 @@ def use_a_parameter() -> tuple[bool, Any, Any]:
     w = values((3,), 1).requires_grad_()
     _, column = P.index or (0, 0)
     with count_traffic() as forward:
-        used = spread(w, Layout.whole(P, (3,), shared=True), [1])
+        used = replicate(w, Layout.whole(P, (3,), shared=True), [1])
     with count_traffic() as backward:
         (used * (1 + column)).sum().backward()  # the same work along axis 0
     assert w.grad is not None

@@ -1,4 +1,4 @@
-"""Convolution by strips, and the fringe that brings them."""
+"""Convolution by strips, and the halo that brings them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 import tessel
 from parity import Case, check_case, close, values
 from tessel import Layout
-from tessel.fringe import Fringe, Journey
+from tessel.core.halo import AsyncHalo, Halo
+from tessel.core.windows import Window
 from tessel.tensor import strips
 from tessel.testing import check_adjoint, check_gradient, count_traffic
-from tessel.windows import Window
 
 Run = Callable[..., list[Any]]
 ALWAYS = (0, 100.0)  # however small the parts and however large the share of the strips
 
 
-def fringe_of(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> Fringe:
+def fringe_of(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> Halo:
     P = tessel.world().create_cartesian_topology_partition(grid)
     source = Layout.balanced(P, shape)
     plan = strips.stripped(source, source, windows, *ALWAYS)
     assert plan is not None
-    return plan.fringe
+    return plan.halo
 
 
 def check_laws(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> None:
-    fringe = fringe_of(grid, shape, *windows)
+    halo = fringe_of(grid, shape, *windows)
     for dtype in (torch.float64, torch.complex128):
-        check_adjoint(fringe, dtype)
-        check_gradient(fringe, dtype)
+        check_adjoint(halo, dtype)
+        check_gradient(halo, dtype)
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
@@ -45,13 +45,13 @@ def test_a_fringe_keeps_the_laws(run: Run, nprocs: int) -> None:
 
 
 def travel_in_two_steps() -> None:
-    fringe = fringe_of((1, 1, 2, 2), (1, 2, 8, 9), Window(3, before=1), Window(5, before=2))
-    x = values(fringe.domain.local_shape, 7 + (tessel.world().rank or 0)).requires_grad_()
-    at_once = fringe(x)
-    journey = Journey(fringe)
-    token = journey.depart(x)
+    halo = fringe_of((1, 1, 2, 2), (1, 2, 8, 9), Window(3, before=1), Window(5, before=2))
+    x = values(halo.domain.local_shape, 7 + (tessel.world().rank or 0)).requires_grad_()
+    at_once = halo(x)
+    halo = AsyncHalo(halo)
+    token = halo.start(x)
     between = x * 2  # what is computed meanwhile
-    landed = journey.land(token)
+    landed = halo.wait(token)
     close("strips", landed, at_once)
     loss = landed.pow(3).sum()
     (first,) = torch.autograd.grad(loss + between.sum(), x, create_graph=True)

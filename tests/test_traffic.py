@@ -45,7 +45,7 @@ from registry import (
     uneven,
     whole,
 )
-from tessel.plan import LARGE, plan, route
+from tessel.core.plan import LARGE, plan, route
 from tessel.testing import count_traffic
 
 WIDTH = 8  # bytes of a float64

@@ -19,12 +19,12 @@ import stress
 import tessel
 from tessel import Layout, Move, transport
 from tessel.testing import count_memory
-from tessel.transport import Arrival, Parcel, channel
+from tessel.transport import ReceiveBuffer, SendBuffer, channel
 from tessel.transport.host import Host
-from tessel.transport.letter import Stray
 from tessel.transport.membership import Membership
 from tessel.transport.process import Process
 from tessel.transport.reading import Reader, Staging
+from tessel.transport.request import UnexpectedMessage
 from tessel.transport.segment import Segment
 
 MIB = 2**20
@@ -96,13 +96,13 @@ def overlapping(seed: int) -> int:
         under_way = []
         for number, length in enumerate(lengths):
             sends = [
-                Parcel(other, torch.full((length,), (number + worker) % 250, dtype=torch.uint8))
+                SendBuffer(other, torch.full((length,), (number + worker) % 250, dtype=torch.uint8))
                 for other in range(size)
             ]
             places = [torch.zeros(length, dtype=torch.uint8) for _ in range(size)]
-            arrivals = [Arrival(other, place) for other, place in enumerate(places)]
+            receives = [ReceiveBuffer(other, place) for other, place in enumerate(places)]
             with transport.tagged(number):
-                wait = group.exchange(sends, arrivals, torch.device("cpu"))
+                wait = group.exchange(sends, receives, torch.device("cpu"))
             under_way.append((wait, number, places))
         own.shuffle(under_way)
         for wait, number, places in under_way:
@@ -118,7 +118,7 @@ def test_exchanges_overlap_and_end_in_any_order(run: Any, nprocs: int) -> None:
     assert run(overlapping, 3, nprocs=nprocs) == [5 * 4 * nprocs] * nprocs
 
 
-def strays() -> list[float]:
+def unexpected_messages() -> list[float]:
     """Messages that come before they are asked for are kept for whoever asks later."""
     group, worker = tessel.world().group, transport.this_worker()
     device = torch.device("cpu")
@@ -128,8 +128,8 @@ def strays() -> list[float]:
     for tag in order:
         values = torch.full((3 * MIB // 4,), tag + 10.0 * worker)
         with transport.tagged(tag):
-            sends = [Parcel(1 - worker, values)]
-            waits.append(group.exchange(sends, [Arrival(1 - worker, places[tag])], device))
+            sends = [SendBuffer(1 - worker, values)]
+            waits.append(group.exchange(sends, [ReceiveBuffer(1 - worker, places[tag])], device))
             if worker == 0:
                 waits.pop()()
     for wait in waits:
@@ -139,7 +139,7 @@ def strays() -> list[float]:
 
 
 def test_messages_of_another_call_wait_their_turn(run: Any) -> None:
-    assert run(strays, nprocs=2) == [[17.0, 18.0], [7.0, 8.0]]
+    assert run(unexpected_messages, nprocs=2) == [[17.0, 18.0], [7.0, 8.0]]
 
 
 def sums_under_way() -> list[float]:
@@ -149,12 +149,12 @@ def sums_under_way() -> list[float]:
     for length in (3, 2 * MIB):
         move, x = whole_sum((length,))
         with torch.no_grad():
-            lands = [move.depart(number * x) for number in (1, 10)]
+            waits = [move.start(number * x) for number in (1, 10)]
             given = Move(first, Layout.whole(W, (2,), shared=True)).apply(
                 torch.full(first.local_shape, 7.0)
             )
             found += [float(given[0]), float(move.apply(100 * x)[0])]
-            found += [float(lands.pop()()[0]) for _ in range(2)]
+            found += [float(waits.pop()()[0]) for _ in range(2)]
     return found
 
 
@@ -191,11 +191,11 @@ def test_a_stray_outlives_the_mode_in_which_it_begins() -> None:
     slot.header = memoryview(array("q", [0] * channel.HEADER))
     slot.num_bytes = 4
     with torch.inference_mode():
-        stray = Stray((1, 1), 8)
-        stray.read(slot)
+        unexpected = UnexpectedMessage((1, 1), 8)
+        unexpected.read(slot)
     slot.tensor(torch.uint8, (4,)).fill_(3)
-    stray.read(slot)
-    assert stray.is_done and stray.values.tolist() == [0] * 4 + [3] * 4
+    unexpected.read(slot)
+    assert unexpected.is_done and unexpected.values.tolist() == [0] * 4 + [3] * 4
 
 
 def test_an_offer_of_a_process_that_ends_is_a_lost_worker() -> None:
@@ -208,9 +208,9 @@ def test_an_offer_of_a_process_that_ends_is_a_lost_worker() -> None:
     hosts[1].read_directly()
     for slot in hosts[0]._incoming[1].slots:
         slot.reader = Reader(2**22 + 1, Staging(8))  # no process has this number
-    hosts[1].send((1, 1), [Parcel(0, torch.zeros(MIB))])
+    hosts[1].send((1, 1), [SendBuffer(0, torch.zeros(MIB))])
     with pytest.raises(tessel.WorkerLost, match="lost contact with worker 1"):
-        hosts[0].swap((2, 2), [], [Arrival(1, torch.zeros(2))], (1,))
+        hosts[0].swap((2, 2), [], [ReceiveBuffer(1, torch.zeros(2))], (1,))
 
 
 def in_threads() -> list[float]:
@@ -223,9 +223,11 @@ def in_threads() -> list[float]:
         group, worker = halves[number].group, transport.this_worker()
         place = torch.zeros(5)
         for step in range(STEPS):
-            sends = [Parcel(1 - worker, torch.full((5,), float(step)))]
+            sends = [SendBuffer(1 - worker, torch.full((5,), float(step)))]
             with torch.no_grad():
-                group.exchange(sends, [Arrival(1 - worker, place, True)], torch.device("cpu"))()
+                group.exchange(
+                    sends, [ReceiveBuffer(1 - worker, place, True)], torch.device("cpu")
+                )()
         results[number] = float(place[0])
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]

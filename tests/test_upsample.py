@@ -16,10 +16,10 @@ import torch.nn.functional as F  # noqa: N812
 import tessel
 from parity import Case, check_cases, values
 from tessel import Layout
+from tessel.core.windows import Cubic, Interpolation, Linear, Nearest
 from tessel.nn import DistributedUpsample
 from tessel.tensor.rules import interpolation
 from tessel.testing import count_traffic
-from tessel.windows import Cubic, Interpolation, Linear, Nearest
 
 SCALES = (2.0, 3.0, 1.5, 0.5, 2.7, 1.0, 1.3, 0.4)
 GRIDS = {

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import tessel
-from tessel.nn.mixins import PoolingMixin
-from tessel.windows import (
+from tessel.core.windows import (
     AdaptiveWindow,
     Groups,
     Mirrored,
@@ -21,6 +20,7 @@ from tessel.windows import (
     num_outputs,
     reads,
 )
+from tessel.nn.mixins import PoolingMixin
 from windowed_cases import read_by
 
 Numbers = tuple[int, int, int, int]  # kernel, stride, dilation, padding

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tessel.transport import Arrival, Group
+from tessel.transport import Group, ReceiveBuffer
 from tessel.transport.channel import Incoming, Outgoing
+from tessel.transport.copy_program import CopyProgram, engine
 from tessel.transport.host import Host
-from tessel.transport.letter import Letter, Offer, Receipt, Stray
-from tessel.transport.track import Track, engine
+from tessel.transport.request import ReceiveRequest, Rendezvous, SendRequest, UnexpectedMessage
 
 PARTS = ("compute", "pack", "move", "wait", "agree")
 _TARGETS: tuple[tuple[Any, str, str], ...] = (
@@ -30,12 +30,12 @@ _TARGETS: tuple[tuple[Any, str, str], ...] = (
     (Host, "_take", "wait"),
     (Outgoing, "post", "pack"),
     (Incoming, "_put", "move"),
-    (Letter, "write", "pack"),
-    (Offer, "write", "pack"),
-    (Receipt, "read", "move"),
-    (Receipt, "read_all", "move"),
-    (Stray, "read", "move"),
-    (Arrival, "land", "move"),
+    (SendRequest, "write", "pack"),
+    (Rendezvous, "write", "pack"),
+    (ReceiveRequest, "read", "move"),
+    (ReceiveRequest, "read_all", "move"),
+    (UnexpectedMessage, "read", "move"),
+    (ReceiveBuffer, "land", "move"),
 )
 
 
@@ -65,10 +65,10 @@ class Clock:
     def timing_engine(self, follow: Callable[..., int]) -> Callable[..., int]:
         """The function that runs the engine, whose own clock says which part took how long."""
 
-        def timed(host: Host, track: Track, y: int, x: int, call: int) -> int:
+        def timed(host: Host, program: CopyProgram, y: int, x: int, call: int) -> int:
             engine.clock(True)
             begin = self._enter()
-            landed = follow(host, track, y, x, call)
+            landed = follow(host, program, y, x, call)
             self._leave("move", begin)
             pack, _, wait = engine.clock(False)
             self.spent["move"] -= pack + wait

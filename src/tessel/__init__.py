@@ -1,5 +1,8 @@
 """Tensors spread over processes: distribution as linear algebra."""
 
+import importlib as _importlib
+import sys as _sys
+
 from tessel import distributed as distributed
 from tessel import imaging as imaging
 from tessel import interop as interop
@@ -7,16 +10,18 @@ from tessel import models as models
 from tessel import nn as nn
 from tessel import operators as operators
 from tessel import testing as testing
+from tessel.core.layout import Layout as Layout
+from tessel.core.layout import zero_volume_tensor as zero_volume_tensor
+from tessel.core.linop import LinearOperator as LinearOperator
+from tessel.core.move import Move as Move
+from tessel.core.partition import Partition as Partition
+from tessel.core.partition import world as world
 from tessel.distributed import get_parallel_dim as get_parallel_dim
 from tessel.distributed import register_parallel_attribute as register_parallel_attribute
 from tessel.distributed import register_parallel_dim as register_parallel_dim
 from tessel.distributed.slices import slices as _slices
 from tessel.errors import WorkerLost as WorkerLost
 from tessel.launch import launch as launch
-from tessel.layout import Layout as Layout
-from tessel.layout import zero_volume_tensor as zero_volume_tensor
-from tessel.linop import LinearOperator as LinearOperator
-from tessel.move import Move as Move
 from tessel.nn.parallel import collect_state_dict as collect_state_dict
 from tessel.nn.parallel import (
     register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore,
@@ -40,8 +45,6 @@ from tessel.operators import gradient as gradient
 from tessel.operators import init as init
 from tessel.operators import kron as kron
 from tessel.operators import vec as vec
-from tessel.partition import Partition as Partition
-from tessel.partition import world as world
 from tessel.primitives.repartition import all_gather as all_gather
 from tessel.primitives.repartition import gather as gather
 from tessel.primitives.repartition import scatter as scatter
@@ -59,5 +62,11 @@ from tessel.tensor import randn as randn
 from tessel.tensor import spread as spread
 from tessel.tensor import zeros as zeros
 from tessel.version import __version__ as __version__
+
+# The kernel's modules lay here once: code that imports them so, and files that were saved by
+# `torch.save`, which name classes by their modules, find them.
+for _name in ("boxes", "windows", "partition", "layout", "plan", "move", "linop", "agreement"):
+    _module = _importlib.import_module(f"tessel.core.{_name}")
+    globals()[_name] = _sys.modules[f"tessel.{_name}"] = _module
 
 slice = _slices  # bound here alone, so that no module of the package loses the builtin

@@ -16,16 +16,16 @@ from math import sqrt
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from tessel import boxes
-from tessel.boxes import Box, Interval
-from tessel.layout import Layout
-from tessel.move import Move
+from tessel.core import boxes
+from tessel.core.boxes import Box, Interval
+from tessel.core.layout import Layout
+from tessel.core.move import Move
+from tessel.core.plan import plan, route
 from tessel.operators.distributed import Distributed
 from tessel.operators.explain import Explanation, explain
 from tessel.operators.picture import draw_steps
 from tessel.operators.picture import new_figure as new_figure  # noqa: PLC0414
 from tessel.operators.units import num_bytes as num_bytes  # noqa: PLC0414
-from tessel.plan import plan, route
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

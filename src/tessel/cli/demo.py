@@ -25,8 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from tessel.cli.demos import DEMOS
 from tessel.cli.demos.report import Report, worst_of
+from tessel.core.partition import world
 from tessel.launch import launch
-from tessel.partition import world
 
 SUMMARY = "show that several workers compute what one process computes"
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tessel import nn
+from tessel.core.layout import zero_volume_tensor
+from tessel.core.partition import world
 from tessel.launch import launch
-from tessel.layout import zero_volume_tensor
 from tessel.machine import usable_cores
 from tessel.operators.algebra import kron
 from tessel.operators.dft import ParDFT
@@ -23,7 +24,6 @@ from tessel.operators.distributed import Distributed, ParRepartition, distribute
 from tessel.operators.matrices import ParIdentity, ParMultilinear
 from tessel.operators.rates import Machine, Rates
 from tessel.operators.restriction import ParRestriction
-from tessel.partition import world
 from tessel.testing import count_traffic
 
 _SMALL, _LARGE = 2**8, 2**20  # elements of float32: 1 KiB and 4 MiB

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tessel.agreement import CLAIM, Claim, Meeting, Terms, reach_together
-from tessel.layout import Shape
-from tessel.partition import Partition
+from tessel.core.agreement import NUM_SIGNED, Agreement, Signature, TensorMeta, agree_on_all
+from tessel.core.layout import Shape
+from tessel.core.partition import Partition
 from tessel.transport import NUM_WORDS, code_of, kept_in_job
 
-Held = tuple[dict[int, Shape], Terms]  # the shapes by worker, and what all tensors have in common
+Held = tuple[
+    dict[int, Shape], TensorMeta
+]  # the shapes by worker, and what all tensors have in common
 Numbers = dict[int, tuple[int, ...]]  # what each worker said
 
 
@@ -30,11 +32,8 @@ def agree(partition: Partition, call: str, *tensors: Tensor) -> list[Held]:
         call: what is called, in the words of its user.
         tensors: what each worker brings, as many on each.
     """
-    found = reach_together(
-        _meetings(partition, call, ("",) * len(tensors), call), list(map(Claim.of, tensors))
-    )
-    partition.group.number_call()
-    return found
+    agreements = _agreements(partition, call, ("",) * len(tensors), call)
+    return agree_on_all(agreements, list(map(Signature.of, tensors)))
 
 
 def agree_and_tell(
@@ -57,13 +56,15 @@ def agree_and_tell(
         identity: what must be equal on all workers, where the text of the call does not say all.
     """
     names = tuple(f"{name} of " for name, _ in tensors)
-    meetings = [
-        *_meetings(partition, call, names, identity or call),
+    agreements = [
+        *_agreements(partition, call, names, identity or call),
         _listening(partition, call, identity or call),
     ]
-    claims = [*(Claim.of(tensor) for _, tensor in tensors), _Spoken((), None, "cpu", said=numbers)]
-    *found, heard = reach_together(meetings, claims)
-    partition.group.number_call()
+    signatures = [
+        *(Signature.of(tensor) for _, tensor in tensors),
+        _Spoken((), None, "cpu", said=numbers),
+    ]
+    *found, heard = agree_on_all(agreements, signatures)
     return found, {worker: words[: len(numbers)] for worker, words in heard.items()}
 
 
@@ -75,38 +76,38 @@ def agree_on_call(partition: Partition, call: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Spoken(Claim):
+class _Spoken(Signature):
     """Some numbers, in the place of what a worker says of a tensor."""
 
     said: Sequence[int] = ()
 
     def words(self) -> list[int]:
-        return [*self.said, *[0] * (CLAIM - len(self.said))]
+        return [*self.said, *[0] * (NUM_SIGNED - len(self.said))]
 
 
-class _Listening(Meeting[Numbers]):
+class _Listening(Agreement[Numbers]):
     """Where workers hear each other's numbers; these change with each call, and none is kept."""
 
-    def settle(self, everyones: bytes) -> Numbers:
+    def conclusion_of(self, everyones: bytes) -> Numbers:
         rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
-        said = map(tuple, rows[:, 1 : 1 + CLAIM].tolist())
+        said = map(tuple, rows[:, 1 : 1 + NUM_SIGNED].tolist())
         return dict(zip(self.group.workers, said, strict=True))
 
 
 @kept_in_job
-def _meetings(
+def _agreements(
     partition: Partition, call: str, names: tuple[str, ...], identity: str
-) -> list[Meeting[Any]]:
+) -> list[Agreement[Any]]:
     return [
-        Meeting(partition.group, f"{name}{call}", partition.ranks, _held, identity)
+        Agreement(partition.group, f"{name}{call}", partition.ranks, _held, identity)
         for name in names
     ]
 
 
 @kept_in_job
-def _listening(partition: Partition, call: str, identity: str) -> Meeting[Any]:
+def _listening(partition: Partition, call: str, identity: str) -> Agreement[Any]:
     return _Listening(partition.group, call, partition.ranks, _held, identity)
 
 
-def _held(shapes: dict[int, Shape], terms: Terms) -> Any:
-    return shapes, terms
+def _held(shapes: dict[int, Shape], meta: TensorMeta) -> Any:
+    return shapes, meta

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tessel import boxes
-from tessel.layout import Layout
-from tessel.partition import Partition
+from tessel.core import boxes
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 
 ATTRIBUTE = "_tessel_mark"
 

@@ -14,6 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from tessel import tensor as spread
+from tessel.core.graph import eagerly
+from tessel.core.partition import Partition
 from tessel.distributed import call as calls
 from tessel.distributed import propagation
 from tessel.distributed.group import row_of
@@ -33,13 +35,11 @@ from tessel.distributed.sharing import (
     check_classes,
     check_factor,
     check_uses,
-    settle,
+    conclusion_of,
     settled,
     traced_state,
 )
 from tessel.distributed.wrapping import adapt_torch, check_optimizer
-from tessel.graph import eagerly
-from tessel.partition import Partition
 
 __all__ = [
     "Mark",
@@ -299,7 +299,7 @@ def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | Non
         return _become(x, mark)
     if isinstance(x, Shard):
         _become_plain(x)
-    return settle(x)
+    return conclusion_of(x)
 
 
 def _mark_along(x: Tensor, dim: int | None, partition: Partition | None, name: str) -> Mark | None:

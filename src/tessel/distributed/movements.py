@@ -9,8 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tessel import boxes
-from tessel.agreement import Terms, same
+from tessel.core import boxes
+from tessel.core.agreement import TensorMeta, same
+from tessel.core.graph import eagerly
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.linop import Agreed, LinearOperator
+from tessel.core.move import Move
+from tessel.core.partition import Partition
+from tessel.core.shared import Replicate
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
     Mark,
@@ -22,13 +28,7 @@ from tessel.distributed.marks import (
     traced_state,
     unmarked,
 )
-from tessel.graph import eagerly
-from tessel.layout import Cut, Layout, Shape
-from tessel.linop import Agreed, LinearOperator
-from tessel.move import Move
-from tessel.partition import Partition
 from tessel.primitives.movement import Movement
-from tessel.shared import Spread
 from tessel.transport import kept_in_job
 
 
@@ -153,9 +153,9 @@ class _TensorMovement(Movement):
         self.dim = dim
         self.state = state
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         check_known(self.state, self.label)
-        return super()._conclude(shapes, terms)
+        return super()._conclude(shapes, meta)
 
     def whole_shape(self, shapes: Mapping[int, Shape]) -> Shape:
         shape: Shape = same(dict(shapes), "shape", self.label)
@@ -194,13 +194,13 @@ class _TensorMovement(Movement):
 
 
 class _OfOneValue(_TensorMovement):
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         if isinstance(self.state, Mark) and not self._is_of_another_group:
             raise ValueError(
                 f"{self.label}: a value that is whole on every worker is needed; "
                 f"tessel.distributed.gather(x) gives it"
             )
-        return super()._conclude(shapes, terms)
+        return super()._conclude(shapes, meta)
 
 
 class _Copy(_OfOneValue):
@@ -278,7 +278,7 @@ def layout_of_parts(
 def copying(partition: Partition, shape: Shape) -> LinearOperator:
     """The operator from a shared value to separate copies of it: nothing moves."""
     shared = Layout.whole(partition, shape, shared=True)
-    return Spread(shared, replace(shared, shared=()))
+    return Replicate(shared, replace(shared, shared=()))
 
 
 @kept_in_job

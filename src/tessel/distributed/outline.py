@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel import boxes, tensor, transport
+from tessel import tensor, transport
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout
+from tessel.core.partition import Partition
 from tessel.distributed.call import Shape, TorchCall, mapped, tensors_in
 from tessel.distributed.mark import Mark
-from tessel.layout import Cut, Layout
-from tessel.partition import Partition
 from tessel.tensor.call import by_rule
 from tessel.tensor.gathering import fallback, is_random
 from tessel.transport import kept_in_job

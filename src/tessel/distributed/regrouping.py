@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tessel import boxes
+from tessel.core import boxes
 from tessel.distributed.call import Shape, TorchCall
 from tessel.distributed.mark import Mark, State
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from tessel import boxes
 from tessel import tensor as spread
+from tessel.core import boxes
+from tessel.core.linop import LinearOperator
 from tessel.distributed.call import Shape, TorchCall, is_pointwise
 from tessel.distributed.mark import Mark, State, Unknown, state_of
-from tessel.linop import LinearOperator
 
 _WITHOUT_GRADIENT = frozenset(
     (
@@ -118,10 +118,10 @@ def settled(x: Tensor) -> Tensor:
     """The same plain tensor, which is not taken for a shard, whatever it was computed from."""
     if x.grad_fn is None:
         return x
-    return settle(x.as_subclass(Tensor))
+    return conclusion_of(x.as_subclass(Tensor))
 
 
-def settle(x: Tensor) -> Tensor:
+def conclusion_of(x: Tensor) -> Tensor:
     """The plain tensor itself, which is not taken for a shard from now on."""
     if x.grad_fn is not None:
         _settle(x.grad_fn)

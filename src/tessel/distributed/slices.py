@@ -6,7 +6,7 @@ from operator import index as as_int
 
 from torch import Tensor
 
-from tessel import boxes
+from tessel.core import boxes
 
 
 def slices(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tessel import boxes
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout
+from tessel.core.partition import Partition
 from tessel.distributed.mark import Mark, check_known, state_of
 from tessel.distributed.marks import Shard, unmarked
-from tessel.layout import Cut, Layout
-from tessel.partition import Partition
 from tessel.tensor import Tensor
 from tessel.tensor.create import owners
 from tessel.tensor.tensor import converters

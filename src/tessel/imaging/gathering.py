@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout, Shape
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of
 from tessel.imaging.parameters import depending_on
-from tessel.layout import Layout, Shape
-from tessel.move import Move
-from tessel.partition import Partition
 from tessel.transport import NUM_WORDS, code_of
 
 GATHER_STRATEGIES = ("naive", "concatenated", "broadcast")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.partition import world
+from tessel.core.shared import anchored_zeros
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.parameters import both, stray_leaf
-from tessel.partition import world
-from tessel.shared import nothing
 
 
 class LocalTensors(list[Tensor]):
@@ -65,7 +65,7 @@ class LocalTensors(list[Tensor]):
         anchor = self.anchor
         if isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled():
             _check_own(other)
-            anchor = both(anchor, nothing((), other))
+            anchor = both(anchor, anchored_zeros((), other))
         return LocalTensors((function(each, other) for each in self), anchor)
 
 

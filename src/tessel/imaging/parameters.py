@@ -22,12 +22,12 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tessel.core.linop import LinearOperator
+from tessel.core.partition import Partition, world
+from tessel.core.shared import anchored_zeros
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.movements import copying, reducing
 from tessel.imaging.context import DistributedContext
-from tessel.linop import LinearOperator
-from tessel.partition import Partition, world
-from tessel.shared import nothing
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, Tensor),
@@ -150,7 +150,7 @@ class Copies(dict[int, Tensor]):
     @property
     def anchor(self) -> Tensor | None:
         """A zero that depends on all copies; None if there are none."""
-        return nothing((), *self.values()) if self else None
+        return anchored_zeros((), *self.values()) if self else None
 
 
 class _Instead(TorchFunctionMode):

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.agreement import Claim, Meeting, Terms, same
+from tessel.core.agreement import Agreement, Signature, TensorMeta, same
+from tessel.core.layout import Layout, Shape
+from tessel.core.move import Move
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
@@ -25,8 +27,6 @@ from tessel.imaging.signal import DistributedSignal, is_whole, local_data
 from tessel.imaging.solvers.conjugate import CGLS, NormalInverse, solved
 from tessel.imaging.solvers.power import largest_eigenvalue
 from tessel.imaging.solvers.space import Space
-from tessel.layout import Layout, Shape
-from tessel.move import Move
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 WAY_OUT = (
@@ -176,8 +176,8 @@ class DistributedPhysics:
         ours, theirs = self.ctx.partition, self.parts.partition
         if theirs.size == ours.size:
             return value
-        meeting = Meeting(ours.group, f"a value of {self!r}", theirs.ranks, _same_shape)
-        shape = meeting.reach(Claim.of(value))
+        agreement = Agreement(ours.group, f"a value of {self!r}", theirs.ranks, _same_shape)
+        shape = agreement.agree(Signature.of(value))
         ours.group.number_call()
         move = Move(
             Layout.whole(theirs, shape, shared=True), Layout.whole(ours, shape, shared=True)
@@ -319,6 +319,6 @@ class DistributedLinearPhysics(DistributedPhysics):
         return value if squared else value.sqrt()
 
 
-def _same_shape(shapes: dict[int, Shape], terms: Terms) -> Shape:
+def _same_shape(shapes: dict[int, Shape], meta: TensorMeta) -> Shape:
     found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
     return found

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tessel.core.layout import Layout
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
@@ -15,7 +16,6 @@ from tessel.imaging.distribution_strategies.strategies import (
 from tessel.imaging.parameters import state_of, stray_leaf
 from tessel.imaging.parts.prior import PartitionedPrior
 from tessel.imaging.signal import DistributedSignal, local_data
-from tessel.layout import Layout
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
 

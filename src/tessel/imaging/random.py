@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tessel.layout import Layout
+from tessel.core.layout import Layout
 
 SHARED = -1  # in the place of an item: what all workers draw together
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tessel import boxes
+from tessel.core import boxes
 
 SHARDINGS = ("round_robin", "block")
 

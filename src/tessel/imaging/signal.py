@@ -11,12 +11,12 @@ from operator import index as as_int
 import torch
 from torch import Tensor
 
-from tessel.agreement import Claim, Meeting, Terms
+from tessel.core.agreement import Agreement, Signature, TensorMeta
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.imaging.checksum import checksum
 from tessel.imaging.context import DistributedContext, drifted
-from tessel.layout import Cut, Layout, Shape
-from tessel.move import Move
-from tessel.partition import Partition
 from tessel.transport import NUM_WORDS, code_of
 
 Grid = Partition | Layout | Sequence[int]
@@ -117,10 +117,10 @@ class DistributedSignal:
         part = self._part_of(data)
         # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
         mark = 0 if part is None or self._copies == 1 else checksum(part)
-        terms, marks = self._meeting.reach_marked(Claim.of(data), mark)  # type: ignore[arg-type]
+        meta, marks = self._agreement.agree_with_mark(Signature.of(data), mark)  # type: ignore[arg-type]
         self.layout.partition.group.number_call()
         assert part is not None
-        self._data = self._equal(part, terms, marks)
+        self._data = self._equal(part, meta, marks)
 
     def _part_of(self, data: Tensor | None) -> Tensor | None:
         """This worker's part of what it was given, if that has a shape that fits."""
@@ -130,7 +130,7 @@ class DistributedSignal:
             return data.to(self.device)
         return self.layout.local_part(data).to(self.device) if data.shape == self.shape else None
 
-    def _equal(self, part: Tensor, terms: Terms, marks: Mapping[int, int]) -> Tensor:
+    def _equal(self, part: Tensor, meta: TensorMeta, marks: Mapping[int, int]) -> Tensor:
         """A copy of the values, or of those of the first worker that holds them if some differ."""
         found = drifted(self.layout, marks)
         if found is None:
@@ -146,7 +146,7 @@ class DistributedSignal:
         )
         if self.ctx.debug:
             raise ValueError(f"{what}: workers drifted apart; {way_out}")
-        if terms.needs_grad or terms.has_tangent:
+        if meta.needs_grad or meta.has_tangent:
             raise ValueError(f"{what} and a gradient goes through it; {way_out}")
         # Workers of one layout move together: those that are not the first bring nothing.
         owned = part if self._firsts.domain.local_shape == self.layout.local_shape else part[:0]
@@ -219,13 +219,13 @@ class DistributedSignal:
             self._data = received.clone() if stays else received
 
     @cached_property
-    def _meeting(self) -> Meeting[Terms]:
+    def _agreement(self) -> Agreement[TensorMeta]:
         label = f"DistributedSignal.update_ in {self.layout}"
         partition = self.layout.partition
         identity = f"{label} {self.layout.identity}"
-        return Meeting(partition.group, label, partition.ranks, self._conclude, identity)
+        return Agreement(partition.group, label, partition.ranks, self._conclude, identity)
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Terms:
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> TensorMeta:
         for worker, shape in shapes.items():
             part = self.layout.shape_on(worker)
             if shape not in (part, self._shape):
@@ -235,9 +235,9 @@ class DistributedSignal:
                     f"DistributedSignal.update_: worker {worker} expected a tensor of shape "
                     f"{wanted}{whole}, got {shape}"
                 )
-        if terms.dtype != self.dtype:
-            raise ValueError(self._wrong_dtype(terms.dtype))
-        return terms
+        if meta.dtype != self.dtype:
+            raise ValueError(self._wrong_dtype(meta.dtype))
+        return meta
 
     def _wrong_dtype(self, got: torch.dtype) -> str:
         return (
@@ -251,7 +251,7 @@ class DistributedSignal:
 
     def __getstate__(self) -> dict[str, object]:
         """All but what is made when it is first needed, which holds groups of workers."""
-        made = ("_meeting", "_firsts", "_gather")
+        made = ("_agreement", "_firsts", "_gather")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __repr__(self) -> str:

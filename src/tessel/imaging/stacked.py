@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from tessel import transport
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
+from tessel.core.shared import anchored_zeros
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
@@ -27,9 +30,6 @@ from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.imaging.solvers.power import largest_eigenvalue
 from tessel.imaging.solvers.space import Space
 from tessel.imaging.solvers.splitting import fidelity_prox
-from tessel.layout import Layout
-from tessel.partition import Partition
-from tessel.shared import nothing
 
 REDUCE_OPS = (None, "sum", "mean")
 
@@ -360,7 +360,7 @@ def _anchor_of_all(ys: Any) -> Tensor | None:
     """What a worker without operators depends on, of measurements that need a gradient."""
     given = [ys[i] for i in range(len(ys))]
     needed = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
-    return nothing((), *needed) if needed else None
+    return anchored_zeros((), *needed) if needed else None
 
 
 class DistributedStackedFidelity(torch.nn.Module):

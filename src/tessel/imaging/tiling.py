@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from tessel import boxes
-from tessel.boxes import Box, Interval
+from tessel.core import boxes
+from tessel.core.boxes import Box, Interval
 
 Pair = tuple[Interval, Interval]  # a core and what is read for it
 

@@ -17,9 +17,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tessel.layout import Layout
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 from tessel.nn.parallel.state_places import Places
-from tessel.partition import Partition
 
 
 class Part(Tensor):

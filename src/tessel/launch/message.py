@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tessel.launch.scene import Scene
+from tessel.launch.environment import Environment
 
 _PACKAGE = os.path.dirname(__file__)
 _LENGTHS = struct.Struct("<QQ")
@@ -34,7 +34,7 @@ class Call(NamedTuple):
     port: int
     fresh: bool  # whether a process group has to be made first
     backend: str
-    scene: Scene
+    environment: Environment
     main: tuple[str, str | None] | None  # file and package of the script that it needs
 
     def variables(self) -> dict[str, str]:

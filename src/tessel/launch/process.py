@@ -13,27 +13,27 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from tessel.launch.forkserver import STATUS, ForkServer
 from tessel.launch.message import UNPICKLABLE, Call, Reply, parse, send
-from tessel.launch.template import STATUS, Template
 
 
 class Process:
     """A worker as its caller sees it: a channel for calls, and a report of how it ended."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, forkserver: ForkServer) -> None:
         self.end: str | None = None  # how it ended
         self.reply: Reply | None = None  # to the last call
         self._pid = 0  # until it has started
         self._body = memoryview(b"")  # the result that came with the reply
         self._inbox = bytearray()
-        self._template = template
+        self._template = forkserver
         self._channel, channel = socket.socketpair()
         status, report = os.pipe()
         os.set_blocking(status, False)
         self._status = open(status, "rb", buffering=0)  # noqa: SIM115
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            template.start(channel.fileno(), report, self._stacks.fileno())
+            forkserver.start(channel.fileno(), report, self._stacks.fileno())
         finally:
             channel.close()
             os.close(report)

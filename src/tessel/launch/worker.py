@@ -71,7 +71,7 @@ def _answer(
                 dist.destroy_process_group()
             return Reply(), b""
         redirect_outputs(fds[: len(OUTPUTS)])
-        call.scene.enter(known, call.variables())
+        call.environment.enter(known, call.variables())
         if call.fresh:
             _join_world(call, fds[len(OUTPUTS) :])
         result = (inherited or load_task(pickled, call.main))()

@@ -13,13 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
+from tessel.launch.environment import Environment
+from tessel.launch.forkserver import GRACE, ForkServer, fork_forkserver, shared_forkserver
 from tessel.launch.message import Call
 from tessel.launch.outputs import OUTPUTS, flush_outputs
 from tessel.launch.process import Process
-from tessel.launch.scene import Scene
+from tessel.launch.processes import (
+    await_ends,
+    await_starts,
+    collect,
+    kill,
+    raise_failure,
+    raise_timeout,
+)
 from tessel.launch.task import Task, forbid_while_importing_main
-from tessel.launch.team import await_ends, await_starts, collect, kill, raise_failure, raise_timeout
-from tessel.launch.template import GRACE, Template, fork_template, shared_template
 from tessel.machine import usable_cores
 
 T = TypeVar("T")
@@ -67,12 +74,12 @@ def launch(
     workers = Workers(nprocs, threads=threads, backend=backend)
     task = Task.of(fn, args)
     with contextlib.ExitStack() as stack:
-        template = None  # the shared one
+        forkserver = None  # the shared one
         if not task.pickled:
-            template = fork_template(functools.partial(fn, *args))
-            stack.callback(template.close)
+            forkserver = fork_forkserver(functools.partial(fn, *args))
+            stack.callback(forkserver.close)
         stack.callback(workers.close)
-        return workers._run(task, workers.nprocs, timeout, template)
+        return workers._run(task, workers.nprocs, timeout, forkserver)
 
 
 class Workers:
@@ -142,33 +149,33 @@ class Workers:
         self.close()
 
     def _run(
-        self, task: Task, nprocs: int, timeout: float | None, template: Template | None = None
+        self, task: Task, nprocs: int, timeout: float | None, forkserver: ForkServer | None = None
     ) -> list[Any]:
         forbid_while_importing_main()
         with self._lock:
-            team = self._gather(nprocs, template)
+            processes = self._gather(nprocs, forkserver)
             deadline = time.monotonic() + (math.inf if timeout is None else timeout)
             try:
-                self._send(team, task, deadline)
-                collect(team, deadline)
-                raise_failure(team, task.name)
-                raise_timeout(team, task.name, timeout)
+                self._send(processes, task, deadline)
+                collect(processes, deadline)
+                raise_failure(processes, task.name)
+                raise_timeout(processes, task.name, timeout)
             except BaseException:
-                kill(process for process in team if process.reply is None)
+                kill(process for process in processes if process.reply is None)
                 raise
-            return [process.take_result(rank) for rank, process in enumerate(team)]
+            return [process.take_result(rank) for rank, process in enumerate(processes)]
 
-    def _gather(self, nprocs: int, template: Template | None) -> list[Process]:
+    def _gather(self, nprocs: int, forkserver: ForkServer | None) -> list[Process]:
         """The first `nprocs` workers, with their process group or ready to make one."""
         if self._world and self._world.is_usable(nprocs):
             return self._world.members
         self._disband()
         self._remove([process for process in self._processes if not process.is_reachable()])
         while len(self._processes) < nprocs:
-            self._processes.append(Process(template or shared_template()))
-        team = self._processes[:nprocs]
-        await_starts(team)
-        return team
+            self._processes.append(Process(forkserver or shared_forkserver()))
+        processes = self._processes[:nprocs]
+        await_starts(processes)
+        return processes
 
     def _disband(self) -> None:
         """Destroy the process group of the present world; end a worker that cannot in time."""
@@ -188,22 +195,26 @@ class Workers:
         for process in processes:
             process.release()
 
-    def _send(self, team: list[Process], task: Task, deadline: float) -> None:
-        """Send a task to the team, with a meeting point if they have no world yet."""
+    def _send(self, processes: list[Process], task: Task, deadline: float) -> None:
+        """Send a task to the processes, with a agreement point if they have no world yet."""
         with contextlib.ExitStack() as stack:
             listener = []
             if not self._world:
-                self._world = _World(team)
-                if len(team) > 1:
+                self._world = _World(processes)
+                if len(processes) > 1:
                     # Worker 0 serves the rendezvous on this very socket: nobody can take its port.
                     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
                     self._world.port = server.getsockname()[1]
                     listener = [server.fileno()]
             world, fresh = self._world, bool(listener)
-            scene = Scene.present(self.threads or max(1, usable_cores() // len(team)))
+            environment = Environment.present(
+                self.threads or max(1, usable_cores() // len(processes))
+            )
             flush_outputs()
-            for rank, process in enumerate(team):
-                call = Call(rank, len(team), world.port, fresh, self.backend, scene, task.main)
+            for rank, process in enumerate(processes):
+                call = Call(
+                    rank, len(processes), world.port, fresh, self.backend, environment, task.main
+                )
                 fds = OUTPUTS + listener if rank == 0 else OUTPUTS
                 process.send(call, task.pickled, fds, deadline)
 

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from tessel import boxes
-from tessel.layout import Cut, Layout
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout
+from tessel.core.move import Move
+from tessel.core.partition import Partition
+from tessel.core.shared import total
 from tessel.models.model import Model
 from tessel.models.spectral import (
     Modes,
@@ -21,12 +24,9 @@ from tessel.models.spectral import (
     usual_convolution,
 )
 from tessel.models.weights import Block, Mixing, Projection, SpectralWeight
-from tessel.move import Move
 from tessel.nn.layer import Result
 from tessel.operators import Distributed, ParIdentity, ParMatrix, kron
 from tessel.operators.space import COMPLEX_OF, Shape, checked_length
-from tessel.partition import Partition
-from tessel.shared import total
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.agreement import Meeting
-from tessel.graph import eagerly
-from tessel.nn import fusion
+from tessel.core.agreement import Agreement
+from tessel.core.graph import eagerly
+from tessel.core.partition import Partition
+from tessel.nn import buckets
 from tessel.nn.layer import ComputingLayer, Entry, Layer, needs_of
-from tessel.partition import Partition
 
 
 class Model(ComputingLayer):
@@ -26,7 +26,7 @@ class Model(ComputingLayer):
 
     def place_on(self, P_x: Partition) -> None:
         super().place_on(P_x)
-        self.habit = fusion.Habit()
+        self.schedule = buckets.BucketSchedule()
 
     @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
@@ -34,22 +34,22 @@ class Model(ComputingLayer):
         if self.P_x.size == 1:
             return super().forward(input, *args, **settings)
         assert isinstance(self, torch.nn.Module)
-        with fusion.guided(self.habit, self.parameters()):
+        with buckets.in_buckets(self.schedule, self.parameters()):
             return super().forward(input, *args, **settings)
 
     @property
-    def _meeting(self) -> Meeting[Entry]:
+    def _agreement(self) -> Agreement[Entry]:
         """One for each state of the model, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
         needs, is_off = needs_of(self.parameters())
-        kinds = (is_off, fusion.foreseen(), *needs, *(each.dtype for each in self.parameters()))
-        meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
-        if kinds not in meetings:
+        kinds = (is_off, buckets.foreseen(), *needs, *(each.dtype for each in self.parameters()))
+        agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
+        if kinds not in agreements:
             label = f"{self.label} under torch.no_grad()" if is_off else self.label
-            meetings[kinds] = Meeting(
+            agreements[kinds] = Agreement(
                 self._group, label, self.P_x.ranks, self._conclude, f"{self!r} {kinds}"
             )
-        return meetings[kinds]
+        return agreements[kinds]
 
     @property
     def label(self) -> str:

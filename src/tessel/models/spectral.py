@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tessel.layout import Layout
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 from tessel.operators import (
     Distributed,
     ParDFT,
@@ -27,7 +28,6 @@ from tessel.operators import (
 from tessel.operators.layouts import split_along
 from tessel.operators.leaf import Leaf
 from tessel.operators.space import Shape, checked_length, complex_of
-from tessel.partition import Partition
 from tessel.transport import kept_in_job
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tessel.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.models.spectral import Modes, usual_convolution
-from tessel.move import Move
 from tessel.operators.parameters import draw
-from tessel.partition import Partition
 
 
 class Mixing(torch.nn.Module):

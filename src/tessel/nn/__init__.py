@@ -8,6 +8,7 @@ from tessel.nn.adaptive import DistributedAdaptiveAvgPool3d as DistributedAdapti
 from tessel.nn.adaptive import DistributedAdaptiveMaxPool1d as DistributedAdaptiveMaxPool1d
 from tessel.nn.adaptive import DistributedAdaptiveMaxPool2d as DistributedAdaptiveMaxPool2d
 from tessel.nn.adaptive import DistributedAdaptiveMaxPool3d as DistributedAdaptiveMaxPool3d
+from tessel.nn.buckets import fuse_gradients as fuse_gradients
 from tessel.nn.conv_transpose import DistributedConvTranspose1d as DistributedConvTranspose1d
 from tessel.nn.conv_transpose import DistributedConvTranspose2d as DistributedConvTranspose2d
 from tessel.nn.conv_transpose import DistributedConvTranspose3d as DistributedConvTranspose3d
@@ -15,7 +16,6 @@ from tessel.nn.convert import distribute_module as distribute_module
 from tessel.nn.convolution import DistributedConv1d as DistributedConv1d
 from tessel.nn.convolution import DistributedConv2d as DistributedConv2d
 from tessel.nn.convolution import DistributedConv3d as DistributedConv3d
-from tessel.nn.fusion import fuse_gradients as fuse_gradients
 from tessel.nn.init import shard_init_helper_ as shard_init_helper_
 from tessel.nn.linear import DistributedLinear as DistributedLinear
 from tessel.nn.loss import DistributedBCELoss as DistributedBCELoss

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.partition import Partition
 from tessel.nn.layer import Layer
-from tessel.partition import Partition
 from tessel.tensor.rules.adaptive import Sizes
 
 

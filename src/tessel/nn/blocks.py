@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.layout import Layout, Shape
-from tessel.move import Move
+from tessel.core.layout import Layout, Shape
+from tessel.core.move import Move
+from tessel.core.partition import Partition
+from tessel.core.shared import equalize, replicate
 from tessel.nn.layer import ComputingLayer, Layer, Result
-from tessel.partition import Partition
-from tessel.shared import equalize, spread
 from tessel.tensor.rules.convolution import check_dtype
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
@@ -169,9 +169,9 @@ class Weighted(ComputingLayer):
             assert first is not None
             return first, used(bias, layout)
         layouts = self._block_layouts()
-        weight = spread(weight, layouts["weight"], layouts["weight"].shared)
+        weight = replicate(weight, layouts["weight"], layouts["weight"].shared)
         if bias is not None:
-            bias = spread(bias, layouts["bias"], layouts["bias"].shared)
+            bias = replicate(bias, layouts["bias"], layouts["bias"].shared)
             index = self.P_w.index
             bias = bias if index is None or index[self._grid().into] == 0 else bias * 0
         return weight, bias

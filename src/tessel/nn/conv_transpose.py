@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.layout import Layout, Shape
+from tessel.core.layout import Layout, Shape
+from tessel.core.shared import anchored_zeros
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
-from tessel.shared import nothing
 from tessel.tensor.rules.transposed import (
     Settings,
     convolve_parts,
@@ -59,7 +59,7 @@ class _ConvTranspose(Weighted):
             return self.onto_P_y(*self._in_blocks(x, layout, weight, bias, what))
         if not layout.partition.active:
             target = layout.resized(convolved(layout.shape, what))
-            return self.onto_P_y(nothing((0,), x, weight, bias), target)
+            return self.onto_P_y(anchored_zeros((0,), x, weight, bias), target)
         return self.onto_P_y(*convolve_parts(x, layout, weight, bias, what))
 
     def _in_blocks(
@@ -75,7 +75,7 @@ class _ConvTranspose(Weighted):
         plan = planned(layout, grid.split(inputs, grid.into), None, settings)
         y = plan.fetch(x)
         if not target.partition.active:
-            return nothing((0,), y, weight, bias), target
+            return anchored_zeros((0,), y, weight, bias), target
         return of_read(y, weight, bias, plan, target, settings, in_blocks=True), target
 
     def _widths(self, layout: Layout, output_size: Any = None) -> Numbers:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
+from tessel.core.agreement import Agreement, Signature, TensorMeta, agree_on_all, as_agreed
+from tessel.core.graph import eagerly
+from tessel.core.layout import Layout, Shape, zero_volume_tensor
+from tessel.core.partition import Partition
+from tessel.core.shared import equalize, grad_alike
 from tessel.distributed.mark import state_of
-from tessel.graph import eagerly
-from tessel.layout import Layout, Shape, zero_volume_tensor
-from tessel.nn import fusion
+from tessel.nn import buckets
 from tessel.nn.layer import Entry, Layer, alone, needs_of
 from tessel.nn.replacements import place_regions
-from tessel.partition import Partition
-from tessel.shared import equalize, even
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
 from tessel.tensor.gathering import fallback as choose_fallback
@@ -156,8 +156,8 @@ class Entrance:
         own = module.__dict__.get("forward")  # somebody may have put one into this module
         self.own: Any = own.own if isinstance(own, Entrance) else own
         self.module, self.P_x, self.stream, self.fallback = module, P_x, stream, fallback
-        self.habit = fusion.Habit()
-        self._meetings: dict[Any, Meeting[Entry]] = {}
+        self.schedule = buckets.BucketSchedule()
+        self._agreements: dict[Any, Agreement[Entry]] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
@@ -179,7 +179,7 @@ class Entrance:
             with _set(alone, True):
                 return self.forward(*args, **kwargs)
         with (
-            fusion.guided(self.habit, self.module.parameters()),
+            buckets.in_buckets(self.schedule, self.module.parameters()),
             self.stream.flowing(),
             _set(running, self.P_x),
             choose_fallback(self.fallback),
@@ -195,46 +195,46 @@ class Entrance:
         parts = [each for each in found if each.dim() == self.P_x.dim]
         if not parts and next(spread_among(args, kwargs), None) is not None:
             return args, kwargs
-        claims = [Claim.of(each) for each in parts]
+        signatures = [Signature.of(each) for each in parts]
         if not parts:  # that raises, on all workers
-            claims = [Claim.of(next(iter(found), None))]  # type: ignore[arg-type]
-        meetings = [self._meeting(number, dims) for number in range(len(claims))]
-        entries = iter(reach_together(meetings, claims))
+            signatures = [Signature.of(next(iter(found), None))]  # type: ignore[arg-type]
+        agreements = [self._agreement(number, dims) for number in range(len(signatures))]
+        entries = iter(agree_on_all(agreements, signatures))
 
         def enter(value: Any) -> Any:
             is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
             if not is_plain or value.dim() != self.P_x.dim:
                 return value
-            layout, terms = next(entries)
-            return SpreadTensor(even(admit(value, terms, True), terms).view_as(value), layout)
+            layout, meta = next(entries)
+            return SpreadTensor(
+                grad_alike(as_agreed(value, meta, True), meta).view_as(value), layout
+            )
 
-        entered = tree_map(enter, (args, kwargs))
-        self.P_x.group.number_call()
-        return entered
+        return tree_map(enter, (args, kwargs))
 
-    def _meeting(self, number: int, dims: tuple[int, ...]) -> Meeting[Entry]:
+    def _agreement(self, number: int, dims: tuple[int, ...]) -> Agreement[Entry]:
         """One for each state of the model and kind of arguments, alike on all workers."""
         flags, is_off = needs_of(self.module.parameters())
-        plan = fusion.foreseen()
+        plan = buckets.foreseen()
         state = (number, dims, self.module.training, is_off, plan, *flags)
-        if state not in self._meetings:
+        if state not in self._agreements:
             mode = "training" if self.module.training else "evaluation"
             mode += ", under torch.no_grad()" if is_off else ""
             label = (
                 f"input {number} of {type(self.module).__name__} over {self.P_x} in {mode}, with "
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
-                f"dimensions, and {fusion.described(plan)}"
+                f"dimensions, and {buckets.described(plan)}"
             )
-            self._meetings[state] = Meeting(
+            self._agreements[state] = Agreement(
                 self.P_x.group, label, self.P_x.ranks, self._conclude, f"{label} {state}"
             )
-        return self._meetings[state]
+        return self._agreements[state]
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
-        return Layout.from_local_shapes(self.P_x, shapes), terms
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
+        return Layout.from_local_shapes(self.P_x, shapes), meta
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_meetings": {}}
+        return {**self.__dict__, "_agreements": {}}
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.layout import Layout, Shape
+from tessel.core.layout import Layout, Shape
+from tessel.core.shared import anchored_zeros
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
-from tessel.shared import nothing
 from tessel.tensor.rules.convolution import (
     Settings,
     convolve_parts,
@@ -55,7 +55,7 @@ class _Convolution(Weighted):
             return self.onto_P_y(*self._in_blocks(x, layout, weight, bias, self.settings()))
         if not layout.partition.active:
             target = layout.resized(convolved(layout.shape, self.settings()))
-            return self.onto_P_y(nothing((0,), x, weight, bias), target)
+            return self.onto_P_y(anchored_zeros((0,), x, weight, bias), target)
         return self.onto_P_y(*convolve_parts(x, layout, weight, bias, self.settings()))
 
     def _in_blocks(
@@ -74,7 +74,7 @@ class _Convolution(Weighted):
             plan = planned(layout, grid.split(inputs, grid.into), None, settings)
         y = plan.fetch(x)
         if not target.partition.active:
-            return nothing((0,), y, weight, bias), target
+            return anchored_zeros((0,), y, weight, bias), target
         return of_read(y, weight, bias, plan.padding, target, settings, in_blocks=True), target
 
     def check_grid(self, grid: WeightGrid) -> None:

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tessel.core.graph import eagerly
+from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import Mark, check_known, state_of, traced_state
-from tessel.graph import eagerly
 from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
 from tessel.nn.parallel.embedding import parallel_embedding
 from tessel.nn.parallel.linear import multiply_shards
-from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 
 __all__ = [

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import Meeting, Terms, admit
-from tessel.graph import eagerly
-from tessel.layout import Layout, Shape
-from tessel.numbered import Numbered
-from tessel.partition import Partition
-from tessel.shared import equalize, even
+from tessel.core.agreement import Agreement, TensorMeta, as_agreed
+from tessel.core.graph import eagerly
+from tessel.core.handles import HasHandle
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
+from tessel.core.shared import equalize, grad_alike
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import as_spread, opened, parts, running
 from tessel.transport import kept_in_job
 
-Entry = tuple[Layout, Terms]
+Entry = tuple[Layout, TensorMeta]
 Result = tuple[Tensor, Layout]
 
 # a converted model runs whose tensors one worker has: its layers are torch's own then
@@ -36,7 +36,7 @@ def spread_result(y: Any, layout: Layout) -> Any:
     return SpreadTensor(y, layout)
 
 
-class Layer(Numbered):
+class Layer(HasHandle):
     """A mixin that lets a torch layer work on tensors that are spread over a partition.
 
     A subclass derives from this and from torch's own layer, whose arguments, parameters and
@@ -74,7 +74,7 @@ class Layer(Numbered):
         """
         new: Self = cls.__new__(cls)
         new.__dict__.update(
-            {name: value for name, value in layer.__dict__.items() if name != "number"}
+            {name: value for name, value in layer.__dict__.items() if name != "handle"}
         )
         new.place_on(P_x)
         new.is_converted = True
@@ -132,28 +132,27 @@ class Layer(Numbered):
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
         if self._group.size == 1:
             return x, _alone(self.P_x, tuple(x.shape))
-        layout, terms = self._meeting.reach_with(x)
-        self._group.number_call()
-        x = admit(x, terms, self.P_x.active)
-        return even(x, terms), layout
+        layout, meta = self._agreement.agree_on(x)
+        x = as_agreed(x, meta, self.P_x.active)
+        return grad_alike(x, meta), layout
 
     @property
-    def _meeting(self) -> Meeting[Entry]:
+    def _agreement(self) -> Agreement[Entry]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
         needs, is_off = needs_of(self.parameters(recurse=False))
         state = (self.training, is_off, *needs)
-        meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
-        if state not in meetings:
+        agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
+        if state not in agreements:
             mode = "training" if self.training else "evaluation"
             label = f"{self!r} in {mode}{', under torch.no_grad()' if is_off else ''}"
-            meetings[state] = Meeting(
+            agreements[state] = Agreement(
                 self._group, label, self.P_x.ranks, self._conclude, f"{label} {state}"
             )
-        return meetings[state]
+        return agreements[state]
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
-        return Layout.from_local_shapes(self.P_x, shapes), terms
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
+        return Layout.from_local_shapes(self.P_x, shapes), meta
 
     @cached_property
     def _group(self) -> transport.Group:
@@ -164,7 +163,7 @@ class Layer(Numbered):
         return (self.P_x,)
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("number", "_meetings", "_group")
+        return name in ("handle", "_agreements", "_group")
 
     def extra_repr(self) -> str:
         assert isinstance(self, torch.nn.Module)

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.layout import Layout, Shape
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import Groups
 from tessel.nn.blocks import Weighted
 from tessel.nn.layer import Result
-from tessel.partition import Partition
-from tessel.shared import nothing
 from tessel.tensor.windowed import Windowed, outline
 from tessel.transport import kept_in_job
-from tessel.windows import Groups
 
 
 class DistributedLinear(Weighted, torch.nn.Linear):
@@ -77,7 +77,7 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         if target.partition.active:
             y = self._multiply(y, weight, bias, target)
         else:
-            y = nothing((0,), y, weight, bias)
+            y = anchored_zeros((0,), y, weight, bias)
         return self.onto_P_y(y, target)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Layout) -> Tensor:
@@ -87,7 +87,7 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         if self.P_w is None and target.local_shape[-1] < self.out_features:
             weight, bias = weight[rows], None if bias is None else bias[rows]
         if 0 in x.shape or 0 in weight.shape:
-            y = nothing(target.local_shape, x, weight, bias)
+            y = anchored_zeros(target.local_shape, x, weight, bias)
             return y if bias is None else y + bias
         return F.linear(x, weight, bias)
 

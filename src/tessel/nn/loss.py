@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.agreement import Claim, Meeting, Terms, admit, remember
-from tessel.layout import Cut, Layout, Shape
+from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, remember
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.shared import grad_alike
 from tessel.nn.layer import Layer, Result
-from tessel.shared import even
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.reductions import without
@@ -39,12 +39,12 @@ class Agreed:
 
     Attributes:
         shapes: of the parts, by worker.
-        terms: of what kind they are.
+        meta: of what kind they are.
         marks: of each worker, a fault of its values, and a checksum if they are copies.
     """
 
     shapes: dict[int, Shape]
-    terms: Terms
+    meta: TensorMeta
     marks: dict[int, int]
 
 
@@ -91,8 +91,10 @@ class DistributedLossBase(Layer):
 
     def agree_on(self, name: str, value: Any, mark: int, note: str = "") -> Agreed:
         """Learn from all workers what they hold of a tensor beside the input."""
-        (shapes, terms), marks = self._meeting_on(name, note).reach_marked(Claim.of(value), mark)
-        return Agreed(shapes, terms, {worker: marks[worker] for worker in shapes})
+        (shapes, meta), marks = self._agreement_on(name, note).agree_with_mark(
+            Signature.of(value), mark
+        )
+        return Agreed(shapes, meta, {worker: marks[worker] for worker in shapes})
 
     def check_parts(self, name: str, agreed: Agreed, layout: Layout, expected: Layout) -> None:
         """Raise ValueError if the parts of a tensor do not lie as those of the input."""
@@ -134,18 +136,18 @@ class DistributedLossBase(Layer):
             for each in self.weights
         )
 
-    def _meeting_on(self, name: str, note: str) -> Meeting[tuple[dict[int, Shape], Terms]]:
+    def _agreement_on(self, name: str, note: str) -> Agreement[tuple[dict[int, Shape], TensorMeta]]:
         """One for each state of the loss, in which all workers must be alike."""
         key = (name, note, self._settings, *map(_version, self.weights))
-        meetings: dict[Any, Any] = self.__dict__.setdefault("_other_meetings", {})
-        if key not in meetings:
+        agreements: dict[Any, Any] = self.__dict__.setdefault("_other_meetings", {})
+        if key not in agreements:
             sums = ", ".join(f"{_checksum(each):x}" for each in self.weights if each is not None)
             weights = f" with weights of checksum {sums}" if sums else ""
             label = f"the {name} of {self!r}{note}{weights}"
             identity = f"{label} {self._settings}"
-            meeting = Meeting(self._group, label, self.P_x.ranks, _both, identity)
-            remember(meetings, key, meeting)
-        found: Meeting[tuple[dict[int, Shape], Terms]] = meetings[key]
+            agreement = Agreement(self._group, label, self.P_x.ranks, _both, identity)
+            remember(agreements, key, agreement)
+        found: Agreement[tuple[dict[int, Shape], TensorMeta]] = agreements[key]
         return found
 
     def _is_derived(self, name: str) -> bool:
@@ -156,8 +158,8 @@ class DistributedLossBase(Layer):
         return ", ".join([super().extra_repr(), *settings])
 
 
-def _both(shapes: dict[int, Shape], terms: Terms) -> tuple[dict[int, Shape], Terms]:
-    return shapes, terms
+def _both(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[dict[int, Shape], TensorMeta]:
+    return shapes, meta
 
 
 @lru_cache(maxsize=1024)
@@ -189,7 +191,7 @@ def _checksum(value: Tensor) -> int:
 def _spread(value: Tensor, agreed: Agreed, layout: Layout) -> SpreadTensor:
     """Parts that fit: the tensor needs a gradient, or carries a tangent, here if it does so
     anywhere."""
-    return SpreadTensor(even(admit(value, agreed.terms, True), agreed.terms), layout)
+    return SpreadTensor(grad_alike(as_agreed(value, agreed.meta, True), agreed.meta), layout)
 
 
 def _is_dense(value: Any, dtypes: Sequence[torch.dtype]) -> bool:

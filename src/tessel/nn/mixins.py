@@ -1,8 +1,8 @@
-"""Window arithmetic for authors of layers: a face of `tessel.windows`."""
+"""Window arithmetic for authors of layers: a face of `tessel.core.windows`."""
 
 from __future__ import annotations
 
-from tessel.windows import Window
+from tessel.core.windows import Window
 
 
 class PoolingMixin:

@@ -18,9 +18,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tessel.agreement import Meeting, Terms, admit
-from tessel.graph import eagerly
-from tessel.layout import Layout, Shape
+from tessel.core.agreement import Agreement, TensorMeta, as_agreed
+from tessel.core.graph import eagerly
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
+from tessel.core.shared import anchored_zeros, grad_alike
+from tessel.core.windows import Mirrored, Reach, Window
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
     DistributedConvTranspose1d,
@@ -41,8 +44,6 @@ from tessel.nn.norm import (
 )
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
-from tessel.partition import Partition
-from tessel.shared import even, nothing
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.padding import Wrapped, wrapped
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
@@ -50,7 +51,6 @@ from tessel.tensor.table import as_spread, opened, running
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Reaches, Windowed, leading, outline
 from tessel.transport import kept_in_job
-from tessel.windows import Mirrored, Reach, Window
 
 Parameters = tuple[Tensor | None, ...]
 
@@ -151,17 +151,16 @@ class HaloRegion(nn.Sequential):
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
         if P_x.size == 1:
             return x, _alone(P_x, tuple(x.shape))
-        layout, terms = self._meeting(P_x).reach_with(x)
-        P_x.group.number_call()
-        return even(admit(x, terms, True), terms), layout
+        layout, meta = self._agreement(P_x).agree_on(x)
+        return grad_alike(as_agreed(x, meta, True), meta), layout
 
-    def _meeting(self, P_x: Partition) -> Meeting[Entry]:
+    def _agreement(self, P_x: Partition) -> Agreement[Entry]:
         """One for each state of the layers, in which all workers must be alike."""
         needs, is_off = needs_of(self.parameters())
         training = tuple(each.training for each in self.modules())
         state = (P_x, training, is_off, *needs)
-        meetings: dict[Any, Meeting[Entry]] = self.__dict__.setdefault("_meetings", {})
-        if state not in meetings:
+        agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
+        if state not in agreements:
             names = ", ".join(type(each).__name__ for each in _chain(self))
             modes = ["training" if each.training else "evaluation" for each in _chain(self)]
             mode = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
@@ -171,14 +170,14 @@ class HaloRegion(nn.Sequential):
             )
             identity = f"{label} {state[1:]} {[each.extra_repr() for each in _chain(self)]}"
 
-            def conclude(shapes: dict[int, Shape], terms: Terms) -> Entry:
-                return Layout.from_local_shapes(P_x, shapes), terms
+            def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
+                return Layout.from_local_shapes(P_x, shapes), meta
 
-            meetings[state] = Meeting(P_x.group, label, P_x.ranks, conclude, identity)
-        return meetings[state]
+            agreements[state] = Agreement(P_x.group, label, P_x.ranks, conclude, identity)
+        return agreements[state]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_meetings"}
+        return {name: value for name, value in self.__dict__.items() if name != "_agreements"}
 
 
 @kept_in_job
@@ -524,7 +523,7 @@ class _Padding(Step):
         value = getattr(self.layer, "value", 0.0)
         shape = plan.target.local_shape
         if 0 in x.shape or 0 in shape:
-            return (nothing(shape, x) + value).to(x.dtype)
+            return (anchored_zeros(shape, x) + value).to(x.dtype)
         return F.pad(_in_order(x, plan), _widths(plan, len(self._pairs)), value=value)
 
 
@@ -568,7 +567,7 @@ class _Prelu(_Pointwise):
         assert box is not None
         if weight.numel() > 1:
             weight = weight[slice(*box[1])]
-        return F.prelu(x, weight) if x.numel() else nothing(tuple(x.shape), x, weight)
+        return F.prelu(x, weight) if x.numel() else anchored_zeros(tuple(x.shape), x, weight)
 
 
 _STEPS: tuple[type[Step], ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tessel.core.partition import Partition
 from tessel.nn.adaptive import (
     DistributedAdaptiveAvgPool1d,
     DistributedAdaptiveAvgPool2d,
@@ -42,7 +43,6 @@ from tessel.nn.pooling import (
 )
 from tessel.nn.region import HaloRegion
 from tessel.nn.upsample import DistributedUpsample
-from tessel.partition import Partition
 
 nn = torch.nn
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tessel.core.partition import Partition
 from tessel.nn.layer import Layer
-from tessel.partition import Partition
 
 Sizes = int | tuple[int, ...]
 Factors = float | tuple[float, ...]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.linop import Composed
+from tessel.core.linop import Composed
+from tessel.core.shared import anchored_zeros
 from tessel.operators.input_shape import InputShape
 from tessel.operators.parameters import OperatorModule, Parameters, find_values, own_parameters
 from tessel.operators.space import Shape, TensorSpace, complex_of, real_of
 from tessel.operators.tasks import OperatorTask, Scaling, Summands, ordered, perform
-from tessel.shared import nothing
 
 ORDERS = ("tensor", "julia")  # of the factors in kron
 
@@ -150,7 +150,7 @@ class ParOperator:
         if x.numel():
             return form.unfolded(perform(self.order, x, values))
         shape = *self.codomain.shape, 0  # transforms do not take a batch of nothing
-        return form.unfolded(nothing(shape, x, *values.values()).to(self.codomain.dtype))
+        return form.unfolded(anchored_zeros(shape, x, *values.values()).to(self.codomain.dtype))
 
     @cached_property
     def order(self) -> tuple[tuple[OperatorTask, ...], ...]:

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tessel.core.partition import HypotheticalPartition
 from tessel.operators.algebra import Bound, ParOperator
 from tessel.operators.cost import Cost, Counter, lines_of
 from tessel.operators.explain import Explanation, explain_plan
@@ -22,7 +23,6 @@ from tessel.operators.rates import Machine, known_machine
 from tessel.operators.space import Shape, checked_length
 from tessel.operators.storage import storage_of
 from tessel.operators.units import num_bytes, num_seconds
-from tessel.partition import HypotheticalPartition
 
 MOST_TASKS = 800  # in all plans that are compared, so that it takes less than a second
 ROWS = 8

@@ -13,8 +13,8 @@ from math import prod
 
 import torch
 
-from tessel import boxes
-from tessel.layout import Layout
+from tessel.core import boxes
+from tessel.core.layout import Layout
 from tessel.operators.dct import Trigonometric
 from tessel.operators.dft import ParDFT
 from tessel.operators.layouts import box_of, num_messages, numel_sent

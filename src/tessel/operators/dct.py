@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tessel.linop import record_local
+from tessel.core.linop import record_local
 from tessel.operators.cosine import TrigonometricKernel
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of, order_of

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tessel import boxes, transport
-from tessel.agreement import Claim, Meeting, Terms, admit, remember
-from tessel.boxes import Balanced, Box
-from tessel.layout import Layout
+from tessel import transport
+from tessel.core import boxes
+from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, remember
+from tessel.core.boxes import Balanced, Box
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition, world
+from tessel.core.shared import grad_alike
 from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
 from tessel.operators.execution import Columns, Function, Values, program
 from tessel.operators.explain import Explanation, explain
@@ -40,11 +43,9 @@ from tessel.operators.planning import make_plan
 from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
 from tessel.operators.tasks import OperatorTask
-from tessel.partition import Partition, world
-from tessel.shared import even
 from tessel.transport import NUM_WORDS
 
-Entry = tuple[Columns, Terms, InputShape]  # what workers agree on before a call
+Entry = tuple[Columns, TensorMeta, InputShape]  # what workers agree on before a call
 
 
 class Distributed(ParOperator):
@@ -191,13 +192,13 @@ class Distributed(ParOperator):
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         if not self._is_active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
-        columns, terms, form = self._agree(x, theta)
+        columns, meta, form = self._agree(x, theta)
         values = find_values(self, theta) if self.leaves else {}
         for leaf, value in values.items():
-            if value.device.type != terms.device:
-                raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {terms.device}")
-        x = admit(x, terms, True)
-        x = even(x, terms) if terms.needs_grad else x
+            if value.device.type != meta.device:
+                raise ValueError(f"{self}: θ of {leaf} is on {value.device}, x on {meta.device}")
+        x = as_agreed(x, meta, True)
+        x = grad_alike(x, meta) if meta.needs_grad else x
         # Where workers have columns of their own, a tensor without a batch is one column.
         batch = () if columns is None else (1 if form.columns is None else form.columns,)
         y = self.run(x.reshape(*form.shape, *batch), values, columns)
@@ -231,12 +232,10 @@ class Distributed(ParOperator):
 
     def _agree(self, x: Tensor, theta: Parameters | None) -> Entry:
         if len(self.partition.ranks) == 1:  # nobody to ask
-            claim = Claim.of(x)
-            terms = Terms(x.dtype, x.device.type, claim.needs_grad, claim.has_tangent)
-            return self._conclude({transport.this_worker(): tuple(x.shape)}, terms)
-        entry = self._meeting(self._state(theta) if self.leaves else "").reach_with(x)
-        self.prepare().number_call()
-        return entry
+            signature = Signature.of(x)
+            meta = TensorMeta(x.dtype, x.device.type, signature.needs_grad, signature.has_tangent)
+            return self._conclude({transport.this_worker(): tuple(x.shape)}, meta)
+        return self._agreement(self._state(theta) if self.leaves else "").agree_on(x)
 
     def _state(self, theta: Parameters | None) -> str:
         """What must be alike on all workers: which parameters there are, and what they need."""
@@ -250,28 +249,28 @@ class Distributed(ParOperator):
                 return f"a wrong θ: {error}"
         return ", ".join(_kind(leaf, given.get(leaf)) for leaf in self.leaves)
 
-    def _meeting(self, state: str) -> Meeting[Entry]:
-        if state not in self._meetings:
+    def _agreement(self, state: str) -> Agreement[Entry]:
+        if state not in self._agreements:
             label = f"{self._label} with {state}" if state else self._label
             ends = self.plan.source, self.plan.target
             identity = f"{label} {[(each.partition.shape, each.cuts) for each in ends]}"
-            self._meetings[state] = Meeting(
+            self._agreements[state] = Agreement(
                 self.prepare(), label, self.partition.ranks, self._conclude, identity
             )
-        return self._meetings[state]
+        return self._agreements[state]
 
     @cached_property
     def _is_active(self) -> bool:
         return self.partition.active
 
     @cached_property
-    def _meetings(self) -> dict[str, Meeting[Entry]]:
+    def _agreements(self) -> dict[str, Agreement[Entry]]:
         return {}
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Entry:
-        if terms.dtype != self.domain.dtype:
-            raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {terms.dtype}")
-        self.check_numbers(terms.device)
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
+        if meta.dtype != self.domain.dtype:
+            raise ValueError(f"{self}: expected a tensor of {self.domain.dtype}, got {meta.dtype}")
+        self.check_numbers(meta.device)
         forms = InputShape.of_shapes(
             self, shapes, {each: self.layout_in.shape_on(each) for each in shapes}
         )
@@ -280,8 +279,8 @@ class Distributed(ParOperator):
         if len({each is None for each in columns.values()}) > 1:
             raise ValueError(f"{self}: some workers pass a batch and others none: {shapes}")
         if next(iter(columns.values())) is None and not self.has_batch_axes:
-            return None, terms, form
-        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), terms, form
+            return None, meta, form
+        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), meta, form
 
     def _columns(self, columns: dict[int, int]) -> tuple[int, ...]:
         """The number of columns for each place along the batch's axes, where all must agree."""
@@ -336,7 +335,7 @@ def _on_fine_grids(
 
 
 def _check_terms(terms: Sequence[Distributed]) -> None:
-    """Terms of a sum take and give tensors that lie in one way."""
+    """TensorMeta of a sum take and give tensors that lie in one way."""
     first = terms[0]
     for other in terms[1:]:
         ends = (first.plan.source, other.plan.source), (first.plan.target, other.plan.target)

@@ -13,9 +13,10 @@ from math import prod
 
 from torch import Tensor
 
-from tessel.layout import Layout
-from tessel.linop import LinearOperator
-from tessel.move import Move
+from tessel.core.layout import Layout
+from tessel.core.linop import LinearOperator
+from tessel.core.move import Move
+from tessel.core.shared import Replicate, anchored_zeros
 from tessel.operators import tasks
 from tessel.operators.dft import ParDFT
 from tessel.operators.layouts import alike, box_of, with_batch
@@ -24,7 +25,6 @@ from tessel.operators.memory import Order, inverse_of
 from tessel.operators.planning import Branches, Local, OperatorPlan, Step, Transfer
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import Storage, leaves_of, needed, whole
-from tessel.shared import Spread, nothing
 from tessel.transport import kept_in_job, this_worker
 
 Columns = tuple[int, ...] | None  # of the batch, for each place along its axes
@@ -108,7 +108,7 @@ def _local(step: Local, storage: Storage) -> Function:
         if not x.numel() or not prod(shape):
             # The graphs of all workers are alike, so that their backward passes meet.
             inputs = (used[leaf] for leaf, *_ in uses)
-            result = nothing((*shape, *x.shape[num_dims:]), x, *inputs)
+            result = anchored_zeros((*shape, *x.shape[num_dims:]), x, *inputs)
             return result.to(tasks.dtype_after(step.group, x.dtype))
         return act(x, used)
 
@@ -148,5 +148,5 @@ def _move(
 def _using(stored: Layout, used: Layout) -> LinearOperator:
     """From where a parameter is stored, shared by those who have the same, to a use of it."""
     if alike(stored, used):
-        return Spread(used.summed, used)
+        return Replicate(used.summed, used)
     return Move(stored.summed, used)

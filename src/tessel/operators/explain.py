@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tessel.layout import Layout
+from tessel.core.layout import Layout
 from tessel.operators.algebra import Kronecker, ParOperator
 from tessel.operators.cost import Cost, Counter, ExplainedStep, lines_of
 from tessel.operators.layouts import representatives

@@ -13,10 +13,10 @@ from functools import lru_cache
 from itertools import pairwise
 from math import gcd, prod
 
-from tessel import boxes
-from tessel.boxes import Balanced, Box, Interval
-from tessel.layout import Cut, Layout, Shape
-from tessel.partition import Partition
+from tessel.core import boxes
+from tessel.core.boxes import Balanced, Box, Interval
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.partition import Partition
 
 ANYWHERE = "anywhere"  # where the last step leaves the result
 Runs = tuple[tuple[int, int], ...]  # (stride, size): along it place p counts p // stride % size
@@ -41,7 +41,7 @@ def balanced_cut(partition: Partition, length: int, axes: Sequence[int]) -> Cut:
 def on_grid(partition: Partition, shape: Shape) -> Layout:
     """Axis d of a grid splits dimension d; further axes split the batch.
 
-    >>> from tessel.partition import HypotheticalPartition
+    >>> from tessel.core.partition import HypotheticalPartition
     >>> on_grid(HypotheticalPartition((1, 2, 4)), (6, 8)).separate
     (1,)
     """
@@ -151,7 +151,7 @@ def num_different(some: Layout, other: Layout) -> int:
 def alike(some: Layout, other: Layout) -> bool:
     """Whether every worker has the same part, on whatever grids the workers are.
 
-    >>> from tessel.partition import HypotheticalPartition as Workers
+    >>> from tessel.core.partition import HypotheticalPartition as Workers
     >>> a = split_along(Workers((2, 3)), (12, 5), [(0, 1), ()])
     >>> alike(a, split_along(Workers((3, 2)), (12, 5), [(0, 1), ()]))
     True

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tessel.boxes import Box
+from tessel.core.boxes import Box
+from tessel.core.partition import Partition
 from tessel.operators.algebra import ParOperator
 from tessel.operators.memory import Order
 from tessel.operators.space import Shape, TensorSpace
 from tessel.operators.tasks import OperatorTask
-from tessel.partition import Partition
 
 
 class Leaf(ParOperator):

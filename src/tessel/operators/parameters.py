@@ -9,11 +9,11 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor
 
-from tessel.boxes import Box
-from tessel.layout import Layout
-from tessel.move import Move
+from tessel.core.boxes import Box
+from tessel.core.layout import Layout
+from tessel.core.move import Move
+from tessel.core.shared import equalize
 from tessel.operators.space import Shape
-from tessel.shared import equalize
 
 CHUNK = 1 << 16  # numbers that are drawn at once
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tessel.layout import Layout
+from tessel.core.layout import Layout
 from tessel.operators.cost import Cost, ExplainedStep
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 

@@ -15,8 +15,8 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
-from tessel.boxes import Balanced, Interval
-from tessel.layout import Cut, Layout
+from tessel.core.boxes import Balanced, Interval
+from tessel.core.layout import Cut, Layout
 from tessel.operators.layouts import (
     alike,
     balanced_cut,

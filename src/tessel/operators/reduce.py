@@ -9,17 +9,17 @@ from typing import Any, Self
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import Claim, Meeting, Terms, admit, same
-from tessel.layout import Layout
-from tessel.linop import LinearOperator
-from tessel.move import Move
+from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, same
+from tessel.core.layout import Layout
+from tessel.core.linop import LinearOperator
+from tessel.core.move import Move
+from tessel.core.partition import Partition, world
+from tessel.core.shared import Replicate, grad_alike
 from tessel.operators.algebra import ParOperator
 from tessel.operators.input_shape import InputShape
 from tessel.operators.leaf import Leaf
 from tessel.operators.parameters import Parameters
 from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
-from tessel.partition import Partition, world
-from tessel.shared import Spread, even
 from tessel.transport import kept_in_job
 
 
@@ -60,7 +60,7 @@ class ParReduce(Leaf):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_meeting")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_agreement")}
 
     def sized(self, shape: Shape) -> Self:
         if self.is_sized:
@@ -79,9 +79,8 @@ class ParReduce(Leaf):
         if not self.partition.active:
             return x.clone()
         # Copies of a sum are one shared value: where some worker needs its gradient, all do.
-        operator, terms = self._meeting.reach(Claim.of(x))
-        self.prepare().number_call()
-        return operator.apply(even(admit(x, terms, True), terms))
+        operator, meta = self._agreement.agree(Signature.of(x))
+        return operator.apply(grad_alike(as_agreed(x, meta, True), meta))
 
     def try_on(self, device: str) -> None:
         """Torch adds all numbers that can be moved; nothing is sent to find that out."""
@@ -95,26 +94,29 @@ class ParReduce(Leaf):
         if not self.partition.active or not self.is_sized:
             return
 
-        def conclude(shapes: dict[int, Shape], terms: Terms) -> None:
-            if terms.dtype != operator.domain.dtype:
+        def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> None:
+            if meta.dtype != operator.domain.dtype:
                 raise ValueError(
-                    f"{operator}: expected a tensor of {operator.domain.dtype}, got {terms.dtype}"
+                    f"{operator}: expected a tensor of {operator.domain.dtype}, got {meta.dtype}"
                 )
             InputShape.of_shapes(operator, shapes, dict.fromkeys(shapes, operator.domain.shape))
             same(shapes, "shape", f"{operator}")
 
-        Meeting(self.prepare(), f"{operator!r}", self.partition.ranks, conclude).reach(Claim.of(x))
-        self.prepare().number_call()
+        Agreement(self.prepare(), f"{operator!r}", self.partition.ranks, conclude).agree(
+            Signature.of(x)
+        )
 
     @cached_property
-    def _meeting(self) -> Meeting[tuple[LinearOperator, Terms]]:
-        return Meeting(self.prepare(), f"{self!r}", self.partition.ranks, self._conclude)
+    def _agreement(self) -> Agreement[tuple[LinearOperator, TensorMeta]]:
+        return Agreement(self.prepare(), f"{self!r}", self.partition.ranks, self._conclude)
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> tuple[LinearOperator, Terms]:
-        if terms.dtype != self.source.dtype:
-            raise ValueError(f"{self}: expected tensors of {self.source.dtype}, got {terms.dtype}")
+    def _conclude(
+        self, shapes: dict[int, Shape], meta: TensorMeta
+    ) -> tuple[LinearOperator, TensorMeta]:
+        if meta.dtype != self.source.dtype:
+            raise ValueError(f"{self}: expected tensors of {self.source.dtype}, got {meta.dtype}")
         shape: Shape = same(shapes, "shape", f"{self}")
-        return _reducing(self.partition, shape, self.is_adjoint), terms
+        return _reducing(self.partition, shape, self.is_adjoint), meta
 
     def __repr__(self) -> str:
         size = f"{self.source}" if self.is_sized else f"{self.source.dtype}"
@@ -125,4 +127,4 @@ class ParReduce(Leaf):
 def _reducing(partition: Partition, shape: Shape, is_adjoint: bool) -> LinearOperator:
     separate = Layout.whole(partition, shape)
     shared = Layout.whole(partition, shape, shared=True)
-    return Spread(shared, separate) if is_adjoint else Move(separate, shared)
+    return Replicate(shared, separate) if is_adjoint else Move(separate, shared)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.boxes import Interval, overlap
+from tessel.core.boxes import Interval, overlap
 from tessel.operators.leaf import Leaf
 from tessel.operators.memory import Order, inverse_of, order_of
 from tessel.operators.space import TensorSpace, checked_dtype, checked_length

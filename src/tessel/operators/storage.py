@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from tessel import boxes
-from tessel.layout import Cut, Layout
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout
+from tessel.core.partition import Partition
 from tessel.operators.layouts import alike, box_of, common_numel, is_whole
 from tessel.operators.leaf import Leaf
 from tessel.operators.planning import Local, OperatorPlan
 from tessel.operators.tasks import OperatorTask, Summands
-from tessel.partition import Partition
 
 Storage = dict[Leaf, Layout]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import index as as_int
 
-from tessel import boxes
-from tessel.agreement import same
-from tessel.layout import Cut, Layout, Shape
-from tessel.move import Move
-from tessel.partition import Partition
+from tessel.core import boxes
+from tessel.core.agreement import same
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.primitives.slices import SliceMovement
 
 

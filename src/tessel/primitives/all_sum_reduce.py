@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tessel.agreement import same
-from tessel.layout import Layout, Shape
-from tessel.move import Move
-from tessel.partition import Partition
+from tessel.core.agreement import same
+from tessel.core.layout import Layout, Shape
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.primitives.slices import SliceMovement
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index as as_int
 
-from tessel.layout import Layout, Shape
-from tessel.move import Move
-from tessel.partition import Partition
+from tessel.core.layout import Layout, Shape
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.primitives.movement import Movement
 
 

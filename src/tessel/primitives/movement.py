@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import Meeting, Terms
-from tessel.layout import Shape
-from tessel.linop import Agreed, LinearOperator, apply_agreed
-from tessel.numbered import Numbered
-from tessel.partition import Partition
+from tessel.core.agreement import Agreement, TensorMeta
+from tessel.core.handles import HasHandle
+from tessel.core.layout import Shape
+from tessel.core.linop import Agreed, LinearOperator, apply_agreed
+from tessel.core.partition import Partition
 
 
-class Movement(Numbered, torch.nn.Module):
+class Movement(HasHandle, torch.nn.Module):
     """A movement of tensors from the workers of `P_x` to those of `P_y`.
 
     The global shape is not known beforehand: at each call the workers tell each other, in one
@@ -52,22 +52,22 @@ class Movement(Numbered, torch.nn.Module):
         return transport.group_of({*self.P_x.ranks, *self.P_y.ranks})
 
     @cached_property
-    def _meeting(self) -> Meeting[Agreed]:
-        return Meeting(self._group, repr(self), self.P_x.ranks, self._conclude)
+    def _agreement(self) -> Agreement[Agreed]:
+        return Agreement(self._group, repr(self), self.P_x.ranks, self._conclude)
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         operator = self.operator(shapes)
-        operator.check_dtype(terms.dtype, repr(self))
-        return operator, terms
+        operator.check_dtype(meta.dtype, repr(self))
+        return operator, meta
 
     def extra_repr(self) -> str:
         return f"{self.P_x} → {self.P_y}"
 
     def _is_derived(self, name: str) -> bool:
         return name in (
-            "number",
+            "handle",
             "_group",
             "takes_part",
-            "_meeting",
+            "_agreement",
             "_slices",
         ) or name.startswith("_settled")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from tessel.layout import Layout, Shape
-from tessel.move import Move
-from tessel.partition import Partition
+from tessel.core.layout import Layout, Shape
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.primitives.movement import Movement
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from tessel import transport
-from tessel.layout import Shape
-from tessel.linop import LinearOperator
-from tessel.partition import Partition
+from tessel.core.layout import Shape
+from tessel.core.linop import LinearOperator
+from tessel.core.partition import Partition
 from tessel.primitives.movement import Movement
 
 

@@ -14,7 +14,6 @@ from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     adaptive,
     attention,
-    chance,
     compositions,
     convolution,
     diagonals,
@@ -29,6 +28,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     norms,
     pools,
     products,
+    random,
     recurrent,
     reductions,
     shapes,

@@ -5,7 +5,7 @@ take different branches moves what does not fit together, or waits. Here they sa
 function what they are about to do, and the first difference raises on all of them.
 
 Nothing of this is in the way of a program that does not ask for it: what runs a torch function
-(`Tensor.above`) and what moves data (`Move`, `Fringe`) is exchanged for something that compares
+(`Tensor.above`) and what moves data (`Move`, `Halo`) is exchanged for something that compares
 first.
 """
 
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from tessel import transport
+from tessel.core.halo import Halo
+from tessel.core.layout import Layout
+from tessel.core.linop import LinearOperator
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.errors import WorkerLost
-from tessel.fringe import Fringe
-from tessel.layout import Layout
-from tessel.linop import LinearOperator
-from tessel.move import Move
-from tessel.partition import Partition
 from tessel.tensor import call
 from tessel.tensor.passes import in_backward
 from tessel.tensor.place import current_place
@@ -144,7 +144,7 @@ def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
 
 _MOVEMENTS = tuple(
     (kind, name, kind.__dict__[name])
-    for kind, name in ((Move, "_apply"), (Move, "depart"), (Fringe, "_swap"))
+    for kind, name in ((Move, "_apply"), (Move, "start"), (Halo, "_swap"))
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.layout import Layout
+from tessel.core.layout import Layout
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9

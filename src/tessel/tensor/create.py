@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from tessel import transport
-from tessel.agreement import Meeting, Terms, admit
-from tessel.graph import eagerly, untraced
-from tessel.layout import Layout, Shape
-from tessel.partition import Partition
-from tessel.shared import even
+from tessel.core.agreement import Agreement, TensorMeta, as_agreed
+from tessel.core.graph import eagerly, untraced
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
+from tessel.core.shared import grad_alike
 from tessel.tensor.counter import normal, uniform, whole_numbers
 from tessel.tensor.stream import common_number
 from tessel.tensor.tensor import Tensor, layout_on, move
 from tessel.transport import kept_in_job
 
 Where = Partition | Layout
-Agreed = tuple[Layout, Terms]
+Agreed = tuple[Layout, TensorMeta]
 
 # kinds of tensors that know of which whole they are parts, and what tells the part and its workers
 owners: dict[type, Callable[[Any], tuple[torch.Tensor, Partition]]] = {}
@@ -31,7 +31,7 @@ owners: dict[type, Callable[[Any], tuple[torch.Tensor, Partition]]] = {}
 
 @eagerly
 def spread(x: torch.Tensor, where: Where) -> Tensor:
-    """Spread a tensor that all workers have whole, with the same values.
+    """Replicate a tensor that all workers have whole, with the same values.
 
     Forward:  each worker keeps its part, and nothing moves.    Backward:  every worker gets the
     whole gradient, an all-gather.
@@ -48,9 +48,9 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
     partition = _partition(where)
     if isinstance(x, Tensor):
         return x.move_to(where)
-    layout, terms = _agree(partition, where, "tessel.spread", x)
+    layout, meta = _agree(partition, where, "tessel.spread", x)
     whole = Layout.whole(partition, layout.shape, shared=True)
-    part = even(admit(x, terms, partition.active), terms)
+    part = grad_alike(as_agreed(x, meta, partition.active), meta)
     if not partition.active:
         return Tensor(part, layout)
     if layout == whole:
@@ -80,8 +80,8 @@ def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
     partition = _partition(where)
     if isinstance(part, Tensor):
         raise TypeError(f"from_local: a plain tensor is needed, got one that is spread, {part}")
-    layout, terms = _agree(partition, where, "tessel.from_local", part)
-    entered = even(admit(part, terms, partition.active), terms)
+    layout, meta = _agree(partition, where, "tessel.from_local", part)
+    entered = grad_alike(as_agreed(part, meta, partition.active), meta)
     return Tensor(entered.view_as(entered), layout)
 
 
@@ -98,23 +98,20 @@ def _agree(partition: Partition, where: Where, what: str, x: torch.Tensor) -> Ag
 
     Workers outside of the partition hold a spread tensor, too, and say its shape.
     """
-    meeting = _meeting(partition, where, what)
-    agreed = meeting.reach_with(x)
-    meeting.group.number_call()
-    return agreed
+    return _agreement(partition, where, what).agree_on(x)
 
 
 @kept_in_job
-def _meeting(partition: Partition, where: Where, what: str) -> Meeting[Agreed]:
-    def conclude(shapes: dict[int, Shape], terms: Terms) -> Agreed:
+def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agreed]:
+    def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         if what == "tessel.spread":
-            return _of_wholes(label, where, shapes), terms
-        return _of_parts(label, where, shapes), terms
+            return _of_wholes(label, where, shapes), meta
+        return _of_parts(label, where, shapes), meta
 
     label = f"{what} over {where if isinstance(where, Layout) else partition}"
     identity = f"{what} {where.identity}" if isinstance(where, Layout) else label
     everyone = transport.group_of(range(transport.num_workers()))
-    return Meeting(everyone, label, partition.ranks, conclude, identity)
+    return Agreement(everyone, label, partition.ranks, conclude, identity)
 
 
 def _of_wholes(label: str, where: Where, shapes: dict[int, Shape]) -> Layout:

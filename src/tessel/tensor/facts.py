@@ -13,7 +13,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tessel import transport
-from tessel.layout import Layout
+from tessel.core.layout import Layout
 from tessel.tensor.table import Arguments, Settings, is_whole, made, rule
 from tessel.tensor.tensor import Tensor, absent, open_part
 

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map
 
 from tessel import transport
-from tessel.layout import Layout
-from tessel.linop import LinearOperator
-from tessel.partition import Outline, Partition
-from tessel.shared import nothing
+from tessel.core.layout import Layout
+from tessel.core.linop import LinearOperator
+from tessel.core.partition import Outline, Partition
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import Arguments, Settings, held_layouts, outlining, parts, tensors
 from tessel.tensor.tensor import Tensor, absent, open_part
@@ -108,7 +108,7 @@ def _hanging(*values: Any) -> torch.Tensor:
             _check_history(value)
             found.append(value.reshape(-1)[:0])
     real = [each for each in found if each.is_floating_point() or each.is_complex()]
-    return nothing((0,), *real) if real else torch.empty(0)
+    return anchored_zeros((0,), *real) if real else torch.empty(0)
 
 
 def _check_history(value: torch.Tensor) -> None:

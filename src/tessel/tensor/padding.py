@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tessel.boxes import Interval
-from tessel.layout import Cut, Layout
-from tessel.move import Move
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout
+from tessel.core.move import Move
 from tessel.transport import kept_in_job
 
 

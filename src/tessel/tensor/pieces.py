@@ -14,13 +14,13 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from tessel.boxes import Interval, overlap
-from tessel.fringe import Fringe, Strip
-from tessel.layout import Layout
-from tessel.shared import nothing
+from tessel.core.boxes import Interval, overlap
+from tessel.core.halo import Halo, HaloBox
+from tessel.core.layout import Layout
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import Window
 from tessel.tensor.windowed import Windowed
 from tessel.transport import kept_in_job
-from tessel.windows import Window
 
 LEAST_VALUES = 1 << 18  # of a worker's part, below which a copy of it is cheaper
 Pool = Callable[[Tensor, Interval], Tensor]  # of what outputs along the split dimension read
@@ -40,7 +40,7 @@ class Pieces:
     plan: Windowed
     dim: int
     window: Window
-    fringe: Fringe
+    fringe: Halo
 
     def apply(self, x: Tensor, pool: Pool) -> Tensor:
         """This worker's outputs."""
@@ -55,7 +55,7 @@ class Pieces:
         ]
         empty = list(self.plan.target.local_shape)
         empty[self.dim] = 0
-        return torch.cat([*pieces, nothing(tuple(empty), flat)], self.dim)
+        return torch.cat([*pieces, anchored_zeros(tuple(empty), flat)], self.dim)
 
     @property
     def _length(self) -> int:
@@ -93,7 +93,7 @@ def in_pieces(plan: Windowed, windows: tuple[Window, ...], least: int) -> Pieces
     if not all(_is_possible(window, own, outputs, length) for own, outputs in places):
         return None
     strips = tuple(_strips(source, plan.read, dim, worker) for worker in source.partition.ranks)
-    return Pieces(plan, dim, window, Fringe(source, plan.read, strips))
+    return Pieces(plan, dim, window, Halo(source, plan.read, strips))
 
 
 def _inner(window: Window, own: Interval, outputs: Interval, length: int) -> Interval:
@@ -115,7 +115,7 @@ def _is_possible(window: Window, own: Interval, outputs: Interval, length: int) 
     )
 
 
-def _strips(source: Layout, read: Layout, dim: int, worker: int) -> tuple[Strip, ...]:
+def _strips(source: Layout, read: Layout, dim: int, worker: int) -> tuple[HaloBox, ...]:
     """What a worker reads before and behind its part."""
     own, wanted = source.box(worker), read.box(worker)
     assert own is not None and wanted is not None
@@ -124,5 +124,5 @@ def _strips(source: Layout, read: Layout, dim: int, worker: int) -> tuple[Strip,
         if part[0] < part[1]:
             box = (*own[:dim], part, *own[dim + 1 :])
             shape = tuple(stop - start for start, stop in box)
-            found.append(Strip(tuple(start for start, _ in box), shape, box))
+            found.append(HaloBox(tuple(start for start, _ in box), shape, box))
     return tuple(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from tessel.partition import Outline, Partition
+from tessel.core.partition import Outline, Partition
 from tessel.transport import NUM_WORDS, code_of
 
 # The upper bits of seeds that all workers have. A generator knows its seed, also when a checkpoint

@@ -15,13 +15,13 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from tessel.boxes import Interval, overlap
-from tessel.fringe import Fringe, Journey, Strip
-from tessel.layout import Layout
-from tessel.shared import nothing
+from tessel.core.boxes import Interval, overlap
+from tessel.core.halo import AsyncHalo, Halo, HaloBox
+from tessel.core.layout import Layout
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import Reach, Window
 from tessel.tensor.windowed import Windowed
 from tessel.transport import kept_in_job
-from tessel.windows import Reach, Window
 
 Numbers = tuple[int, ...]
 # the convolution of a part with this padding; of a strip with some taps along a dimension, too
@@ -48,7 +48,7 @@ class Edge:
     dim: int
     outputs: Interval
     taps: Interval
-    strip: Strip
+    strip: HaloBox
     padding: Numbers
 
 
@@ -59,25 +59,25 @@ class Stripped:
     Attributes:
         padding: for torch's convolution of this worker's own part.
         edges: what is added to its result.
-        fringe: what brings the strips.
+        halo: what brings the strips.
     """
 
     padding: Numbers
     edges: tuple[Edge, ...]
-    fringe: Fringe
+    halo: Halo
 
     def apply(self, x: Tensor, of_part: OfPart, of_strip: OfStrip) -> Tensor:
         """This worker's outputs; the bias is added by `of_part` alone."""
-        journey = Journey(self.fringe)
-        token = journey.depart(x)
+        halo = AsyncHalo(self.halo)
+        token = halo.start(x)
         y = of_part(x, self.padding)
-        flat = journey.land(token)
-        for edge, strip in zip(self.edges, self.fringe.split(flat), strict=True):
+        flat = halo.wait(token)
+        for edge, strip in zip(self.edges, self.halo.split(flat), strict=True):
             rows = torch.arange(*edge.outputs, device=x.device)
             y = y.index_add_(edge.dim, rows, of_strip(strip, edge.padding, edge.dim, edge.taps))
-        if not self.edges:  # others may still read of this part: it hangs on the journey, too
+        if not self.edges:  # others may still read of this part: it hangs on the halo, too
             none = torch.arange(0, device=x.device)
-            y = y.index_add_(-1, none, nothing((*y.shape[:-1], 0), flat))
+            y = y.index_add_(-1, none, anchored_zeros((*y.shape[:-1], 0), flat))
         return y
 
 
@@ -113,11 +113,11 @@ def stripped(
     read = Windowed(source, inputs, reach).read
     geometry = _Geometry(source, target, read, windows)
     everyones = tuple(geometry.edges(worker) for worker in source.partition.ranks)
-    fringe = Fringe(source, read, tuple(tuple(e.strip for e in each) for each in everyones))
+    halo = Halo(source, read, tuple(tuple(e.strip for e in each) for each in everyones))
     place = source.partition.rank
     assert place is not None
     worker = source.partition.ranks[place]
-    return Stripped(geometry.padding(worker), everyones[place], fringe)
+    return Stripped(geometry.padding(worker), everyones[place], halo)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class _Geometry:
             elif self._is_split(e):
                 box[dim], covered[dim] = read[dim], self.windows[e].hull(out[dim])
                 padding[e] = 0
-        strip = Strip(
+        strip = HaloBox(
             tuple(start for start, _ in covered),
             tuple(stop - start for start, stop in covered),
             tuple(box),

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from tessel.layout import Layout, Shape
-from tessel.partition import Partition
-from tessel.shared import nothing
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.tensor import Tensor, move, open_part
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
@@ -130,7 +130,7 @@ def computed(compute: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Any:
 
 def _attached(result: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if result.is_floating_point() or result.is_complex():
-        return nothing(tuple(result.shape), part).to(result.dtype)
+        return anchored_zeros(tuple(result.shape), part).to(result.dtype)
     return result
 
 

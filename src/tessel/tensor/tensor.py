@@ -27,11 +27,11 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from tessel.graph import untraced
-from tessel.layout import Layout
-from tessel.linop import record_product
-from tessel.move import Move
-from tessel.partition import Partition
+from tessel.core.graph import untraced
+from tessel.core.layout import Layout
+from tessel.core.linop import record_product
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.transport import kept_in_job, this_worker
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

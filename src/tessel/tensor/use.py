@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tessel.layout import Layout, Shape
-from tessel.partition import Partition
-from tessel.shared import bundled, spread
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
+from tessel.core.shared import from_bucket, replicate
 from tessel.transport import kept_in_job
 
 
@@ -23,7 +23,7 @@ def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ())
     if parameter is None:
         return None
     whole = _shared(layout.partition, tuple(parameter.shape))
-    return spread(parameter, whole, _separate(layout, shared))
+    return replicate(parameter, whole, _separate(layout, shared))
 
 
 def used_together(
@@ -32,13 +32,13 @@ def used_together(
     """The same for several parameters of one shape, whose gradients travel in one message."""
     whole = _shared(layout.partition, tuple(parameters[0].shape))
     separate = _separate(layout, shared)
-    found = [bundled(each, whole, separate) for each in parameters]
+    found = [from_bucket(each, whole, separate) for each in parameters]
     if all(each is None for each in found):
         stack = torch.stack(list(parameters))
         several = _shared(layout.partition, tuple(stack.shape))
-        return list(spread(stack, several, separate).unbind())
+        return list(replicate(stack, several, separate).unbind())
     pairs = zip(parameters, found, strict=True)
-    return [spread(p, whole, separate) if each is None else each for p, each in pairs]
+    return [replicate(p, whole, separate) if each is None else each for p, each in pairs]
 
 
 def _separate(layout: Layout, shared: tuple[int, ...]) -> tuple[int, ...]:

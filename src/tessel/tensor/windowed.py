@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel import boxes
-from tessel.boxes import Box, Interval
-from tessel.layout import Cut, Layout, Shape
-from tessel.move import Move
-from tessel.shared import nothing
+from tessel.core import boxes
+from tessel.core.boxes import Box, Interval
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.move import Move
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import Reach, reads
 from tessel.transport import kept_in_job
-from tessel.windows import Reach, reads
 
 Reaches = tuple[Reach | None, ...]
 
@@ -69,7 +69,7 @@ class Windowed:
         own, wanted = self.source.box(), self.read.box()
         assert own is not None and wanted is not None
         if 0 in self.read.local_shape:
-            return nothing(self.read.local_shape, x)
+            return anchored_zeros(self.read.local_shape, x)
         return x[boxes.within(wanted, own)]
 
     @cached_property

@@ -10,9 +10,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from tessel import transport
-from tessel.layout import Cut, Layout
-from tessel.linop import LinearOperator
-from tessel.move import Move
+from tessel.core.layout import Cut, Layout
+from tessel.core.linop import LinearOperator
+from tessel.core.move import Move
 
 
 def check_adjoint(

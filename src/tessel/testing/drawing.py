@@ -15,10 +15,10 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_map
 
 from tessel import transport
-from tessel.partition import Partition
+from tessel.core.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.call import name_of
-from tessel.tensor.rules import chance
+from tessel.tensor.rules import random
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import RULES, shared_whole
 from tessel.tensor.tensor import open_part
@@ -61,7 +61,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
         return bool(argument(args, kwargs, 4, "dropout_p", 0.0) > 0)
     rule = RULES.get(name)
-    return rule is not None and rule.__module__ == chance.__name__
+    return rule is not None and rule.__module__ == random.__name__
 
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)

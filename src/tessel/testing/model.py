@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from tessel import transport
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 from tessel.errors import WorkerLost
-from tessel.layout import Layout
 from tessel.nn.convert import Entrance, distribute_module
 from tessel.nn.region import HaloRegion
-from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor import spread
 from tessel.tensor.comparing import compare, comparing

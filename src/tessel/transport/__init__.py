@@ -4,6 +4,14 @@ A `Group` is a set of workers that can talk to each other. CPU tensors of worker
 through memory that these share, all else through `torch.distributed`.
 """
 
+from tessel.transport.buffers import ReceiveBuffer as ReceiveBuffer
+from tessel.transport.buffers import SendBuffer as SendBuffer
+from tessel.transport.copy_program import NOTHING as NOTHING
+from tessel.transport.copy_program import UNREAD as UNREAD
+from tessel.transport.copy_program import CopyProgram as CopyProgram
+from tessel.transport.copy_program import Place as Place
+from tessel.transport.copy_program import has_engine as has_engine
+from tessel.transport.copy_program import is_plain as is_plain
 from tessel.transport.group import DIFFERENT as DIFFERENT
 from tessel.transport.group import NUM_WORDS as NUM_WORDS
 from tessel.transport.group import Group as Group
@@ -21,15 +29,7 @@ from tessel.transport.job import start as start
 from tessel.transport.job import tagged as tagged
 from tessel.transport.job import traffic as traffic
 from tessel.transport.job import when_joined as when_joined
-from tessel.transport.parcel import Arrival as Arrival
-from tessel.transport.parcel import Parcel as Parcel
 from tessel.transport.reading import is_pinned as is_pinned
-from tessel.transport.track import NOTHING as NOTHING
-from tessel.transport.track import UNREAD as UNREAD
-from tessel.transport.track import Place as Place
-from tessel.transport.track import Track as Track
-from tessel.transport.track import has_engine as has_engine
-from tessel.transport.track import is_plain as is_plain
 from tessel.transport.traffic import Traffic as Traffic
 from tessel.transport.wire import share_over as share_over
 from tessel.transport.world import is_distributed as is_distributed

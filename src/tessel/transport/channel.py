@@ -20,25 +20,25 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from tessel.transport.bell import END, Bell
-from tessel.transport.letter import (
-    Key,
-    Letter,
-    Offer,
-    Receipt,
-    Stray,
-    WordsLetter,
-    WordsReceipt,
-)
 from tessel.transport.reading import Reader
+from tessel.transport.request import (
+    Key,
+    ReceiveRequest,
+    ReceiveWords,
+    Rendezvous,
+    SendRequest,
+    SendWords,
+    UnexpectedMessage,
+)
 from tessel.transport.segment import Segment
 from tessel.transport.semaphore import SIZE, Semaphore
+from tessel.transport.wakeup import END, Wakeup
 
 SLOTS = 8  # of a channel
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
-HEADER = 8  # words: group, call, bytes of the whole letter, bytes in the slot, number of the slot
+HEADER = 8  # words: group, call, bytes of the whole message, bytes in the slot, number of the slot
 NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE = range(5)  # words of a sender's state
 USED = FREE + SLOTS  # free slots, as a stack, and after them those in use, as a ring
 OFFERED = USED + SLOTS  # how many had been filled when the engine had offered something last
@@ -132,7 +132,7 @@ class Channel:
         place: of the receiver among the workers of the host.
     """
 
-    other: Bell  # of the worker at the other end, when it is known
+    other: Wakeup  # of the worker at the other end, when it is known
     state: array[int]
 
     def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
@@ -160,13 +160,13 @@ class Outgoing(Channel):
         super().__init__(segment, ground, place)
         self.filled.initialise()
         self.emptied.initialise()
-        self.queue: deque[Letter | WordsLetter | Offer] = deque()
-        self._offers: deque[tuple[int, Offer]] = deque()  # with the number of their slot
+        self.queue: deque[SendRequest | SendWords | Rendezvous] = deque()
+        self._offers: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
         self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, 0])
 
-    def send(self, letter: Letter | WordsLetter | Offer) -> None:
-        """Send a letter, as far as there is room for it."""
-        self.queue.append(letter)
+    def send(self, message: SendRequest | SendWords | Rendezvous) -> None:
+        """Send a message, as far as there is room for it."""
+        self.queue.append(message)
         self.state[IS_BUSY] = True  # the engine must not overtake it, whatever happens
         self.push()
 
@@ -188,21 +188,21 @@ class Outgoing(Channel):
         """Send what finds free slots; whether anything did."""
         moved = self._look_for_free() > 0 if self.state[NUM_FREE] < SLOTS else False
         while self.queue and (self.state[NUM_FREE] or self._look_for_free()):
-            letter, slot = self.queue[0], self._next_slot()
-            letter.write(slot)
-            slot.header[0], slot.header[1] = letter.key
-            slot.header[2] = letter.num_bytes
-            if isinstance(letter, Offer):
-                self._offers.append((self.state[NUM_FILLED], letter))
+            message, slot = self.queue[0], self._next_slot()
+            message.write(slot)
+            slot.header[0], slot.header[1] = message.key
+            slot.header[2] = message.num_bytes
+            if isinstance(message, Rendezvous):
+                self._offers.append((self.state[NUM_FILLED], message))
                 self.queue.popleft()
-            elif letter.is_gone:
+            elif message.is_gone:
                 self.queue.popleft()
             self._publish()
             moved = True
         self.state[IS_BUSY] = self.is_busy
         return moved
 
-    def adopt(self, offer: Offer) -> bool:
+    def adopt(self, offer: Rendezvous) -> bool:
         """Wait for the readers of what the engine offered last; whether they have not read yet."""
         self._look_for_free()
         number = self.state[OFFERED] - 1
@@ -252,29 +252,29 @@ class Incoming(Channel):
 
     def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
         super().__init__(segment, ground, place)
-        self.expected: list[Receipt | WordsReceipt] = []
-        self._strays: list[Stray] = []
-        self._current: Receipt | WordsReceipt | Stray | None = None
+        self.expected: list[ReceiveRequest | ReceiveWords] = []
+        self._unexpected_messages: list[UnexpectedMessage] = []
+        self._current: ReceiveRequest | ReceiveWords | UnexpectedMessage | None = None
         self.state = array("q", [0, 0])
 
-    def expect(self, receipt: Receipt | WordsReceipt) -> None:
-        """Let a receipt wait for its letter."""
-        self.expected.append(receipt)
+    def expect(self, request: ReceiveRequest | ReceiveWords) -> None:
+        """Let a request wait for its message."""
+        self.expected.append(request)
         self.state[IS_ASTIR] = True
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody waits for a letter, and it may come now."""
-        return any(receipt.is_open for receipt in self.expected)
+        """Whether somebody waits for a message, and it may come now."""
+        return any(request.is_open for request in self.expected)
 
     def pull(self) -> bool:
-        """Take what came, up to the end of one letter; whether anything did."""
+        """Take what came, up to the end of one message; whether anything did."""
         moved = False
         while self.filled.try_wait():
             moved = True
             if self._accept(self._next_slot()):
                 break
-        moved = self._hand_over() or moved if self._strays else moved
+        moved = self._hand_over() or moved if self._unexpected_messages else moved
         self.state[IS_ASTIR] = not self.is_quiet
         return moved
 
@@ -302,8 +302,8 @@ class Incoming(Channel):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody waits for a letter, and none waits for somebody."""
-        return not (self.expected or self._strays or self._current)
+        """Whether nobody waits for a message, and none waits for somebody."""
+        return not (self.expected or self._unexpected_messages or self._current)
 
     def _next_slot(self) -> Slot:
         """The slot that was filled next."""
@@ -314,7 +314,7 @@ class Incoming(Channel):
         return slot
 
     def _accept(self, slot: Slot) -> bool:
-        """Give what is in a slot to who waits for it; whether a letter is complete."""
+        """Give what is in a slot to who waits for it; whether a message is complete."""
         try:
             current = self._current or self._asked_for(slot)
             current.read(slot)
@@ -327,45 +327,47 @@ class Incoming(Channel):
     @property
     def has_something(self) -> bool:
         """Whether something came that was not taken yet."""
-        return self.filled.count > 0 or bool(self._strays)
+        return self.filled.count > 0 or bool(self._unexpected_messages)
 
-    def _asked_for(self, slot: Slot) -> Receipt | WordsReceipt | Stray:
-        """The receipt for the letter that begins in a slot; a stray one if it is not open."""
+    def _asked_for(self, slot: Slot) -> ReceiveRequest | ReceiveWords | UnexpectedMessage:
+        """The request for the message that begins in a slot; an unexpected one without it."""
         key: Key = (slot.header[0], slot.header[1])
-        receipt = self._receipt(key, sum(stray.key == key for stray in self._strays))
-        if receipt is None or not receipt.is_open:
-            stray = Stray(key, slot.header[2])
-            self._strays.append(stray)
-            return stray
-        self._check(receipt, slot.header[2])
-        self.expected.remove(receipt)
-        return receipt
+        request = self._request(
+            key, sum(unexpected.key == key for unexpected in self._unexpected_messages)
+        )
+        if request is None or not request.is_open:
+            unexpected = UnexpectedMessage(key, slot.header[2])
+            self._unexpected_messages.append(unexpected)
+            return unexpected
+        self._check(request, slot.header[2])
+        self.expected.remove(request)
+        return request
 
-    def _receipt(self, key: Key, place: int) -> Receipt | WordsReceipt | None:
-        """The one at this place among those with a key: letters come in the order of receipts."""
-        same = (receipt for receipt in self.expected if receipt.key == key)
+    def _request(self, key: Key, place: int) -> ReceiveRequest | ReceiveWords | None:
+        """The one at this place among those with a key: messages come in the order of requests."""
+        same = (request for request in self.expected if request.key == key)
         return next(islice(same, place, None), None)
 
     def _hand_over(self) -> bool:
-        """Give strays to those who ask for them meanwhile."""
+        """Give unexpected_messages to those who ask for them meanwhile."""
         moved = False
         waiting: Counter[Key] = Counter()
-        for stray in list(self._strays):
-            receipt = self._receipt(stray.key, waiting[stray.key])
-            if stray.is_done and receipt is not None and receipt.is_open:
-                self._check(receipt, stray.values.nbytes)
-                receipt.read_all(stray.values)
-                self.expected.remove(receipt)
-                self._strays.remove(stray)
+        for unexpected in list(self._unexpected_messages):
+            request = self._request(unexpected.key, waiting[unexpected.key])
+            if unexpected.is_done and request is not None and request.is_open:
+                self._check(request, unexpected.values.nbytes)
+                request.read_all(unexpected.values)
+                self.expected.remove(request)
+                self._unexpected_messages.remove(unexpected)
                 moved = True
             else:
-                waiting[stray.key] += 1
+                waiting[unexpected.key] += 1
         return moved
 
     @staticmethod
-    def _check(receipt: Receipt | WordsReceipt, num_bytes: int) -> None:
-        if receipt.num_bytes != num_bytes:
+    def _check(request: ReceiveRequest | ReceiveWords, num_bytes: int) -> None:
+        if request.num_bytes != num_bytes:
             raise RuntimeError(
-                f"a message of {num_bytes} bytes came where one of {receipt.num_bytes} was "
+                f"a message of {num_bytes} bytes came where one of {request.num_bytes} was "
                 f"expected: workers do not make the same calls"
             )

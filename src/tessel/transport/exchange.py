@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tessel.transport import wire
+from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.host import Awaited, Host
-from tessel.transport.letter import Key, Letter, Offer
-from tessel.transport.parcel import Arrival, Parcel
+from tessel.transport.request import Key, Rendezvous, SendRequest
 
 
 class Ways:
@@ -40,81 +40,81 @@ class Exchange:
     """Messages that were started one by one; called, it waits for them.
 
     Memory carries those of workers of this host, `torch.distributed` the others. What a worker
-    sends to itself is copied. Where values are added, they are so in the order of the arrivals.
+    sends to itself is copied. Where values are added, they are so in the order of the receives.
     """
 
     def __init__(
-        self, ways: Ways, key: Key, sends: Sequence[Parcel], arrivals: Sequence[Arrival]
+        self, ways: Ways, key: Key, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer]
     ) -> None:
         self._ways = ways
-        self._arrivals = arrivals
-        self._ordered = any(arrival.adds for arrival in arrivals)
-        self._own = [parcel.tensor for parcel in sends if parcel.worker == ways.worker]
+        self._receives = receives
+        self._ordered = any(buffer.adds for buffer in receives)
+        self._own = [buffer.tensor for buffer in sends if buffer.worker == ways.worker]
         self._awaited: list[Awaited] = []
-        self._letters: list[Letter | Offer] = []
-        self._landings: dict[int, wire.Landing] = {}
-        self._dispatches: list[wire.Dispatch] = []
+        self._messages: list[SendRequest | Rendezvous] = []
+        self._pending_receives: dict[int, wire.PendingReceive] = {}
+        self._pending_sends: list[wire.PendingSend] = []
         if ways.near:
             self._start_near(key, sends)
         if not ways.all_near:
             self._start_far(key, sends)
         if self._own and not self._ordered:  # while the rest is on its way
-            self._land_own()
+            self._put_own()
 
-    def _start_near(self, key: Key, sends: Sequence[Parcel]) -> None:
+    def _start_near(self, key: Key, sends: Sequence[SendBuffer]) -> None:
         near, host = self._ways.near, self._ways.host
         assert host is not None
-        come = [arrival for arrival in self._arrivals if arrival.worker in near]
-        go = [parcel for parcel in sends if parcel.worker in near]
+        come = [buffer for buffer in self._receives if buffer.worker in near]
+        go = [buffer for buffer in sends if buffer.worker in near]
         if come:
             self._awaited = host.expect(key, come, self._ordered)
         if go:
-            self._letters = host.send(key, go)
+            self._messages = host.send(key, go)
 
-    def _start_far(self, key: Key, sends: Sequence[Parcel]) -> None:
+    def _start_far(self, key: Key, sends: Sequence[SendBuffer]) -> None:
         ways, tag = self._ways, key[1]
         far = set(ways.others) - ways.near
-        for arrival in self._arrivals:
-            if arrival.worker in far:
-                self._landings[arrival.worker] = wire.receive(arrival, ways.handle, tag)
-        for parcel in sends:
-            if parcel.worker in far:
-                self._dispatches.append(wire.send(parcel, ways.handle, tag))
+        for buffer in self._receives:
+            if buffer.worker in far:
+                self._pending_receives[buffer.worker] = wire.receive(buffer, ways.handle, tag)
+        for each in sends:
+            if each.worker in far:
+                self._pending_sends.append(wire.send(each, ways.handle, tag))
 
-    def _land_own(self) -> None:
-        for arrival in self._arrivals:
-            if arrival.worker == self._ways.worker:
-                arrival.land(self._own[0])
+    def _put_own(self) -> None:
+        for buffer in self._receives:
+            if buffer.worker == self._ways.worker:
+                buffer.put(self._own[0])
 
     def __call__(self) -> None:
         """Wait until all has come and is in its place, and all was sent."""
         if self._ordered:
             self._land_in_order()
-        elif self._awaited or self._letters:
+        elif self._awaited or self._messages:
             self._wait_near(self._awaited)
-        for landing in self._landings.values():
-            landing()
-        for dispatch in self._dispatches:
-            dispatch.work.wait()
+        for receive in self._pending_receives.values():
+            receive()
+        for send in self._pending_sends:
+            send.work.wait()
 
     def _land_in_order(self) -> None:
-        receipts = dict(self._awaited)
-        for arrival in self._arrivals:
-            if arrival.worker == self._ways.worker:
-                arrival.land(self._own[0])
-            elif arrival.worker in receipts:
-                receipt = receipts[arrival.worker]
-                receipt.is_open = True
-                self._wait_near([(arrival.worker, receipt)], ())
+        requests = dict(self._awaited)
+        for buffer in self._receives:
+            if buffer.worker == self._ways.worker:
+                buffer.put(self._own[0])
+            elif buffer.worker in requests:
+                request = requests[buffer.worker]
+                request.is_open = True
+                self._wait_near([(buffer.worker, request)], ())
             else:
-                self._landings.pop(arrival.worker)()
-        if self._letters:
+                self._pending_receives.pop(buffer.worker)()
+        if self._messages:
             self._wait_near([])
 
-    def _wait_near(self, awaited: Sequence[Awaited], letters: Sequence[Any] | None = None) -> None:
+    def _wait_near(self, awaited: Sequence[Awaited], messages: Sequence[Any] | None = None) -> None:
         host = self._ways.host
         assert host is not None
-        host.wait(awaited, self._letters if letters is None else letters, self._ways.others)
+        host.wait(awaited, self._messages if messages is None else messages, self._ways.others)
 
 
 class Swap:
@@ -123,17 +123,17 @@ class Swap:
     def __init__(
         self,
         ways: Ways,
-        sends: Sequence[Parcel],
-        arrivals: Sequence[Arrival],
+        sends: Sequence[SendBuffer],
+        receives: Sequence[ReceiveBuffer],
         device: torch.device,
     ) -> None:
-        own = [parcel.tensor for parcel in sends if parcel.worker == ways.worker]
-        others = [parcel for parcel in sends if parcel.worker != ways.worker]
-        come = [arrival for arrival in arrivals if arrival.worker != ways.worker]
+        own = [buffer.tensor for buffer in sends if buffer.worker == ways.worker]
+        others = [buffer for buffer in sends if buffer.worker != ways.worker]
+        come = [buffer for buffer in receives if buffer.worker != ways.worker]
         parts = iter(wire.swap(ways.workers, others, come, device, ways.handle))
-        self._values = [own[0] if a.worker == ways.worker else next(parts) for a in arrivals]
-        self._arrivals = arrivals
+        self._values = [own[0] if a.worker == ways.worker else next(parts) for a in receives]
+        self._receives = receives
 
     def __call__(self) -> None:
-        for arrival, values in zip(self._arrivals, self._values, strict=True):
-            arrival.land(values)
+        for buffer, values in zip(self._receives, self._values, strict=True):
+            buffer.put(values)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tessel.errors import WorkerLost
 from tessel.transport import wire
+from tessel.transport.buffers import ReceiveBuffer, SendBuffer
+from tessel.transport.copy_program import NOTHING, CopyProgram, Place
 from tessel.transport.exchange import Exchange, Swap, Ways
 from tessel.transport.host import Give, Take
-from tessel.transport.letter import AGREED
 from tessel.transport.membership import Membership
-from tessel.transport.parcel import Arrival, Parcel
-from tessel.transport.track import NOTHING, Place, Track
+from tessel.transport.request import AGREED
 from tessel.transport.world import this_worker
 
 T = TypeVar("T")
@@ -62,34 +62,34 @@ class Group:
 
     def exchange(
         self,
-        sends: Sequence[Parcel],
-        arrivals: Sequence[Arrival],
+        sends: Sequence[SendBuffer],
+        receives: Sequence[ReceiveBuffer],
         device: torch.device,
         dense: bool = False,
     ) -> Callable[[], None]:
         """Start messages, at most one for each pair; the result waits for them.
 
         What a worker sends to itself is copied. Where values are added, they are so in the order
-        of the arrivals.
+        of the receives.
 
         Args:
             sends: what goes to others.
-            arrivals: where what comes from others belongs.
+            receives: where what comes from others belongs.
             device: of the tensors, also where there are none.
             dense: whether everybody has something for everybody.
         """
-        self._count(sends, arrivals)
+        self._count(sends, receives)
         ways, tag = self._ways, self._membership.tag
         # one collective is quickest, where messages go one by one; but it carries no tag
         if device.type == "cuda" or (dense and not tag and not ways.all_near):
-            return self.attempt(lambda: Swap(ways, sends, arrivals, device))
-        wait = self.attempt(lambda: Exchange(ways, (self._code, tag), sends, arrivals))
+            return self.attempt(lambda: Swap(ways, sends, receives, device))
+        wait = self.attempt(lambda: Exchange(ways, (self._code, tag), sends, receives))
         return lambda: self.attempt(wait)
 
     def exchange_at_once(
         self,
-        sends: Sequence[Parcel],
-        arrivals: Sequence[Arrival],
+        sends: Sequence[SendBuffer],
+        receives: Sequence[ReceiveBuffer],
         device: torch.device,
         dense: bool = False,
     ) -> None:
@@ -97,49 +97,49 @@ class Group:
         ways = self._ways
         if ways.all_near and ways.host is not None and device.type == "cpu":
             key = self._code, self._membership.tag
-            if ways.host.swap(key, sends, arrivals, ways.others):
-                self._count(sends, arrivals)
+            if ways.host.swap(key, sends, receives, ways.others):
+                self._count(sends, receives)
                 return
-        self.exchange(sends, arrivals, device, dense)()
+        self.exchange(sends, receives, device, dense)()
 
-    def track(
+    def program(
         self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take]
-    ) -> Track | None:
+    ) -> CopyProgram | None:
         """An exchange between workers of one host, prepared, if it can be."""
         ways = self._ways
         if not ways.all_near or ways.host is None:
             return None
-        return ways.host.track(self._code, dtype, gives, takes)
+        return ways.host.program(self._code, dtype, gives, takes)
 
-    def follow(self, track: Track, y: Tensor, x: Tensor) -> int:
+    def follow(self, program: CopyProgram, y: Tensor, x: Tensor) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
 
         How many of the takes landed, or NOTHING; what is left, or UNREAD, is for `finish`.
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
-        landed = host.follow(track, y.data_ptr(), x.data_ptr(), membership.tag)
+        landed = host.follow(program, y.data_ptr(), x.data_ptr(), membership.tag)
         if landed != NOTHING:
-            track.count(membership.traffic)
+            program.count(membership.traffic)
         return landed
 
     def finish(
-        self, track: Track, x: Tensor, arrivals: Sequence[Arrival], own: Tensor | None
+        self, program: CopyProgram, x: Tensor, receives: Sequence[ReceiveBuffer], own: Tensor | None
     ) -> None:
         """Take what an exchange of x still waits for, and let others read what was offered."""
         ways, key = self._ways, (self._code, self._membership.tag)
         assert ways.host is not None
-        offers = ways.host.adopt(key, track.readers, x)
-        ways.host.take(key, arrivals, own, ways.others)
+        offers = ways.host.adopt(key, program.readers, x)
+        ways.host.take(key, receives, own, ways.others)
         if offers:
             ways.host.wait((), offers, ways.others)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
         copies = value.new_empty((self.size, *value.shape))
-        sends = [Parcel(worker, value) for worker in self.workers]
-        arrivals = [Arrival(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
-        self.exchange_at_once(sends, arrivals, value.device, dense=True)
+        sends = [SendBuffer(worker, value) for worker in self.workers]
+        receives = [ReceiveBuffer(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
+        self.exchange_at_once(sends, receives, value.device, dense=True)
         return copies.sum(0)
 
     def share_words(self, words: Sequence[int]) -> bytes:
@@ -161,7 +161,7 @@ class Group:
         return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
 
     def _share_near(self, said: bytes) -> bytes:
-        """Through memory: by the engine, and what it does not get, letter by letter."""
+        """Through memory: by the engine, and what it does not get, message by message."""
         ways, key = self._ways, (self._code, _AGREEMENT)
         host, landed = ways.host, -1
         assert host is not None
@@ -181,7 +181,7 @@ class Group:
         return b"".join([*parts, *(came.get(worker, said) for worker in missing)])
 
     @cached_property
-    def _agreement(self) -> Track | None:
+    def _agreement(self) -> CopyProgram | None:
         """The exchange of everybody's words, one after the other."""
         said = Place((slice(0, NUM_WORDS),), (1,))
         heard = (
@@ -189,7 +189,7 @@ class Group:
         )
         gives = [(worker, said) for worker in self.workers]
         takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
-        return self.track(torch.int64, gives, takes)
+        return self.program(torch.int64, gives, takes)
 
     def check_same_call(self, everyones: bytes, call: str | Callable[[], str]) -> None:
         """Raise ValueError on every worker if the first of their words, the codes, differ."""
@@ -231,16 +231,16 @@ class Group:
     def _control_device(self) -> torch.device:
         return wire.control_device(self.handle)
 
-    def _count(self, sends: Iterable[Parcel], arrivals: Iterable[Arrival]) -> None:
+    def _count(self, sends: Iterable[SendBuffer], receives: Iterable[ReceiveBuffer]) -> None:
         """Add what travels to the totals: not what stays on this worker."""
         totals, worker = self._membership.traffic, self._ways.worker
-        for parcel in sends:
-            if parcel.worker != worker:
+        for sent in sends:
+            if sent.worker != worker:
                 totals.messages += 1
-                totals.bytes_sent += parcel.tensor.nbytes
-        for arrival in arrivals:
-            if arrival.worker != worker:
-                totals.bytes_received += arrival.place.nbytes
+                totals.bytes_sent += sent.tensor.nbytes
+        for received in receives:
+            if received.worker != worker:
+                totals.bytes_received += received.place.nbytes
 
     def attempt(self, communicate: Callable[[], T]) -> T:
         """Do something with others; say which worker is gone if it could not be done."""

@@ -13,25 +13,32 @@ from torch import Tensor
 from tessel.errors import WorkerLost
 from tessel.limits import time_limit
 from tessel.machine import usable_cores
-from tessel.transport.bell import Bell
+from tessel.transport.backoff import SPINS, YIELDS, Backoff
+from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.channel import Ground, Incoming, Outgoing
-from tessel.transport.letter import Key, Letter, Offer, Receipt, WordsLetter, WordsReceipt
-from tessel.transport.parcel import Arrival, Parcel
-from tessel.transport.patience import SPINS, YIELDS, Patience
-from tessel.transport.process import Process
-from tessel.transport.reading import SHORTEST, Reader, Staging, allow_siblings, can_be_offered
-from tessel.transport.segment import Address, Segment
-from tessel.transport.track import (
+from tessel.transport.copy_program import (
     KINDS,
     MOST_LOOPS,
-    Passage,
+    CopyProgram,
+    CopyStep,
     Place,
-    Track,
     engine,
     has_engine,
 )
+from tessel.transport.process import Process
+from tessel.transport.reading import SHORTEST, Reader, Staging, allow_siblings, can_be_offered
+from tessel.transport.request import (
+    Key,
+    ReceiveRequest,
+    ReceiveWords,
+    Rendezvous,
+    SendRequest,
+    SendWords,
+)
+from tessel.transport.segment import Address, Segment
+from tessel.transport.wakeup import Wakeup
 
-Awaited = tuple[int, Receipt | WordsReceipt]
+Awaited = tuple[int, ReceiveRequest | ReceiveWords]
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17  # bytes of what is offered rather than sent
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 Give = tuple[int, Place]  # to a worker, from a place
@@ -60,11 +67,11 @@ class Host:
             if other != worker
         }
         self._incoming: dict[int, Incoming] = {}
-        self._held: set[int] = set()  # workers for whom letters wait for room
-        self._bells: dict[int, Bell] = {}
+        self._held: set[int] = set()  # workers for whom messages wait for room
+        self._wakeups: dict[int, Wakeup] = {}
         self._processes: dict[int, Process] = {}
-        self._bell = Bell(self._segment)
-        self._bell.initialise()
+        self._wakeup = Wakeup(self._segment)
+        self._wakeup.initialise()
         self._direct = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -83,8 +90,8 @@ class Host:
         for other, outgoing in self._outgoing.items():
             segment = Segment.open(addresses[other])
             self._incoming[other] = Incoming(segment, self._ground, place)
-            self._bells[other] = Bell(segment)
-            outgoing.other = self._incoming[other].other = self._bells[other]
+            self._wakeups[other] = Wakeup(segment)
+            outgoing.other = self._incoming[other].other = self._wakeups[other]
         self._processes = processes
 
     def can_read(self, addresses: dict[int, Address]) -> bool:
@@ -109,29 +116,29 @@ class Host:
     def leave(self) -> None:
         """Tell the others that this worker sends and takes nothing more."""
         self.hide()
-        self._bell.leave()
-        for bell in self._bells.values():
-            bell.ring()
+        self._wakeup.leave()
+        for wakeup in self._wakeups.values():
+            wakeup.ring()
 
-    def send(self, key: Key, parcels: Iterable[Parcel]) -> list[Letter | Offer]:
+    def send(self, key: Key, sends: Iterable[SendBuffer]) -> list[SendRequest | Rendezvous]:
         """Send what finds room now; the rest goes while this worker waits for something."""
         self._check_owner()
-        letters: list[Letter | Offer] = []
+        messages: list[SendRequest | Rendezvous] = []
         with self._lock:
-            for worker, tensor in parcels:
-                letter: Letter | Offer
+            for worker, tensor in sends:
+                message: SendRequest | Rendezvous
                 is_large = tensor.nbytes > self._small
                 if self._direct and is_large and can_be_offered(tensor):
-                    letter = Offer(key, worker, tensor)
+                    message = Rendezvous(key, worker, tensor)
                 else:
-                    letter = Letter(key, worker, tensor, self._ground.slot_size)
-                self._send(letter)
-                letters.append(letter)
-        return letters
+                    message = SendRequest(key, worker, tensor, self._ground.slot_size)
+                self._send(message)
+                messages.append(message)
+        return messages
 
-    def track(
+    def program(
         self, code: int, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take]
-    ) -> Track | None:
+    ) -> CopyProgram | None:
         """An exchange prepared for the engine, if there is one and it can make it.
 
         Args:
@@ -152,21 +159,23 @@ class Host:
                     return None
                 readers += [worker] if offered else []
                 channel = self._outgoing[worker].words
-                leave.append(Passage(channel, place.alone, place, reach=int(offered)))
+                leave.append(CopyStep(channel, place.alone, place, reach=int(offered)))
         for worker, place, is_added in takes:
             if worker != self.worker:
-                passage = Passage(self._incoming[worker].words, place, place.alone, is_added)
+                step = CopyStep(self._incoming[worker].words, place, place.alone, is_added)
                 if self._is_large(place, dtype):
-                    if not self._direct or (is_added and passage.num_loops):
+                    if not self._direct or (is_added and step.num_loops):
                         return None
-                    passage = passage._replace(reach=self._processes[worker].pid)
-                land.append(passage)
+                    step = step._replace(reach=self._processes[worker].pid)
+                land.append(step)
             else:
                 assert own is not None
-                land.append(Passage(None, place, own, is_added))
+                land.append(CopyStep(None, place, own, is_added))
         if any(each.num_loops > MOST_LOOPS for each in (*leave, *land)):
             return None
-        return Track(code, dtype, leave, land, not self._spins, self._bell.addresses, readers)
+        return CopyProgram(
+            code, dtype, leave, land, not self._spins, self._wakeup.addresses, readers
+        )
 
     def _is_large(self, place: Place, dtype: torch.dtype) -> bool:
         """Whether the engine offers something rather than sends it."""
@@ -176,32 +185,36 @@ class Host:
         """Whether others can read it where it lies: in long runs."""
         return self._direct and place.run * dtype.itemsize >= SHORTEST
 
-    def follow(self, track: Track, y: int, x: int, call: int) -> int:
+    def follow(self, program: CopyProgram, y: int, x: int, call: int) -> int:
         """Let the engine make an exchange; how many of the takes landed, NOTHING or UNREAD."""
         if os.getpid() != self._owner:
             self._check_owner()
         with self._lock:
-            return engine.run(track.address, y, x, call)
+            return engine.run(program.address, y, x, call)
 
-    def share(self, track: Track, said: bytes, size: int, call: int) -> tuple[int, bytes]:
+    def share(self, program: CopyProgram, said: bytes, size: int, call: int) -> tuple[int, bytes]:
         """The same with bytes, of which `size` times as many come."""
         self._check_owner()
         with self._lock:
-            return engine.share(track.address, said, size, call)
+            return engine.share(program.address, said, size, call)
 
-    def adopt(self, key: Key, workers: Iterable[int], x: Tensor) -> list[Offer]:
+    def adopt(self, key: Key, workers: Iterable[int], x: Tensor) -> list[Rendezvous]:
         """What the engine offered of x and these workers have not read yet; x is kept so long."""
         offers = []
         with self._lock:
             for worker in workers:
-                offer = Offer(key, worker, x)
+                offer = Rendezvous(key, worker, x)
                 if self._outgoing[worker].adopt(offer):
                     offers.append(offer)
                     self._held.add(worker)
         return offers
 
     def swap(
-        self, key: Key, sends: Sequence[Parcel], arrivals: Sequence[Arrival], group: Sequence[int]
+        self,
+        key: Key,
+        sends: Sequence[SendBuffer],
+        receives: Sequence[ReceiveBuffer],
+        group: Sequence[int],
     ) -> bool:
         """Send what fits slots and take what comes, in order; False if it has to wait for room.
 
@@ -210,12 +223,12 @@ class Host:
         Args:
             key: of the messages.
             sends: to others of this host, and to this worker itself.
-            arrivals: from the same.
+            receives: from the same.
             group: who takes part.
         """
         self._check_owner()
-        own, letters = None, []
-        if any(arrival.place.nbytes > self._small for arrival in arrivals):
+        own, messages = None, []
+        if any(buffer.place.nbytes > self._small for buffer in receives):
             return False
         with self._lock:
             if self._held or not all(each.is_quiet for each in self._incoming.values()):
@@ -227,29 +240,29 @@ class Host:
                 channel, num_bytes = self._outgoing[worker], tensor.nbytes
                 if num_bytes > self._small or not channel.has_room:
                     return False
-                letters.append((channel, tensor, num_bytes))
-            for channel, tensor, num_bytes in letters:
+                messages.append((channel, tensor, num_bytes))
+            for channel, tensor, num_bytes in messages:
                 channel.post(key, tensor, num_bytes)
-        self.take(key, arrivals, own, group)
+        self.take(key, receives, own, group)
         return True
 
     def take(
         self,
         key: Key,
-        arrivals: Sequence[Arrival],
+        receives: Sequence[ReceiveBuffer],
         own: Tensor | None,
         group: Sequence[int],
     ) -> None:
         """Take what comes, in order; `own` is what this worker gives itself."""
-        for arrival in arrivals:
-            if arrival.worker != self.worker:
-                self._take(key, arrival, group)
+        for buffer in receives:
+            if buffer.worker != self.worker:
+                self._take(key, buffer, group)
             elif own is not None:
-                arrival.land(own)
+                buffer.put(own)
 
-    def _take(self, key: Key, arrival: Arrival, group: Sequence[int]) -> None:
+    def _take(self, key: Key, buffer: ReceiveBuffer, group: Sequence[int]) -> None:
         """Wait for what fits a slot most likely, and put it into its place."""
-        worker, place, adds = arrival
+        worker, place, adds = buffer
         channel, num_bytes = self._incoming[worker], place.nbytes
         for _ in range(self._looks):
             with self._lock:
@@ -260,16 +273,18 @@ class Host:
                 break
             if not self._spins:
                 os.sched_yield()
-        self.wait(self.expect(key, [arrival], False), (), group)
+        self.wait(self.expect(key, [buffer], False), (), group)
 
-    def expect(self, key: Key, arrivals: Iterable[Arrival], ordered: bool) -> list[Awaited]:
+    def expect(self, key: Key, receives: Iterable[ReceiveBuffer], ordered: bool) -> list[Awaited]:
         """Name the places for what is to come, all open at once, or closed until opened."""
         awaited: list[Awaited] = []
         with self._lock:
-            for worker, place, adds in arrivals:
-                receipt = Receipt(key, place, adds, self._ground.slot_size, is_open=not ordered)
-                self._incoming[worker].expect(receipt)
-                awaited.append((worker, receipt))
+            for worker, place, adds in receives:
+                request = ReceiveRequest(
+                    key, place, adds, self._ground.slot_size, is_open=not ordered
+                )
+                self._incoming[worker].expect(request)
+                awaited.append((worker, request))
         return awaited
 
     def say_words(self, key: Key, words: bytes, others: Sequence[int]) -> None:
@@ -277,39 +292,42 @@ class Host:
         self._check_owner()
         with self._lock:
             for other in others:
-                self._send(WordsLetter(key, other, memoryview(words).cast("q")))
+                self._send(SendWords(key, other, memoryview(words).cast("q")))
 
     def hear_words(self, key: Key, others: Sequence[int], group: Sequence[int]) -> list[bytes]:
         """Get the words of others, in order, who get those of this worker."""
-        receipts = [WordsReceipt(key) for _ in others]
+        requests = [ReceiveWords(key) for _ in others]
         with self._lock:
-            for other, receipt in zip(others, receipts, strict=True):
-                self._incoming[other].expect(receipt)
-        self.wait(list(zip(others, receipts, strict=True)), (), group)
-        return [receipt.words for receipt in receipts]
+            for other, request in zip(others, requests, strict=True):
+                self._incoming[other].expect(request)
+        self.wait(list(zip(others, requests, strict=True)), (), group)
+        return [request.words for request in requests]
 
     def wait(
-        self, awaited: Sequence[Awaited], letters: Sequence[Letter | Offer], group: Sequence[int]
+        self,
+        awaited: Sequence[Awaited],
+        messages: Sequence[SendRequest | Rendezvous],
+        group: Sequence[int],
     ) -> None:
-        """Until all that is awaited has come and the letters are on their way.
+        """Until all that is awaited has come and the messages are on their way.
 
         Args:
             awaited: what is to come.
-            letters: of this worker.
+            messages: of this worker.
             group: who takes part, so that the death of one makes the wait vain.
         """
-        patience = Patience(self._bell, self._spins)
+        backoff = Backoff(self._wakeup, self._spins)
         while True:  # what happens may be the doing of another thread
             awaited = [each for each in awaited if not each[1].is_done]
-            letters = [letter for letter in letters if not letter.is_gone]
-            if not awaited and not letters:
+            messages = [message for message in messages if not message.is_gone]
+            if not awaited and not messages:
                 break
             if self._progresses(awaited):
-                patience.end()
-            elif patience.pause() and not self._progresses(awaited):
-                needed = [*(worker for worker, _ in awaited), *(each.worker for each in letters)]
-                self._look_after(needed, group, patience.seconds)
-        patience.end()
+                backoff.end()
+            elif backoff.pause() and not self._progresses(awaited):
+                needed = [*(worker for worker, _ in awaited), *(each.worker for each in messages)]
+                self._look_after(needed, group, backoff.seconds)
+        backoff.end()
 
     def _progresses(self, awaited: Sequence[Awaited]) -> bool:
         with self._lock:
@@ -343,20 +361,20 @@ class Host:
                 self._held.discard(worker)
         return moved
 
-    def _send(self, letter: Letter | WordsLetter | Offer) -> None:
-        channel = self._outgoing[letter.worker]
-        channel.send(letter)
+    def _send(self, message: SendRequest | SendWords | Rendezvous) -> None:
+        channel = self._outgoing[message.worker]
+        channel.send(message)
         if channel.is_busy:
-            self._held.add(letter.worker)
+            self._held.add(message.worker)
 
     def _look_after(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
         """Raise WorkerLost if what this worker waits for will not come."""
         for worker in needed:
-            if self._bells[worker].has_left and not self._incoming[worker].has_something:
+            if self._wakeups[worker].has_left and not self._incoming[worker].has_something:
                 raise self._lost([worker], "it has left the job")
-        near = sorted({*needed, *group}.intersection(self._bells))
+        near = sorted({*needed, *group}.intersection(self._wakeups))
         ended = [worker for worker in near if self._processes[worker].has_ended]
-        died = [worker for worker in ended if not self._bells[worker].has_left]
+        died = [worker for worker in ended if not self._wakeups[worker].has_left]
         if died or set(ended).intersection(needed):
             raise self._lost(died or ended, "the process has ended")
         if seconds > self._limit:

@@ -192,13 +192,13 @@ class _Job:
 
     def _introduce(self) -> None:
         """Learn the process of every worker, and open the memory of those of this host."""
-        meeting = Group(tuple(range(num_workers())), self.default, self.membership)
+        agreement = Group(tuple(range(num_workers())), self.default, self.membership)
         mine = Process.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
-        said = meeting.share_objects(mine)
+        said = agreement.share_objects(mine)
         self._check_alike([check for _, _, check in said])
         self.membership.processes = [process for process, _, _ in said]
         if all(shares for _, shares, _ in said):
-            self.membership.host = _connected(meeting, self.membership.processes)
+            self.membership.host = _connected(agreement, self.membership.processes)
         for each in _listeners:
             each()
 
@@ -214,12 +214,12 @@ class _Job:
 
     def _agree_to_make(self, workers: tuple[int, ...], everyone: tuple[int, ...]) -> None:
         """Raise on every worker when they are about to make different groups."""
-        meeting = self.group(everyone)
+        agreement = self.group(everyone)
         call = f"for a partition of workers {listing(workers)}"
-        meeting.check_same_call(meeting.share_words([code_of(call)]), call)
+        agreement.check_same_call(agreement.share_words([code_of(call)]), call)
 
 
-def _connected(meeting: Group, processes: list[Process]) -> Host | None:
+def _connected(agreement: Group, processes: list[Process]) -> Host | None:
     """The workers of this host, if all of them can share memory."""
     worker = this_worker()
     here = [w for w, process in enumerate(processes) if process.host == processes[worker].host]
@@ -230,14 +230,14 @@ def _connected(meeting: Group, processes: list[Process]) -> Host | None:
         host = Host(here, worker)
     except OSError as error:
         failure = str(error)
-    addresses = meeting.share_objects(None if host is None else host.address)
+    addresses = agreement.share_objects(None if host is None else host.address)
     try:
         if host is not None and all(addresses[w] is not None for w in here):
             host.connect({w: addresses[w] for w in here}, {w: processes[w] for w in here})
     except OSError as error:
         failure = str(error)
     reads = host is not None and not failure and host.can_read({w: addresses[w] for w in here})
-    said = meeting.share_objects((failure, reads))
+    said = agreement.share_objects((failure, reads))
     failures = [each for each, _ in said]
     if host is not None:
         host.hide()

@@ -9,63 +9,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessel.transport.parcel import Arrival, Parcel
+from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 
 # what Gloo and NCCL both move as it is; anything else travels as bytes
 _NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
 
 
-class Landing(NamedTuple):
+class PendingReceive(NamedTuple):
     """What waits for one message and puts it into its place."""
 
-    arrival: Arrival
-    buffer: Tensor
+    buffer: ReceiveBuffer
+    staged: Tensor
     work: Any
 
     def __call__(self) -> None:
         self.work.wait()
-        if self.buffer is not self.arrival.place:
-            self.arrival.land(self.buffer)
+        if self.staged is not self.buffer.place:
+            self.buffer.put(self.staged)
 
 
-class Dispatch(NamedTuple):
-    """A message that this worker sends; the tensor is kept until it is gone."""
+class PendingSend(NamedTuple):
+    """A message that this worker sends; the tensor is kept alive until it has left."""
 
     tensor: Tensor
     work: Any
 
 
-def receive(arrival: Arrival, handle: Any, tag: int) -> Landing:
+def receive(buffer: ReceiveBuffer, handle: Any, tag: int) -> PendingReceive:
     """Ask for a message, in its place if that is possible."""
-    place = arrival.place
-    in_place = not arrival.adds and place.is_contiguous() and not place.is_conj()
-    buffer = place if in_place else torch.empty_like(place, memory_format=torch.contiguous_format)
-    work = dist.irecv(wired(buffer), src=arrival.worker, group=handle, tag=tag)
-    return Landing(arrival, buffer, work)
+    place = buffer.place
+    in_place = not buffer.adds and place.is_contiguous() and not place.is_conj()
+    staged = place if in_place else torch.empty_like(place, memory_format=torch.contiguous_format)
+    work = dist.irecv(wired(staged), src=buffer.worker, group=handle, tag=tag)
+    return PendingReceive(buffer, staged, work)
 
 
-def send(parcel: Parcel, handle: Any, tag: int) -> Dispatch:
+def send(buffer: SendBuffer, handle: Any, tag: int) -> PendingSend:
     """Start a message."""
-    tensor = packed(parcel.tensor)
-    return Dispatch(tensor, dist.isend(wired(tensor), dst=parcel.worker, group=handle, tag=tag))
+    tensor = packed(buffer.tensor)
+    return PendingSend(tensor, dist.isend(wired(tensor), dst=buffer.worker, group=handle, tag=tag))
 
 
 def swap(
     workers: Sequence[int],
-    sends: Sequence[Parcel],
-    arrivals: Sequence[Arrival],
+    sends: Sequence[SendBuffer],
+    receives: Sequence[ReceiveBuffer],
     device: torch.device,
     handle: Any,
 ) -> list[Tensor]:
-    """One collective for all messages of a group; what came, for each arrival."""
-    given = {parcel.worker: as_bytes(packed(parcel.tensor)) for parcel in sends}
-    asked = {arrival.worker: arrival.place.nbytes for arrival in arrivals}
+    """One collective for all messages of a group; what came, for each buffer."""
+    given = {buffer.worker: as_bytes(packed(buffer.tensor)) for buffer in sends}
+    asked = {buffer.worker: buffer.place.nbytes for buffer in receives}
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     parts = [given.get(worker, nothing) for worker in workers]
     takes = [asked.get(worker, 0) for worker in workers]
     received = all_to_all(torch.cat(parts), [part.numel() for part in parts], takes, handle)
     found = dict(zip(workers, received.split(takes), strict=True))
-    return [found[worker].view(place.dtype).view(place.shape) for worker, place, _ in arrivals]
+    return [found[worker].view(place.dtype).view(place.shape) for worker, place, _ in receives]
 
 
 def all_to_all(send: Tensor, gives: Sequence[int], takes: Sequence[int], handle: Any) -> Tensor:

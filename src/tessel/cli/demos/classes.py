@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tessel import viz
 from tessel.cli.demos.report import Note, Report, as_text, largest, new_table, worst_of
+from tessel.core.partition import world
 from tessel.examples import classes
 from tessel.nn import ParallelLinear
-from tessel.partition import world
 from tessel.testing import count_memory, count_traffic
 
 TITLE = "a step of a classifier"

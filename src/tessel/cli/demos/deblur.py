@@ -13,10 +13,10 @@ from torch import Tensor
 from tessel import viz
 from tessel.cli.demos.movements import grid
 from tessel.cli.demos.report import Note, Report, as_text, largest, new_table
+from tessel.core.layout import Layout
+from tessel.core.partition import world
 from tessel.examples import deblur
 from tessel.imaging import DistributedContext
-from tessel.layout import Layout
-from tessel.partition import world
 from tessel.testing import count_memory, count_traffic
 
 TITLE = "a reconstruction"

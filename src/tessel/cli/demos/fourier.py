@@ -21,13 +21,13 @@ from tessel.cli.demos.report import (
     wave,
     worst_of,
 )
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition, world
 from tessel.examples import darcy
-from tessel.layout import Layout
 from tessel.models import FNO
 from tessel.operators import ANYWHERE, Distributed, ParDFT, ParOperator, distribute, kron
 from tessel.operators.layouts import numel_sent
 from tessel.operators.planning import Local, OperatorPlan, Transfer
-from tessel.partition import Partition, world
 from tessel.testing import count_traffic
 
 TITLE = "a Fourier transform"

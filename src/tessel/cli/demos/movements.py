@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tessel import nn, viz
 from tessel.cli.demos.report import Note, Report, as_text, largest, median_seconds, new_table, wave
-from tessel.layout import Layout
-from tessel.partition import Partition, world
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition, world
 from tessel.testing import count_traffic
 
 LIMIT = 1e-12

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tessel import tensor, viz
 from tessel.cli.demos.movements import grid
 from tessel.cli.demos.report import Note, Report, as_text, largest, new_table, worst_of
+from tessel.core.layout import Layout
+from tessel.core.partition import world
 from tessel.examples import check
-from tessel.layout import Layout
 from tessel.nn import distribute_module
-from tessel.partition import world
 from tessel.testing import count_memory, count_traffic
 
 TITLE = "a U-Net"

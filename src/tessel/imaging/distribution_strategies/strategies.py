@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel import boxes
-from tessel.boxes import Region
+from tessel.core import boxes
+from tessel.core.boxes import Region
 from tessel.imaging.tiling import PriorWindow, parts, ramps, tiles
 
 Pairs = list[tuple[int, Tensor]]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout, Shape
+from tessel.core.move import Move
+from tessel.core.shared import anchored_zeros
 from tessel.imaging.parameters import depending_on, known, learned
 from tessel.imaging.parts.operators import PartOperator, Whole, gathering
-from tessel.layout import Layout, Shape
-from tessel.move import Move
-from tessel.shared import nothing
 
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 
@@ -131,8 +131,8 @@ class PartFidelity:
     def _nothing(self, shape: Shape, *given: Tensor) -> Tensor:
         """What a worker gives that has nothing to measure; it depends on the parameters of f."""
         parameters = learned(self.fidelity)
-        anchor = nothing((), *parameters) if parameters else None
-        return depending_on(nothing(shape, *given), anchor)
+        anchor = anchored_zeros((), *parameters) if parameters else None
+        return depending_on(anchored_zeros(shape, *given), anchor)
 
     @cached_property
     def problem(self) -> str:

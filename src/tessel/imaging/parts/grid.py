@@ -14,13 +14,13 @@ from math import prod
 
 from torch import Tensor
 
-from tessel.agreement import Terms
-from tessel.boxes import ravel
+from tessel.core.agreement import TensorMeta
+from tessel.core.boxes import ravel
+from tessel.core.layout import Cut, Layout
+from tessel.core.move import Move
+from tessel.core.partition import Partition
+from tessel.core.shared import replicate
 from tessel.imaging.parts.kernel import check_parts
-from tessel.layout import Cut, Layout
-from tessel.move import Move
-from tessel.partition import Partition
-from tessel.shared import spread
 from tessel.transport import kept_in_job
 
 
@@ -88,12 +88,12 @@ class Rows:
 
     def use(self, x: Tensor) -> Tensor:
         """The shared parts as this row's own; the adjoint sums over the rows."""
-        return spread(x, self.layout, self.layout.shared)
+        return replicate(x, self.layout, self.layout.shared)
 
-    def total(self, share: Tensor, terms: Terms | None = None) -> Tensor:
+    def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
         # Of whole images a share may be a tensor of the user, which the movement does not return.
-        return self._sum.apply(share, terms) if self.count > 1 or self._is_whole else share
+        return self._sum.apply(share, meta) if self.count > 1 or self._is_whole else share
 
     @property
     def _is_whole(self) -> bool:

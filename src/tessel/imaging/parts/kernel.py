@@ -8,14 +8,14 @@ from functools import cached_property
 
 from torch import Tensor
 
-from tessel import boxes
-from tessel.boxes import Interval
+from tessel.core import boxes
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.linop import LinearOperator
+from tessel.core.move import Move
+from tessel.core.windows import Mirrored, Reach, Window, reads
 from tessel.imaging.parts.padding import IndexedPadding, LocalPadding, PeriodicHalo, PeriodicPadding
-from tessel.layout import Cut, Layout, Shape
-from tessel.linop import LinearOperator
-from tessel.move import Move
 from tessel.transport import kept_in_job
-from tessel.windows import Mirrored, Reach, Window, reads
 
 PADDINGS = ("valid", "circular", "reflect", "replicate", "constant")
 

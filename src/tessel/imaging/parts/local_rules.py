@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tessel import transport
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
 from tessel.imaging.parts.operators import Chain, Convolution, Decimation, Mask, PartOperator
-from tessel.layout import Layout, Shape
-from tessel.partition import Partition
 
 Rule = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.boxes import Box
+from tessel.core.boxes import Box
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.linop import LinearOperator
+from tessel.core.move import Move
+from tessel.core.partition import Partition
+from tessel.core.shared import Replicate, anchored_zeros, replicate
 from tessel.imaging.parameters import depending_on, known, learned
 from tessel.imaging.parts.filtering import convolve, convolve_adjoint
 from tessel.imaging.parts.kernel import FilterWindow, check_parts, fetch
-from tessel.layout import Cut, Layout, Shape
-from tessel.linop import LinearOperator
-from tessel.move import Move
-from tessel.partition import Partition
-from tessel.shared import Spread, nothing, spread
 from tessel.transport import kept_in_job
 
 Value = Callable[[], Tensor]  # gives a tensor that may be another one at the next call
@@ -105,7 +105,7 @@ class Convolution(PartOperator):
         # torch's convolutions refuse empty images. The result still depends on the inputs: the
         # graphs of all workers have the same movements, in the same order.
         if 0 in read.shape or 0 in self.codomain.local_shape:
-            return nothing(self.codomain.local_shape, read, filter)
+            return anchored_zeros(self.codomain.local_shape, read, filter)
         return convolve(read, filter, self.kernel.stride)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Convolution(PartOperator):
         """What is asked of all that this worker read."""
         filter, shape = self._filter(), self._fetch.shape
         if 0 in shape or 0 in y.shape:
-            return nothing(shape, y, filter)
+            return anchored_zeros(shape, y, filter)
         read = convolve_adjoint(y, filter, self.kernel.stride)
         for dim, length in enumerate(shape):  # the last window may end before the image
             if read.shape[dim] < length:
@@ -385,8 +385,8 @@ class Whole:
         if not self.here:
             # It depends on the parameters, so that this worker takes part in their sums.
             parameters = learned((self.physics, users))
-            anchor = nothing((), *parameters) if parameters else None
-            return depending_on(nothing(shape, *given), anchor)
+            anchor = anchored_zeros((), *parameters) if parameters else None
+            return depending_on(anchored_zeros(shape, *given), anchor)
         result = function(*given)
         # A worker with whole images is not alone in what it does: its caller checks for all.
         return result if self.is_alone else known(result, (self.physics, users), given)
@@ -432,10 +432,10 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
     """A shared value as this worker's own copy; its gradient sums what all workers ask for."""
     if not (value.requires_grad and torch.is_grad_enabled()):
         return value
-    if isinstance(getattr(value.grad_fn, "operator", None), Spread):
+    if isinstance(getattr(value.grad_fn, "operator", None), Replicate):
         return value  # it is one already
     layout = Layout.whole(partition, value.shape, shared=True)
-    return spread(value, layout, range(partition.dim))
+    return replicate(value, layout, range(partition.dim))
 
 
 def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> Tensor:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tessel.boxes import Box, Interval, extent
-from tessel.layout import Cut, Layout, Shape
-from tessel.linop import LinearOperator
-from tessel.move import Move
+from tessel.core.boxes import Box, Interval, extent
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.linop import LinearOperator
+from tessel.core.move import Move
 from tessel.tensor.padding import wrapped
 
 

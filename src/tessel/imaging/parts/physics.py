@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.agreement import Claim, Meeting, Terms, same
+from tessel.core.agreement import Agreement, Signature, TensorMeta, same
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
+from tessel.core.shared import anchored_zeros, grad_alike, total
 from tessel.distributed.agreeing import agree, agree_on_call
 from tessel.imaging import sharding as shardings
 from tessel.imaging.checksum import checksum_of
@@ -38,9 +41,6 @@ from tessel.imaging.parts.fidelity import PartFidelity
 from tessel.imaging.parts.grid import rows_of
 from tessel.imaging.parts.local_rules import rule_of
 from tessel.imaging.parts.operators import PartOperator, Whole, gathering
-from tessel.layout import Layout, Shape
-from tessel.partition import Partition
-from tessel.shared import even, nothing, total
 from tessel.transport import NUM_WORDS, code_of
 
 Operator = PartOperator | Whole
@@ -156,7 +156,7 @@ class PartitionedPhysics:
             self.physics.append(make(i))
             self.operators.append(self._spread(self.physics[-1], position))
         self._fidelities: dict[int, PartFidelity] = {}
-        self._meetings: dict[str, Meeting[tuple[Shape, Terms]]] = {}
+        self._agreements: dict[str, Agreement[tuple[Shape, TensorMeta]]] = {}
         self._check_strays = StrayCheck(self.partition)
 
     def _spread(self, physics: Any, position: int) -> Operator:
@@ -210,8 +210,8 @@ class PartitionedPhysics:
                     y = known(physics(whole), (), (whole,))
             else:
                 parameters = learned(physics)
-                anchor = nothing((), *parameters) if parameters else None
-                y = depending_on(nothing((0,), whole), anchor)
+                anchor = anchored_zeros((), *parameters) if parameters else None
+                y = depending_on(anchored_zeros((0,), whole), anchor)
             if isinstance(operator, Whole):
                 return y
             return gathering(operator.codomain, self._owner(position)).H.apply(y)
@@ -232,7 +232,9 @@ class PartitionedPhysics:
         with call.computing() as parameters:
             ys = [make(call, operator, k) for k, operator in enumerate(self.operators)]
         self._check_results(call, ys)
-        anchor = depending_on(nothing((), call.x), parameters) if call.needs_grad else parameters
+        anchor = (
+            depending_on(anchored_zeros((), call.x), parameters) if call.needs_grad else parameters
+        )
         return [depending_on(y, anchor) for y in ys], anchor
 
     def A_adjoint(self, ys: Sequence[Tensor], anchor: Tensor | None = None) -> Tensor:
@@ -295,7 +297,7 @@ class PartitionedPhysics:
             ]
         self._check_results(call, losses)
         shape = self._shape_of_losses(call, losses, fidelities, batch)
-        share = nothing(shape, call.x.real)
+        share = anchored_zeros(shape, call.x.real)
         for each in losses:
             share = share + each.to(share.dtype)
         share = depending_on(depending_on(share, parameters), anchor_of(ys))
@@ -374,7 +376,7 @@ class PartitionedPhysics:
             found = [term(operator, brought, call) for operator, brought in call.pairs]
         self._check_results(call, found)
         if call.needs_grad and call.has_image:
-            anchor = both(anchor, nothing((), call.x))
+            anchor = both(anchor, anchored_zeros((), call.x))
         anchor = both(anchor, parameters)
         return [depending_on(each, anchor) for each in found], anchor
 
@@ -433,9 +435,9 @@ class PartitionedPhysics:
         """Whether the gradient of a whole image is needed, of one shape on all workers."""
         if self.partition.size == 1 and isinstance(x, Tensor):
             return needs_grad(x)
-        ((shapes, terms),) = agree(self.partition, said, x)  # type: ignore[arg-type]
+        ((shapes, meta),) = agree(self.partition, said, x)  # type: ignore[arg-type]
         same(shapes, "shape", said)
-        return terms.needs_grad
+        return meta.needs_grad
 
     def _agree_on_parts(
         self, said: str, images: list[Any], ys: list[Tensor], needs: list[Tensor], problem: str
@@ -454,7 +456,7 @@ class PartitionedPhysics:
         if problem:
             raise ValueError(said)
         dtype = _KINDS[max(kinds)[0]] if kinds else torch.get_default_dtype()
-        return dtype, any(terms.needs_grad for _, terms in found)
+        return dtype, any(meta.needs_grad for _, meta in found)
 
     def _problem(
         self, x: Tensor | None, ys: Sequence[Tensor] | None, fidelities: Sequence[Any] | None
@@ -516,7 +518,7 @@ class PartitionedPhysics:
             text = call.name
             if len(shapes) > 1:
                 text += f": data fidelities of {self.place} give losses of shapes {shapes}"
-            own = Claim(next(iter(shapes), ()), torch.float32, "cpu")
+            own = Signature(next(iter(shapes), ()), torch.float32, "cpu")
             shape, _ = self.agree_on_result(text, own, "loss")
             if len(shapes) > 1:
                 raise ValueError(text)
@@ -535,17 +537,17 @@ class PartitionedPhysics:
             )
         return (batch,) if some else ()
 
-    def agree_on_result(self, said: str, own: Claim, what: str) -> tuple[Shape, Terms]:
+    def agree_on_result(self, said: str, own: Signature, what: str) -> tuple[Shape, TensorMeta]:
         """The shape and kind of a result, which workers without operators learn so."""
-        if said not in self._meetings:
+        if said not in self._agreements:
             count, workers, how = self.num_ops, self.partition.size, self._sharding
             owners = sorted({shardings.owner(i, count, workers, how) for i in range(count)})
 
-            def conclude(shapes: dict[int, Shape], terms: Terms) -> tuple[Shape, Terms]:
-                return same(shapes, f"shape of the {what}", said), terms
+            def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Shape, TensorMeta]:
+                return same(shapes, f"shape of the {what}", said), meta
 
-            self._meetings[said] = Meeting(self.partition.group, said, owners, conclude)
-        found = self._meetings[said].reach(own)
+            self._agreements[said] = Agreement(self.partition.group, said, owners, conclude)
+        found = self._agreements[said].agree(own)
         self.partition.group.number_call()
         return found
 
@@ -590,25 +592,25 @@ class PartitionedPhysics:
         self, call: OperatorCall, share: Tensor | None, parameters: Tensor | None, gather: bool
     ) -> Tensor:
         """The sum of all rows' shares, which may be missing."""
-        terms: Terms | None = None
+        meta: TensorMeta | None = None
         if self.layout is None and not call.has_image and self.partition.size > 1:
-            share, terms = self.completed(call.name, share)
+            share, meta = self.completed(call.name, share)
         if share is None:
             shape = call.x.shape if self.layout is None else self.layout.local_shape
             share = call.x.new_zeros(shape)
         if call.needs_grad and (call.has_image or self.layout is not None):
-            share = share + nothing((), call.x)
+            share = share + anchored_zeros((), call.x)
         share = depending_on(depending_on(share, parameters), call.anchor)
-        return rows_of(self.layout_for(share)).total(share, terms) if gather else share
+        return rows_of(self.layout_for(share)).total(share, meta) if gather else share
 
-    def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, Terms]:
+    def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, TensorMeta]:
         """A result of whole images, zero on workers without operators, and what all agreed on."""
         own = torch.empty(0, device=self.device) if share is None else share
-        shape, terms = self.agree_on_result(said, Claim.of(own), "image that A_adjoint gives")
+        shape, meta = self.agree_on_result(said, Signature.of(own), "image that A_adjoint gives")
         if share is None:
-            share = torch.zeros(shape, dtype=terms.dtype, device=self.device)
-        return share, terms
+            share = torch.zeros(shape, dtype=meta.dtype, device=self.device)
+        return share, meta
 
 
 def _even(x: Tensor, needs_grad: bool) -> Tensor:
-    return even(x, Terms(x.dtype, x.device.type, needs_grad, False))
+    return grad_alike(x, TensorMeta(x.dtype, x.device.type, needs_grad, False))

@@ -18,8 +18,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tessel import boxes
-from tessel.boxes import Box, Interval, Region
+from tessel.core import boxes
+from tessel.core.boxes import Box, Interval, Region
+from tessel.core.layout import Cut, Layout
+from tessel.core.linop import LinearOperator
+from tessel.core.move import Move
+from tessel.core.shared import anchored_zeros, grad_alike
 from tessel.distributed.agreeing import agree
 from tessel.distributed.movements import copying
 from tessel.imaging.distribution_strategies.strategies import (
@@ -38,10 +42,6 @@ from tessel.imaging.parameters import (
 )
 from tessel.imaging.sharding import local_indices
 from tessel.imaging.tiling import PriorWindow, crossed
-from tessel.layout import Cut, Layout
-from tessel.linop import LinearOperator
-from tessel.move import Move
-from tessel.shared import even, nothing
 
 Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
 
@@ -157,7 +157,7 @@ class PartitionedPrior:
             raise ValueError(f"{said}{problem}")
         if partition.size > 1:
             ((_, terms),) = agree(partition, said, x)
-            x = even(x, terms)
+            x = grad_alike(x, terms)
         copies = Copies()
         copies.add(tensors, partition)
         read = self._read.apply(x)
@@ -168,7 +168,7 @@ class PartitionedPrior:
                 tiling, lambda batch: function(batch, *own_args, **own_settings), read
             )
         if needs_grad(read):  # a worker without patches takes part in the backward pass, too
-            written = depending_on(written, nothing((), read))
+            written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, copies.anchor)
         return tiling.finish(written) if gather else written
 

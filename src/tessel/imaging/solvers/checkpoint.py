@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tessel import boxes
-from tessel.boxes import Box
+from tessel.core import boxes
+from tessel.core.boxes import Box
+from tessel.core.layout import Layout
 from tessel.imaging.solvers.history import History
 from tessel.imaging.solvers.method import Method, Values, check_count
 from tessel.imaging.solvers.space import Space
-from tessel.layout import Layout
 
 _NAME = re.compile(r"iteration-(\d+)/worker-(\d+)-of-(\d+)\.pt")
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout
+from tessel.core.linop import LinearOperator
 from tessel.imaging.measurements import anchor_of
 from tessel.imaging.parameters import depending_on
 from tessel.imaging.solvers.method import Method, Values, check_not_negative
 from tessel.imaging.solvers.space import Space
-from tessel.layout import Layout
-from tessel.linop import LinearOperator
 
 Map = Callable[[Tensor], Tensor]
 

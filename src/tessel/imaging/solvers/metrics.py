@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tessel.core.layout import Layout
 from tessel.imaging.solvers.method import check_positive
 from tessel.imaging.solvers.space import Space
-from tessel.layout import Layout
 
 
 class PSNR:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout
 from tessel.imaging.solvers.method import check_count, check_positive
 from tessel.imaging.solvers.space import Space
-from tessel.layout import Layout
 
 
 @torch.no_grad()

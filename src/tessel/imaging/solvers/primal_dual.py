@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout
 from tessel.imaging.parts.operators import Differences
 from tessel.imaging.solvers.method import (
     Arguments,
@@ -19,7 +20,6 @@ from tessel.imaging.solvers.method import (
 from tessel.imaging.solvers.proximal import prior_prox
 from tessel.imaging.solvers.space import Space
 from tessel.imaging.solvers.splitting import fidelity_prox
-from tessel.layout import Layout
 from tessel.transport import kept_in_job
 
 

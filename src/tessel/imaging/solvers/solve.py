@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from tessel.core.layout import Layout
 from tessel.imaging.solvers.checkpoint import Checkpoint, Progressed
 from tessel.imaging.solvers.history import Criterion, History
 from tessel.imaging.solvers.method import Method, Values, check_count
 from tessel.imaging.solvers.space import Space
-from tessel.layout import Layout
 
 Advance = Callable[[History], None]
 

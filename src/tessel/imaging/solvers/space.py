@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition, world
+from tessel.core.shared import replicate, total
 from tessel.imaging.signal import DistributedSignal
-from tessel.layout import Layout
-from tessel.partition import Partition, world
-from tessel.shared import spread, total
 
 Pair = tuple[Tensor, Tensor]
 _SHORT = (torch.float16, torch.bfloat16)
@@ -102,7 +102,7 @@ class Space:
         partition, shared = self.layout.partition, self.layout.shared
         separate = [axis for axis in range(partition.dim) if axis not in shared]
         each = tuple(partition.shape[axis] for axis in separate)  # one number for each part
-        numbers = spread(
+        numbers = replicate(
             number.reshape([1] * len(each)), Layout.split(partition, each, separate, shared), shared
         )
         return numbers.reshape(())
@@ -127,7 +127,7 @@ class Space:
         """A shared number as this worker uses it for its part of the image."""
         partition = self.layout.partition
         separate = [axis for axis in range(partition.dim) if axis not in self.layout.shared]
-        return spread(number, Layout.whole(partition, number.shape, shared=True), separate)
+        return replicate(number, Layout.whole(partition, number.shape, shared=True), separate)
 
     @property
     def _counts(self) -> bool:

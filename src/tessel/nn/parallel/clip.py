@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn import Module
 
+from tessel.core.graph import eagerly
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import mark_of, shared_by, unmarked
 from tessel.distributed.movements import gathering, shard_layout
-from tessel.graph import eagerly
-from tessel.layout import Layout
 from tessel.nn.blocks import Weighted
-from tessel.partition import Partition
 from tessel.transport import code_of, kept_in_job
 
 NO_GRADIENT = -1.0  # where the norm of a gradient would be

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.agreement import in_forward_mode
-from tessel.linop import record, record_product
-from tessel.move import Move
-from tessel.shared import Spread
+from tessel.core.agreement import in_forward_mode
+from tessel.core.linop import record, record_product
+from tessel.core.move import Move
+from tessel.core.shared import Replicate
 
 
 class ColumnProduct:
@@ -25,7 +25,7 @@ class ColumnProduct:
         spread: how the workers use x; its adjoint is the sum.
     """
 
-    def __init__(self, spread: Spread) -> None:
+    def __init__(self, spread: Replicate) -> None:
         self.spread = spread
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor:
@@ -49,14 +49,14 @@ class ColumnProduct:
         assert isinstance(total, Move)
         share = grad.matmul(weight.conj()) if needs_x else None
         records = torch.is_grad_enabled()
-        land = None
+        wait = None
         if share is not None and not records:
-            land, share = total.depart(share), None  # freed as soon as it is sent
+            wait, share = total.start(share), None  # freed as soon as it is sent
         of_weight = _rows(grad).t().mm(_rows(x).conj()) if needs_weight else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
         if share is not None:
             return record(total, share, False, anchor), of_weight, of_bias
-        return None if land is None else land(), of_weight, of_bias
+        return None if wait is None else wait(), of_weight, of_bias
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -71,6 +71,8 @@ def can_overlap(x: Tensor, weight: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled() and not transformed and not casts
 
 
-def multiply_overlapping(spread: Spread, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply_overlapping(
+    spread: Replicate, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """The product, so that the gradient of x travels while that of the weight is computed."""
     return record_product(ColumnProduct(spread), x, weight, bias)

@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from tessel import transport
-from tessel.agreement import Terms, admit
+from tessel.core.agreement import TensorMeta, as_agreed
+from tessel.core.graph import eagerly
+from tessel.core.partition import Partition
+from tessel.core.shared import grad_alike
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
@@ -23,7 +26,6 @@ from tessel.distributed.marks import (
     unmarked,
 )
 from tessel.distributed.movements import gathering, scattering, shard_layout
-from tessel.graph import eagerly
 from tessel.nn.parallel.cross_entropy_agreement import ClassLoss, Logits, WeightKind, agree
 from tessel.nn.parallel.cross_entropy_parts import (
     ClassShard,
@@ -31,8 +33,6 @@ from tessel.nn.parallel.cross_entropy_parts import (
     facts_of_classes,
     facts_of_probabilities,
 )
-from tessel.partition import Partition
-from tessel.shared import even
 from tessel.transport import kept_in_job
 
 
@@ -261,9 +261,9 @@ def _kind(value: Any) -> Any:
     return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else type(value)
 
 
-def _admitted(value: Tensor, terms: Terms) -> Tensor:
+def _admitted(value: Tensor, meta: TensorMeta) -> Tensor:
     """A tensor that needs a gradient, or carries a tangent, here if it does so anywhere."""
-    return even(admit(value, terms, True), terms)
+    return grad_alike(as_agreed(value, meta, True), meta)
 
 
 def _check_known(state: State) -> None:

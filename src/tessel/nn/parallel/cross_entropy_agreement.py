@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel import boxes
-from tessel.agreement import Terms, same
-from tessel.boxes import Interval
+from tessel.core import boxes
+from tessel.core.agreement import TensorMeta, same
+from tessel.core.boxes import Interval
+from tessel.core.layout import Shape
+from tessel.core.partition import Partition
 from tessel.distributed.agreeing import Numbers, agree_and_tell
 from tessel.distributed.marks import Mark
-from tessel.layout import Shape
-from tessel.partition import Partition
 from tessel.transport import kept_in_job
 
 CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
@@ -117,8 +117,8 @@ class Logits:
     dim: int
     classes: tuple[Interval, ...]
     has_probabilities: bool
-    input_terms: Terms
-    target_terms: Terms
+    input_terms: TensorMeta
+    target_terms: TensorMeta
     dtype: torch.dtype
     sample_shape: Shape
 
@@ -127,7 +127,7 @@ class Logits:
         return self.shape[self.dim]
 
 
-Parts = tuple[tuple[tuple[int, Shape], ...], Terms]  # shapes by worker, and the kind
+Parts = tuple[tuple[tuple[int, Shape], ...], TensorMeta]  # shapes by worker, and the kind
 
 
 def agree(loss: ClassLoss, x: Tensor, target: Any, weight: Any) -> Logits:
@@ -139,7 +139,7 @@ def agree(loss: ClassLoss, x: Tensor, target: Any, weight: Any) -> Logits:
     numbers = *_range(target, loss.ignore_index), _checksum(weight)
     tensors = ("the input", x), ("the target", target)
     held, values = agree_and_tell(loss.partition, loss.label, tensors, numbers, repr(loss))
-    inputs, targets = ((tuple(shapes.items()), terms) for shapes, terms in held)
+    inputs, targets = ((tuple(shapes.items()), meta) for shapes, meta in held)
     logits = _concluded(loss, inputs, targets)
     _check_values(loss, logits.num_classes, values)
     return logits

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessel.boxes import Interval
-from tessel.shared import nothing
+from tessel.core.boxes import Interval
+from tessel.core.shared import anchored_zeros
 
 NUM_PIECES = 8  # in which a large shard is worked on, so that what is in between stays small
 SMALL = 2**16  # logits; below, one piece
@@ -159,7 +159,7 @@ class Merged:
 def _picked(x: Tensor, dim: int, index: Tensor, peak: Tensor) -> Tensor:
     """The logit at `index`, less the peak, or zero where the index is not one of these logits."""
     if not x.shape[dim]:
-        return nothing(tuple(peak.shape), x.to(peak.dtype))
+        return anchored_zeros(tuple(peak.shape), x.to(peak.dtype))
     owned = (index >= 0) & (index < x.shape[dim])
     index = torch.where(owned, index, 0).unsqueeze(dim)
     return torch.where(owned, x.gather(dim, index).squeeze(dim) - peak, 0)

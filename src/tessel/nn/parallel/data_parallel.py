@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tessel.core.graph import eagerly
+from tessel.core.partition import Partition, world
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import get_group, row_of
 from tessel.distributed.marks import mark_of
 from tessel.distributed.movements import gather
 from tessel.distributed.wrapping import IGNORED, REGISTERED
-from tessel.graph import eagerly
-from tessel.partition import Partition, world
 
 
 def get_data_parallel_group() -> Partition:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree
 from tessel.distributed.marks import mark_of, shared_by, unmarked
 from tessel.distributed.movements import layout_of_parts, shard_layout
-from tessel.layout import Layout
-from tessel.move import Move
-from tessel.partition import Partition
 
 Draw = Callable[[Tensor], Any]
 

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tessel.agreement import same
+from tessel.core.agreement import same
+from tessel.core.graph import eagerly
+from tessel.core.layout import Shape
+from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree_and_tell
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import Mark, State, check_known, describe, traced_state
 from tessel.distributed.movements import layout_of_parts
-from tessel.graph import eagerly
-from tessel.layout import Shape
-from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 
 SEEDS = 2**63 - 1

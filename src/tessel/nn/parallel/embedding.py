@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.agreement import admit
+from tessel.core.agreement import as_agreed
+from tessel.core.graph import eagerly
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
@@ -20,14 +23,11 @@ from tessel.distributed.marks import (
     unmarked,
 )
 from tessel.distributed.movements import shard_layout
-from tessel.graph import eagerly
-from tessel.layout import Layout
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
 from tessel.nn.parallel.embedding_agreement import EmbeddingOptions, Lookup, agree
 from tessel.nn.parallel.embedding_table import look_up_columns, look_up_rows
 from tessel.nn.parallel.sharded import ShardedLayer
-from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 
 DIMS = (None, 0, 1, -1)
@@ -343,7 +343,7 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
         if lookup.partition.size == 1:
             return F.embedding(ids, weight, *astuple(settings))
         look_up = look_up_rows if lookup.place == 0 else look_up_columns
-        return look_up(ids, admit(weight, terms, True), layout, settings, terms)
+        return look_up(ids, as_agreed(weight, terms, True), layout, settings, terms)
 
 
 def check_dim(dim: int | None, label: str) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tessel.agreement import Terms, same
+from tessel.core.agreement import TensorMeta, same
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
 from tessel.distributed.agreeing import Held, Numbers, agree_and_tell
 from tessel.distributed.mark import Mark, State, check_known, describe
 from tessel.distributed.movements import shard_layout
-from tessel.layout import Layout, Shape
-from tessel.partition import Partition
 from tessel.transport import kept_in_job
 
 INDICES = (torch.int64, torch.int32)
@@ -84,7 +84,7 @@ class Lookup:
             )
 
 
-def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, Terms]:
+def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMeta]:
     """The layout of the whole table, after all workers agreed that they look up the same in it.
 
     One small exchange. All workers raise, or none: ValueError for shards that do not fit together
@@ -104,29 +104,29 @@ def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, Terms]:
     return layout, of_weight[1]
 
 
-Frozen = tuple[tuple[tuple[int, Shape], ...], Terms]
+Frozen = tuple[tuple[tuple[int, Shape], ...], TensorMeta]
 
 
 def _frozen(held: Held) -> Frozen:
-    shapes, terms = held
-    return tuple(shapes.items()), terms
+    shapes, meta = held
+    return tuple(shapes.items()), meta
 
 
 @kept_in_job
 def _concluded(lookup: Lookup, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
     """The table that follows from the shapes of all workers, once for the same shapes."""
     lookup.check_marks()
-    (shapes, terms), (shards, kind) = of_ids, of_weight
-    if terms.dtype not in INDICES:
-        raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {terms.dtype}")
+    (shapes, meta), (shards, kind) = of_ids, of_weight
+    if meta.dtype not in INDICES:
+        raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {meta.dtype}")
     same(dict(shapes), "shape of the ids", label)
     if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
         raise ValueError(f"{label}: the weight must be of a float dtype, got {kind.dtype}")
     layout = _table(lookup, dict(shards))
     _check_settings(lookup, layout.shape[0])
-    if terms.device != kind.device:
+    if meta.device != kind.device:
         raise ValueError(
-            f"{lookup.label}: ids and weight must be on one device, got {terms.device} and "
+            f"{lookup.label}: ids and weight must be on one device, got {meta.device} and "
             f"{kind.device}"
         )
     return layout

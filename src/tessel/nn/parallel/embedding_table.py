@@ -9,18 +9,18 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from tessel.agreement import Terms
+from tessel.core.agreement import TensorMeta
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
+from tessel.core.shared import anchored_zeros
 from tessel.distributed.movements import gathering, reducing, shard_layout
-from tessel.layout import Layout
 from tessel.nn.parallel.embedding_agreement import EmbeddingOptions
-from tessel.partition import Partition
-from tessel.shared import nothing
 
 EPSILON = 1e-7  # what torch adds to a norm before it divides by it
 
 
 def look_up_rows(
-    ids: Tensor, weight: Tensor, layout: Layout, settings: EmbeddingOptions, terms: Terms
+    ids: Tensor, weight: Tensor, layout: Layout, settings: EmbeddingOptions, meta: TensorMeta
 ) -> Tensor:
     """The rows of all ids, of a table whose rows are split: each worker adds those it has.
 
@@ -37,12 +37,12 @@ def look_up_rows(
     own = replace(settings, padding_idx=padding)
     rows = _local_rows(flat[mine] - start, weight, own)
     share = rows.new_zeros((flat.numel(), layout.shape[1])).index_copy(0, mine, rows)
-    y = reducing(layout.partition, tuple(share.shape)).apply(share, terms)
+    y = reducing(layout.partition, tuple(share.shape)).apply(share, meta)
     return y.view(*ids.shape, layout.shape[1])
 
 
 def look_up_columns(
-    ids: Tensor, weight: Tensor, layout: Layout, settings: EmbeddingOptions, terms: Terms
+    ids: Tensor, weight: Tensor, layout: Layout, settings: EmbeddingOptions, meta: TensorMeta
 ) -> Tensor:
     """The rows of all ids, of a table whose columns are split: the columns are gathered.
 
@@ -53,14 +53,14 @@ def look_up_columns(
         renormalise(flat, weight, layout.partition, settings.max_norm, settings.norm_type)
     columns = _local_rows(flat, weight, replace(settings, max_norm=None))
     move = gathering(shard_layout(layout.partition, (flat.numel(), layout.shape[1]), 1))
-    return move.apply(columns, terms).view(*ids.shape, layout.shape[1])
+    return move.apply(columns, meta).view(*ids.shape, layout.shape[1])
 
 
 def _local_rows(ids: Tensor, weight: Tensor, settings: EmbeddingOptions) -> Tensor:
     """Torch's own embedding, which for no values at all has no second derivative."""
     shape = (len(ids), weight.shape[1])
     if 0 in shape and not settings.sparse:
-        return nothing(shape, weight)
+        return anchored_zeros(shape, weight)
     return F.embedding(ids, weight, *astuple(settings))
 
 

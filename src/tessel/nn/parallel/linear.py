@@ -10,8 +10,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel import boxes
-from tessel.agreement import Meeting, Terms, same
+from tessel.core import boxes
+from tessel.core.agreement import Agreement, TensorMeta, same
+from tessel.core.graph import eagerly
+from tessel.core.layout import Layout, Shape
+from tessel.core.linop import LinearOperator
+from tessel.core.partition import Partition
+from tessel.core.shared import Replicate, grad_alike
 from tessel.distributed.agreeing import agree, agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import (
@@ -26,16 +31,11 @@ from tessel.distributed.marks import (
     unmarked,
 )
 from tessel.distributed.movements import copying, reducing, scattering, shard_layout
-from tessel.graph import eagerly
-from tessel.layout import Layout, Shape
-from tessel.linop import LinearOperator
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.column import can_overlap, multiply_overlapping
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_
 from tessel.nn.parallel.sharded import ShardedLayer
-from tessel.partition import Partition
-from tessel.shared import Spread, even
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.transport import kept_in_job
 
@@ -48,7 +48,7 @@ class ProductPlan:
 
     enter: LinearOperator | None
     leave: LinearOperator | None
-    terms: Terms
+    meta: TensorMeta
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,19 @@ class ShardedProduct:
         """The label and all that it does not say."""
         return f"{self.label} {self.dtype} {self.device} {self.autocast} {self.needs}"
 
-    def conclude(self, shapes: dict[int, Shape], terms: Terms) -> ProductPlan:
+    def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> ProductPlan:
         if self.problem:
             raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
         check_known(self.state, self.label)
-        self._check_kind(terms)
+        self._check_kind(meta)
         shape = self._whole_shape(shapes)
         result = (*shape[:-1], self.sizes[1])
         if self.dim == COLUMN:
-            return ProductPlan(copying(self.partition, shape), None, terms)
+            return ProductPlan(copying(self.partition, shape), None, meta)
         leave = reducing(self.partition, result)
         if self.state is None and not self._are_shards(shapes):
-            return ProductPlan(scattering(self.partition, shape, len(shape) - 1), leave, terms)
-        return ProductPlan(None, leave, terms)
+            return ProductPlan(scattering(self.partition, shape, len(shape) - 1), leave, meta)
+        return ProductPlan(None, leave, meta)
 
     def _are_shards(self, shapes: dict[int, Shape]) -> bool:
         """Whether the lengths of inputs say that they are shards, where no mark does.
@@ -122,11 +122,11 @@ class ShardedProduct:
         fits = lengths == [stop - start for start, stop in parts]
         return fits and any(length != self.sizes[0] for length in lengths)
 
-    def _check_kind(self, terms: Terms) -> None:
+    def _check_kind(self, meta: TensorMeta) -> None:
         """Raise as torch does if the weight is of another kind than the input."""
-        pairs: list[tuple[str, Any, Any]] = [("device", terms.device, self.device)]
+        pairs: list[tuple[str, Any, Any]] = [("device", meta.device, self.device)]
         if self.autocast is None:
-            pairs.append(("dtype", terms.dtype, self.dtype))
+            pairs.append(("dtype", meta.dtype, self.dtype))
         for what, given, own in pairs:
             if given != own:
                 raise RuntimeError(
@@ -182,9 +182,9 @@ class ShardedProduct:
 
 
 @kept_in_job
-def _meeting(product: ShardedProduct) -> Meeting[ProductPlan]:
+def _agreement(product: ShardedProduct) -> Agreement[ProductPlan]:
     P = product.partition
-    return Meeting(P.group, product.label, P.ranks, product.conclude, product.identity)
+    return Agreement(P.group, product.label, P.ranks, product.conclude, product.identity)
 
 
 def multiply(
@@ -203,9 +203,9 @@ def multiply(
     with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
         product = _product(x, weight, bias, name, partition, dim, sizes)
         x = unmarked(x)
-        entry = _meeting(product).reach_with(x)
+        entry = _agreement(product).agree_on(x)
         partition.group.number_call()
-        return _multiplied(even(x, entry.terms), weight, bias, product, entry)
+        return _multiplied(grad_alike(x, entry.meta), weight, bias, product, entry)
 
 
 def _product(
@@ -241,16 +241,16 @@ def _multiplied(
     partition, alone = product.partition, product.partition.size == 1
     if product.dim == COLUMN:
         mark = Mark(x.ndim - 1, partition, product.sizes[1])
-        if not alone and isinstance(entry.enter, Spread) and can_overlap(x, weight):
+        if not alone and isinstance(entry.enter, Replicate) and can_overlap(x, weight):
             plain = unmarked(weight), None if bias is None else unmarked(bias)
             return marked(multiply_overlapping(entry.enter, x, *plain), mark)
     if entry.enter is not None and not alone:
-        x = entry.enter.apply(x, entry.terms)
+        x = entry.enter.apply(x, entry.meta)
     if product.dim == COLUMN:
         return marked(F.linear(x, weight, bias), mark)
     if alone or entry.leave is None:
         return F.linear(x, weight, bias)
-    y = entry.leave.apply(F.linear(x, weight), entry.terms)
+    y = entry.leave.apply(F.linear(x, weight), entry.meta)
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tessel.core.graph import eagerly
+from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import registered
-from tessel.graph import eagerly
-from tessel.partition import Partition
 
 
 class RegisterParallelDim(torch.nn.Module):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import reduce
-from tessel.partition import Partition
 
 
 class ParallelGradScaler(torch.amp.GradScaler):

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import torch
 
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 from tessel.distributed.marks import Mark, call, mark_of, note, share, unmark_values
-from tessel.layout import Layout
 from tessel.nn.parallel.drawing import equalize_
-from tessel.partition import Partition
 
 
 class ShardedLayer(torch.nn.Module):

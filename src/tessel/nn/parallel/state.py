@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from tessel.layout import Layout
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
 from tessel.nn.parallel.state_parts import (
     StateCollector,
     kinds,
@@ -24,7 +25,6 @@ from tessel.nn.parallel.state_parts import (
     whole_problem,
 )
 from tessel.nn.parallel.state_places import Places
-from tessel.partition import Partition
 
 State = dict[str, Any]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout
+from tessel.core.move import Move
 from tessel.distributed.marks import unmarked
-from tessel.layout import Layout
-from tessel.move import Move
 from tessel.nn.parallel.state_places import Places
 
 

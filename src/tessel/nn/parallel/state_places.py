@@ -10,14 +10,14 @@ from itertools import chain
 from torch import Tensor
 from torch.nn import Module
 
+from tessel.core.layout import Layout
+from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.marks import Mark, shared_by, state_of
-from tessel.layout import Layout
-from tessel.move import Move
 from tessel.nn.parallel.drawing import layout_of
 from tessel.nn.parallel.sharded import ShardedLayer
-from tessel.partition import Partition
 from tessel.transport import code_of, kept_in_job
 
 

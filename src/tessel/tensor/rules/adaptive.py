@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel import boxes
-from tessel.boxes import Interval
-from tessel.layout import Cut, Layout, Shape
-from tessel.move import Move
-from tessel.shared import nothing
+from tessel.core import boxes
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.move import Move
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import AdaptiveWindow, reads
 from tessel.tensor.table import Arguments, Settings, made, opened, rule, to_keep
 from tessel.tensor.windowed import Reaches, Windowed, leading, outline
 from tessel.transport import kept_in_job
-from tessel.windows import AdaptiveWindow, reads
 
 Sizes = int | None | tuple[int | None, ...]
 Numbers = tuple[int, ...]
@@ -349,7 +349,7 @@ def _constant(
 def _average(x: Tensor, way: Way) -> Tensor:
     """This worker's share of the means of the windows."""
     if not math.prod(way.pooled.local_shape):
-        return nothing(way.pooled.local_shape, x)
+        return anchored_zeros(way.pooled.local_shape, x)
     if way.in_few_runs:
         return _joined(x, way.spans, _fitting_average)[0]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -402,7 +402,7 @@ def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
     """The largest values of this worker's windows; places only if asked for or needed later."""
     shape = way.pooled.local_shape
     if not math.prod(shape):
-        values = nothing(shape, x)
+        values = anchored_zeros(shape, x)
         return values, values.detach().long()
     with_places = with_places or any(way.partial)
     lengths = way.source.shape[-way.num_dims :]
@@ -543,7 +543,7 @@ def _largest(values: Tensor, places: Tensor, stack: Stack) -> Maxima:
     """
     shape = stack.outputs.local_shape
     if not math.prod(shape):
-        return nothing(shape, values), places.new_empty(shape)
+        return anchored_zeros(shape, values), places.new_empty(shape)
     values, places = (_side_by_side(each, stack) for each in (values, places))
     with torch.no_grad():
         missing = values.isnan()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel.layout import Layout
+from tessel.core.layout import Layout
 from tessel.tensor.rules.batched import applied, check_partition, outline
 from tessel.tensor.rules.hosting import hosted, split_like
 from tessel.tensor.rules.products import planned

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tessel.layout import Layout
-from tessel.shared import nothing
+from tessel.core.layout import Layout
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.products import Product, planned
 from tessel.tensor.table import made, moved, outlining
@@ -94,7 +94,7 @@ def applied(
         return compute(*parts)
     if all(each.numel() for each in operands):
         real = [each for each in parts if each.is_floating_point() or each.is_complex()]
-        return nothing(shape, *(real or parts)).to(kind)
+        return anchored_zeros(shape, *(real or parts)).to(kind)
     return compute(*parts)
 
 

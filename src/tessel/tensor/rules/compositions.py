@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel.shared import nothing
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.batched import holds_anywhere, whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.pointwise import pointwise
@@ -331,7 +331,7 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     places = moved(as_spread(indices, layout.partition), there)
     given["output_size"] = size
     part, target = moved(x, there), reshaped_along(there, shape, space)
-    y = func(part, places, **given) if part.numel() else nothing(target.local_shape, part)
+    y = func(part, places, **given) if part.numel() else anchored_zeros(target.local_shape, part)
     return made(y, target).move_to(split_like(layout, shape))
 
 

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.boxes import Interval
-from tessel.layout import Layout, Shape
-from tessel.shared import nothing
+from tessel.core.boxes import Interval
+from tessel.core.layout import Layout, Shape
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import Groups, Mirrored, Reach, Window
 from tessel.tensor import strips
 from tessel.tensor.padding import Wrapped, wrapped
 from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
-from tessel.windows import Groups, Mirrored, Reach, Window
 
 Numbers = tuple[int, ...]
 Widths = tuple[Interval, ...]  # how much is put before and behind each dimension
@@ -353,7 +353,7 @@ def of_read(
     """
     D = settings.num_dims
     if 0 in target.local_shape or 0 in x.shape:  # outputs that read no inputs
-        y = nothing(target.local_shape, x, weight, bias)
+        y = anchored_zeros(target.local_shape, x, weight, bias)
         return y if bias is None or 0 in y.shape else y + bias.reshape(-1, *[1] * D)
     box = target.box()
     assert box is not None

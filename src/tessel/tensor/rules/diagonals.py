@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tessel.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.pointwise import changed, check_change
 from tessel.tensor.rules.reductions import argument

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel.layout import Cut, Layout
-from tessel.shared import nothing
+from tessel.core.layout import Cut, Layout
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.batched import batched, holds_anywhere, part_of, whole_of
 from tessel.tensor.rules.losses import arguments_of
 from tessel.tensor.rules.pointwise import pointwise
@@ -79,7 +79,7 @@ def _of_rows(name: str, equation: Any, indices: Tensor, weight: Tensor, given: S
     def look_up(i: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         inside = (i >= start) & (i < stop)
         if start == stop:  # no row to look up: zeros, which hang on the table
-            return nothing((*i.shape, rows.shape[1]), rows)
+            return anchored_zeros((*i.shape, rows.shape[1]), rows)
         found = F.embedding(torch.where(inside, i - start, 0), rows, own)
         return torch.where(inside.unsqueeze(-1), found, 0)
 

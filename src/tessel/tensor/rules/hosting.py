@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tessel import boxes
-from tessel.layout import Cut, Layout, Shape
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.table import computed, made, moved
 from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job

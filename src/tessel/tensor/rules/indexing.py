@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tessel import boxes
-from tessel.layout import Cut, Layout, Shape
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.rules.batched import whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import is_mask, masked_values, places_of, put_at_mask

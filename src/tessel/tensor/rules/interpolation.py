@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.boxes import Interval, shift
-from tessel.layout import Layout, Shape
-from tessel.shared import nothing
+from tessel.core.boxes import Interval, shift
+from tessel.core.layout import Layout, Shape
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import Cubic, Interpolation, Linear, Nearest
 from tessel.tensor.rules.adaptive import average
 from tessel.tensor.rules.hosting import along
 from tessel.tensor.table import Arguments, made, opened, outlines, rule, to_keep
 from tessel.tensor.windowed import Windowed, leading, outline, windowed
-from tessel.windows import Cubic, Interpolation, Linear, Nearest
 
 Taps = tuple[tuple[Tensor, Tensor | None], ...]  # indices and weights; none if all are 1
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -92,7 +92,7 @@ def of_read(
     """This worker's outputs from exactly what they read."""
     held, outputs = plan.read.local_shape, plan.target.local_shape
     if not math.prod(outputs):
-        return nothing(outputs, x)
+        return anchored_zeros(outputs, x)
     if held[2:] == plan.source.shape[2:] and outputs[2:] == plan.target.shape[2:]:
         return _interpolated(x, settings)
     box, read = plan.target.box(), plan.read.box()

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn import _reduction
 
-from tessel.layout import Layout, Shape
-from tessel.shared import total
+from tessel.core.layout import Layout, Shape
+from tessel.core.shared import total
 from tessel.tensor.rules.batched import (
     applied,
     batched,

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tessel import boxes
-from tessel.layout import Cut, Layout
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout
 from tessel.tensor.rules.pointwise import changed, check_change, common_layout, fitted, pointwise
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (

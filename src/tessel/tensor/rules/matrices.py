@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tessel.layout import Cut, Layout
-from tessel.shared import nothing
+from tessel.core.layout import Cut, Layout
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.batched import batched
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.reductions import argument
@@ -47,7 +47,7 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         result = func(part, *args[1:], **kwargs)
     else:  # not all functions have derivatives for no matrices
         found = [
-            nothing(target.local_shape, part).to(each.dtype)
+            anchored_zeros(target.local_shape, part).to(each.dtype)
             for each, target in zip(members, targets, strict=True)
         ]
         result = type(whole)(found) if isinstance(whole, tuple) else found[0]

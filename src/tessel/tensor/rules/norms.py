@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel import boxes
-from tessel.boxes import Interval
-from tessel.layout import Cut, Layout, Shape
-from tessel.move import Move
-from tessel.shared import nothing, spread
+from tessel.core import boxes
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.move import Move
+from tessel.core.shared import anchored_zeros, replicate
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -261,11 +261,11 @@ def _normalized(
         bias = shift if bias is None else bias + shift
     if gathering is not None and (weight is not None or bias is not None):
         both = [constant if each is None else each for each in (weight, bias)]
-        first, second = spread(torch.stack(both), gathering.statistics, gathering.axes).unbind()
+        first, second = replicate(torch.stack(both), gathering.statistics, gathering.axes).unbind()
         weight = None if weight is None else first
         bias = None if bias is None else second
     if not x.numel():
-        return nothing(tuple(x.shape), x, weight, bias).to(x.dtype)
+        return anchored_zeros(tuple(x.shape), x, weight, bias).to(x.dtype)
     return F.batch_norm(x, centre, constant, weight, bias, False, 0.0, eps)
 
 
@@ -329,11 +329,11 @@ class Norm:
             return made(self.function(self.x, **self.given), self.layout)
         with torch.no_grad():
             self.function(self.x.new_empty(self.layout.shape), **self.given)
-        return self.result(self.nothing(*self.parameters()))
+        return self.result(self.anchored_zeros(*self.parameters()))
 
-    def nothing(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def anchored_zeros(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The result on a worker without values, which hangs on all that it depends on."""
-        return nothing(tuple(self.x.shape), self.x, weight, bias).to(self.x.dtype)
+        return anchored_zeros(tuple(self.x.shape), self.x, weight, bias).to(self.x.dtype)
 
     def parameters(self, shared: tuple[int, ...] = ()) -> Pair:
         """The weight and bias for this worker's part; their gradients are those of the whole.
@@ -391,7 +391,7 @@ def normalize_by_running(
 ) -> Tensor:
     """What evaluation does with a part whose channels are dimension `dim`: nothing moves."""
     if not x.numel():
-        return nothing(tuple(x.shape), x, weight, bias).to(x.dtype)
+        return anchored_zeros(tuple(x.shape), x, weight, bias).to(x.dtype)
     batched = x if dim == 1 else x.unsqueeze(0)
     return F.batch_norm(batched, *running, weight, bias, False, 0.0, eps).view_as(x)
 
@@ -502,7 +502,7 @@ def _of_own_channels(norm: Norm) -> Tensor:
     """Each worker has all values of its channels: this is torch's own."""
     weight, bias = norm.parameters()
     if not norm.x.numel():
-        return norm.nothing(weight, bias)
+        return norm.anchored_zeros(weight, bias)
     running = norm.running()
     mean, variance = (None if each is None else each.clone() for each in running)
     y = F.batch_norm(
@@ -571,7 +571,7 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     if gathering.stays and not norm.tracks:  # each worker has all values of its instances
         weight, bias = norm.parameters()
         if not x.numel():
-            return norm.result(norm.nothing(weight, bias))
+            return norm.result(norm.anchored_zeros(weight, bias))
         return norm.result(F.instance_norm(x, None, None, weight, bias, True, 0.0, eps))
     rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
     means, variances = gathering.gather(*_local_moments(rows))
@@ -607,7 +607,7 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     weight, bias = norm.parameters()
     if groups.stays:  # each worker has all values of its groups
         if not x.numel():
-            return norm.result(norm.nothing(weight, bias))
+            return norm.result(norm.anchored_zeros(weight, bias))
         return norm.result(torch.group_norm(x, groups.local_shape[1], weight, bias, given["eps"]))
     rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
     members = torch.tensor(groups.members, dtype=torch.long, device=x.device)

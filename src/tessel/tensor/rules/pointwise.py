@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tessel.boxes import Interval
-from tessel.layout import Cut, Layout, Shape
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.table import (
     Arguments,
     Settings,

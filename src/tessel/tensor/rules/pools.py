@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.boxes import Interval
-from tessel.layout import Layout, Shape
-from tessel.shared import nothing
+from tessel.core.boxes import Interval
+from tessel.core.layout import Layout, Shape
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import Window
 from tessel.tensor import pieces
 from tessel.tensor.table import Arguments, Settings, made, opened, rule
 from tessel.tensor.windowed import Windowed, leading, outline, overhang, tuple_of, windowed
 from tessel.transport import kept_in_job
-from tessel.windows import Window
 
 Numbers = tuple[int, ...]
 Kind = tuple[torch.dtype, str]  # the dtype and the type of device
@@ -75,16 +75,16 @@ class Pool(ABC):
         if plan.stays_whole:
             return self.whole(x)
         if not math.prod(plan.target.local_shape):
-            return self.nothing(plan.target.local_shape, x)
+            return self.anchored_zeros(plan.target.local_shape, x)
         return self.pool(x, plan, Frame.of(plan, self.windows))
 
     def without_copy(self, x: Tensor, plan: Windowed) -> Tensor | None:
         """This worker's outputs without a copy of its inputs, if that is possible and quicker."""
         return None
 
-    def nothing(self, shape: Shape, x: Tensor) -> Any:
+    def anchored_zeros(self, shape: Shape, x: Tensor) -> Any:
         """The outputs of a worker that has none."""
-        return nothing(shape, x)
+        return anchored_zeros(shape, x)
 
 
 @kept_in_job
@@ -350,8 +350,8 @@ class MaximumPool(Pool):
         values, places = (each[frame.outputs] for each in result)
         return values, _global_places(places, x.shape, plan, len(self.windows))
 
-    def nothing(self, shape: Shape, x: Tensor) -> Any:
-        values = super().nothing(shape, x)
+    def anchored_zeros(self, shape: Shape, x: Tensor) -> Any:
+        values = super().anchored_zeros(shape, x)
         return (values, values.detach().long()) if self.return_indices else values
 
 

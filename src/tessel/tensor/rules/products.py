@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tessel.layout import Cut, Layout, Shape
-from tessel.partition import Partition
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.partition import Partition
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
     Arguments,

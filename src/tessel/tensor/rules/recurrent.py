@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel.layout import Cut, Layout, Shape
-from tessel.shared import nothing
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.gathering import gathered, may_gather, say, shared
 from tessel.tensor.rules.batched import part_of, plan_of
 from tessel.tensor.rules.hosting import split_like
@@ -82,7 +82,7 @@ def _computed(
     part, *states = (part_of(*each) for each in zip(operands, batch.inputs, strict=True))
     weights = [used(parts(each), batch.samples) for each in params]
     if batch.samples.local_shape == (0,):
-        found = [nothing(each.local_shape, part, *states, *weights) for each in lies]
+        found = [anchored_zeros(each.local_shape, part, *states, *weights) for each in lies]
     else:
         hidden = tuple(states) if name.startswith("lstm") else states[0]
         found = _as_list(func(part, hidden, weights))

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel import boxes
-from tessel.layout import Cut, Layout
-from tessel.shared import nothing
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.hosting import along, hosted
 from tessel.tensor.rules.pointwise import fitted, pointwise
 from tessel.tensor.table import (
@@ -494,7 +494,7 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         target = replace(target, shape=(len(q), *target.shape), cuts=(first, *target.cuts))
     part = moved(x, there)
     if 0 in part.shape and 0 not in there.shape:  # torch refuses it
-        return made(nothing(target.local_shape, part), target)
+        return made(anchored_zeros(target.local_shape, part), target)
     return made(func(part, q, dim, keepdim, **settings), target)
 
 

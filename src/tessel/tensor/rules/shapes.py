@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tessel import boxes
-from tessel.boxes import Interval
-from tessel.layout import Cut, Layout, Shape
-from tessel.partition import Partition
-from tessel.shared import nothing
+from tessel.core import boxes
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.partition import Partition
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.hosting import along, hosted, reshaped_along, split_like
 from tessel.tensor.rules.pointwise import broadcast, common_layout
 from tessel.tensor.rules.reductions import argument, dims_of
@@ -392,7 +392,7 @@ def unfold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     reads, target = _windows(layout, dim, shape, given["step"])
     part = moved(x, reads)
     if 0 in target.local_shape:  # torch has no windows of what is too short
-        return made(nothing(target.local_shape, part), target)
+        return made(anchored_zeros(target.local_shape, part), target)
     y = made(part.unfold(dim, given["size"], given["step"]), target)
     return note_view(y, x, copied=reads != layout)
 
@@ -431,7 +431,7 @@ def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
     cuts = (*grown.cuts[:2], Cut((), ((0, shape[2]),)))
     target = replace(there, shape=shape, cuts=cuts, shared=shared)
     if not part.numel():
-        return made(nothing(target.local_shape, part), target)
+        return made(anchored_zeros(target.local_shape, part), target)
     return made(func(part, *args[1:], **kwargs), target)
 
 
@@ -452,5 +452,5 @@ def fold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     space = (Cut((), ((0, shape[2]),)), Cut((), ((0, shape[3]),)))
     target = replace(there, shape=shape, cuts=(*there.cuts[:2], *space), shared=shared)
     if not part.numel():
-        return made(nothing(target.local_shape, part), target)
+        return made(anchored_zeros(target.local_shape, part), target)
     return made(func(part.flatten(1, 2), *args[1:], **kwargs), target)

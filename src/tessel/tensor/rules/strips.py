@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from tessel.boxes import Interval
-from tessel.layout import Cut, Layout, Shape
-from tessel.shared import nothing
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.hosting import reshaped_along, split_like
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
@@ -193,7 +193,7 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         part = moved(x, layout)
         target = reshaped_along(layout, shape, touched)
         if 0 in part.shape and 0 not in layout.shape:  # torch refuses it, in some modes
-            return made(nothing(target.local_shape, part), target)
+            return made(anchored_zeros(target.local_shape, part), target)
         return made(func(part, *args[1:], **kwargs), target)
     mode = given.get("mode", "constant")
     if mode == "constant":

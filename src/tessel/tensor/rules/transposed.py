@@ -12,15 +12,15 @@ from typing import Any
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.boxes import Interval
-from tessel.layout import Layout, Shape
-from tessel.shared import nothing
+from tessel.core.boxes import Interval
+from tessel.core.layout import Layout, Shape
+from tessel.core.shared import anchored_zeros
+from tessel.core.windows import Groups, TransposedWindow
 from tessel.tensor.rules.convolution import check_dtype, check_numbers
 from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
-from tessel.windows import Groups, TransposedWindow
 
 Numbers = tuple[int, ...]
 _CONVOLUTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -138,7 +138,7 @@ def of_read(
     assert box is not None
     own = box[-D - 1]
     if 0 in target.local_shape or 0 in x.shape:
-        y = nothing(target.local_shape, x, weight, bias)
+        y = anchored_zeros(target.local_shape, x, weight, bias)
     else:
         y = _trimmed(x, weight, plan, target, settings, own)
         length = own[1] - own[0]

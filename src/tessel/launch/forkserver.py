@@ -1,4 +1,4 @@
-"""Template: a process that has imported torch and forks workers in milliseconds."""
+"""ForkServer: a process that has imported torch and forks workers in milliseconds."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tessel.launch.worker import work
 
 # Seconds that processes have to end by themselves.
 GRACE = 1.0
-# From the template: the number of a started process, then its exit code.
+# From the forkserver: the number of a started process, then its exit code.
 STATUS = struct.Struct("<i")
-# To the template: the number of a process, 0 for a new one, and the signal to send to it.
+# To the forkserver: the number of a process, 0 for a new one, and the signal to send to it.
 _ORDER = struct.Struct("<ii")
 _BOOT = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "fd, *sys.path = sys.argv[1:]; "
-    "from tessel.launch.template import run_template; run_template(int(fd))"
+    "from tessel.launch.forkserver import run_forkserver; run_forkserver(int(fd))"
 )
 
 
-class Template:
-    """The handle of a template in the process that it serves."""
+class ForkServer:
+    """The handle of a forkserver in the process that it serves."""
 
     def __init__(self, control: socket.socket, pid: int, poll: Callable[[], object]) -> None:
         self._control = control
@@ -59,7 +59,7 @@ class Template:
             self._control.send(_ORDER.pack(pid, number))
 
     def close(self) -> None:
-        """End the template and with it its workers."""
+        """End the forkserver and with it its workers."""
         self._control.close()
         deadline = time.monotonic() + GRACE
         while self.is_running():
@@ -68,18 +68,18 @@ class Template:
             time.sleep(1e-3)
 
 
-def shared_template() -> Template:
-    """The template of this process, started by its first use, as long as the process lives."""
-    template = _spawn_template(os.getpid())
-    if not template.is_running():
-        _spawn_template.cache_clear()
-        template = _spawn_template(os.getpid())
-    return template
+def shared_forkserver() -> ForkServer:
+    """The forkserver of this process, started by its first use, as long as the process lives."""
+    forkserver = _spawn_forkserver(os.getpid())
+    if not forkserver.is_running():
+        _spawn_forkserver.cache_clear()
+        forkserver = _spawn_forkserver(os.getpid())
+    return forkserver
 
 
 @functools.lru_cache(maxsize=1)
-def _spawn_template(pid: int) -> Template:
-    """A template in a new interpreter; a fork of this process has another `pid`, so its own."""
+def _spawn_forkserver(pid: int) -> ForkServer:
+    """A forkserver in a new interpreter; a fork of this process has another `pid`, so its own."""
     mine, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -87,19 +87,19 @@ def _spawn_template(pid: int) -> Template:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
-    template = Template(mine, process.pid, process.poll)
-    atexit.register(template.close)
-    return template
+    forkserver = ForkServer(mine, process.pid, process.poll)
+    atexit.register(forkserver.close)
+    return forkserver
 
 
-def run_template(fd: int) -> None:
-    """Be the template at the other end of a socket, in a new interpreter."""
+def run_forkserver(fd: int) -> None:
+    """Be the forkserver at the other end of a socket, in a new interpreter."""
     gc.freeze()  # memory that the workers share is then not copied by their garbage collection
     _Server(socket.socket(fileno=fd), None).run()
 
 
-def fork_template(inherited: Callable[[], object]) -> Template:
-    """A template forked from this process, whose workers have a function that cannot be sent."""
+def fork_forkserver(inherited: Callable[[], object]) -> ForkServer:
+    """A forkserver forked from this process, whose workers have a function that cannot be sent."""
     if dist.is_initialized() or torch.cuda.is_initialized():
         raise RuntimeError(
             "this function or one of its arguments cannot be imported by the workers, and this "
@@ -115,11 +115,11 @@ def fork_template(inherited: Callable[[], object]) -> Template:
     flush_outputs()
     pid = fork(serve)
     theirs.close()
-    return Template(mine, pid, functools.partial(poll_fork, pid))
+    return ForkServer(mine, pid, functools.partial(poll_fork, pid))
 
 
 class _Server:
-    """What a template is in its own process: it forks and signals workers as told."""
+    """What a forkserver is in its own process: it forks and signals workers as told."""
 
     def __init__(self, control: socket.socket, inherited: Callable[[], object] | None) -> None:
         self._control = control
@@ -176,16 +176,16 @@ class _Server:
         _write_status(report, pid)
 
     def _become_worker(
-        self, template: int, channel: socket.socket, report: int, stacks: int
+        self, forkserver: int, channel: socket.socket, report: int, stacks: int
     ) -> None:
-        """In a fork, let go of what is the template's, and work."""
+        """In a fork, let go of what is the forkserver's, and work."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for owned in (self._control, self._bell, self._ringer):
             owned.close()
         for other in (report, *self._reports.values()):
             os.close(other)
-        die_with(template)
+        die_with(forkserver)
         work(channel, stacks, self._inherited)
 
 

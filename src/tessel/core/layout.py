@@ -13,9 +13,10 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from tessel import boxes, transport
-from tessel.boxes import Balanced, Box, Interval
-from tessel.partition import Partition
+from tessel import transport
+from tessel.core import boxes
+from tessel.core.boxes import Balanced, Box, Interval
+from tessel.core.partition import Partition
 
 Shape = tuple[int, ...]
 Coordinates = tuple[int, ...]
@@ -349,7 +350,7 @@ class Layout:
     def _coordinates(self, worker: int | None) -> Coordinates | None:
         return self.partition.coordinates(transport.this_worker() if worker is None else worker)
 
-    def meeting(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
+    def agreement(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
         """The places on the grid (0 along shared axes) whose boxes meet `box`, and where."""
         hits = [
             [(k, part) for k, own in enumerate(cut.intervals) if (part := boxes.overlap(own, want))]

@@ -13,20 +13,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tessel import boxes
-from tessel.boxes import Region
+from tessel.core import boxes
+from tessel.core.boxes import Region
 from tessel.transport.reading import Reader, Runs, can_be_offered
 
-OFFER = -1
+RENDEZVOUS = -1
 WORDS = 64  # of an offer, at most: tensors have fewer than 30 dimensions
 AGREED = 64  # words with which workers agree
-Key = tuple[int, int]  # the group and the call: a letter answers only one that asks for the same
+Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same
 
 
 class Slot(Protocol):
     """Room for one piece in the memory of a channel."""
 
-    num_bytes: int  # of what is in it; OFFER if that says where the tensor lies
+    num_bytes: int  # of what is in it; RENDEZVOUS if that says where the tensor lies
     reader: Reader | None  # of the sender's memory
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor: ...
@@ -48,7 +48,7 @@ def cut(shape: tuple[int, ...], limit: int) -> Pieces:
     )
 
 
-class Letter:
+class SendRequest:
     """A tensor on its way out, piece by piece."""
 
     __slots__ = ("_next", "_pieces", "_tensor", "is_gone", "key", "num_bytes", "worker")
@@ -72,7 +72,7 @@ class Letter:
         self.is_gone = self._next == len(self._pieces)
 
 
-class Offer:
+class Rendezvous:
     """A tensor that the receiver copies from where it lies."""
 
     __slots__ = ("_tensor", "is_gone", "is_offered", "key", "num_bytes", "worker")
@@ -88,7 +88,7 @@ class Offer:
         runs = Runs.of(self._tensor)
         words = (runs.start, runs.length, len(runs.counts), *runs.counts, *runs.strides)
         slot.write_words(memoryview(array("q", words)))
-        slot.num_bytes = OFFER
+        slot.num_bytes = RENDEZVOUS
         self.is_offered = True
 
 
@@ -98,7 +98,7 @@ def offered(slot: Slot) -> Runs:
     return Runs(start, length, tuple(rest[:ndim]), tuple(rest[ndim : 2 * ndim]))
 
 
-class WordsLetter:
+class SendWords:
     """A few 64-bit words on their way out."""
 
     __slots__ = ("_words", "is_gone", "key", "num_bytes", "worker")
@@ -114,11 +114,11 @@ class WordsLetter:
         self.is_gone = True
 
 
-class Receipt:
-    """A place that waits for a letter.
+class ReceiveRequest:
+    """A place that waits for a message.
 
     Args:
-        key: of the letter.
+        key: of the message.
         place: where its values go; any strides.
         adds: whether they are added to what is there.
         slot_size: of the channel, in bytes.
@@ -138,7 +138,7 @@ class Receipt:
 
     def read(self, slot: Slot) -> None:
         """Take the next piece out of a slot, or all that is offered."""
-        if slot.num_bytes == OFFER:
+        if slot.num_bytes == RENDEZVOUS:
             self._read_offer(slot)
             return
         region, shape = self._pieces[self._next]
@@ -165,13 +165,13 @@ class Receipt:
         self.is_done = True
 
     def read_all(self, values: Tensor) -> None:
-        """Take the whole letter from bytes that were kept for it."""
+        """Take the whole message from bytes that were kept for it."""
         values = values.view(self._place.dtype).view(self._place.shape)
         self._place.add_(values) if self.adds else self._place.copy_(values)
         self.is_done = True
 
 
-class WordsReceipt:
+class ReceiveWords:
     """A place for the words of another worker."""
 
     __slots__ = ("is_done", "is_open", "key", "num_bytes", "words")
@@ -190,8 +190,8 @@ class WordsReceipt:
         self.is_done = True
 
 
-class Stray:
-    """A letter that came before anybody asked for it, kept until then."""
+class UnexpectedMessage:
+    """A message that came before anybody asked for it, kept until then."""
 
     __slots__ = ("_next", "is_done", "key", "values")
 
@@ -205,7 +205,7 @@ class Stray:
 
     def read(self, slot: Slot) -> None:
         """Keep the next piece, or all that is offered."""
-        if slot.num_bytes == OFFER:
+        if slot.num_bytes == RENDEZVOUS:
             assert slot.reader is not None
             slot.reader.read(offered(slot), self.values)
             self.is_done = True

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import in_forward_mode
-from tessel.graph import eagerly
+from tessel.core.agreement import in_forward_mode
+from tessel.core.graph import eagerly
+from tessel.core.partition import Partition
+from tessel.core.shared import GradientBucket, Replicate, current_buckets
 from tessel.nn.layer import Layer
-from tessel.partition import Partition
-from tessel.shared import Bundle, Spread, bundling
 from tessel.tensor.passes import in_backward, in_checkpoint
 from tessel.transport import NUM_WORDS, code_of
 
@@ -52,7 +52,7 @@ class Group:
 Plan = tuple[Group, ...]
 
 
-class Habit:
+class BucketSchedule:
     """How a model uses its parameters, from call to call.
 
     Args:
@@ -90,32 +90,32 @@ class Habit:
         return tuple(Group(use, tuple(numbers)) for use, numbers in found)
 
     def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
-        """Remember a call that was guided by a plan."""
+        """Remember a call that followed a plan."""
         if uses:
             self.unsteady.update(n for group in plan for n in group.numbers if n not in uses)
             self.uses = {n: use for n, use in uses.items() if n not in self.unsteady}
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(Habit(self.limit))  # a copy has learned nothing
+        return vars(BucketSchedule(self.limit))  # a copy has learned nothing
 
 
-class Call:
+class BucketedCall:
     """One call of a model: bundles of its parameters, made when the first of each is used.
 
     A bundle is prepared one before it is needed, so that in the backward pass the sums of a bundle
     are waited for when those of the next have begun.
     """
 
-    def __init__(self, habit: Habit, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, schedule: BucketSchedule, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
-        self.plan = habit.plan(self.parameters)
+        self.plan = schedule.plan(self.parameters)
         self.uses: dict[int, Use] = {}
         self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
         self._groups = {n: k for k, group in enumerate(self.plan) for n in group.numbers}
-        self._prepared: dict[int, tuple[Bundle, Tensor]] = {}
+        self._prepared: dict[int, tuple[GradientBucket, Tensor]] = {}
         self._aliases: dict[int, Tensor] = {}
 
-    def alias(self, value: Tensor, use: Spread) -> Tensor | None:
+    def alias(self, value: Tensor, use: Replicate) -> Tensor | None:
         """The parameter for this use of it; None if it is not one that was foreseen."""
         number = self._numbers.get(id(value))
         if number is None or not (value.requires_grad and use.is_whole and use.axes and _plain()):
@@ -141,7 +141,7 @@ class Call:
             return
         group = self.plan[place]
         values = [self.parameters[number] for number in group.numbers]
-        bundle = Bundle(*group.use, [tuple(each.shape) for each in values], values[0])
+        bundle = GradientBucket(*group.use, [tuple(each.shape) for each in values], values[0])
         self._prepared[place] = bundle, bundle.prepare(values)
 
 
@@ -157,27 +157,27 @@ def _plain() -> bool:
 
 
 @contextmanager
-def guided(habit: Habit, parameters: Iterable[Tensor]) -> Iterator[None]:
+def in_buckets(schedule: BucketSchedule, parameters: Iterable[Tensor]) -> Iterator[None]:
     """A call of a model, with what was learned from the one before; inside of another, nothing."""
-    if bundling.get() is not None or not _plain():
+    if current_buckets.get() is not None or not _plain():
         yield
         return
-    call = Call(habit, parameters)
-    mark = bundling.set(call)
+    call = BucketedCall(schedule, parameters)
+    mark = current_buckets.set(call)
     try:
         yield
     finally:
-        bundling.reset(mark)
-    habit.learn(call.plan, call.uses)
+        current_buckets.reset(mark)
+    schedule.learn(call.plan, call.uses)
 
 
 def foreseen() -> Plan:
     """Which parameters are used together in the call that runs now."""
-    call = bundling.get()
-    return call.plan if isinstance(call, Call) else ()
+    call = current_buckets.get()
+    return call.plan if isinstance(call, BucketedCall) else ()
 
 
-class Guide:
+class BucketedForward:
     """The `forward` of a module whose gradients are fused.
 
     Args:
@@ -187,7 +187,7 @@ class Guide:
 
     def __init__(self, module: torch.nn.Module, limit: int) -> None:
         self.module = module
-        self.habit = Habit(limit)
+        self.schedule = BucketSchedule(limit)
         self._group  # noqa: B018  (all workers make the group)
 
     @property
@@ -203,7 +203,7 @@ class Guide:
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        with guided(self.habit, self.module.parameters()):
+        with in_buckets(self.schedule, self.module.parameters()):
             self._agree(foreseen())
             return forward(self.module, *args, **kwargs)
 
@@ -254,19 +254,23 @@ def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Modu
     """
     if limit < 0:
         raise ValueError(f"fuse_gradients: a limit of bytes, zero or more, is needed, got {limit}")
-    habits = [habit for each in module.modules() if (habit := _habit_of(each)) is not None]
-    for habit in habits:
-        habit.limit = limit
-    if _habit_of(module) is None:
+    schedules = [
+        schedule for each in module.modules() if (schedule := _schedule_of(each)) is not None
+    ]
+    for schedule in schedules:
+        schedule.limit = limit
+    if _schedule_of(module) is None:
         _check(module)
-        module.forward = Guide(module, limit)
+        module.forward = BucketedForward(module, limit)
     return module
 
 
-def _habit_of(module: torch.nn.Module) -> Habit | None:
+def _schedule_of(module: torch.nn.Module) -> BucketSchedule | None:
     """What a module has learned, if its gradients are fused."""
-    found = module.__dict__.get("habit", getattr(module.__dict__.get("forward"), "habit", None))
-    return found if isinstance(found, Habit) else None
+    found = module.__dict__.get(
+        "schedule", getattr(module.__dict__.get("forward"), "schedule", None)
+    )
+    return found if isinstance(found, BucketSchedule) else None
 
 
 def _check(module: torch.nn.Module) -> None:

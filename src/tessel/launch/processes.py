@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 
 from tessel.errors import WorkerLost
+from tessel.launch.forkserver import GRACE
 from tessel.launch.message import DUMP_STACKS
 from tessel.launch.process import Process
-from tessel.launch.template import GRACE
 
 
 def await_starts(processes: Iterable[Process]) -> None:
@@ -37,11 +37,11 @@ def kill(processes: Iterable[Process]) -> None:
     await_ends(running, 5 * GRACE)
 
 
-def collect(team: Sequence[Process], deadline: float) -> None:
+def collect(processes: Sequence[Process], deadline: float) -> None:
     """Take in replies until all are there, the deadline, or the grace after a first failure."""
     failed = False
-    while waiting := [p for p in team if p.reply is None and p.end is None]:
-        if not failed and any(process.has_failed() for process in team):
+    while waiting := [p for p in processes if p.reply is None and p.end is None]:
+        if not failed and any(process.has_failed() for process in processes):
             failed, deadline = True, min(deadline, time.monotonic() + GRACE)
         seconds = deadline - time.monotonic()
         if seconds <= 0:
@@ -51,20 +51,24 @@ def collect(team: Sequence[Process], deadline: float) -> None:
             sources[source].read()
 
 
-def raise_failure(team: Sequence[Process], name: str) -> None:
+def raise_failure(processes: Sequence[Process], name: str) -> None:
     """Raise the first failure; a lost worker counts first, for it makes the others fail."""
-    lost = {rank: process for rank, process in enumerate(team) if process.is_lost()}
-    failures = {rank: p.reply.failure for rank, p in enumerate(team) if p.reply and p.reply.failure}
+    lost = {rank: process for rank, process in enumerate(processes) if process.is_lost()}
+    failures = {
+        rank: p.reply.failure for rank, p in enumerate(processes) if p.reply and p.reply.failure
+    }
     error: BaseException
     if lost:
         first = min(lost)
-        error = WorkerLost(f"worker {first} of {len(team)} {lost[first].end} while it ran {name}")
+        error = WorkerLost(
+            f"worker {first} of {len(processes)} {lost[first].end} while it ran {name}"
+        )
         if stacks := lost[first].stacks():
             error.add_note(f"Stack of worker {first}:\n\n{stacks}")
     elif failures:
         first = min(failures, key=lambda rank: failures[rank].time)
         error = failures[first].exception()
-        error.add_note(f"Worker {first} of {len(team)}:\n\n{failures[first].traceback}")
+        error.add_note(f"Worker {first} of {len(processes)}:\n\n{failures[first].traceback}")
     else:
         return
     also = {rank: f"worker {rank} {process.end}" for rank, process in lost.items()}
@@ -75,9 +79,9 @@ def raise_failure(team: Sequence[Process], name: str) -> None:
     raise error
 
 
-def raise_timeout(team: Sequence[Process], name: str, timeout: float | None) -> None:
+def raise_timeout(processes: Sequence[Process], name: str, timeout: float | None) -> None:
     """Raise if a worker has not replied, and show where each of these is."""
-    stuck = {rank: process for rank, process in enumerate(team) if process.reply is None}
+    stuck = {rank: process for rank, process in enumerate(processes) if process.reply is None}
     if not stuck:
         return
     _dump_stacks(list(stuck.values()))
@@ -85,7 +89,7 @@ def raise_timeout(team: Sequence[Process], name: str, timeout: float | None) -> 
     stacks = [f"Worker {rank}:\n{p.stacks() or 'no answer'}" for rank, p in stuck.items()]
     raise TimeoutError(
         f"{name} ran longer than its limit of {timeout} s on worker(s) {ranks} of "
-        f"{len(team)}, which were ended; this is where they were\n\n" + "\n".join(stacks)
+        f"{len(processes)}, which were ended; this is where they were\n\n" + "\n".join(stacks)
     )
 
 

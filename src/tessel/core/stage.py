@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.layout import Shape
-from tessel.plan import Piece, Plan
-from tessel.transport import NOTHING, UNREAD, Arrival, Parcel, Place, Track, is_pinned, is_plain
+from tessel.core.layout import Shape
+from tessel.core.plan import Piece, Plan
+from tessel.transport import (
+    NOTHING,
+    UNREAD,
+    CopyProgram,
+    Place,
+    ReceiveBuffer,
+    SendBuffer,
+    is_pinned,
+    is_plain,
+)
 
 STEP, GAP = 2048, 128  # bytes
-MOST_TRACKS = 64  # that a stage remembers
+MOST_PROGRAMS = 64  # that a stage remembers
 # how tensors lie: dtype, strides of input and output, and whether the own part is there already
 Lies = tuple[torch.dtype, Shape, Shape, bool]
 
@@ -30,7 +39,7 @@ class Stage:
 
     def __init__(self, plan: Plan, group: transport.Group, spaced: int | None = None) -> None:
         self.plan, self.group, self.spaced = plan, group, spaced
-        self._tracks: dict[Lies, Track | None] = {}
+        self._programs: dict[Lies, CopyProgram | None] = {}
 
     def __call__(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """The output, in the room that is given for it."""
@@ -41,11 +50,11 @@ class Stage:
             x = x.reshape(plan.source_shape)
         y = self._room(x) if room is None else self._cleared(room)
         if not self._follow(x, y, False):
-            sends, arrivals = self._sends(x), self._arrivals(y)
+            sends, receives = self._sends(x), self._receives(y)
             if plan.silent:
-                _land(sends, arrivals)
+                _land(sends, receives)
             else:
-                self.group.exchange_at_once(sends, arrivals, x.device, plan.dense)
+                self.group.exchange_at_once(sends, receives, x.device, plan.dense)
         return y
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
@@ -55,7 +64,7 @@ class Stage:
             return lambda: done
         x = shaped(x, self.plan.source_shape)
         y = self._room(x)
-        wait = self.group.exchange(self._sends(x), self._arrivals(y), x.device, self.plan.dense)
+        wait = self.group.exchange(self._sends(x), self._receives(y), x.device, self.plan.dense)
 
         def arrive() -> Tensor:
             wait()
@@ -77,8 +86,8 @@ class Stage:
         plan = self.plan
         if plan.silent or self._follow(own, y, is_there=True):
             return
-        sends = [Parcel(piece.peer, _part(own, piece)) for piece in plan.gives]
-        self.group.exchange_at_once(sends, self._arrivals(y, True), y.device, plan.dense)
+        sends = [SendBuffer(piece.peer, _part(own, piece)) for piece in plan.gives]
+        self.group.exchange_at_once(sends, self._receives(y, True), y.device, plan.dense)
 
     def _room(self, like: Tensor) -> Tensor:
         """Room for the output."""
@@ -95,69 +104,71 @@ class Stage:
         """Zeros where nothing comes."""
         return y if self.plan.fills else y.zero_()
 
-    def _sends(self, x: Tensor) -> list[Parcel]:
+    def _sends(self, x: Tensor) -> list[SendBuffer]:
         """What leaves the input."""
-        return [Parcel(piece.peer, _part(x, piece)) for piece in self.plan.leaves]
+        return [SendBuffer(piece.peer, _part(x, piece)) for piece in self.plan.leaves]
 
-    def _arrivals(self, y: Tensor, is_there: bool = False) -> list[Arrival]:
+    def _receives(self, y: Tensor, is_there: bool = False) -> list[ReceiveBuffer]:
         """Where in the output belongs what comes; the own part may be there already."""
-        return [Arrival(p.peer, _part(y, p), adds) for p, adds in self._lands(is_there)]
+        return [ReceiveBuffer(p.peer, _part(y, p), adds) for p, adds in self._lands(is_there)]
 
     def _lands(self, is_there: bool) -> Sequence[tuple[Piece, bool]]:
-        """What lands, in order: where nothing is added, first what waits for nobody."""
+        """What comes, in order: where nothing is added, first what waits for nobody."""
         if is_there:
             return [(piece, False) for piece in self.plan.arrives]
         if not self.plan.once:
             return self.plan.lands
         own = transport.this_worker()
-        return sorted(self.plan.lands, key=lambda landing: landing[0].peer != own)
+        return sorted(self.plan.lands, key=lambda each: each[0].peer != own)
 
     def _follow(self, x: Tensor, y: Tensor, is_there: bool) -> bool:
-        """Make the exchange along its track, if it has one and the tensors are plain."""
+        """Make the exchange along its program, if it has one and the tensors are plain."""
         if not is_plain(x):
             return False
         key = x.dtype, x.stride(), y.stride(), is_there
-        track = self._tracks.get(key)
-        if track is None:
-            track = None if key in self._tracks else self._remembered(key)
-            if track is None:
+        program = self._programs.get(key)
+        if program is None:
+            program = None if key in self._programs else self._remembered(key)
+            if program is None:
                 return False
-        if type(y) is not Tensor or (track.readers and is_pinned(x)):
+        if type(y) is not Tensor or (program.readers and is_pinned(x)):
             return False
-        landed = self.group.follow(track, y, x)
-        return landed == track.length or self._finish(track, landed, x, y, is_there)
+        landed = self.group.follow(program, y, x)
+        return landed == program.length or self._finish(program, landed, x, y, is_there)
 
-    def _finish(self, track: Track, landed: int, x: Tensor, y: Tensor, is_there: bool) -> bool:
+    def _finish(
+        self, program: CopyProgram, landed: int, x: Tensor, y: Tensor, is_there: bool
+    ) -> bool:
         """Let Python do what the engine has left, if it has begun."""
         if landed == NOTHING:
             return False
         kept = self.plan.kept
         own = None if kept is None else _part(x, kept)
-        rest = [] if landed == UNREAD else self._arrivals(y, is_there)[landed:]
-        self.group.finish(track, x, rest, own)
+        rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
+        self.group.finish(program, x, rest, own)
         return True
 
-    def _remembered(self, key: Lies) -> Track | None:
-        if len(self._tracks) >= MOST_TRACKS:
-            self._tracks.clear()
-        track = None if self.plan.silent else self._prepared(*key)
-        self._tracks[key] = track
-        return track
+    def _remembered(self, key: Lies) -> CopyProgram | None:
+        if len(self._programs) >= MOST_PROGRAMS:
+            self._programs.clear()
+        program = None if self.plan.silent else self._prepared(*key)
+        self._programs[key] = program
+        return program
 
     def _prepared(
         self, dtype: torch.dtype, x_steps: Shape, y_steps: Shape, is_there: bool
-    ) -> Track | None:
+    ) -> CopyProgram | None:
         leaves = self.plan.gives if is_there else self.plan.leaves
         gives = [(piece.peer, Place(piece.region, x_steps)) for piece in leaves]
         lands = self._lands(is_there)
         takes = [(piece.peer, Place(piece.region, y_steps), adds) for piece, adds in lands]
-        return self.group.track(dtype, gives, takes)
+        return self.group.program(dtype, gives, takes)
 
 
-def _land(sends: list[Parcel], arrivals: list[Arrival]) -> None:
+def _land(sends: list[SendBuffer], receives: list[ReceiveBuffer]) -> None:
     """Put what stays on this worker into its place."""
-    for arrival in arrivals:
-        arrival.land(sends[0].tensor)
+    for buffer in receives:
+        buffer.put(sends[0].tensor)
 
 
 def _spaced(like: Tensor, shape: Shape, dim: int) -> Tensor:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from operator import index as as_int
 
-from tessel import boxes, transport
+from tessel import transport
+from tessel.core import boxes
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
-from tessel import boxes
-from tessel.boxes import Box, Region
-from tessel.layout import Coordinates, Cut, Layout, Shape
+from tessel.core import boxes
+from tessel.core.boxes import Box, Region
+from tessel.core.layout import Coordinates, Cut, Layout, Shape
 
 LARGE = 2**18  # elements; more than that two workers sum by halves
 
@@ -158,7 +158,7 @@ def _takes(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
     box = target.box(worker)
     if box is None:
         return
-    for place, part in source.meeting(box):
+    for place, part in source.agreement(box):
         yield Piece.of(_giver(source, place, target, worker), part, box)
 
 
@@ -168,7 +168,7 @@ def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
     if own is None or box is None:
         return
     place = _without_shared(source, own)
-    for there, part in target.meeting(box):
+    for there, part in target.agreement(box):
         for taker in target.holders(there):
             if _giver(source, place, target, taker) == worker:
                 yield Piece.of(taker, part, box)

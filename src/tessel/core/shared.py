@@ -18,28 +18,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tessel import boxes
-from tessel.agreement import Terms
-from tessel.layout import Cut, Layout, Shape
-from tessel.linop import LinearOperator, record_several
-from tessel.move import Move
-from tessel.partition import Partition
-from tessel.plan import LARGE
+from tessel.core import boxes
+from tessel.core.agreement import TensorMeta
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.linop import LinearOperator, record_several
+from tessel.core.move import Move
+from tessel.core.partition import Partition
+from tessel.core.plan import LARGE
 from tessel.transport import kept_in_job
 
 
-class Bundling(Protocol):
+class Buckets(Protocol):
     """What knows which values are used together."""
 
-    def alias(self, value: Tensor, use: Spread) -> Tensor | None:
+    def alias(self, value: Tensor, use: Replicate) -> Tensor | None:
         """A value of a bundle for this use of it; None if it is in none."""
         ...
 
 
-bundling: ContextVar[Bundling | None] = ContextVar("bundling", default=None)  # what runs now
+current_buckets: ContextVar[Buckets | None] = ContextVar(
+    "current_buckets", default=None
+)  # what runs now
 
 
-class Spread(LinearOperator):
+class Replicate(LinearOperator):
     """Let every worker use a shared value as a copy of its own.
 
     Forward:  y_k = x for all k, where nothing moves or is copied.    Adjoint:  x = Σ_k y_k.
@@ -54,13 +56,13 @@ class Spread(LinearOperator):
         self._move = Move(domain, codomain)
         self.takes_part  # noqa: B018  (all workers make the groups)
 
-    def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
-        found = self.bundled(x) if terms is None else None
-        return super().apply(x, terms) if found is None else found
+    def apply(self, x: Tensor, meta: TensorMeta | None = None) -> Tensor:
+        found = self.from_bucket(x) if meta is None else None
+        return super().apply(x, meta) if found is None else found
 
-    def bundled(self, x: Tensor) -> Tensor | None:
+    def from_bucket(self, x: Tensor) -> Tensor | None:
         """The value for this use if it is one of a bundle, whose gradients travel together."""
-        current = bundling.get()
+        current = current_buckets.get()
         return None if current is None else current.alias(x, self)
 
     @cached_property
@@ -88,23 +90,23 @@ class Spread(LinearOperator):
 
 
 @kept_in_job
-def _spread(domain: Layout, separate: tuple[int, ...]) -> Spread:
+def _replicate(domain: Layout, separate: tuple[int, ...]) -> Replicate:
     shared = tuple(axis for axis in domain.shared if axis not in separate)
-    return Spread(domain, replace(domain, shared=shared))
+    return Replicate(domain, replace(domain, shared=shared))
 
 
-def spread(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
+def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
     """Use a shared value in a computation of its own along the axes `separate`."""
     sizes = layout.partition.shape
     axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
-    return _spread(layout, axes).apply(value) if axes else value
+    return _replicate(layout, axes).apply(value) if axes else value
 
 
-def bundled(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor | None:
+def from_bucket(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor | None:
     """The same if the value is one of a bundle, and None if it is not."""
     sizes = layout.partition.shape
     axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
-    return _spread(layout, axes).bundled(value) if axes else None
+    return _replicate(layout, axes).from_bucket(value) if axes else None
 
 
 class Sum:
@@ -133,15 +135,15 @@ class Sum:
         self._scatter = Move(layout(row, whole), layout(rows, whole if swaps else part))
         self._collect = None if swaps else Move(layout(part), layout(whole))
 
-    def depart(self, x: Tensor) -> Callable[[], Tensor]:
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Send; the result waits, and gives the sum."""
-        arrive = self._scatter.depart(x.unsqueeze(0))
+        arrive = self._scatter.start(x.unsqueeze(0))
 
-        def land() -> Tensor:
+        def wait() -> Tensor:
             found = _added(arrive())
-            return found if self._collect is None else self._collect.depart(found)()
+            return found if self._collect is None else self._collect.start(found)()
 
-        return land
+        return wait
 
 
 def _added(rows: Tensor) -> Tensor:
@@ -161,7 +163,7 @@ def _sum(partition: Partition, axes: tuple[int, ...], length: int) -> Sum:
 Parts = tuple[Tensor | None, ...]
 
 
-class Bundle:
+class GradientBucket:
     """Let every worker use several shared values as copies of its own.
 
     Forward:  y_ik = x_i for all i and k, where nothing moves.    Adjoint:  x_i = Σ_k y_ik, for all
@@ -189,25 +191,25 @@ class Bundle:
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
         """What `use` takes. In a backward pass the sums are waited for here."""
-        (token,) = record_several(_Deposit(self), values)
+        (token,) = record_several(_EnterBucket(self), values)
         assert token is not None
         return token
 
     def use(self, token: Tensor) -> tuple[Tensor, ...]:
         """The values, for use on each worker. In a backward pass the sums begin here."""
-        found = record_several(_Receipt(self), (token,))
+        found = record_several(_LeaveBucket(self), (token,))
         return tuple(each for each in found if each is not None)
 
     def empty(self) -> Tensor:
         return self.like.new_empty(0)
 
-    def depart(self, grads: Parts) -> Callable[[], Parts]:
+    def start(self, grads: Parts) -> Callable[[], Parts]:
         """Send gradients, with marks of those that are there; the result waits for the sums."""
-        land = self._sum.depart(self._packed(grads))
+        wait = self._sum.start(self._packed(grads))
         is_all = all(grad is not None for grad in grads)
 
         def arrive() -> Parts:
-            return self._unpacked(land(), is_all)
+            return self._unpacked(wait(), is_all)
 
         return arrive
 
@@ -232,10 +234,10 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _BucketStep:
     """A step of a bundle. What it carries goes with the token that stands for it in the graph."""
 
-    bundle: Bundle
+    bundle: GradientBucket
 
     def empty(self) -> Tensor:
         return self.bundle.empty()
@@ -246,18 +248,18 @@ class _Step:
         return (token,)
 
 
-class _Deposit(_Step):
+class _EnterBucket(_BucketStep):
     """Values to a token; nothing moves."""
 
     def _apply(self, *xs: Tensor | None) -> Parts:
         return self._token(tuple(None if x is None else x.detach() for x in xs))
 
     @property
-    def H(self) -> _Landing:
-        return _Landing(self.bundle)
+    def H(self) -> _WaitForSum:
+        return _WaitForSum(self.bundle)
 
 
-class _Receipt(_Step):
+class _LeaveBucket(_BucketStep):
     """A token to the values; nothing moves."""
 
     def _apply(self, *xs: Tensor | None) -> Parts:
@@ -267,22 +269,22 @@ class _Receipt(_Step):
         return tuple(None if x is None else x.detach() for x in token.carried)  # type: ignore[attr-defined]
 
     @property
-    def H(self) -> _Departure:
-        return _Departure(self.bundle)
+    def H(self) -> _StartSum:
+        return _StartSum(self.bundle)
 
 
-class _Departure(_Step):
+class _StartSum(_BucketStep):
     """Gradients to a token, while they travel."""
 
     def _apply(self, *xs: Tensor | None) -> Parts:
-        return self._token(self.bundle.depart(xs))
+        return self._token(self.bundle.start(xs))
 
     @property
-    def H(self) -> _Receipt:
-        return _Receipt(self.bundle)
+    def H(self) -> _LeaveBucket:
+        return _LeaveBucket(self.bundle)
 
 
-class _Landing(_Step):
+class _WaitForSum(_BucketStep):
     """A token to the sums, when they have come."""
 
     def _apply(self, *xs: Tensor | None) -> Parts:
@@ -293,8 +295,8 @@ class _Landing(_Step):
         return found
 
     @property
-    def H(self) -> _Deposit:
-        return _Deposit(self.bundle)
+    def H(self) -> _EnterBucket:
+        return _EnterBucket(self.bundle)
 
 
 def total(share: Tensor, partition: Partition, shared: Iterable[int] = ()) -> Tensor:
@@ -326,14 +328,14 @@ def equalize(values: Iterable[Tensor], partition: Partition) -> None:
                 value.copy_(move.apply(value.detach() if owns else value.new_empty(0)))
 
 
-def even(x: Tensor, terms: Terms) -> Tensor:
+def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
     """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
-    if terms.needs_grad and not x.requires_grad:
+    if meta.needs_grad and not x.requires_grad:
         return x.detach().requires_grad_()
     return x
 
 
-def nothing(shape: Shape, *inputs: Tensor | None) -> Tensor:
+def anchored_zeros(shape: Shape, *inputs: Tensor | None) -> Tensor:
     """Zeros that hang on their inputs, so that the graphs of all workers are alike."""
     anchor = sum(each.reshape(-1)[:0].sum(dtype=each.dtype) for each in inputs if each is not None)
     assert isinstance(anchor, Tensor)

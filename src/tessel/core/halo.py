@@ -1,4 +1,4 @@
-"""The fringe: what a worker reads of others, without the part that it has itself.
+"""The halo: what a worker reads of others, without the part that it has itself.
 
 A move to wider boxes copies each worker's own part into them. Where that part can be used where it
 is, only what lies around it need travel, and it may travel while the worker computes.
@@ -14,18 +14,19 @@ from math import prod
 
 from torch import Tensor
 
-from tessel import boxes, transport
-from tessel.boxes import Box, Region
-from tessel.layout import Layout, Shape
-from tessel.linop import LinearOperator, record
-from tessel.plan import Plan, plan
-from tessel.transport import Arrival, Parcel
+from tessel import transport
+from tessel.core import boxes
+from tessel.core.boxes import Box, Region
+from tessel.core.layout import Layout, Shape
+from tessel.core.linop import LinearOperator, record
+from tessel.core.plan import Plan, plan
+from tessel.transport import ReceiveBuffer, SendBuffer
 
 Parts = dict[int, Tensor]  # by worker
 
 
 @dataclass(frozen=True)
-class Strip:
+class HaloBox:
     """A box of values of others, with room for zeros around it.
 
     Attributes:
@@ -50,7 +51,7 @@ class Strip:
         )
 
 
-class Fringe(LinearOperator):
+class Halo(LinearOperator):
     """Bring every worker the strips around its part, one after the other in a flat tensor.
 
     Forward:  y_s[i] = x_owner(i)[i] for i in the strips of s.    Adjoint:  x_r[i] = Σ_s y_s[i].
@@ -62,7 +63,9 @@ class Fringe(LinearOperator):
             and does not have.
     """
 
-    def __init__(self, source: Layout, read: Layout, strips: tuple[tuple[Strip, ...], ...]) -> None:
+    def __init__(
+        self, source: Layout, read: Layout, strips: tuple[tuple[HaloBox, ...], ...]
+    ) -> None:
         self.domain, self.read, self.strips = source, read, strips
         partition = source.partition
         lengths = [(sum(strip.numel for strip in each),) for each in strips]
@@ -70,7 +73,7 @@ class Fringe(LinearOperator):
         self.takes_part  # noqa: B018  (all workers make the group)
 
     @cached_property
-    def own_strips(self) -> tuple[Strip, ...]:
+    def own_strips(self) -> tuple[HaloBox, ...]:
         """The strips of this worker."""
         place = self.domain.partition.rank
         return () if place is None else self.strips[place]
@@ -81,17 +84,17 @@ class Fringe(LinearOperator):
         return [part.view(s.shape) for part, s in zip(parts, self.own_strips, strict=True)]
 
     def _apply(self, x: Tensor) -> Tensor:
-        return self.land(self.depart(x)(), x)
+        return self.finish(self.start(x)(), x)
 
     def _apply_adjoint(self, y: Tensor) -> Tensor:
-        return self.land_adjoint(self.depart_adjoint(y)(), y)
+        return self.finish_adjoint(self.start_adjoint(y)(), y)
 
-    def depart(self, x: Tensor) -> Callable[[], Parts]:
+    def start(self, x: Tensor) -> Callable[[], Parts]:
         """Send what others read of this part; the result waits for what comes."""
         sends = {piece.peer: x[piece.region] for piece in self._plan.gives}
         return self._swap(sends, {piece.peer: piece.shape for piece in self._plan.arrives}, x)
 
-    def land(self, arrived: Parts, like: Tensor) -> Tensor:
+    def finish(self, arrived: Parts, like: Tensor) -> Tensor:
         """Put what came into the strips."""
         flat = like.new_zeros(self.codomain.local_shape)
         views = self.split(flat)
@@ -99,7 +102,7 @@ class Fringe(LinearOperator):
             views[strip][there].copy_(arrived[peer][here])
         return flat
 
-    def depart_adjoint(self, y: Tensor) -> Callable[[], Parts]:
+    def start_adjoint(self, y: Tensor) -> Callable[[], Parts]:
         """Send what the strips hold back to where it came from."""
         sends = {piece.peer: y.new_zeros(piece.shape) for piece in self._plan.arrives}
         views = self.split(y.contiguous())
@@ -107,7 +110,7 @@ class Fringe(LinearOperator):
             sends[peer][here].copy_(views[strip][there])
         return self._swap(sends, {piece.peer: piece.shape for piece in self._plan.gives}, y)
 
-    def land_adjoint(self, arrived: Parts, like: Tensor) -> Tensor:
+    def finish_adjoint(self, arrived: Parts, like: Tensor) -> Tensor:
         """Add what came to where it belongs."""
         x = like.new_zeros(self.domain.local_shape)
         for piece in self._plan.gives:
@@ -138,9 +141,9 @@ class Fringe(LinearOperator):
     def _swap(self, sends: Parts, shapes: dict[int, Shape], like: Tensor) -> Callable[[], Parts]:
         """Start the messages; the result waits for those that come."""
         into = {peer: like.new_empty(shape) for peer, shape in shapes.items()}
-        parcels = [Parcel(peer, part) for peer, part in sends.items()]
-        arrivals = [Arrival(peer, place) for peer, place in into.items()]
-        wait = self.group.exchange(parcels, arrivals, like.device)
+        messages = [SendBuffer(peer, part) for peer, part in sends.items()]
+        receives = [ReceiveBuffer(peer, place) for peer, place in into.items()]
+        wait = self.group.exchange(messages, receives, like.device)
 
         def arrive() -> Parts:
             wait()
@@ -152,65 +155,65 @@ class Fringe(LinearOperator):
         return name in ("own_strips", "_plan", "_copies") or super()._is_derived(name)
 
 
-class Journey:
-    """One application of a fringe in two steps, so that a worker can compute while data travels.
+class AsyncHalo:
+    """One application of a halo in two steps, so that a worker can compute while data travels.
 
-    `depart(x)` sends; `land(token)` waits and gives the strips. In the backward pass the adjoint
-    departs where the strips landed and lands where the input departed: what was computed between
+    `start(x)` sends; `wait(token)` gives the strips. In the backward pass the adjoint starts where
+    the strips were waited for and is waited for where the input was sent: what was computed between
     the two is derived between them.
     """
 
-    def __init__(self, fringe: Fringe) -> None:
-        self.departure = _Departure(fringe, deque(), deque())
+    def __init__(self, halo: Halo) -> None:
+        self._start = _StartHalo(halo, deque(), deque())
 
-    def depart(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Tensor:
         """Send; the result stands for what is on its way."""
-        return record(self.departure, x, False)
+        return record(self._start, x, False)
 
-    def land(self, token: Tensor) -> Tensor:
-        """Wait; the strips, one after the other in a flat tensor."""
-        return record(self.departure.landing, token, False)
+    def wait(self, token: Tensor) -> Tensor:
+        """The strips, one after the other in a flat tensor, when they have come."""
+        return record(self._start.second_step, token, False)
 
 
 _Slot = deque[Callable[[], Parts]]  # what is on its way: in forward mode a tangent follows
 
 
-class _Departure(LinearOperator):
-    """The first step of a fringe (or of its adjoint, if that is given by `adjoint`)."""
+class _StartHalo(LinearOperator):
+    """The first step of a halo exchange (or of its adjoint, if `adjoint`): send."""
 
-    def __init__(self, fringe: Fringe, slot: _Slot, back: _Slot, adjoint: bool = False) -> None:
-        self.fringe, self.slot, self.back, self.adjoint = fringe, slot, back, adjoint
-        self.domain = fringe.codomain if adjoint else fringe.domain
-        self.codomain = fringe.codomain
-        self.group = fringe.group
+    def __init__(self, halo: Halo, slot: _Slot, back: _Slot, adjoint: bool = False) -> None:
+        self.halo, self.slot, self.back, self.adjoint = halo, slot, back, adjoint
+        self.domain = halo.codomain if adjoint else halo.domain
+        self.codomain = halo.codomain
+        self.group = halo.group
 
     def _apply(self, x: Tensor) -> Tensor:
-        fringe = self.fringe
-        self.slot.append(fringe.depart_adjoint(x) if self.adjoint else fringe.depart(x))
-        return x.new_empty(fringe.codomain.local_shape)
+        halo = self.halo
+        self.slot.append(halo.start_adjoint(x) if self.adjoint else halo.start(x))
+        return x.new_empty(halo.codomain.local_shape)
 
     @cached_property
-    def landing(self) -> _Landing:
-        return _Landing(self.fringe, self.slot, self.back, self.adjoint)
+    def second_step(self) -> _WaitHalo:
+        return _WaitHalo(self.halo, self.slot, self.back, self.adjoint)
 
     @cached_property
     def H(self) -> LinearOperator:
-        return _Landing(self.fringe, self.back, self.slot, not self.adjoint)
+        return _WaitHalo(self.halo, self.back, self.slot, not self.adjoint)
 
 
-class _Landing(LinearOperator):
-    """The second step."""
+class _WaitHalo(LinearOperator):
+    """The second step: wait, and put what came into its place."""
 
-    def __init__(self, fringe: Fringe, slot: _Slot, back: _Slot, adjoint: bool = False) -> None:
-        self.fringe, self.slot, self.back, self.adjoint = fringe, slot, back, adjoint
-        self.domain = fringe.codomain
-        self.codomain = fringe.domain if adjoint else fringe.codomain
-        self.group = fringe.group
+    def __init__(self, halo: Halo, slot: _Slot, back: _Slot, adjoint: bool = False) -> None:
+        self.halo, self.slot, self.back, self.adjoint = halo, slot, back, adjoint
+        self.domain = halo.codomain
+        self.codomain = halo.domain if adjoint else halo.codomain
+        self.group = halo.group
 
     def _apply(self, token: Tensor) -> Tensor:
-        fringe, arrived = self.fringe, self.slot.popleft()()
-        return fringe.land_adjoint(arrived, token) if self.adjoint else fringe.land(arrived, token)
+        halo, arrived = self.halo, self.slot.popleft()()
+        return halo.finish_adjoint(arrived, token) if self.adjoint else halo.finish(arrived, token)
 
     @cached_property
     def H(self) -> LinearOperator:
-        return _Departure(self.fringe, self.back, self.slot, not self.adjoint)
+        return _StartHalo(self.halo, self.back, self.slot, not self.adjoint)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.agreement import Claim, Meeting, Terms, admit, in_forward_mode
-from tessel.graph import node
-from tessel.layout import Layout, Shape
-from tessel.numbered import Numbered, constant_in_graphs, object_of
-from tessel.partition import Outline
+from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, in_forward_mode
+from tessel.core.graph import node
+from tessel.core.handles import HasHandle, constant_in_graphs, object_of
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Outline
 
-Agreed = tuple["LinearOperator", Terms]
+Agreed = tuple["LinearOperator", TensorMeta]
 ANCHOR = torch.empty(0, requires_grad=True)  # needs a gradient and never gets one
 
 
-class LinearOperator(Numbered):
+class LinearOperator(HasHandle):
     """A linear map from tensors in one layout to tensors in another.
 
     A subclass sets `domain` and `codomain` and writes two methods on local tensors, `_apply` and
@@ -64,7 +64,7 @@ class LinearOperator(Numbered):
         compiles = torch.compiler.is_compiling()  # compilers cannot look into what is cached
         return apply_agreed(self, x, self.domain.partition.active if compiles else self._gives)
 
-    def apply(self, x: Tensor, terms: Terms | None = None) -> Tensor:
+    def apply(self, x: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """Apply the operator without asking the others.
 
         Every worker must pass what `domain` says, and all or none an input that needs a gradient.
@@ -76,8 +76,8 @@ class LinearOperator(Numbered):
                 f"{self._label}: worker {transport.this_worker()} expected a tensor of shape "
                 f"{self.domain.local_shape}, got {tuple(x.shape)}"
             )
-        y = record(self, x, terms is not None and terms.needs_grad)
-        if terms is not None and terms.has_tangent and not in_forward_mode():
+        y = record(self, x, meta is not None and meta.needs_grad)
+        if meta is not None and meta.has_tangent and not in_forward_mode():
             self._apply(torch.zeros_like(x))  # others move tangents: so does this worker, a zero
         return y
 
@@ -121,12 +121,12 @@ class LinearOperator(Numbered):
         return self.domain.partition.active
 
     @cached_property
-    def _meeting(self) -> Meeting[Agreed]:
+    def _agreement(self) -> Agreement[Agreed]:
         identity = f"{self._label} {self.domain.identity} {self.codomain.identity}"
         ranks = self.domain.partition.ranks
-        return Meeting(self.group, self._label, ranks, self._conclude, identity)
+        return Agreement(self.group, self._label, ranks, self._conclude, identity)
 
-    def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
+    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         for worker, shape in shapes.items():
             expected = self.domain.shape_on(worker)
             if shape != expected:
@@ -134,12 +134,12 @@ class LinearOperator(Numbered):
                     f"{self._label}: worker {worker} expected a tensor of shape {expected}, "
                     f"got {shape}"
                 )
-        self.check_dtype(terms.dtype, self._label)
-        return self, terms
+        self.check_dtype(meta.dtype, self._label)
+        return self, meta
 
     def _is_derived(self, name: str) -> bool:
-        derived = ("number", "group", "takes_part", "_label", "_gives", "_meeting", "H", "route")
-        return name in derived or name.startswith("_settled")
+        derived = ("handle", "group", "takes_part", "_label", "_gives", "_agreement", "H", "route")
+        return name in derived or name.startswith("_agreed_")
 
 
 class Adjoint(LinearOperator):
@@ -246,8 +246,10 @@ class Compiled(LinearOperator):
     on some of them only then raises on all.
     """
 
-    def __init__(self, operator: LinearOperator, meeting: Meeting[Agreed], claim: Claim) -> None:
-        self.operator, self.meeting, self.claim = operator, meeting, claim
+    def __init__(
+        self, operator: LinearOperator, agreement: Agreement[Agreed], signature: Signature
+    ) -> None:
+        self.operator, self.agreement, self.signature = operator, agreement, signature
         self.domain, self.codomain = operator.domain, operator.codomain
         self.group = operator.group
         operator.prepare()
@@ -259,49 +261,48 @@ class Compiled(LinearOperator):
 
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return node(x, self.number)
-        operator, _ = self.meeting.reach(self.claim)
+            return node(x, self.handle)
+        operator, _ = self.agreement.agree(self.signature)
         if operator != self.operator:
             raise ValueError(
-                f"{self.meeting.label}: this call was compiled for other shapes than "
+                f"{self.agreement.label}: this call was compiled for other shapes than "
                 f"{operator.domain}; compiled calls have fixed shapes on all workers"
             )
         return operator._apply(x)
 
 
 def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
-    """Apply the operator that the workers agree on in the meeting of `caller`.
+    """Apply the operator that the workers agree on in the agreement of `caller`.
 
     A worker that takes no part in it gets a clone.
     """
     if torch.compiler.is_compiling():
-        if not _takes_part_while_compiling(caller.number):
+        if not _takes_part_while_compiling(caller.handle):
             return x.clone()
         lengths = [len(range(length)) for length in x.shape]  # so that a compiler fixes them
         enabled = torch.is_grad_enabled()
         kind = lengths, x.dtype, x.device.type, x.requires_grad and enabled, not enabled
-        operator, terms = getattr(caller, _settled_while_compiling(caller.number, *kind))
+        operator, meta = getattr(caller, _agreed_while_compiling(caller.handle, *kind))
     elif caller.takes_part:
-        operator, terms = caller._meeting.reach_with(x)
-        caller._meeting.group.number_call()
+        operator, meta = caller._agreement.agree_on(x)
     else:
         return x.clone()
-    return operator.apply(admit(x, terms, gives), terms)
+    return operator.apply(as_agreed(x, meta, gives), meta)
 
 
 @constant_in_graphs
-def _takes_part_while_compiling(number: str) -> bool:
-    return object_of(number).takes_part
+def _takes_part_while_compiling(handle: str) -> bool:
+    return object_of(handle).takes_part
 
 
 @constant_in_graphs
-def _settled_while_compiling(number: str, lengths: list[int], *kind: Any) -> str:
+def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
     """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
-    caller = object_of(number)
-    claim = Claim(tuple(lengths), *kind)
-    operator, terms = caller._meeting.reach(replace(claim, compiles=True))
-    name = f"_settled_{abs(hash(claim))}"
-    caller.__dict__[name] = Compiled(operator, caller._meeting, claim), terms
+    caller = object_of(handle)
+    signature = Signature(tuple(lengths), *kind)
+    operator, meta = caller._agreement.agree(replace(signature, compiles=True))
+    name = f"_agreed_{abs(hash(signature))}"
+    caller.__dict__[name] = Compiled(operator, caller._agreement, signature), meta
     return name
 
 

@@ -1,8 +1,8 @@
 """Tracks: exchanges between workers of one host whose copies are known in advance.
 
-A track says, in 64-bit words, which bytes of one tensor go into the slots of which channels, and
+A program says, in 64-bit words, which bytes of one tensor go into the slots of which channels, and
 where in another tensor belongs what comes. The engine, which is compiled, runs along it; without
-the engine there are no tracks, and exchanges are made message by message.
+the engine there are no programs, and exchanges are made message by message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ImportError:  # it was installed where no compiler was found
 
 ENGINES = ("compiled", "python")
 MOST_TERMS = 16  # of a sum that the engine makes block by block
-MOST_LOOPS = 30  # of one passage
+MOST_LOOPS = 30  # of one step
 # nanoseconds for which the engine looks again at once, or lets others run in between, and sleeps,
 # before Python waits
 SPIN, YIELD, NAP = 200_000, 50_000, 2_000_000
@@ -83,7 +83,7 @@ class Place(NamedTuple):
         return run if all(step for _, step, _ in loops) else 0
 
 
-class Passage(NamedTuple):
+class CopyStep(NamedTuple):
     """What goes from one place to another, through a channel or on this worker.
 
     Attributes:
@@ -135,7 +135,7 @@ def _runs(
     return run, loops
 
 
-class Track:
+class CopyProgram:
     """One exchange, as one worker sees it, between tensors of one dtype that lie in certain ways.
 
     Args:
@@ -144,7 +144,7 @@ class Track:
         gives: into slots.
         takes: out of slots, or from the one tensor to the other, in the order in which they land.
         yields: whether the engine lets others run while it looks again.
-        bell: the addresses of this worker's own.
+        wakeup: the addresses of this worker's own.
         readers: the workers to whom something is offered.
     """
 
@@ -152,17 +152,17 @@ class Track:
         self,
         code: int,
         dtype: torch.dtype,
-        gives: Sequence[Passage],
-        takes: Sequence[Passage],
+        gives: Sequence[CopyStep],
+        takes: Sequence[CopyStep],
         yields: bool,
-        bell: tuple[int, int],
+        wakeup: tuple[int, int],
         readers: Sequence[int] = (),
     ) -> None:
         self.readers = tuple(readers)
         is_large = any(each.reach for each in (*gives, *takes))
         is_blocked = _is_blocked(takes)
-        patience = [YIELD if yields else SPIN, yields, NAP, *bell]
-        head = [code, len(gives), len(takes), *patience, is_large, is_blocked]
+        backoff = [YIELD if yields else SPIN, yields, NAP, *wakeup]
+        head = [code, len(gives), len(takes), *backoff, is_large, is_blocked]
         entries = (word for each in (*gives, *takes) for word in each.words(dtype))
         self._words = array("q", [*head, *entries])
         self.address = self._words.buffer_info()[0]
@@ -178,15 +178,15 @@ class Track:
         totals.bytes_received += self._bytes_received
 
 
-def _is_blocked(takes: Sequence[Passage]) -> bool:
+def _is_blocked(takes: Sequence[CopyStep]) -> bool:
     """Whether takes are terms of one sum, all of which lie together."""
     ends = {(each.target.start, each.target.shape) for each in takes}
     together = not any(each.num_loops for each in takes)
     return 1 < len(takes) <= MOST_TERMS and len(ends) == 1 and together
 
 
-def _num_bytes(passages: Iterable[Passage], dtype: torch.dtype) -> int:
-    return sum(dtype.itemsize * prod(each.target.shape) for each in passages)
+def _num_bytes(steps: Iterable[CopyStep], dtype: torch.dtype) -> int:
+    return sum(dtype.itemsize * prod(each.target.shape) for each in steps)
 
 
 def is_plain(x: Tensor) -> bool:

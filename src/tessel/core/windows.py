@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tessel.boxes import Interval, overlap
+from tessel.core.boxes import Interval, overlap
 
 
 class Reach(Protocol):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.graph import node
-from tessel.layout import Layout
-from tessel.linop import LinearOperator
-from tessel.plan import Plan, route
-from tessel.stage import Stage, shaped
+from tessel.core.graph import node
+from tessel.core.layout import Layout
+from tessel.core.linop import LinearOperator
+from tessel.core.plan import Plan, route
+from tessel.core.stage import Stage, shaped
 
 # what torch does not add, or not as numbers
 UNSUMMABLE = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
@@ -83,27 +83,27 @@ class Move(LinearOperator):
 
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return node(x, self.number)
+            return node(x, self.handle)
         stages = self.stages
         y = stages[0](x) if len(stages) == 1 else stages[0].before(stages[1], x)
         return shaped(y, self.codomain.local_shape)
 
-    def depart(self, x: Tensor) -> Callable[[], Tensor]:
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need first; the result waits for what comes and gives the output.
 
         Room for the output is made when what was sent may be gone. Other movements may pass
-        meanwhile; all workers land in the same order.
+        meanwhile; all workers wait in the same order.
         """
         first, *rest = self.stages
-        arrivals = [first.begin(x)]
+        receives = [first.begin(x)]
 
-        def land() -> Tensor:
-            y = arrivals.pop()()  # what was sent is not kept until the last stage has landed
+        def wait() -> Tensor:
+            y = receives.pop()()  # what was sent is not kept until the last stage has landed
             for stage in rest:
                 y = stage.begin(y)()
             return shaped(y, self.codomain.local_shape)
 
-        return land
+        return wait
 
     def _is_derived(self, name: str) -> bool:
         return name == "stages" or super()._is_derived(name)

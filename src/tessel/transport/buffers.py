@@ -1,4 +1,4 @@
-"""Parcels: the tensors of one exchange, with the workers they go to and come from."""
+"""Buffers: the tensors of one exchange, with the workers they go to and come from."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Parcel(NamedTuple):
+class SendBuffer(NamedTuple):
     """A tensor for a worker: any strides; it must not change before the exchange is over."""
 
     worker: int
     tensor: Tensor
 
 
-class Arrival(NamedTuple):
+class ReceiveBuffer(NamedTuple):
     """A place for what comes from a worker: any strides; written, or added to."""
 
     worker: int
     place: Tensor
     adds: bool = False
 
-    def land(self, values: Tensor) -> None:
+    def put(self, values: Tensor) -> None:
         """Put what came into its place."""
         self.place.add_(values) if self.adds else self.place.copy_(values)

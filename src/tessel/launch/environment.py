@@ -1,4 +1,4 @@
-"""Scene: what a call sees of the process that makes it."""
+"""Environment: what a call sees of the process that makes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tessel.machine import keep_freed_memory
 
 
-class Scene(NamedTuple):
+class Environment(NamedTuple):
     """The surroundings of a call."""
 
     environ: dict[str, str]
@@ -22,7 +22,7 @@ class Scene(NamedTuple):
     threads: int
 
     @classmethod
-    def present(cls, threads: int) -> Scene:
+    def present(cls, threads: int) -> Environment:
         """The surroundings of this process, but for the number of torch threads."""
         return cls(
             environ={**_loopback(), **os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -33,9 +33,9 @@ class Scene(NamedTuple):
         )
 
     def enter(self, known: dict[str, str], variables: dict[str, str]) -> None:
-        """Take on this scene, with these variables instead of those that torchrun sets.
+        """Take on this environment, with these variables instead of those that torchrun sets.
 
-        `known` are the environment variables of the scene before, and then those of this one.
+        `known` are the environment variables of the environment before, and then those of this one.
         """
         environ = {k: v for k, v in self.environ.items() if not _is_torchrun_variable(k)}
         _follow(known, {**environ, **variables})

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tessel.layout import Cut, Layout
-from tessel.shared import nothing
+from tessel.core.layout import Cut, Layout
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.counter import normal, uniform, whole_numbers
 from tessel.tensor.gathering import gathered, may_gather, say
 from tessel.tensor.rules.batched import holds_anywhere
@@ -102,9 +102,9 @@ def _constant(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, Tensor):
-        return value.detach() + nothing(tuple(value.shape), value)
+        return value.detach() + anchored_zeros(tuple(value.shape), value)
     part, layout = opened(value)
-    return made(part.detach() + nothing(tuple(part.shape), part), layout)
+    return made(part.detach() + anchored_zeros(tuple(part.shape), part), layout)
 
 
 # -- in place -------------------------------------------------------------------------------------

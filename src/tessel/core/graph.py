@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 
-from tessel.numbered import object_of
+from tessel.core.handles import object_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @torch.library.custom_op("tessel::apply", mutates_args=())
-def node(x: Tensor, number: str) -> Tensor:
-    """Apply the operator of this number."""
-    return object_of(number)._apply(x)
+def node(x: Tensor, handle: str) -> Tensor:
+    """Apply the operator of this handle."""
+    return object_of(handle)._apply(x)
 
 
 @node.register_fake
-def _(x: Tensor, number: str) -> Tensor:
-    return x.new_empty(object_of(number).codomain.local_shape)
+def _(x: Tensor, handle: str) -> Tensor:
+    return x.new_empty(object_of(handle).codomain.local_shape)
 
 
 def eagerly(function: F) -> F:

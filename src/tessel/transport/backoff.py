@@ -1,29 +1,29 @@
-"""Patience: how a worker waits for something that another writes to memory."""
+"""Backoff: how a worker waits for something that another writes to memory."""
 
 from __future__ import annotations
 
 import os
 import time
 
-from tessel.transport.bell import Bell
+from tessel.transport.wakeup import Wakeup
 
 SPINS = 2000  # looks at once, if each worker has a core
 YIELDS = 100  # looks after each of which another process may run
-NAP = 0.05  # seconds of sleep, unless the bell rings
+NAP = 0.05  # seconds of sleep, unless the wakeup rings
 
 
-class Patience:
+class Backoff:
     """Look again at once, then let others run in between, then sleep.
 
     Args:
-        bell: of this worker, which others ring when they did something.
+        wakeup: of this worker, which others ring when they did something.
         spins: for how many looks this worker keeps its core.
     """
 
-    __slots__ = ("_bell", "_pauses", "_since", "_spins")
+    __slots__ = ("_pauses", "_since", "_spins", "_wakeup")
 
-    def __init__(self, bell: Bell, spins: int) -> None:
-        self._bell, self._spins = bell, spins
+    def __init__(self, wakeup: Wakeup, spins: int) -> None:
+        self._wakeup, self._spins = wakeup, spins
         self._pauses = 0
         self._since = 0.0
 
@@ -37,16 +37,16 @@ class Patience:
             self._since = time.monotonic()
         if beyond <= YIELDS:
             os.sched_yield()
-        elif not self._bell.is_asleep:  # not yet, or another thread of this worker has woken up
-            self._bell.set_asleep(True)  # and look once more before sleeping
+        elif not self._wakeup.is_asleep:  # not yet, or another thread of this worker has woken up
+            self._wakeup.set_asleep(True)  # and look once more before sleeping
         else:
-            return not self._bell.wait(NAP)
+            return not self._wakeup.wait(NAP)
         return False
 
     def end(self) -> None:
         """Something happened: the next pause is a short one."""
         if self._pauses > self._spins + YIELDS:
-            self._bell.set_asleep(False)
+            self._wakeup.set_asleep(False)
         self._pauses = 0
 
     @property

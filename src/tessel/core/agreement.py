@@ -17,13 +17,15 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from tessel.layout import Shape
+from tessel.core.layout import Shape
 from tessel.transport import NUM_WORDS, Group, code_of, packed_words
 
 MAX_DIM = 10
-MEMORY = 256  # conclusions, and claims, that a meeting remembers
-CLAIM = 4 + MAX_DIM  # words of a claim: dtype, device, flags, number of dimensions, lengths
-MAX_CLAIMS = (NUM_WORDS - 2) // CLAIM  # in one exchange, after the label; the last word is free
+MEMORY = 256  # conclusions, and signatures, that an agreement remembers
+# words of a signature: dtype, device, flags, number of dimensions, lengths
+NUM_SIGNED = 4 + MAX_DIM
+# in one exchange, after the label; the last word is free
+MAX_SIGNATURES = (NUM_WORDS - 2) // NUM_SIGNED
 
 _DTYPES: tuple[torch.dtype | None, ...] = (
     None, torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -37,7 +39,7 @@ _DEVICE_CODES = {device: code for code, device in enumerate(_DEVICES)}
 
 
 @dataclass(frozen=True)
-class Claim:
+class Signature:
     """What one worker brings to a movement; no dtype if it is nothing that can be moved."""
 
     shape: Shape
@@ -49,7 +51,7 @@ class Claim:
     compiles: bool = False
 
     @classmethod
-    def of(cls, x: Tensor) -> Claim:
+    def of(cls, x: Tensor) -> Signature:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return cls((), None, "cpu", forbids_grad=not torch.is_grad_enabled())
         grad_enabled = torch.is_grad_enabled()
@@ -63,7 +65,7 @@ class Claim:
         )
 
     def words(self) -> list[int]:
-        """The claim as a fixed number of integers."""
+        """The signature as a fixed number of integers."""
         movable = self.dtype in _DTYPE_CODES and self.device in _DEVICE_CODES
         dtype, device = (self.dtype, self.device) if movable else (None, "cpu")
         said = (self.needs_grad, self.forbids_grad, self.has_tangent, self.compiles)
@@ -74,7 +76,7 @@ class Claim:
         return [*codes, flags, len(self.shape), *lengths, *padding]
 
     @classmethod
-    def from_words(cls, words: list[int]) -> Claim:
+    def from_words(cls, words: list[int]) -> Signature:
         dtype, device, flags, ndim, *lengths = words
         return cls(
             tuple(lengths[: min(ndim, MAX_DIM)]) + (0,) * (ndim - MAX_DIM),
@@ -85,7 +87,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Terms:
+class TensorMeta:
     """What all workers know after they agreed: the kind of tensor, and whether derivatives pass."""
 
     dtype: torch.dtype
@@ -97,18 +99,18 @@ class Terms:
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
-Conclusion = Callable[[dict[int, Shape], Terms], T]
+Conclusion = Callable[[dict[int, Shape], TensorMeta], T]
 
 
 @dataclass
-class Meeting(Generic[T]):
+class Agreement(Generic[T]):
     """Where workers agree, call by call.
 
     Args:
         group: who must agree.
         label: which movement this is, in the words of its user.
         givers: the workers whose tensors move; what others pass is a placeholder.
-        conclude: makes something from the shapes by worker and the terms, or raises ValueError;
+        conclude: makes something from the shapes by worker and the meta, or raises ValueError;
             it must depend on nothing else, so that all workers come to the same.
         identity: what the movement is to the last detail, where the label does not say all.
     """
@@ -121,36 +123,42 @@ class Meeting(Generic[T]):
     _known: dict[bytes, T] = field(default_factory=dict)
     _said: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
 
-    def reach(self, claim: Claim) -> T:
-        """One small exchange; its conclusion is drawn once for the same claims."""
-        return self.settle(self.group.share(self._packed(claim)))
+    def agree(self, signature: Signature) -> T:
+        """One small exchange; its conclusion is drawn once for the same signatures."""
+        return self._concluded(self.group.share(self._packed(signature)))
 
-    def reach_with(self, x: Tensor) -> T:
-        """The same for the claim of a tensor, which is put into words once for tensors alike."""
+    def agree_on(self, x: Tensor) -> T:
+        """Agree by the signature of a tensor, which is made once for tensors alike."""
         if not isinstance(x, Tensor) or in_forward_mode():
-            return self.reach(Claim.of(x))
+            return self.agree(Signature.of(x))
         kind = x.shape, x.dtype, x.device, x.layout, x.requires_grad, torch.is_grad_enabled()
         said = self._said.get(kind)
         if said is None:
-            said = self._packed(Claim.of(x))
+            said = self._packed(Signature.of(x))
             remember(self._said, kind, said)
-        return self.settle(self.group.share(said))
+        return self._concluded(self.group.share(said))
 
-    def reach_marked(self, claim: Claim, mark: int) -> tuple[T, dict[int, int]]:
-        """The same with a word about values, and that of each worker; it is no part of the claims.
+    def agree_with_mark(self, signature: Signature, mark: int) -> tuple[T, dict[int, int]]:
+        """Agree, and learn a number about values from each worker, which is in no signature.
 
         Marks may change with every call, and conclusions are still drawn once.
         """
-        said = packed_words([self._code, *claim.words(), mark])
+        said = packed_words([self._code, *signature.words(), mark])
         rows = np.frombuffer(self.group.share(said), dtype=np.int64).reshape(-1, NUM_WORDS).copy()
-        marks = rows[:, 1 + CLAIM].tolist()
-        rows[:, 1 + CLAIM] = 0
-        return self.settle(rows.tobytes()), dict(zip(self.group.workers, marks, strict=True))
+        marks = rows[:, 1 + NUM_SIGNED].tolist()
+        rows[:, 1 + NUM_SIGNED] = 0
+        return self._concluded(rows.tobytes()), dict(zip(self.group.workers, marks, strict=True))
 
-    def _packed(self, claim: Claim) -> bytes:
-        return packed_words([self._code, *claim.words()])
+    def _concluded(self, everyones: bytes) -> T:
+        """The conclusion; the call that follows from it is counted on all workers alike."""
+        found = self.conclusion_of(everyones)
+        self.group.number_call()
+        return found
 
-    def settle(self, everyones: bytes) -> T:
+    def _packed(self, signature: Signature) -> bytes:
+        return packed_words([self._code, *signature.words()])
+
+    def conclusion_of(self, everyones: bytes) -> T:
         """The conclusion from what all workers said."""
         try:
             return self._known[everyones]
@@ -166,53 +174,55 @@ class Meeting(Generic[T]):
     def _conclude(self, everyones: bytes) -> T:
         self.group.check_same_call(everyones, self.label)
         rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS).tolist()
-        claims = [Claim.from_words(row[1 : 1 + CLAIM]) for row in rows]
-        given = {w: c for w, c in zip(self.group.workers, claims, strict=True) if w in self.givers}
-        self._check_compiling(claims)
-        self._check_grad_mode(claims)
+        signatures = [Signature.from_words(row[1 : 1 + NUM_SIGNED]) for row in rows]
+        given = {
+            w: c for w, c in zip(self.group.workers, signatures, strict=True) if w in self.givers
+        }
+        self._check_compiling(signatures)
+        self._check_grad_mode(signatures)
         self._check_movable(given)
         ndim = self._same("number of dimensions", {w: len(c.shape) for w, c in given.items()})
         if ndim > MAX_DIM:
             raise ValueError(f"{self.label}: at most {MAX_DIM} dimensions can be moved, got {ndim}")
-        terms = Terms(
+        meta = TensorMeta(
             self._same("dtype", {w: c.dtype for w, c in given.items()}),
             self._same("device", {w: c.device for w, c in given.items()}),
-            any(claim.needs_grad for claim in claims),
-            any(claim.has_tangent for claim in claims),
+            any(signature.needs_grad for signature in signatures),
+            any(signature.has_tangent for signature in signatures),
         )
-        return self.conclude({worker: claim.shape for worker, claim in given.items()}, terms)
+        return self.conclude({worker: signature.shape for worker, signature in given.items()}, meta)
 
     def _same(self, what: str, values: dict[int, Any]) -> Any:
         return same(values, what, self.label)
 
-    def _check_movable(self, given: dict[int, Claim]) -> None:
-        for worker, claim in given.items():
-            if claim.dtype is None:
+    def _check_movable(self, given: dict[int, Signature]) -> None:
+        for worker, signature in given.items():
+            if signature.dtype is None:
                 raise ValueError(
                     f"{self.label}: worker {worker} passed no tensor, or one of a dtype, device or "
                     f"layout that cannot be moved; dense tensors of the usual dtypes can"
                 )
 
-    def _check_grad_mode(self, claims: list[Claim]) -> None:
+    def _check_grad_mode(self, signatures: list[Signature]) -> None:
         """A worker under no_grad() would not take part in the backward exchange of the others."""
-        needs = [w for w, c in zip(self.group.workers, claims, strict=True) if c.needs_grad]
-        forbids = [w for w, c in zip(self.group.workers, claims, strict=True) if c.forbids_grad]
+        needs = [w for w, c in zip(self.group.workers, signatures, strict=True) if c.needs_grad]
+        forbids = [w for w, c in zip(self.group.workers, signatures, strict=True) if c.forbids_grad]
         if needs and forbids:
             raise ValueError(
                 f"{self.label}: workers {needs} need a gradient and workers {forbids} run under "
                 f"torch.no_grad(), so that there would be no backward pass; do the same on all"
             )
 
-    def _check_compiling(self, claims: list[Claim]) -> None:
+    def _check_compiling(self, signatures: list[Signature]) -> None:
         """A compiled call has fixed shapes: workers compile it together or not at all."""
-        compiling = [w for w, c in zip(self.group.workers, claims, strict=True) if c.compiles]
-        if compiling and len(compiling) < len(claims):
+        compiling = [w for w, c in zip(self.group.workers, signatures, strict=True) if c.compiles]
+        if compiling and len(compiling) < len(signatures):
             raise ValueError(
                 f"{self.label}: workers {compiling} compile this call anew and the others do not, "
                 f"since only their tensors changed shape; change all, or do not compile the call"
             )
-        needs = [w for w, c in zip(self.group.workers, claims, strict=True) if c.needs_grad]
-        if compiling and needs and len(needs) < len(claims):
+        needs = [w for w, c in zip(self.group.workers, signatures, strict=True) if c.needs_grad]
+        if compiling and needs and len(needs) < len(signatures):
             raise ValueError(
                 f"{self.label}: only workers {needs} need a gradient, and a compiled call has no "
                 f"backward pass on the others; let all inputs need one, also empty ones"
@@ -226,19 +236,27 @@ def remember(memory: dict[K, V], key: K, value: V) -> None:
     memory[key] = value
 
 
-def reach_together(meetings: Sequence[Meeting[T]], claims: Sequence[Claim]) -> list[T]:
-    """The conclusions of several meetings of one group, of which few take one exchange."""
+def agree_on_all(agreements: Sequence[Agreement[T]], signatures: Sequence[Signature]) -> list[T]:
+    """The conclusions of several agreements of one group, of which few take one exchange."""
     found: list[T] = []
-    for start in range(0, len(meetings), MAX_CLAIMS):
-        some = meetings[start : start + MAX_CLAIMS]
-        said = [word for claim in claims[start : start + MAX_CLAIMS] for word in claim.words()]
+    for start in range(0, len(agreements), MAX_SIGNATURES):
+        some = agreements[start : start + MAX_SIGNATURES]
+        said = [
+            word
+            for signature in signatures[start : start + MAX_SIGNATURES]
+            for word in signature.words()
+        ]
         everyones = some[0].group.share_words([some[0]._code, *said])
         rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
-        for number, meeting in enumerate(some):
+        for number, agreement in enumerate(some):
             own = np.zeros_like(rows)
             own[:, 0] = rows[:, 0]
-            own[:, 1 : 1 + CLAIM] = rows[:, 1 + number * CLAIM : 1 + (number + 1) * CLAIM]
-            found.append(meeting.settle(own.tobytes()))
+            own[:, 1 : 1 + NUM_SIGNED] = rows[
+                :, 1 + number * NUM_SIGNED : 1 + (number + 1) * NUM_SIGNED
+            ]
+            found.append(agreement.conclusion_of(own.tobytes()))
+    if agreements:
+        agreements[0].group.number_call()
     return found
 
 
@@ -247,13 +265,13 @@ def has_tangent(x: Tensor) -> bool:
     return in_forward_mode() and forward_ad.unpack_dual(x).tangent is not None
 
 
-def admit(x: Tensor, terms: Terms, gives: bool) -> Tensor:
+def as_agreed(x: Tensor, meta: TensorMeta, gives: bool) -> Tensor:
     """What enters a movement: the tensor itself, or an empty one of the agreed kind."""
     if not gives:
-        empty = torch.empty(0, dtype=terms.dtype, device=terms.device)
+        empty = torch.empty(0, dtype=meta.dtype, device=meta.device)
         dense = isinstance(x, Tensor) and x.layout is torch.strided
         x = x.reshape(-1)[:0].to(empty) if dense else empty
-    if terms.has_tangent and in_forward_mode() and not has_tangent(x):
+    if meta.has_tangent and in_forward_mode() and not has_tangent(x):
         x = forward_ad.make_dual(x, torch.zeros_like(x))
     return x
 

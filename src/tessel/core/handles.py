@@ -1,4 +1,4 @@
-"""Numbered: objects that a compiled graph, which holds only numbers and tensors, can refer to."""
+"""Handles: how a compiled graph, which holds only numbers and tensors, refers to an object."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from weakref import WeakValueDictionary
 
 F = TypeVar("F")
 
-_numbered: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-class Numbered:
-    """An object with a `number` of its own; a copy of it gets another.
+class HasHandle:
+    """An object with a `handle` of its own; a copy of it gets another.
 
-    No other process has the same number, since compilers keep their results on the disk by what a
+    No other process has the same handle, since compilers keep their results on the disk by what a
     graph says. It is text, since they take whole numbers for something that may change.
     """
 
-    number: str
+    handle: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         instance = super().__new__(cls)
-        instance.__dict__["number"] = number = uuid4().hex
-        _numbered[number] = instance
+        instance.__dict__["handle"] = handle = uuid4().hex
+        _objects[handle] = instance
         return instance
 
     def __getstate__(self) -> dict[str, Any]:
@@ -31,12 +31,12 @@ class Numbered:
 
     def _is_derived(self, name: str) -> bool:
         """Whether an attribute belongs to this process rather than to the object."""
-        return name == "number"
+        return name == "handle"
 
 
-def object_of(number: str) -> Any:
-    """The object of this number."""
-    return _numbered[number]
+def object_of(handle: str) -> Any:
+    """The object of this handle."""
+    return _objects[handle]
 
 
 def constant_in_graphs(function: F) -> F:

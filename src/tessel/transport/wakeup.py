@@ -1,4 +1,4 @@
-"""The bell of a worker: it lies in the worker's segment, and others ring it to wake the worker."""
+"""The wakeup of a worker lies in its segment of memory, and others use it to wake the worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEFT = _ASLEEP + 1
 END = START + 2 * SIZE
 
 
-class Bell:
+class Wakeup:
     """Wakes a worker that sleeps, and says whether it is still there.
 
     Args:
