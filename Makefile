@@ -44,7 +44,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 support: $(READY)
-	$(BIN)/python tests/support.py
+	$(BIN)/python tests/tensor/support.py
 
 pictures: $(READY)
 	$(BIN)/python tools/draw_pictures.py

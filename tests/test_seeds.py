@@ -722,14 +722,14 @@ def test_embedding_function(run: Run, nprocs: int) -> None:
     assert "".join(others).count("ValueError") == nprocs - 1
 
 
-# --- deepinv's distributed computing; its two whole scripts are in test_imaging_seed.py
+# --- deepinv's distributed computing; its two whole scripts are in imaging/test_imaging_seed.py
 
 IMAGING = """
 import torch
 from deepinv.optim import L2, PnP
 from deepinv.physics import Blur, stack
 from deepinv.physics.functional.blur import gaussian_blur
-from test_imaging_seed import Median, picture
+from pictures import Median, picture
 
 clean_image = picture(288, 272)
 B, C, H, W = clean_image.shape

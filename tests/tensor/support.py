@@ -1,12 +1,13 @@
 """The support matrix: what each function of the table does, for every way a tensor may be split.
 
-`python tests/support.py` (`make support`) finds it on four workers and writes `docs/support.md`;
-`test_support.py` compares.
+`python tests/tensor/support.py` (`make support`) finds it on four workers and writes
+`docs/support.md`; `test_support.py` compares.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))  # when run as a script
 
 import spread_elements as elements
 from spread_cases import Case
@@ -25,7 +28,7 @@ from tessel.tensor.table import RULES
 from test_spread import CASES, Verdict, check, partition
 from test_spread_random import FUNCTIONS, SHAPE, drawn
 
-PAGE = Path(__file__).parent.parent / "docs" / "support.md"
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 WORKERS = 4
 NUM_DIMS = 5
 COLUMNS = (*map(str, range(NUM_DIMS)), "two", "uneven", "others")
@@ -506,8 +509,8 @@ def _noting(name: str, rule: Callable[..., Any], followed: set[str]) -> Callable
 HEAD = """# What is supported
 
 What each torch function does with a [spread tensor](tensors.md), for every way its first argument
-may be split. `tests/support.py` finds it on four workers, where values and gradients are compared
-with those of one process; `make support` writes this page anew, and a test compares.
+may be split. `tests/tensor/support.py` finds it on four workers, where values and gradients are
+compared with those of one process; `make support` writes this page anew, and a test compares.
 
 - **✓**: the function has a rule: workers exchange what they need, and the result is exact.
 - **gathers**: every worker computes with the whole operands, after a `GatherWarning`; the result is

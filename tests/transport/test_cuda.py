@@ -1,6 +1,7 @@
 """Movements of CUDA tensors: NCCL on one GPU (or more), and Gloo where workers share a GPU.
 
-Needs a GPU, else all of it is skipped. Runs under pytest or as `python tests/test_cuda.py`.
+Needs a GPU, else all of it is skipped. Runs under pytest or as
+`python tests/transport/test_cuda.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))  # when run as a script from elsewhere
+sys.path.append(str(Path(__file__).parents[1] / "common"))  # when run as a script
 
 import models
 import parity

@@ -20,8 +20,8 @@ import tessel
 from tessel.cli import bench
 from tessel.cli import main as run_tessel
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # behind tests/, which has modules of the same names
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # behind tests/common, which has modules of the same names
 
 from allocator import KEEP  # noqa: E402
 from harness import clock, machine, report  # noqa: E402

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pictures import Median, picture
 from scripts import main_program
 from tessel.imaging import (
     DistributedContext,
@@ -29,7 +30,7 @@ from tessel.imaging import (
 )
 
 Run = Callable[..., list[Any]]
-TESTS = Path(__file__).parent
+COMMON = Path(__file__).parents[1] / "common"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gaussian_blur
 
 # What the scripts leave to the user: a picture, the numbers of the first, and weights. A denoiser
@@ -38,7 +39,7 @@ BEFORE = """
 import sys
 import torch
 import deepinv
-from test_imaging_seed import picture, Median
+from pictures import picture, Median
 
 deepinv.models.DRUNet = Median
 clean_image, num_iterations, lr = picture(48, 40), 3, 1.0
@@ -226,30 +227,6 @@ if __name__ == "__main__":
 SCRIPTS = {"first": FIRST + AFTER_FIRST, "complete": COMPLETE.replace("(512, 512)", "(160, 144)")}
 
 
-def picture(height: int, width: int) -> Tensor:
-    """Disks and bars on a slope, in three colours."""
-    down = torch.linspace(-1, 1, height)[:, None]
-    along = torch.linspace(-1, 1, width)[None, :]
-    disks = sum(
-        0.3 * (((down - a) ** 2 + (along - b) ** 2) < 0.08).float()
-        for a, b in ((-0.5, -0.5), (0.4, 0.1), (-0.1, 0.6))
-    )
-    bars = 0.2 * ((8 * along).sin() > 0.4).float() * (down > 0.5)
-    base = 0.3 + 0.2 * down + disks + bars
-    return torch.stack([base, 0.8 * base + 0.1 * along, 0.6 * base])[None].clamp(0, 1)
-
-
-class Median(torch.nn.Module):
-    """A denoiser without weights that is called as one with them."""
-
-    def __init__(self, pretrained: str | None = None) -> None:
-        super().__init__()
-        self.filter = deepinv.models.MedianFilter(kernel_size=3)
-
-    def forward(self, x: Tensor, sigma: float) -> Tensor:
-        return self.filter(x)
-
-
 def psnr(x: Tensor, clean: Tensor) -> float:
     return -10 * (x - clean).square().mean().log10().item()
 
@@ -270,8 +247,8 @@ def start(script: Path, result: Path) -> None:
 
 
 def paths() -> str:
-    """Where the processes of this test find modules: what is beside it, and what this one finds."""
-    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """Where the processes of this test find modules: what tests share, and what this one finds."""
+    return os.pathsep.join([str(COMMON), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 NOISE = "measurements = stacked_physics(clean_image)"

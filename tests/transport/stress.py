@@ -1,7 +1,7 @@
 """Random movements between random layouts, through shared memory and through Gloo, bit by bit.
 
-Every worker draws the same cases from one seed. `python tests/stress.py 100000` runs as many on 2,
-4 and 8 workers.
+Every worker draws the same cases from one seed. `python tests/transport/stress.py 100000`
+runs as many on 2, 4 and 8 workers.
 """
 
 from __future__ import annotations
