@@ -35,7 +35,7 @@ _TARGETS: tuple[tuple[Any, str, str], ...] = (
     (ReceiveRequest, "read", "move"),
     (ReceiveRequest, "read_all", "move"),
     (UnexpectedMessage, "read", "move"),
-    (ReceiveBuffer, "land", "move"),
+    (ReceiveBuffer, "put", "move"),
 )
 
 

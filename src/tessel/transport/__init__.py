@@ -6,8 +6,8 @@ through memory that these share, all else through `torch.distributed`.
 
 from tessel.transport.buffers import ReceiveBuffer as ReceiveBuffer
 from tessel.transport.buffers import SendBuffer as SendBuffer
-from tessel.transport.copy_program import NOTHING as NOTHING
-from tessel.transport.copy_program import UNREAD as UNREAD
+from tessel.transport.constants import NOTHING as NOTHING
+from tessel.transport.constants import UNREAD as UNREAD
 from tessel.transport.copy_program import CopyProgram as CopyProgram
 from tessel.transport.copy_program import Place as Place
 from tessel.transport.copy_program import has_engine as has_engine

@@ -20,6 +20,25 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from tessel.transport.constants import (
+    CALL,
+    FREE,
+    GROUP,
+    HEADER,
+    IS_ASTIR,
+    IS_BUSY,
+    NUM_EMPTIED,
+    NUM_FILLED,
+    NUM_FREE,
+    NUM_TAKEN,
+    OFFERED,
+    PART,
+    SIZE,
+    SLOT,
+    SLOTS,
+    USED,
+    WHOLE,
+)  # fmt: skip
 from tessel.transport.reading import Reader
 from tessel.transport.request import (
     Key,
@@ -31,18 +50,12 @@ from tessel.transport.request import (
     UnexpectedMessage,
 )
 from tessel.transport.segment import Segment
-from tessel.transport.semaphore import SIZE, Semaphore
+from tessel.transport.semaphore import Semaphore
 from tessel.transport.wakeup import END, Wakeup
 
-SLOTS = 8  # of a channel
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
-HEADER = 8  # words: group, call, bytes of the whole message, bytes in the slot, number of the slot
-NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE = range(5)  # words of a sender's state
-USED = FREE + SLOTS  # free slots, as a stack, and after them those in use, as a ring
-OFFERED = USED + SLOTS  # how many had been filled when the engine had offered something last
-NUM_TAKEN, IS_ASTIR = range(2)  # words of a receiver's state
 VIEWS = 512  # tensors that a channel remembers
 
 
@@ -96,11 +109,11 @@ class Slot:
     @property
     def num_bytes(self) -> int:
         """The bytes that are in the slot."""
-        return self.header[3]
+        return self.header[PART]
 
     @num_bytes.setter
     def num_bytes(self, count: int) -> None:
-        self.header[3] = count
+        self.header[PART] = count
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """What is in the slot as a contiguous tensor."""
@@ -180,8 +193,8 @@ class Outgoing(Channel):
         slot = self._next_slot()
         slot.tensor(tensor.dtype, tensor.shape).copy_(tensor)
         header = slot.header
-        header[0], header[1] = key
-        header[2] = header[3] = num_bytes
+        header[GROUP], header[CALL] = key
+        header[WHOLE] = header[PART] = num_bytes
         self._publish()
 
     def push(self) -> bool:
@@ -190,8 +203,8 @@ class Outgoing(Channel):
         while self.queue and (self.state[NUM_FREE] or self._look_for_free()):
             message, slot = self.queue[0], self._next_slot()
             message.write(slot)
-            slot.header[0], slot.header[1] = message.key
-            slot.header[2] = message.num_bytes
+            slot.header[GROUP], slot.header[CALL] = message.key
+            slot.header[WHOLE] = message.num_bytes
             if isinstance(message, Rendezvous):
                 self._offers.append((self.state[NUM_FILLED], message))
                 self.queue.popleft()
@@ -225,7 +238,7 @@ class Outgoing(Channel):
         state[USED + place] = number
         slot = self.slots[number]
         slot.header = self._headers[place]
-        slot.header[4] = number
+        slot.header[SLOT] = number
         return slot
 
     def _publish(self) -> None:
@@ -288,7 +301,11 @@ class Incoming(Channel):
         if not self.filled.try_wait():
             return False
         header = self._headers[self.state[NUM_TAKEN] % SLOTS]
-        if header[0] != key[0] or header[1] != key[1] or not header[2] == header[3] == num_bytes:
+        if (
+            header[GROUP] != key[0]
+            or header[CALL] != key[1]
+            or not header[WHOLE] == header[PART] == num_bytes
+        ):
             self.filled.post()  # it stays where it is
             return None
         self._put(self._next_slot(), place, adds)
@@ -309,7 +326,7 @@ class Incoming(Channel):
         """The slot that was filled next."""
         header = self._headers[self.state[NUM_TAKEN] % SLOTS]
         self.state[NUM_TAKEN] += 1
-        slot = self.slots[header[4]]
+        slot = self.slots[header[SLOT]]
         slot.header = header
         return slot
 
@@ -331,15 +348,15 @@ class Incoming(Channel):
 
     def _asked_for(self, slot: Slot) -> ReceiveRequest | ReceiveWords | UnexpectedMessage:
         """The request for the message that begins in a slot; an unexpected one without it."""
-        key: Key = (slot.header[0], slot.header[1])
+        key: Key = (slot.header[GROUP], slot.header[CALL])
         request = self._request(
             key, sum(unexpected.key == key for unexpected in self._unexpected_messages)
         )
         if request is None or not request.is_open:
-            unexpected = UnexpectedMessage(key, slot.header[2])
+            unexpected = UnexpectedMessage(key, slot.header[WHOLE])
             self._unexpected_messages.append(unexpected)
             return unexpected
-        self._check(request, slot.header[2])
+        self._check(request, slot.header[WHOLE])
         self.expected.remove(request)
         return request
 

@@ -16,6 +16,19 @@ import torch
 from torch import Tensor
 
 from tessel.machine import chosen
+from tessel.transport.constants import (
+    COPIES,
+    DIMS,
+    ENTRIES,
+    FLOAT32,
+    FLOAT64,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    MOST_DIMS,
+    MOST_TERMS,
+)  # fmt: skip
 from tessel.transport.traffic import Traffic
 
 try:
@@ -24,25 +37,21 @@ except ImportError:  # it was installed where no compiler was found
     engine = None  # type: ignore[assignment]
 
 ENGINES = ("compiled", "python")
-MOST_TERMS = 16  # of a sum that the engine makes block by block
-MOST_LOOPS = 30  # of one step
+MOST_LOOPS = MOST_DIMS  # of one step
 # nanoseconds for which the engine looks again at once, or lets others run in between, and sleeps,
 # before Python waits
-SPIN, YIELD, NAP = 200_000, 50_000, 2_000_000
-# how the engine adds numbers of each kind; complex ones are pairs
+SPIN_NS, YIELD_NS, NAP_NS = 200_000, 50_000, 2_000_000
 KINDS = {
-    torch.float32: 1,
-    torch.complex64: 1,
-    torch.float64: 2,
-    torch.complex128: 2,
-    torch.int8: 3,
-    torch.uint8: 3,
-    torch.int16: 4,
-    torch.int32: 5,
-    torch.int64: 6,
+    torch.float32: FLOAT32,
+    torch.complex64: FLOAT32,
+    torch.float64: FLOAT64,
+    torch.complex128: FLOAT64,
+    torch.int8: INT8,
+    torch.uint8: INT8,
+    torch.int16: INT16,
+    torch.int32: INT32,
+    torch.int64: INT64,
 }
-NOTHING, UNREAD = -1, -2  # how an exchange may end: not begun; others still read what was offered
-_COPIES = 0
 _PLAIN = (Tensor, torch.nn.Parameter)  # other classes may hold their values elsewhere
 _NOWHERE = (0,) * 6  # the channel of what stays on this worker
 Shape = tuple[int, ...]
@@ -112,9 +121,10 @@ class CopyStep(NamedTuple):
         scaled = [word for n, *steps in dims for word in (n, *(width * step for step in steps))]
         num_bytes = width * prod(self.target.shape)
         starts = width * self.source.start, width * self.target.start
-        kind = KINDS[dtype] if self.adds else _COPIES
+        kind = KINDS[dtype] if self.adds else COPIES
         channel = (*(self.channel or _NOWHERE), self.reach)
         rest = [*channel, num_bytes, *starts, kind, width * run, len(dims)]
+        assert 1 + len(rest) == DIMS
         return [1 + len(rest) + len(scaled), *rest, *scaled]
 
 
@@ -161,8 +171,9 @@ class CopyProgram:
         self.readers = tuple(readers)
         is_large = any(each.reach for each in (*gives, *takes))
         is_blocked = _is_blocked(takes)
-        backoff = [YIELD if yields else SPIN, yields, NAP, *wakeup]
+        backoff = [YIELD_NS if yields else SPIN_NS, yields, NAP_NS, *wakeup]
         head = [code, len(gives), len(takes), *backoff, is_large, is_blocked]
+        assert len(head) == ENTRIES
         entries = (word for each in (*gives, *takes) for word in each.words(dtype))
         self._words = array("q", [*head, *entries])
         self.address = self._words.buffer_info()[0]

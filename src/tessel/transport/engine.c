@@ -1,6 +1,6 @@
 /* The engine: exchanges between workers of one host, in one call.
 
-   A track (track.py) lists, as 64-bit words, what an exchange copies: from a tensor into slots of
+   A program (program.py) lists, as 64-bit words, what an exchange copies: from a tensor into slots of
    channels that lead to others, and out of slots into another tensor. Of what is large a slot says
    only where it lies, and the receiver reads it there. Here these copies are made, slots are
    published by semaphores, and what others publish is waited for, a short while. What cannot be
@@ -22,25 +22,7 @@
 
 typedef int64_t word;
 
-/* --- what channel.py knows by the same names */
-
-enum { SLOTS = 8, HEADER = 8, SIZE = 64 };
-enum { GROUP, CALL, WHOLE, PART, SLOT };                 /* words of a header */
-enum { NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE, /* words of a sender's state */
-       USED = FREE + SLOTS, OFFERED = USED + SLOTS };
-enum { NUM_TAKEN, IS_ASTIR };                            /* words of a receiver's state */
-enum { OFFER = -1 };                                     /* instead of the bytes of a part */
-enum { START, RUN_LENGTH, NUM_COUNTS, COUNTS, MOST_DIMS = 30 }; /* words of an offer */
-
-/* --- what track.py writes */
-
-enum { CODE, NUM_GIVES, NUM_TAKES, PATIENCE, YIELDS, NAP, OWN_BELL, OWN_ASLEEP, IS_LARGE,
-       IS_BLOCKED, ENTRIES };
-/* REACH: of a give, whether it is offered; of a take, the process whose memory may be read */
-enum { LENGTH, CONTROL, SLOT_START, SLOT_SIZE, BELL, ASLEEP, STATE, REACH, BYTES,
-       X_OFFSET, Y_OFFSET, KIND, RUN, NUM_DIMS, DIMS };
-enum { MOST_TERMS = 16 };
-enum { COPIES, FLOAT32, FLOAT64, INT8, INT16, INT32, INT64 };
+#include "constants.h" /* the words of headers, states and programs; see constants.py */
 
 static word spent[3]; /* nanoseconds that were spent packing, moving and waiting, if asked for */
 static int is_clocked;
@@ -196,7 +178,7 @@ static char *slot(const word *entry, word number) {
 static void publish(const word *entry, sem_t *count) {
     sem_post(count);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (__atomic_load_n((word *)entry[ASLEEP], __ATOMIC_RELAXED)) sem_post((sem_t *)entry[BELL]);
+    if (__atomic_load_n((word *)entry[ASLEEP], __ATOMIC_RELAXED)) sem_post((sem_t *)entry[WAKEUP]);
 }
 
 static void note_emptied(const word *entry) {
@@ -230,7 +212,7 @@ static void give(const word *entry, const char *x, word code, word call) {
     if (entry[REACH]) write_offer(entry, x, (word *)slot(entry, number));
     else carry(slot(entry, number), x + entry[X_OFFSET], entry);
     head[GROUP] = code, head[CALL] = call;
-    head[WHOLE] = entry[BYTES], head[PART] = entry[REACH] ? OFFER : entry[BYTES];
+    head[WHOLE] = entry[BYTES], head[PART] = entry[REACH] ? RENDEZVOUS : entry[BYTES];
     head[SLOT] = number;
     state[USED + state[NUM_FILLED]++ % SLOTS] = number;
     if (entry[REACH]) state[OFFERED] = state[NUM_FILLED];
@@ -246,14 +228,14 @@ static int has_come(const word *entry, word code, word call) {
     const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
     const int is_asked =
         head[GROUP] == code && head[CALL] == call && head[WHOLE] == entry[BYTES] &&
-        (head[PART] == entry[BYTES] || (head[PART] == OFFER && entry[REACH]));
+        (head[PART] == entry[BYTES] || (head[PART] == RENDEZVOUS && entry[REACH]));
     return is_asked ? 1 : -1;
 }
 
 /* What came next, and whether it is an offer. */
 static char *came(const word *entry, int *is_offer) {
     const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
-    *is_offer = head[PART] == OFFER;
+    *is_offer = head[PART] == RENDEZVOUS;
     return slot(entry, head[SLOT]);
 }
 
@@ -332,88 +314,88 @@ static int take(const word *entry, char *y) {
     return 1;
 }
 
-/* --- patience: look at once, then let others run in between, then sleep until the bell rings */
+/* --- backoff: look at once, then let others run in between, then sleep until the wakeup rings */
 
 static _Thread_local int holds_python; /* whether this thread holds Python's lock */
 
-struct patience {
-    const word *track;
+struct backoff {
+    const word *program;
     word until;    /* when looking at once ends, and then sleeping */
     int is_asleep; /* whether others have to ring */
 };
 
-static struct patience begin_waiting(const word *track) {
-    return (struct patience){track, now() + track[PATIENCE], 0};
+static struct backoff begin_waiting(const word *program) {
+    return (struct backoff){program, now() + program[BACKOFF], 0};
 }
 
-static void end_waiting(const struct patience *p) {
-    if (p->is_asleep) __atomic_store_n((word *)p->track[OWN_ASLEEP], 0, __ATOMIC_SEQ_CST);
+static void end_waiting(const struct backoff *p) {
+    if (p->is_asleep) __atomic_store_n((word *)p->program[OWN_ASLEEP], 0, __ATOMIC_SEQ_CST);
 }
 
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
 #define CLOCK CLOCK_MONOTONIC
-#define wait_until(bell, t) sem_clockwait(bell, CLOCK, t)
+#define wait_until(wakeup, t) sem_clockwait(wakeup, CLOCK, t)
 #else
 #define CLOCK CLOCK_REALTIME
-#define wait_until(bell, t) sem_timedwait(bell, t)
+#define wait_until(wakeup, t) sem_timedwait(wakeup, t)
 #endif
 
-static void sleep_until(sem_t *bell, word nanoseconds) {
+static void sleep_until(sem_t *wakeup, word nanoseconds) {
     struct timespec t;
     clock_gettime(CLOCK, &t);
     nanoseconds += t.tv_nsec;
     t.tv_sec += nanoseconds / 1000000000;
     t.tv_nsec = nanoseconds % 1000000000;
     PyThreadState *python = holds_python ? PyEval_SaveThread() : NULL;
-    while (wait_until(bell, &t) && errno == EINTR) {}
+    while (wait_until(wakeup, &t) && errno == EINTR) {}
     if (python) PyEval_RestoreThread(python);
 }
 
-/* Pause between two looks in vain; 0 when patience is at its end. */
-static int pause_once(struct patience *p) {
-    const word *track = p->track;
+/* Pause between two looks in vain; 0 when backoff is at its end. */
+static int pause_once(struct backoff *p) {
+    const word *program = p->program;
     if (!p->is_asleep) {
-        if (track[YIELDS]) sched_yield();
+        if (program[YIELDS]) sched_yield();
         else relax();
         const word at = now();
         if (at < p->until) return 1;
         p->is_asleep = 1; /* and look once more before sleeping */
-        p->until = at + track[NAP];
-        __atomic_store_n((word *)track[OWN_ASLEEP], 1, __ATOMIC_SEQ_CST);
+        p->until = at + program[NAP];
+        __atomic_store_n((word *)program[OWN_ASLEEP], 1, __ATOMIC_SEQ_CST);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         return 1;
     }
     const word left = p->until - now();
     if (left <= 0) return 0;
-    sleep_until((sem_t *)track[OWN_BELL], left);
+    sleep_until((sem_t *)program[OWN_WAKEUP], left);
     return 1;
 }
 
 /* Wait for what is asked for; whether it came. */
-static int await_entry(const word *entry, const word *track, word call) {
-    int found = has_come(entry, track[CODE], call);
+static int await_entry(const word *entry, const word *program, word call) {
+    int found = has_come(entry, program[CODE], call);
     if (found) return found > 0;
-    struct patience patience = begin_waiting(track);
-    while (!found && pause_once(&patience)) found = has_come(entry, track[CODE], call);
-    end_waiting(&patience);
+    struct backoff backoff = begin_waiting(program);
+    while (!found && pause_once(&backoff)) found = has_come(entry, program[CODE], call);
+    end_waiting(&backoff);
     return found > 0;
 }
 
-/* Wait until what was offered is read, as long as patience lasts; whether it was. */
-static int await_readers(const word *track, const word *gives) {
-    struct patience patience = begin_waiting(track);
+/* Wait until what was offered is read, as long as backoff lasts; whether it was. */
+static int await_readers(const word *program, const word *gives) {
+    struct backoff backoff = begin_waiting(program);
     const word *entry = gives;
     int are_done = 1;
-    for (word i = 0; i < track[NUM_GIVES] && are_done; i++, entry += entry[LENGTH]) {
+    for (word i = 0; i < program[NUM_GIVES] && are_done; i++, entry += entry[LENGTH]) {
         const word *state = state_of(entry);
         for (note_emptied(entry); entry[REACH] && state[NUM_EMPTIED] < state[OFFERED];
              note_emptied(entry))
-            if (!pause_once(&patience)) {
+            if (!pause_once(&backoff)) {
                 are_done = 0;
                 break;
             }
     }
-    end_waiting(&patience);
+    end_waiting(&backoff);
     return are_done;
 }
 
@@ -426,20 +408,19 @@ static void count_time(int part, word *since) {
 }
 
 enum { PACK, MOVE, WAIT };
-enum { NOTHING = -1, UNREAD = -2 }; /* nothing was done; all was taken, but others still read */
 
 /* A sum whose terms all lie together: all of them are taken, or none. */
-static long take_blocked(const word *track, const word *entry, char *y, const char *x, word call,
+static long take_blocked(const word *program, const word *entry, char *y, const char *x, word call,
                          word *since) {
     struct term terms[MOST_TERMS] = {0};
-    const word num_takes = track[NUM_TAKES];
+    const word num_takes = program[NUM_TAKES];
     char *to = y + entry[Y_OFFSET];
     for (word i = 0; i < num_takes; i++, entry += entry[LENGTH]) {
         int is_offer = 0;
         terms[i].entry = entry;
         terms[i].values = x + entry[X_OFFSET];
         if (!entry[CONTROL]) continue;
-        const int is_there = await_entry(entry, track, call);
+        const int is_there = await_entry(entry, program, call);
         count_time(WAIT, since);
         if (!is_there) return 0;
         char *from = came(entry, &is_offer);
@@ -453,25 +434,25 @@ static long take_blocked(const word *track, const word *entry, char *y, const ch
     return (long)num_takes;
 }
 
-static long take_in_order(const word *track, const word *entry, char *y, const char *x, word call,
+static long take_in_order(const word *program, const word *entry, char *y, const char *x, word call,
                           word *since) {
-    for (long i = 0; i < track[NUM_TAKES]; i++, entry += entry[LENGTH]) {
+    for (long i = 0; i < program[NUM_TAKES]; i++, entry += entry[LENGTH]) {
         if (!entry[CONTROL]) {
             carry(y + entry[Y_OFFSET], x + entry[X_OFFSET], entry);
         } else {
-            const int is_there = await_entry(entry, track, call);
+            const int is_there = await_entry(entry, program, call);
             count_time(WAIT, since);
             if (!is_there || !take(entry, y)) return i;
         }
         count_time(MOVE, since);
     }
-    return (long)track[NUM_TAKES];
+    return (long)program[NUM_TAKES];
 }
 
 /* How many of the entries were taken, in their order. */
-static long run(const word *track, char *y, const char *x, word call) {
-    const word num_gives = track[NUM_GIVES], num_takes = track[NUM_TAKES];
-    const word *gives = track + ENTRIES, *takes = gives, *entry;
+static long run(const word *program, char *y, const char *x, word call) {
+    const word num_gives = program[NUM_GIVES], num_takes = program[NUM_TAKES];
+    const word *gives = program + ENTRIES, *takes = gives, *entry;
     word since = is_clocked ? now() : 0;
     for (word i = 0; i < num_gives; i++, takes += takes[LENGTH])
         if (!has_room(takes)) return NOTHING;
@@ -479,11 +460,11 @@ static long run(const word *track, char *y, const char *x, word call) {
     for (word i = 0; i < num_takes; i++, entry += entry[LENGTH])
         if (entry[CONTROL] && state_of(entry)[IS_ASTIR]) return NOTHING;
     entry = gives;
-    for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, track[CODE], call);
+    for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, program[CODE], call);
     count_time(PACK, &since);
-    const long taken = track[IS_BLOCKED] ? take_blocked(track, takes, y, x, call, &since)
-                                         : take_in_order(track, takes, y, x, call, &since);
-    const int is_unread = taken == num_takes && track[IS_LARGE] && !await_readers(track, gives);
+    const long taken = program[IS_BLOCKED] ? take_blocked(program, takes, y, x, call, &since)
+                                         : take_in_order(program, takes, y, x, call, &since);
+    const int is_unread = taken == num_takes && program[IS_LARGE] && !await_readers(program, gives);
     count_time(WAIT, &since);
     return is_unread ? UNREAD : taken;
 }
@@ -492,29 +473,29 @@ static long run(const word *track, char *y, const char *x, word call) {
 
 static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "run takes a track, two addresses and a call");
+        PyErr_SetString(PyExc_TypeError, "run takes a program, two addresses and a call");
         return NULL;
     }
-    const word *track = PyLong_AsVoidPtr(args[0]);
+    const word *program = PyLong_AsVoidPtr(args[0]);
     char *y = PyLong_AsVoidPtr(args[1]);
     const char *x = PyLong_AsVoidPtr(args[2]);
     const word call = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred()) return NULL;
     long taken;
-    holds_python = !track[IS_LARGE];
-    if (holds_python) return PyLong_FromLong(run(track, y, x, call));
+    holds_python = !program[IS_LARGE];
+    if (holds_python) return PyLong_FromLong(run(program, y, x, call));
     Py_BEGIN_ALLOW_THREADS
-    taken = run(track, y, x, call);
+    taken = run(program, y, x, call);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(taken);
 }
 
 static PyObject *py_share(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "share takes a track, bytes, a number and a call");
+        PyErr_SetString(PyExc_TypeError, "share takes a program, bytes, a number and a call");
         return NULL;
     }
-    const word *track = PyLong_AsVoidPtr(args[0]);
+    const word *program = PyLong_AsVoidPtr(args[0]);
     const char *said = PyBytes_AsString(args[1]);
     const Py_ssize_t size = PyLong_AsSsize_t(args[2]);
     const word call = PyLong_AsLongLong(args[3]);
@@ -522,7 +503,7 @@ static PyObject *py_share(PyObject *self, PyObject *const *args, Py_ssize_t coun
     PyObject *heard = PyBytes_FromStringAndSize(NULL, size * PyBytes_Size(args[1]));
     if (!heard) return NULL;
     holds_python = 1;
-    const long taken = run(track, PyBytes_AsString(heard), said, call);
+    const long taken = run(program, PyBytes_AsString(heard), said, call);
     return Py_BuildValue("lN", taken, heard);
 }
 
@@ -536,9 +517,9 @@ static PyObject *py_clock(PyObject *self, PyObject *on) {
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL,
-     "run(track, y, x, call): make an exchange; how many entries were taken, -1 or -2."},
+     "run(program, y, x, call): make an exchange; how many entries were taken, -1 or -2."},
     {"share", (PyCFunction)(void (*)(void))py_share, METH_FASTCALL,
-     "share(track, said, size, call): the same, from bytes to `size` times as many."},
+     "share(program, said, size, call): the same, from bytes to `size` times as many."},
     {"clock", py_clock, METH_O,
      "clock(on): the seconds of packing, moving and waiting since the last call."},
     {NULL, NULL, 0, NULL},

@@ -16,7 +16,8 @@ from torch import Tensor
 from tessel.errors import WorkerLost
 from tessel.transport import wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
-from tessel.transport.copy_program import NOTHING, CopyProgram, Place
+from tessel.transport.constants import NOTHING
+from tessel.transport.copy_program import CopyProgram, Place
 from tessel.transport.exchange import Exchange, Swap, Ways
 from tessel.transport.host import Give, Take
 from tessel.transport.membership import Membership

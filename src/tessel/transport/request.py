@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tessel.core import boxes
 from tessel.core.boxes import Region
+from tessel.transport.constants import RENDEZVOUS
 from tessel.transport.reading import Reader, Runs, can_be_offered
 
-RENDEZVOUS = -1
 WORDS = 64  # of an offer, at most: tensors have fewer than 30 dimensions
 AGREED = 64  # words with which workers agree
 Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same

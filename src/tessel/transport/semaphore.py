@@ -6,8 +6,6 @@ import ctypes
 import errno
 import time
 
-SIZE = 64  # bytes to keep for one: a cache line of its own; sem_t itself takes 32
-
 _C = ctypes.CDLL(None, use_errno=True)
 _QUICK = ctypes.PyDLL(None, use_errno=True)  # for calls that cannot wait: it keeps Python's lock
 

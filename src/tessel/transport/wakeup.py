@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tessel.transport.constants import SIZE
 from tessel.transport.segment import Segment
-from tessel.transport.semaphore import SIZE, Semaphore
+from tessel.transport.semaphore import Semaphore
 
 START = 64  # bytes from the start of a segment
 _ASLEEP = (START + SIZE) // 8  # words

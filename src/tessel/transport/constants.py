@@ -1,0 +1,36 @@
+"""Numbers on which Python and the compiled engine must agree.
+
+This is their one source: setup.py writes them into a header for engine.c. Words have 64 bits.
+"""
+
+SLOTS = 8  # of a channel
+HEADER = 8  # words that a slot has for its header
+SIZE = 64  # bytes to keep for a semaphore: a cache line of its own; sem_t itself takes 32
+
+# the words of a header: of the message its group, its call and its bytes, the bytes in the slot
+# (RENDEZVOUS if it says where the tensor lies instead), and the number of the slot
+GROUP, CALL, WHOLE, PART, SLOT = range(5)
+RENDEZVOUS = -1
+# the words of a sender's state: counts, free slots as a stack, those in use as a ring, and how many
+# had been filled when the engine had offered something last
+NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE = range(5)
+USED = FREE + SLOTS
+OFFERED = USED + SLOTS
+# the words of a receiver's state
+NUM_TAKEN, IS_ASTIR = range(2)
+# the words of a rendezvous: where a tensor lies
+START, RUN_LENGTH, NUM_COUNTS, COUNTS = range(4)
+MOST_DIMS = 30
+
+# the words of a copy program, and of each of its steps, which come after them
+CODE, NUM_GIVES, NUM_TAKES, BACKOFF, YIELDS, NAP = range(6)
+OWN_WAKEUP, OWN_ASLEEP, IS_LARGE, IS_BLOCKED, ENTRIES = range(6, 11)
+# REACH: of what goes, whether it is offered; of what comes, the process whose memory may be read
+LENGTH, CONTROL, SLOT_START, SLOT_SIZE, WAKEUP, ASLEEP, STATE, REACH = range(8)
+BYTES, X_OFFSET, Y_OFFSET, KIND, RUN, NUM_DIMS, DIMS = range(8, 15)
+MOST_TERMS = 16  # of a sum that the engine makes block by block
+# what a step does: copy, or add numbers of a kind; complex ones are pairs
+COPIES, FLOAT32, FLOAT64, INT8, INT16, INT32, INT64 = range(7)
+
+# how a program may end: not begun; all was taken, but others still read what was offered
+NOTHING, UNREAD = -1, -2
