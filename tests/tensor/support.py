@@ -188,6 +188,7 @@ INDEXING: Rows = {
     ],
     "x[index, :, index]": ["several tensors of indices"],
     "x[True]": ["truth values"],
+    "nonzero argwhere, where of a condition": ["nonzero", "where of a condition"],
     "x[mask]": ["mask of all", "mask of rows", "mask of columns", "mask beside slices"],
     "masked_select": ["masked_select"],
     "gather take_along_dim": ["gather*", "take_along*", "argsort and gather"],
@@ -244,7 +245,10 @@ LAYERS: Rows = {
     "F.embedding": ["embedding", "embedding with padding", "embedding of*"],
     "F.embedding_bag": ["embedding_bag*"],
     "F.one_hot": ["one_hot"],
-    "nn.RNN nn.LSTM nn.GRU": ["RNN of one layer", "LSTM of one layer", "GRU of one layer"],
+    "nn.RNN nn.LSTM nn.GRU": [
+        *("RNN of one layer", "RNN of relu", "LSTM of one layer", "GRU of one layer"),
+    ],
+    "nn.RNNCell nn.LSTMCell nn.GRUCell": ["RNNCell", "LSTMCell", "GRUCell"],
     "bucketize searchsorted": ["bucketize", "searchsorted*"],
 }
 
