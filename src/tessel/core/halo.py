@@ -70,7 +70,7 @@ class Halo(LinearOperator):
         partition = source.partition
         lengths = [(sum(strip.numel for strip in each),) for each in strips]
         self.codomain = Layout.blocks_along(partition, tuple(range(partition.dim)), lengths)
-        self.takes_part  # noqa: B018  (all workers make the group)
+        self.prepare()
 
     @cached_property
     def own_strips(self) -> tuple[HaloBox, ...]:
@@ -185,7 +185,7 @@ class _StartHalo(LinearOperator):
         self.halo, self.slot, self.back, self.adjoint = halo, slot, back, adjoint
         self.domain = halo.codomain if adjoint else halo.domain
         self.codomain = halo.codomain
-        self.group = halo.group
+        self._group = halo.group
 
     def _apply(self, x: Tensor) -> Tensor:
         halo = self.halo
@@ -208,7 +208,7 @@ class _WaitHalo(LinearOperator):
         self.halo, self.slot, self.back, self.adjoint = halo, slot, back, adjoint
         self.domain = halo.codomain
         self.codomain = halo.domain if adjoint else halo.codomain
-        self.group = halo.group
+        self._group = halo.group
 
     def _apply(self, token: Tensor) -> Tensor:
         halo, arrived = self.halo, self.slot.popleft()()

@@ -47,6 +47,7 @@ class LinearOperator(HasHandle):
 
     domain: Layout
     codomain: Layout
+    _group: transport.Group | None = None
 
     def _apply(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not say how it is applied")
@@ -69,6 +70,8 @@ class LinearOperator(HasHandle):
 
         Every worker must pass what `domain` says, and all or none an input that needs a gradient.
         """
+        if self._group is None:
+            self.prepare()
         if not self.takes_part:
             return self._outlined(x) if isinstance(self.domain.partition, Outline) else x
         if x.shape != self.domain.local_shape:
@@ -86,24 +89,41 @@ class LinearOperator(HasHandle):
         shape = self.codomain.local_shape
         return x.sum(dtype=x.dtype).expand(shape) if x.requires_grad else x.new_empty(shape)
 
-    def prepare(self) -> None:
-        """Make now what the operator and its adjoint need, which else the first call makes."""
+    def prepare(self) -> transport.Group:
+        """Make the group of the operator, all workers of the job together, and give it.
+
+        Constructors do so, and the first call of an operator that has none: of a copy, or one that
+        was loaded, perhaps by this worker alone.
+        """
+        if self._group is None:
+            # not by an attribute: moves are frozen
+            self.__dict__["_group"] = transport.group_of(self._members())
+        return self.group
+
+    def plan_ahead(self) -> None:
+        """Work out now what the first calls of the operator and of its adjoint would work out."""
         for operator in (self, self.H):
-            operator.takes_part, operator.domain.local_shape  # noqa: B018
+            operator.prepare()
+            _ = operator.takes_part, operator.domain.local_shape
 
     def __matmul__(self, other: LinearOperator) -> LinearOperator:
         """The product `A @ B`, which applies `B` first."""
         return Product(self, other)
 
-    @cached_property
+    @property
     def group(self) -> transport.Group:
-        """All workers that hold a part of the input or the output."""
-        return transport.group_of({*self.domain.partition.ranks, *self.codomain.partition.ranks})
+        """All workers that hold a part of the input or the output; `prepare` makes it."""
+        if self._group is None:
+            raise RuntimeError(f"{self}: its group was not made yet; call prepare() on all workers")
+        return self._group
 
     @cached_property
     def takes_part(self) -> bool:
         """Whether this worker holds a part of the input or the output."""
-        return transport.this_worker() in self.group.workers
+        return transport.this_worker() in self._members()
+
+    def _members(self) -> set[int]:
+        return {*self.domain.partition.ranks, *self.codomain.partition.ranks}
 
     def check_dtype(self, dtype: torch.dtype, label: str) -> None:
         """Raise ValueError, in the name of `label`, if tensors of this dtype cannot be mapped."""
@@ -138,7 +158,7 @@ class LinearOperator(HasHandle):
         return self, meta
 
     def _is_derived(self, name: str) -> bool:
-        derived = ("handle", "group", "takes_part", "_label", "_gives", "_agreement", "H", "route")
+        derived = ("handle", "_group", "takes_part", "_label", "_gives", "_agreement", "H", "route")
         return name in derived or name.startswith("_agreed_")
 
 
@@ -194,7 +214,7 @@ class Product(Composed, LinearOperator):
 
     def __init__(self, *factors: LinearOperator) -> None:
         super().__init__(*factors)
-        self.takes_part  # noqa: B018  (all workers make the groups, here or in the first call of a copy)
+        self.prepare()
 
     def _apply(self, x: Tensor) -> Tensor:
         for factor in reversed(self.factors):
@@ -205,10 +225,15 @@ class Product(Composed, LinearOperator):
     def _label(self) -> str:
         return " @ ".join(map(repr, self.factors))
 
-    def prepare(self) -> None:
-        super().prepare()
+    def prepare(self) -> transport.Group:
         for factor in self.factors:
             factor.prepare()
+        return super().prepare()
+
+    def plan_ahead(self) -> None:
+        super().plan_ahead()
+        for factor in self.factors:
+            factor.plan_ahead()
 
     def check_dtype(self, dtype: torch.dtype, label: str) -> None:
         for factor in self.factors:
@@ -221,16 +246,8 @@ class Product(Composed, LinearOperator):
             f"insert Move({right.codomain}, {left.domain})"
         )
 
-    @cached_property
-    def group(self) -> transport.Group:
-        layouts = [side for factor in self.factors for side in (factor.domain, factor.codomain)]
-        return transport.group_of({rank for side in layouts for rank in side.partition.ranks})
-
-    @cached_property
-    def takes_part(self) -> bool:
-        for factor in self.factors:
-            factor.takes_part  # noqa: B018  (its groups too)
-        return transport.this_worker() in self.group.workers
+    def _members(self) -> set[int]:
+        return {rank for factor in self.factors for rank in factor._members()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Product) and self.factors == other.factors
@@ -251,9 +268,8 @@ class Compiled(LinearOperator):
     ) -> None:
         self.operator, self.agreement, self.signature = operator, agreement, signature
         self.domain, self.codomain = operator.domain, operator.codomain
-        self.group = operator.group
-        operator.prepare()
-        self.prepare()
+        operator.plan_ahead()
+        self.plan_ahead()
 
     @property
     def H(self) -> LinearOperator:
@@ -283,16 +299,19 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
         enabled = torch.is_grad_enabled()
         kind = lengths, x.dtype, x.device.type, x.requires_grad and enabled, not enabled
         operator, meta = getattr(caller, _agreed_while_compiling(caller.handle, *kind))
-    elif caller.takes_part:
-        operator, meta = caller._agreement.agree_on(x)
     else:
-        return x.clone()
+        caller.prepare()
+        if not caller.takes_part:
+            return x.clone()
+        operator, meta = caller._agreement.agree_on(x)
     return operator.apply(as_agreed(x, meta, gives), meta)
 
 
 @constant_in_graphs
 def _takes_part_while_compiling(handle: str) -> bool:
-    return object_of(handle).takes_part
+    caller = object_of(handle)
+    caller.prepare()
+    return bool(caller.takes_part)
 
 
 @constant_in_graphs

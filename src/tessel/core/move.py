@@ -54,7 +54,7 @@ class Move(LinearOperator):
                 f"a move needs two layouts of one global shape: from {self.domain} "
                 f"to {self.codomain}"
             )
-        self.takes_part  # noqa: B018  (all workers make the group, here or in the first call of a copy)
+        self.prepare()
 
     @cached_property
     def H(self) -> Move:
@@ -71,10 +71,9 @@ class Move(LinearOperator):
         if dtype in UNSUMMABLE and not self.domain.owns_once:
             raise ValueError(f"{label}: {dtype} cannot be summed; convert it, say to torch.int64")
 
-    def prepare(self) -> None:
-        super().prepare()
-        for move in (self, self.H):
-            move.route  # noqa: B018
+    def plan_ahead(self) -> None:
+        super().plan_ahead()
+        _ = self.route, self.H.route
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

@@ -54,7 +54,7 @@ class Replicate(LinearOperator):
     def __init__(self, domain: Layout, codomain: Layout) -> None:
         self.domain, self.codomain = domain, codomain
         self._move = Move(domain, codomain)
-        self.takes_part  # noqa: B018  (all workers make the groups)
+        self.prepare()
 
     def apply(self, x: Tensor, meta: TensorMeta | None = None) -> Tensor:
         found = self.from_bucket(x) if meta is None else None

@@ -47,7 +47,7 @@ class Model(ComputingLayer):
         if kinds not in agreements:
             label = f"{self.label} under torch.no_grad()" if is_off else self.label
             agreements[kinds] = Agreement(
-                self._group, label, self.P_x.ranks, self._conclude, f"{self!r} {kinds}"
+                self.prepare(), label, self.P_x.ranks, self._conclude, f"{self!r} {kinds}"
             )
         return agreements[kinds]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -134,7 +133,7 @@ class Weighted(ComputingLayer):
     @property
     def _is_relocated(self) -> bool:
         """Whether some worker does not store the parameters whole."""
-        return self.P_w is not None or self._group.size > self.P_x.size
+        return self.P_w is not None or self.prepare().size > self.P_x.size
 
     def _block_layouts(self) -> dict[str, Layout]:
         """Where the parameters lie."""
@@ -149,7 +148,7 @@ class Weighted(ComputingLayer):
         }
 
     def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
-        if self._group.size == 1:  # who has all of it
+        if self.prepare().size == 1:  # who has all of it
             return self.torch_forward(x, *args, **settings)
         return super().of_parts(x, layout, *args, **settings)
 
@@ -183,8 +182,7 @@ class Weighted(ComputingLayer):
         target = _balanced(self.P_y or self.P_x, layout.shape)
         return Move(layout, target).apply(y), target
 
-    @cached_property
-    def _group(self) -> transport.Group:
+    def _make_group(self) -> transport.Group:
         for some, others in combinations(self.partitions(), 2):  # all workers make these groups too
             transport.group_of({*some.ranks, *others.ranks})
         return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
@@ -196,7 +194,7 @@ class Weighted(ComputingLayer):
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not self._is_relocated:
             return
-        everyone = Partition(self._group.workers, (self._group.size,))
+        everyone = Partition(self.prepare().workers, (self.prepare().size,))
         for name, layout in self._block_layouts().items():
             block = getattr(self, name).detach()
             destination[prefix + name] = Move(layout, Layout.whole(everyone, layout.shape)).apply(

@@ -188,10 +188,9 @@ class BucketedForward:
     def __init__(self, module: torch.nn.Module, limit: int) -> None:
         self.module = module
         self.schedule = BucketSchedule(limit)
-        self._group  # noqa: B018  (all workers make the group)
+        self._group_of_layers()  # all workers make it
 
-    @property
-    def _group(self) -> transport.Group:
+    def _group_of_layers(self) -> transport.Group:
         return transport.group_of({rank for each in self._partitions for rank in each.ranks})
 
     @property
@@ -209,7 +208,7 @@ class BucketedForward:
 
     def _agree(self, plan: Plan) -> None:
         """Raise on all workers if those of a partition would send each other different messages."""
-        group = self._group
+        group = self._group_of_layers()
         if transport.this_worker() not in group.workers:
             return
         call = f"{type(self.module).__name__} with {described(plan)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from functools import cached_property
 from inspect import Signature, signature
 from typing import Any, Self
 
@@ -47,6 +46,7 @@ class Layer(HasHandle):
 
     P_x: Partition
     is_converted = False  # from torch's layer, in a model
+    _group: transport.Group | None = None
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # that of torch's own layer
@@ -63,8 +63,8 @@ class Layer(HasHandle):
 
     def place_on(self, P_x: Partition) -> None:
         """Make the layer work on tensors that lie on `P_x`."""
-        self.P_x = P_x
-        self._group  # noqa: B018  (all workers make the group)
+        self.P_x, self._group = P_x, None
+        self.prepare()
 
     @classmethod
     def from_torch(cls, layer: torch.nn.Module, P_x: Partition) -> Self:
@@ -87,7 +87,7 @@ class Layer(HasHandle):
 
     @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if self.is_converted and self._group.size == 1 and alone.get():
+        if self.is_converted and self.prepare().size == 1 and alone.get():
             own: Tensor = self.torch_forward(input, *args, **settings)
             return own
         model = running.get()
@@ -95,7 +95,7 @@ class Layer(HasHandle):
             input = as_spread(input, model)  # inside of a model, what is plain is whole
         if isinstance(input, SpreadTensor):
             return self.of_spread(input, *args, **settings)
-        if transport.this_worker() not in self._group.workers:
+        if transport.this_worker() not in self.prepare().workers:
             return self.placeholder(input)
         return self.of_parts(*self._agree(input), *args, **settings)
 
@@ -105,7 +105,7 @@ class Layer(HasHandle):
 
     def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
         """This worker's part of the result; one worker alone has all of it."""
-        if self._group.size == 1:
+        if self.prepare().size == 1:
             return self.torch_forward(x, *args, **settings)
         y, _ = self.compute(x, layout, *args, **settings)
         return y
@@ -130,7 +130,7 @@ class Layer(HasHandle):
 
     def _agree(self, x: Tensor) -> tuple[Tensor, Layout]:
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
-        if self._group.size == 1:
+        if self.prepare().size == 1:
             return x, _alone(self.P_x, tuple(x.shape))
         layout, meta = self._agreement.agree_on(x)
         x = as_agreed(x, meta, self.P_x.active)
@@ -147,15 +147,20 @@ class Layer(HasHandle):
             mode = "training" if self.training else "evaluation"
             label = f"{self!r} in {mode}{', under torch.no_grad()' if is_off else ''}"
             agreements[state] = Agreement(
-                self._group, label, self.P_x.ranks, self._conclude, f"{label} {state}"
+                self.prepare(), label, self.P_x.ranks, self._conclude, f"{label} {state}"
             )
         return agreements[state]
 
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
         return Layout.from_local_shapes(self.P_x, shapes), meta
 
-    @cached_property
-    def _group(self) -> transport.Group:
+    def prepare(self) -> transport.Group:
+        """Make the group, all workers together, here or in the first call of a copy; give it."""
+        if self._group is None:
+            self._group = self._make_group()
+        return self._group
+
+    def _make_group(self) -> transport.Group:
         return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
 
     def partitions(self) -> Iterable[Partition]:

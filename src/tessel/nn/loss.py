@@ -63,7 +63,7 @@ class DistributedLossBase(Layer):
         return super().forward(input, target)
 
     def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
-        if self._group.size == 1 and self.fits(layout, *args):
+        if self.prepare().size == 1 and self.fits(layout, *args):
             return self.torch_forward(x, *args, **settings)
         y, _ = self.compute(x, layout, *args, **settings)
         return y
@@ -145,7 +145,7 @@ class DistributedLossBase(Layer):
             weights = f" with weights of checksum {sums}" if sums else ""
             label = f"the {name} of {self!r}{note}{weights}"
             identity = f"{label} {self._settings}"
-            agreement = Agreement(self._group, label, self.P_x.ranks, _both, identity)
+            agreement = Agreement(self.prepare(), label, self.P_x.ranks, _both, identity)
             remember(agreements, key, agreement)
         found: Agreement[tuple[dict[int, Shape], TensorMeta]] = agreements[key]
         return found

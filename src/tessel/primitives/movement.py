@@ -26,11 +26,13 @@ class Movement(HasHandle, torch.nn.Module):
     A subclass gives `operator(shapes)`.
     """
 
+    _group: transport.Group | None = None
+
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
         super().__init__()
         self.P_x = P_x
         self.P_y = P_y
-        self.takes_part  # noqa: B018  (all workers make the groups, here or in a copy's first call)
+        self.prepare()
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         """The operator for local tensors of these shapes, by worker of `P_x`.
@@ -45,15 +47,17 @@ class Movement(HasHandle, torch.nn.Module):
     @cached_property
     def takes_part(self) -> bool:
         """Whether this worker gives or gets something."""
-        return transport.this_worker() in self._group.workers
+        return transport.this_worker() in (*self.P_x.ranks, *self.P_y.ranks)
 
-    @cached_property
-    def _group(self) -> transport.Group:
-        return transport.group_of({*self.P_x.ranks, *self.P_y.ranks})
+    def prepare(self) -> transport.Group:
+        """Make the group, all workers together, here or in the first call of a copy; give it."""
+        if self._group is None:
+            self._group = transport.group_of({*self.P_x.ranks, *self.P_y.ranks})
+        return self._group
 
     @cached_property
     def _agreement(self) -> Agreement[Agreed]:
-        return Agreement(self._group, repr(self), self.P_x.ranks, self._conclude)
+        return Agreement(self.prepare(), repr(self), self.P_x.ranks, self._conclude)
 
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         operator = self.operator(shapes)
@@ -70,4 +74,4 @@ class Movement(HasHandle, torch.nn.Module):
             "takes_part",
             "_agreement",
             "_slices",
-        ) or name.startswith("_settled")
+        ) or name.startswith("_agreed_")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 
 from tessel import transport
 from tessel.core.layout import Shape
@@ -30,14 +29,10 @@ class SliceMovement(Movement):
         operators = [self.slice_operator(row, shapes) for row in self._slices]
         return next(op for op in operators if transport.this_worker() in op.domain.partition.ranks)
 
-    @cached_property
-    def takes_part(self) -> bool:
-        self._slices  # noqa: B018  (their groups too)
-        return self.P_x.active
-
-    @cached_property
-    def _slices(self) -> tuple[Partition, ...]:
-        return self.P_x.slices(self._axes)
+    def prepare(self) -> transport.Group:
+        if self._group is None:
+            self._slices = self.P_x.slices(self._axes)  # which make their groups, too
+        return super().prepare()
 
     def extra_repr(self) -> str:
         return f"{self.P_x}, axes {self._axes}"

@@ -37,7 +37,7 @@ class PeriodicHalo(LinearOperator):
         # the last the first ones. One movement brings both.
         ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
         self._ends = Move(source, _with_parts(source, dim, ends))
-        self.takes_part  # noqa: B018  (all workers make the group)
+        self.prepare()  # all workers make the group, here and not in a first call
 
     def _apply(self, x: Tensor) -> Tensor:
         ends = self._ends._apply(x)
@@ -127,7 +127,7 @@ class LocalPadding(LinearOperator):
         self.domain, self.steps = read, steps
         partition = read.partition
         self.codomain = Layout.blocks_along(partition, tuple(range(partition.dim)), tuple(shapes))
-        self.takes_part  # noqa: B018  (all workers make the group)
+        self.prepare()  # all workers make the group, here and not in a first call
 
     def _apply(self, x: Tensor) -> Tensor:
         x = x.detach()
