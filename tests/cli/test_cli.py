@@ -19,7 +19,7 @@ import pytest
 from tessel.cli import build_parser, main
 from tessel.cli.doctor import CHECKS, Facts, check_rates, examine, gather_facts
 from tessel.cli.measure import Rate
-from tessel.cli.run import Failure, first_failure
+from tessel.cli.run import WorkerFailure, first_failure
 from tessel.cli.worker import is_consequence
 from tessel.core.layout import Layout
 from tessel.core.move import Move
@@ -226,10 +226,10 @@ def test_run_refuses_before_any_worker_starts(
 
 
 def test_the_first_failure_is_a_cause() -> None:
-    lost = Failure(0, 1, 100, time=1.0, error="WorkerLost: worker 1", consequence=True)
-    late = Failure(1, 1, 101, time=3.0, error="ValueError: late")
-    early = Failure(2, 1, 102, time=2.0, error="ValueError: early")
-    stopped = Failure(3, -signal.SIGTERM, 103, time=0.0, consequence=True)
+    lost = WorkerFailure(0, 1, 100, time=1.0, error="WorkerLost: worker 1", consequence=True)
+    late = WorkerFailure(1, 1, 101, time=3.0, error="ValueError: late")
+    early = WorkerFailure(2, 1, 102, time=2.0, error="ValueError: early")
+    stopped = WorkerFailure(3, -signal.SIGTERM, 103, time=0.0, consequence=True)
     assert first_failure([lost, late, early, stopped]) is early
     assert first_failure([lost, stopped]) is stopped
 

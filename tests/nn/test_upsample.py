@@ -321,7 +321,7 @@ def test_values_that_are_not_finite_stay_where_torch_has_them(run: Any) -> None:
 
 def test_positions_on_accelerators_are_in_single_precision() -> None:
     for mode in ("nearest", "nearest-exact"):
-        settings = interpolation.Settings(None, 2.7, mode, None, None)
+        settings = interpolation.InterpolationSettings(None, 2.7, mode, None, None)
         (reach,) = interpolation.interpolations(
             (1, 1, 9), (1, 1, 24), torch.float64, settings, False
         )

@@ -22,7 +22,7 @@ from tessel.testing import count_memory
 from tessel.transport import ReceiveBuffer, SendBuffer, channel
 from tessel.transport.host import Host
 from tessel.transport.membership import Membership
-from tessel.transport.process import Process
+from tessel.transport.process import PeerProcess
 from tessel.transport.reading import Reader, Staging
 from tessel.transport.request import UnexpectedMessage
 from tessel.transport.segment import Segment
@@ -202,7 +202,7 @@ def test_an_offer_of_a_process_that_ends_is_a_lost_worker() -> None:
     hosts = [Host((0, 1), worker) for worker in (0, 1)]
     addresses = {worker: host.address for worker, host in enumerate(hosts)}
     for host in hosts:
-        host.connect(addresses, {worker: Process.this() for worker in (0, 1)})
+        host.connect(addresses, {worker: PeerProcess.this() for worker in (0, 1)})
     if not all([host.can_read(addresses) for host in hosts]):
         pytest.skip("this system does not let processes read each other")
     hosts[1].read_directly()

@@ -161,7 +161,7 @@ def _quieten_elastic() -> None:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """How one worker ended.
 
     Args:
@@ -192,12 +192,12 @@ class Failure:
         return f"ended with exit code {self.exitcode} (pid {self.pid})"
 
 
-def first_failure(failures: Iterable[Failure]) -> Failure:
+def first_failure(failures: Iterable[WorkerFailure]) -> WorkerFailure:
     """Return the failure that came first, those that other failures caused left out.
 
-    >>> from tessel.cli.run import Failure, first_failure
-    >>> lost = Failure(0, 1, 100, time=5.0, error="WorkerLost: worker 1", consequence=True)
-    >>> cause = Failure(1, 1, 101, time=5.1, error="ValueError: no data")
+    >>> from tessel.cli.run import WorkerFailure, first_failure
+    >>> lost = WorkerFailure(0, 1, 100, time=5.0, error="WorkerLost: worker 1", consequence=True)
+    >>> cause = WorkerFailure(1, 1, 101, time=5.1, error="ValueError: no data")
     >>> first_failure([lost, cause]).rank
     1
     """
@@ -206,7 +206,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
     return min(causes or failures, key=lambda failure: failure.time)
 
 
-def report(failures: Sequence[Failure], world_size: int) -> int:
+def report(failures: Sequence[WorkerFailure], world_size: int) -> int:
     """Show the failures, the first one last with its traceback, and return its exit code."""
     first = first_failure(failures)
     console = _stderr()
@@ -220,7 +220,7 @@ def report(failures: Sequence[Failure], world_size: int) -> int:
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 
 
-def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
+def _others(failures: Sequence[WorkerFailure], first: WorkerFailure) -> list[str]:
     """One line for each error that followed the first one, with the workers that ended with it."""
     ranks: dict[str, list[int]] = {}
     for failure in failures:
@@ -235,15 +235,17 @@ def _workers(ranks: list[int]) -> str:
     return f"workers {', '.join(head)} and {last}" if head else f"worker {last}"
 
 
-def _read(rank: int, failure: ProcessFailure) -> Failure:
+def _read(rank: int, failure: ProcessFailure) -> WorkerFailure:
     """Return what elastic knows of a worker's end, with the worker's own report if it left one."""
     ended_by_launcher = failure.exitcode == -signal.SIGTERM
     message = failure.message
     if not isinstance(message, dict):
         time = failure.timestamp - _NOTICED_LATE_SECONDS
-        return Failure(rank, failure.exitcode, failure.pid, time, consequence=ended_by_launcher)
+        return WorkerFailure(
+            rank, failure.exitcode, failure.pid, time, consequence=ended_by_launcher
+        )
     info = message["extraInfo"]
-    return Failure(
+    return WorkerFailure(
         rank,
         info["exitcode"],  # the process may have been ended on its way out
         failure.pid,

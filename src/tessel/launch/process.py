@@ -17,7 +17,7 @@ from tessel.launch.forkserver import STATUS, ForkServer
 from tessel.launch.message import UNPICKLABLE, Call, Reply, parse, send
 
 
-class Process:
+class WorkerProcess:
     """A worker as its caller sees it: a channel for calls, and a report of how it ended."""
 
     def __init__(self, forkserver: ForkServer) -> None:

@@ -11,17 +11,17 @@ from multiprocessing.connection import wait
 from tessel.errors import WorkerLost
 from tessel.launch.forkserver import GRACE
 from tessel.launch.message import DUMP_STACKS
-from tessel.launch.process import Process
+from tessel.launch.process import WorkerProcess
 
 
-def await_starts(processes: Iterable[Process]) -> None:
+def await_starts(processes: Iterable[WorkerProcess]) -> None:
     """Wait until all have started, or ended at once."""
     for process in processes:
         while not process.has_started() and not process.has_ended():
             wait([process.status])
 
 
-def await_ends(processes: Sequence[Process], seconds: float) -> None:
+def await_ends(processes: Sequence[WorkerProcess], seconds: float) -> None:
     """Wait until all have ended, but not forever."""
     deadline = time.monotonic() + seconds
     while waiting := [process.status for process in processes if not process.has_ended()]:
@@ -29,7 +29,7 @@ def await_ends(processes: Sequence[Process], seconds: float) -> None:
             return
 
 
-def kill(processes: Iterable[Process]) -> None:
+def kill(processes: Iterable[WorkerProcess]) -> None:
     """End processes at once."""
     running = [process for process in processes if not process.has_ended()]
     for process in running:
@@ -37,7 +37,7 @@ def kill(processes: Iterable[Process]) -> None:
     await_ends(running, 5 * GRACE)
 
 
-def collect(processes: Sequence[Process], deadline: float) -> None:
+def collect(processes: Sequence[WorkerProcess], deadline: float) -> None:
     """Take in replies until all are there, the deadline, or the grace after a first failure."""
     failed = False
     while waiting := [p for p in processes if p.reply is None and p.end is None]:
@@ -51,7 +51,7 @@ def collect(processes: Sequence[Process], deadline: float) -> None:
             sources[source].read()
 
 
-def raise_failure(processes: Sequence[Process], name: str) -> None:
+def raise_failure(processes: Sequence[WorkerProcess], name: str) -> None:
     """Raise the first failure; a lost worker counts first, for it makes the others fail."""
     lost = {rank: process for rank, process in enumerate(processes) if process.is_lost()}
     failures = {
@@ -79,7 +79,7 @@ def raise_failure(processes: Sequence[Process], name: str) -> None:
     raise error
 
 
-def raise_timeout(processes: Sequence[Process], name: str, timeout: float | None) -> None:
+def raise_timeout(processes: Sequence[WorkerProcess], name: str, timeout: float | None) -> None:
     """Raise if a worker has not replied, and show where each of these is."""
     stuck = {rank: process for rank, process in enumerate(processes) if process.reply is None}
     if not stuck:
@@ -93,7 +93,7 @@ def raise_timeout(processes: Sequence[Process], name: str, timeout: float | None
     )
 
 
-def _dump_stacks(processes: Sequence[Process]) -> None:
+def _dump_stacks(processes: Sequence[WorkerProcess]) -> None:
     """Let workers write their stacks, and wait until these are there and grow no more."""
     for process in processes:
         process.signal(DUMP_STACKS)

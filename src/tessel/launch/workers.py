@@ -17,7 +17,7 @@ from tessel.launch.environment import Environment
 from tessel.launch.forkserver import GRACE, ForkServer, fork_forkserver, shared_forkserver
 from tessel.launch.message import Call
 from tessel.launch.outputs import OUTPUTS, flush_outputs
-from tessel.launch.process import Process
+from tessel.launch.process import WorkerProcess
 from tessel.launch.processes import (
     await_ends,
     await_starts,
@@ -107,7 +107,7 @@ class Workers:
         self.nprocs = _count("nprocs", nprocs)
         self.threads = None if threads is None else _count("threads", threads)
         self.backend = backend
-        self._processes: list[Process] = []
+        self._processes: list[WorkerProcess] = []
         self._world: _World | None = None
         self._lock = threading.Lock()
 
@@ -165,14 +165,14 @@ class Workers:
                 raise
             return [process.take_result(rank) for rank, process in enumerate(processes)]
 
-    def _gather(self, nprocs: int, forkserver: ForkServer | None) -> list[Process]:
+    def _gather(self, nprocs: int, forkserver: ForkServer | None) -> list[WorkerProcess]:
         """The first `nprocs` workers, with their process group or ready to make one."""
         if self._world and self._world.is_usable(nprocs):
             return self._world.members
         self._disband()
         self._remove([process for process in self._processes if not process.is_reachable()])
         while len(self._processes) < nprocs:
-            self._processes.append(Process(forkserver or shared_forkserver()))
+            self._processes.append(WorkerProcess(forkserver or shared_forkserver()))
         processes = self._processes[:nprocs]
         await_starts(processes)
         return processes
@@ -189,13 +189,13 @@ class Workers:
         finally:
             kill(process for process in members if process.reply is None)
 
-    def _remove(self, processes: list[Process]) -> None:
+    def _remove(self, processes: list[WorkerProcess]) -> None:
         kill(processes)
         self._processes = [process for process in self._processes if process not in processes]
         for process in processes:
             process.release()
 
-    def _send(self, processes: list[Process], task: Task, deadline: float) -> None:
+    def _send(self, processes: list[WorkerProcess], task: Task, deadline: float) -> None:
         """Send a task to the processes, with a agreement point if they have no world yet."""
         with contextlib.ExitStack() as stack:
             listener = []
@@ -223,7 +223,7 @@ class Workers:
 class _World:
     """The workers that share a process group, in the order of ranks."""
 
-    members: list[Process]
+    members: list[WorkerProcess]
     port: int = 0
 
     def is_usable(self, nprocs: int) -> bool:

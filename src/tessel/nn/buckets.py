@@ -37,7 +37,7 @@ class Use(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class Bucket:
     """Parameters whose gradients travel together.
 
     Attributes:
@@ -49,7 +49,7 @@ class Group:
     numbers: tuple[int, ...]
 
 
-Plan = tuple[Group, ...]
+Plan = tuple[Bucket, ...]
 
 
 class BucketSchedule:
@@ -87,7 +87,7 @@ class BucketSchedule:
             numbers.append(number)
             if size <= self.limit:  # what is larger travels alone, and the others go on
                 room[kind] = numbers, size
-        return tuple(Group(use, tuple(numbers)) for use, numbers in found)
+        return tuple(Bucket(use, tuple(numbers)) for use, numbers in found)
 
     def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
         """Remember a call that followed a plan."""

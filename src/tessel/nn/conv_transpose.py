@@ -12,7 +12,7 @@ from tessel.core.shared import anchored_zeros
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
 from tessel.tensor.rules.transposed import (
-    Settings,
+    TransposedSettings,
     convolve_parts,
     convolved,
     of_read,
@@ -43,7 +43,7 @@ class _ConvTranspose(Weighted):
         shapes = {"weight": self.settings().weight}
         return shapes if self.bias is None else {**shapes, "bias": (self.out_channels,)}
 
-    def settings(self, output_padding: Numbers | None = None) -> Settings:
+    def settings(self, output_padding: Numbers | None = None) -> TransposedSettings:
         """What this is, as a value."""
         kernel = tuple_of(self.kernel_size, self.num_dims)
         shape = (self.in_channels, self.out_channels // self.groups, *kernel)
@@ -63,7 +63,12 @@ class _ConvTranspose(Weighted):
         return self.onto_P_y(*convolve_parts(x, layout, weight, bias, what))
 
     def _in_blocks(
-        self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: Settings
+        self,
+        x: Tensor,
+        layout: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: TransposedSettings,
     ) -> Result:
         """Each worker of the grid computes with its block; results are not summed yet."""
         shape = convolved(layout.shape, settings)

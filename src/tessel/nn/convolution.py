@@ -12,7 +12,7 @@ from tessel.core.shared import anchored_zeros
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
 from tessel.tensor.rules.convolution import (
-    Settings,
+    ConvolutionSettings,
     convolve_parts,
     convolved,
     of_read,
@@ -41,7 +41,7 @@ class _Convolution(Weighted):
         shapes = {"weight": self.settings().weight}
         return shapes if self.bias is None else {**shapes, "bias": (self.out_channels,)}
 
-    def settings(self) -> Settings:
+    def settings(self) -> ConvolutionSettings:
         """What convolution this is, as a value."""
         inputs = self.in_channels // self.groups
         shape = (self.out_channels, inputs, *tuple_of(self.kernel_size, self.num_dims))
@@ -59,7 +59,12 @@ class _Convolution(Weighted):
         return self.onto_P_y(*convolve_parts(x, layout, weight, bias, self.settings()))
 
     def _in_blocks(
-        self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: Settings
+        self,
+        x: Tensor,
+        layout: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: ConvolutionSettings,
     ) -> Result:
         """Each worker of the grid computes with its block; results are not summed yet."""
         shape = convolved(layout.shape, settings)

@@ -142,7 +142,7 @@ class HaloRegion(nn.Sequential):
             y = step.compute(y, stage, *given)
         return y, plan.stages[-1].target
 
-    def _steps(self) -> list[Step]:
+    def _steps(self) -> list[RegionStep]:
         P_x = self.P_x
         assert P_x is not None
         return [_step(layer, P_x) for layer in _chain(self)]
@@ -195,7 +195,7 @@ def _chain(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RegionPlan:
     """How the layers of a region compute.
 
     Attributes:
@@ -215,7 +215,7 @@ class Plan:
 
 
 @kept_in_job
-def planned(source: Layout, shapes: tuple[Shape, ...], reaches: tuple[Reaches, ...]) -> Plan:
+def planned(source: Layout, shapes: tuple[Shape, ...], reaches: tuple[Reaches, ...]) -> RegionPlan:
     """From a tensor in the layout `source` to balanced parts of the last of these shapes.
 
     Args:
@@ -238,7 +238,7 @@ def planned(source: Layout, shapes: tuple[Shape, ...], reaches: tuple[Reaches, .
         held = source if len(stages) + 1 == len(reaches) else _read(source, shape, target, reach)
         stages.insert(0, Windowed(held, target, reach))
         target = stages[0].read
-    return Plan(tuple(wraps), tuple(stages))
+    return RegionPlan(tuple(wraps), tuple(stages))
 
 
 def _read(source: Layout, shape: Shape, target: Layout, reach: Reaches) -> Layout:
@@ -307,7 +307,7 @@ def _is_circular(reach: Reach | None) -> bool:
     return isinstance(reach, Mirrored) and reach.mode == "circular"
 
 
-class Step(ABC):
+class RegionStep(ABC):
     """What a region must know of a layer.
 
     Args:
@@ -341,7 +341,7 @@ class Step(ABC):
         """This worker's outputs from exactly what they read."""
 
 
-class _Convolving(Step):
+class _Convolving(RegionStep):
     kinds = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
@@ -406,7 +406,7 @@ def _in_order(x: Tensor, plan: Windowed) -> Tensor:
     return x
 
 
-class _Transposed(Step):
+class _Transposed(RegionStep):
     kinds = (DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
@@ -424,7 +424,7 @@ class _Transposed(Step):
         return transposed.of_read(x, weight, bias, plan, plan.target, settings)
 
 
-class _Pooling(Step):
+class _Pooling(RegionStep):
     kinds = (DistributedPoolingBase,)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
@@ -442,7 +442,7 @@ class _Pooling(Step):
         return pooled
 
 
-class _Interpolating(Step):
+class _Interpolating(RegionStep):
     kinds = (DistributedUpsample,)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
@@ -458,16 +458,18 @@ class _Interpolating(Step):
         return outputs, leading(len(shape), reaches)
 
     @property
-    def _settings(self) -> interpolation.Settings:
-        names = interpolation.Settings._fields
-        return interpolation.Settings.of(*(getattr(self.layer, name) for name in names))
+    def _settings(self) -> interpolation.InterpolationSettings:
+        names = interpolation.InterpolationSettings._fields
+        return interpolation.InterpolationSettings.of(
+            *(getattr(self.layer, name) for name in names)
+        )
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         reaches: Any = plan.reach[2:]
         return interpolation.of_read(x, plan, reaches, self._settings)
 
 
-class _Normalizing(Step):
+class _Normalizing(RegionStep):
     kinds = (
         *(DistributedBatchNorm, DistributedBatchNorm1d, DistributedBatchNorm2d),
         *(DistributedBatchNorm3d, DistributedInstanceNorm, DistributedInstanceNorm1d),
@@ -504,7 +506,7 @@ class _Normalizing(Step):
         return norms.normalize_by_running(x, running, *both, layer.eps, dim)
 
 
-class _Padding(Step):
+class _Padding(RegionStep):
     kinds = tuple(_PADDINGS)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
@@ -527,7 +529,7 @@ class _Padding(Step):
         return F.pad(_in_order(x, plan), _widths(plan, len(self._pairs)), value=value)
 
 
-class _Pointwise(Step):
+class _Pointwise(RegionStep):
     kinds = POINTWISE
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
@@ -570,13 +572,13 @@ class _Prelu(_Pointwise):
         return F.prelu(x, weight) if x.numel() else anchored_zeros(tuple(x.shape), x, weight)
 
 
-_STEPS: tuple[type[Step], ...] = (
+_STEPS: tuple[type[RegionStep], ...] = (
     *(_Convolving, _Transposed, _Pooling, _Interpolating, _Normalizing),
     *(_Padding, _Pointwise, _Random, _Prelu),
 )
 
 
-def _step(layer: nn.Module, P_x: Partition) -> Step:
+def _step(layer: nn.Module, P_x: Partition) -> RegionStep:
     """What a region of `P_x` must know of a layer; it raises if the layer cannot be in one."""
     placed = isinstance(layer, Layer)
     for kind in _STEPS:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tessel.tensor.place import Place, current_place
+from tessel.tensor.place import CallSite, current_place
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import (
     Arguments,
@@ -26,7 +26,7 @@ from tessel.tensor.tensor import Tensor
 
 _CHOICES = ("gather", "raise")
 _choice: ContextVar[str] = ContextVar("fallback", default="gather")
-_said: set[tuple[str, Place]] = set()
+_said: set[tuple[str, CallSite]] = set()
 
 
 class GatherWarning(UserWarning):
@@ -121,7 +121,7 @@ class Gather:
     """That a function gathered its operands: which one, where, and how many bytes of them."""
 
     name: str
-    place: Place
+    place: CallSite
     num_bytes: int
 
 

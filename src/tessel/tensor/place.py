@@ -15,7 +15,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """A line of the user's code, and the module whose forward pass it is called in, if any.
 
     Attributes:
@@ -32,13 +32,13 @@ class Place:
         return f"{self.file}:{self.line}" + (f", in {self.module}" if self.module else "")
 
 
-def current_place() -> Place:
+def current_place() -> CallSite:
     """Where the user called what runs now."""
     frame = sys._getframe(1)
     modules = list(_modules(frame))
     while frame.f_back is not None and is_library(frame):
         frame = frame.f_back
-    return Place(frame.f_code.co_filename, frame.f_lineno, described(modules[::-1]))
+    return CallSite(frame.f_code.co_filename, frame.f_lineno, described(modules[::-1]))
 
 
 def is_library(frame: FrameType) -> bool:

@@ -25,7 +25,7 @@ from tessel.transport.copy_program import (
     engine,
     has_engine,
 )
-from tessel.transport.process import Process
+from tessel.transport.process import PeerProcess
 from tessel.transport.reading import SHORTEST, Reader, Staging, allow_siblings, can_be_offered
 from tessel.transport.request import (
     Key,
@@ -69,7 +69,7 @@ class Host:
         self._incoming: dict[int, Incoming] = {}
         self._held: set[int] = set()  # workers for whom messages wait for room
         self._wakeups: dict[int, Wakeup] = {}
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, PeerProcess] = {}
         self._wakeup = Wakeup(self._segment)
         self._wakeup.initialise()
         self._direct = False
@@ -84,7 +84,7 @@ class Host:
         limit = time_limit()
         self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
 
-    def connect(self, addresses: dict[int, Address], processes: dict[int, Process]) -> None:
+    def connect(self, addresses: dict[int, Address], processes: dict[int, PeerProcess]) -> None:
         """Open the segments of the others; OSError if one cannot be reached."""
         place = self.workers.index(self.worker)
         for other, outgoing in self._outgoing.items():

@@ -20,7 +20,7 @@ from tessel.transport import semaphore, world
 from tessel.transport.group import Group, code_of, listing
 from tessel.transport.host import Host
 from tessel.transport.membership import Membership
-from tessel.transport.process import Process
+from tessel.transport.process import PeerProcess
 from tessel.transport.traffic import Traffic
 from tessel.transport.world import is_distributed, num_workers, this_worker
 
@@ -193,7 +193,7 @@ class _Job:
     def _introduce(self) -> None:
         """Learn the process of every worker, and open the memory of those of this host."""
         agreement = Group(tuple(range(num_workers())), self.default, self.membership)
-        mine = Process.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
+        mine = PeerProcess.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
         said = agreement.share_objects(mine)
         self._check_alike([check for _, _, check in said])
         self.membership.processes = [process for process, _, _ in said]
@@ -219,7 +219,7 @@ class _Job:
         agreement.check_same_call(agreement.share_words([code_of(call)]), call)
 
 
-def _connected(agreement: Group, processes: list[Process]) -> Host | None:
+def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:
     """The workers of this host, if all of them can share memory."""
     worker = this_worker()
     here = [w for w, process in enumerate(processes) if process.host == processes[worker].host]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tessel.transport.host import Host
-from tessel.transport.process import Process
+from tessel.transport.process import PeerProcess
 from tessel.transport.traffic import Traffic
 
 
@@ -32,7 +32,7 @@ class Membership:
 
     call: int = 0
     traffic: Traffic = field(default_factory=Traffic)
-    processes: list[Process] = field(default_factory=list)
+    processes: list[PeerProcess] = field(default_factory=list)
     host: Host | None = None
     _own: Own = field(default_factory=Own)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Process:
+class PeerProcess:
     """A process on a host; its time of birth tells it from a later one of the same number."""
 
     host: str
@@ -18,7 +18,7 @@ class Process:
     born: str = ""
 
     @classmethod
-    def this(cls) -> Process:
+    def this(cls) -> PeerProcess:
         """The process that asks."""
         return cls(this_host(), os.getpid(), _status(os.getpid())[1])
 

@@ -23,7 +23,7 @@ AGREED = 64  # words with which workers agree
 Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same
 
 
-class Slot(Protocol):
+class SlotLike(Protocol):
     """Room for one piece in the memory of a channel."""
 
     num_bytes: int  # of what is in it; RENDEZVOUS if that says where the tensor lies
@@ -61,7 +61,7 @@ class SendRequest:
         self._next = 0
         self.is_gone = False
 
-    def write(self, slot: Slot) -> None:
+    def write(self, slot: SlotLike) -> None:
         """Put the next piece into a slot."""
         region, shape = self._pieces[self._next]
         source = self._tensor if len(self._pieces) == 1 else self._tensor[region]
@@ -83,7 +83,7 @@ class Rendezvous:
         self._tensor = tensor  # kept until it was read
         self.is_offered = self.is_gone = False
 
-    def write(self, slot: Slot) -> None:
+    def write(self, slot: SlotLike) -> None:
         """Say where the tensor lies."""
         runs = Runs.of(self._tensor)
         words = (runs.start, runs.length, len(runs.counts), *runs.counts, *runs.strides)
@@ -92,7 +92,7 @@ class Rendezvous:
         self.is_offered = True
 
 
-def offered(slot: Slot) -> Runs:
+def offered(slot: SlotLike) -> Runs:
     """Where the tensor lies that a slot offers."""
     start, length, ndim, *rest = memoryview(slot.read_words(WORDS)).cast("q").tolist()
     return Runs(start, length, tuple(rest[:ndim]), tuple(rest[ndim : 2 * ndim]))
@@ -108,7 +108,7 @@ class SendWords:
         self._words, self.num_bytes = words, words.nbytes
         self.is_gone = False
 
-    def write(self, slot: Slot) -> None:
+    def write(self, slot: SlotLike) -> None:
         slot.write_words(self._words)
         slot.num_bytes = self.num_bytes
         self.is_gone = True
@@ -136,7 +136,7 @@ class ReceiveRequest:
         self.adds, self.is_open = adds, is_open
         self.is_done = False
 
-    def read(self, slot: Slot) -> None:
+    def read(self, slot: SlotLike) -> None:
         """Take the next piece out of a slot, or all that is offered."""
         if slot.num_bytes == RENDEZVOUS:
             self._read_offer(slot)
@@ -146,11 +146,11 @@ class ReceiveRequest:
         self._next += 1
         self.is_done = self._next == len(self._pieces)
 
-    def _put(self, place: Tensor, slot: Slot, shape: tuple[int, ...]) -> None:
+    def _put(self, place: Tensor, slot: SlotLike, shape: tuple[int, ...]) -> None:
         values = slot.tensor(place.dtype, shape)
         place.add_(values) if self.adds else place.copy_(values)
 
-    def _read_offer(self, slot: Slot) -> None:
+    def _read_offer(self, slot: SlotLike) -> None:
         source, place, reader = offered(slot), self._place, slot.reader
         assert reader is not None
         if not self.adds and can_be_offered(place):
@@ -181,7 +181,7 @@ class ReceiveWords:
         self.words = b""
         self.is_open, self.is_done = True, False
 
-    def read(self, slot: Slot) -> None:
+    def read(self, slot: SlotLike) -> None:
         self.words = slot.read_words(self.num_bytes // 8)
         self.is_done = True
 
@@ -203,7 +203,7 @@ class UnexpectedMessage:
         self._next = 0
         self.is_done = False
 
-    def read(self, slot: Slot) -> None:
+    def read(self, slot: SlotLike) -> None:
         """Keep the next piece, or all that is offered."""
         if slot.num_bytes == RENDEZVOUS:
             assert slot.reader is not None

@@ -32,7 +32,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A step on one process: the loss, what it holds, what it sent, and how long it took."""
 
     loss: Tensor
@@ -135,7 +135,7 @@ def perform(size: int, note: Note) -> Classified | None:
     )
 
 
-def _step(model: classes.Classifier, x: Tensor, target: Tensor) -> Step:
+def _step(model: classes.Classifier, x: Tensor, target: Tensor) -> TrainingStep:
     """Forward and backward, twice, since the first time layouts are agreed on and kept."""
     for _ in range(2):
         model.zero_grad()
@@ -149,7 +149,7 @@ def _step(model: classes.Classifier, x: Tensor, target: Tensor) -> Step:
         model(x, target)[1].backward()
     weight, bias = model.head.parameters()
     holding = Holding(len(weight), weight.nbytes + bias.nbytes, memory.peak)
-    return Step(loss.detach(), holding, traffic.bytes_sent, seconds)
+    return TrainingStep(loss.detach(), holding, traffic.bytes_sent, seconds)
 
 
 def _gradient_error(split: classes.Classifier, alone: classes.Classifier) -> float:

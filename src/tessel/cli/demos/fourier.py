@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     """A step of the plan: what is done, how the result lies, and what is sent for it."""
 
     name: str
@@ -71,7 +71,7 @@ class Transform:
     value_error: float
     gradient_error: float
     inverse_error: float
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     transfers: tuple[int, int, int]
     bytes_sent: int
     seconds: tuple[float, float]
@@ -203,7 +203,7 @@ def _errors(F: Distributed, whole: Tensor, x: Tensor, y: Tensor) -> tuple[float,
     )
 
 
-def _steps(plan: OperatorPlan) -> tuple[Step, ...]:
+def _steps(plan: OperatorPlan) -> tuple[PlanStep, ...]:
     """The steps, for all workers."""
     workers = plan.source.partition.ranks
     found = []
@@ -215,7 +215,7 @@ def _steps(plan: OperatorPlan) -> tuple[Step, ...]:
         elif isinstance(step, Transfer):
             sent = 16 * sum(numel_sent(step.before, step.after, at) for at in workers)
         shapes = tuple(step.after.shape_on(worker) for worker in workers)
-        found.append(Step(name, step.after.brief, shapes, sent))
+        found.append(PlanStep(name, step.after.brief, shapes, sent))
     return tuple(found)
 
 

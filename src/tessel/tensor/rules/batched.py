@@ -15,7 +15,7 @@ import torch
 from tessel.core.layout import Layout
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.hosting import hosted
-from tessel.tensor.rules.products import Product, planned
+from tessel.tensor.rules.products import Contraction, planned
 from tessel.tensor.table import made, moved, outlining
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.use import used
@@ -50,7 +50,9 @@ def outline(operands: Sequence[torch.Tensor], compute: Callable[..., torch.Tenso
     return compute(*(torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") for x in operands))
 
 
-def plan_of(name: str, equation: Letters, whole: str, operands: Sequence[torch.Tensor]) -> Product:
+def plan_of(
+    name: str, equation: Letters, whole: str, operands: Sequence[torch.Tensor]
+) -> Contraction:
     """How the operands and the result lie; mixed dimensions that are split go to hosts."""
     indices, output = equation
     layouts = tuple(
@@ -81,7 +83,7 @@ def _loosened(layout: Layout, letters: str, whole: str) -> Layout:
 def applied(
     compute: Callable[..., torch.Tensor],
     operands: Sequence[torch.Tensor],
-    plan: Product,
+    plan: Contraction,
     kind: torch.dtype,
 ) -> torch.Tensor:
     """The function of parts; a worker without values has zeros that hang on what it has.

@@ -72,7 +72,7 @@ def check_numbers(
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConvolutionSettings:
     """What a convolution is, but for the values of its weight."""
 
     weight: Shape  # (outputs, inputs of a group, *kernel)
@@ -103,7 +103,7 @@ def settings_of(
     dilation: Any = 1,
     groups: int = 1,
     mode: str = "zeros",
-) -> Settings:
+) -> ConvolutionSettings:
     """The settings that torch's arguments say, for a weight of this shape."""
     D = len(weight) - 2
     dilations = tuple_of(dilation, D)
@@ -114,11 +114,11 @@ def settings_of(
         widths = tuple((total // 2, total - total // 2) for total in totals)
     else:
         widths = tuple((p, p) for p in tuple_of(padding, D))
-    return Settings(weight, tuple_of(stride, D), dilations, widths, mode, groups)
+    return ConvolutionSettings(weight, tuple_of(stride, D), dilations, widths, mode, groups)
 
 
 @lru_cache(maxsize=1024)
-def convolved(shape: Shape, settings: Settings) -> Shape:
+def convolved(shape: Shape, settings: ConvolutionSettings) -> Shape:
     """The shape of the whole output; torch's own error if there is none."""
     x = outline(shape)
     widths = [width for pair in reversed(settings.widths) for width in pair]
@@ -144,7 +144,7 @@ def convolved(shape: Shape, settings: Settings) -> Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConvolutionPlan:
     """How a worker comes from its part of the input to its part of the output.
 
     Attributes:
@@ -171,7 +171,9 @@ class Plan:
 
 
 @kept_in_job
-def planned(source: Layout, target: Layout, channels: Groups | None, settings: Settings) -> Plan:
+def planned(
+    source: Layout, target: Layout, channels: Groups | None, settings: ConvolutionSettings
+) -> ConvolutionPlan:
     """The plan for outputs in the layout `target`.
 
     Args:
@@ -206,7 +208,7 @@ def planned(source: Layout, target: Layout, channels: Groups | None, settings: S
         ]
     reach = (*([None] * (first - 1)), channels, *windows)
     plan = Windowed(source, target, reach)
-    return Plan(tuple(wraps), plan, _places(plan), tuple(padding))
+    return ConvolutionPlan(tuple(wraps), plan, _places(plan), tuple(padding))
 
 
 def _places(plan: Windowed) -> tuple[tuple[int, Numbers], ...]:
@@ -226,7 +228,7 @@ def _places(plan: Windowed) -> tuple[tuple[int, Numbers], ...]:
 
 
 def convolve_parts(
-    x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: Settings
+    x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings
 ) -> tuple[Tensor, Layout]:
     """This worker's part of the result, and its layout.
 
@@ -254,7 +256,9 @@ def _is_whole(layout: Layout, first: int) -> bool:
     return all(len(cut.intervals) == 1 for cut in layout.cuts[first:])
 
 
-def _of_whole(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+def _of_whole(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings
+) -> Tensor:
     """Torch's own convolution of samples that a worker has whole."""
     widths, padding = settings.widths, tuple(before for before, _ in settings.widths)
     if settings.mode != "zeros" or any(before != after for before, after in widths):
@@ -269,7 +273,7 @@ def _convolved(
     weight: Tensor,
     bias: Tensor | None,
     padding: Numbers,
-    settings: Settings,
+    settings: ConvolutionSettings,
     groups: int | None = None,
 ) -> Tensor:
     y: Tensor = _CONVOLUTIONS[settings.num_dims - 1](
@@ -290,7 +294,7 @@ def _by_strips(
     target: Layout,
     weight: Tensor,
     bias: Tensor | None,
-    settings: Settings,
+    settings: ConvolutionSettings,
 ) -> Tensor | None:
     """This worker's outputs without a copy of its inputs, if that is possible and quicker."""
     widths = settings.widths
@@ -317,7 +321,7 @@ def _by_strips(
 
 
 def _convolve_flat(
-    x: Tensor, weight: Tensor, padding: Numbers, dim: int, settings: Settings
+    x: Tensor, weight: Tensor, padding: Numbers, dim: int, settings: ConvolutionSettings
 ) -> Tensor:
     """The convolution of one layer with one: quicker with a dimension less."""
     place = settings.num_dims + dim
@@ -337,7 +341,7 @@ def of_read(
     bias: Tensor | None,
     padding: Numbers,
     target: Layout,
-    settings: Settings,
+    settings: ConvolutionSettings,
     in_blocks: bool = False,
 ) -> Tensor:
     """This worker's outputs from exactly what they read: those of whole groups, of these its own.

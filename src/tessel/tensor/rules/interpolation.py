@@ -28,7 +28,7 @@ _NEAREST = ("nearest", "nearest-exact")
 _SMALL = 128  # up to this sum of lengths torch takes other kernels for the nearest in 2 dimensions
 
 
-class Settings(NamedTuple):
+class InterpolationSettings(NamedTuple):
     """The arguments of `torch.nn.functional.interpolate`."""
 
     size: Any
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
         mode: str = "nearest",
         align_corners: bool | None = None,
         recompute_scale_factor: bool | None = None,
-    ) -> Settings:
+    ) -> InterpolationSettings:
         """Sequences as something that can be hashed, and factors as torch's layer has them."""
         if isinstance(scale_factor, list | tuple):
             factor: Any = tuple(map(float, scale_factor))
@@ -66,7 +66,9 @@ class Settings(NamedTuple):
 def interpolate(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.interpolate`, each worker what its outputs read."""
     x, layout = opened(args[0])
-    given = dict(zip((*Settings._fields, "antialias"), args[1:], strict=False)) | kwargs
+    given = (
+        dict(zip((*InterpolationSettings._fields, "antialias"), args[1:], strict=False)) | kwargs
+    )
     if given.pop("antialias", False):  # what an output reads grows with the scale
         size = outlines(func, args, kwargs).shape[2:]
 
@@ -76,7 +78,7 @@ def interpolate(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -
             return func(part, *args[1:], **kwargs)
 
         return along(args[0], range(2, len(layout.shape)), sampled)
-    settings = Settings.of(**given)
+    settings = InterpolationSettings.of(**given)
     shape = global_shape(layout.shape, x.dtype, settings)
     if settings.mode == "area":
         return made(*average(x, layout, shape, len(shape) - 2))
@@ -87,7 +89,7 @@ def interpolate(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -
 
 
 def of_read(
-    x: Tensor, plan: Windowed, reaches: tuple[Interpolation, ...], settings: Settings
+    x: Tensor, plan: Windowed, reaches: tuple[Interpolation, ...], settings: InterpolationSettings
 ) -> Tensor:
     """This worker's outputs from exactly what they read."""
     held, outputs = plan.read.local_shape, plan.target.local_shape
@@ -107,7 +109,7 @@ def of_read(
     return x.to(dtype)
 
 
-def _extended(x: Tensor, lines: tuple[Line, ...], settings: Settings) -> Tensor:
+def _extended(x: Tensor, lines: tuple[Line, ...], settings: InterpolationSettings) -> Tensor:
     """All lines that torch's own function can make longer or shorter; the others stay."""
     mode = settings.mode
     corners = None if mode in _NEAREST else settings.align_corners
@@ -121,7 +123,7 @@ def _extended(x: Tensor, lines: tuple[Line, ...], settings: Settings) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def global_shape(shape: Shape, dtype: torch.dtype, settings: Settings) -> Shape:
+def global_shape(shape: Shape, dtype: torch.dtype, settings: InterpolationSettings) -> Shape:
     """The shape of the whole output; torch's own error if there is none."""
     if dtype not in (torch.float32, torch.float64):  # whether torch knows it shows only on values
         ones = torch.ones((1, 1, *(2 for _ in shape[2:])), dtype=dtype)
@@ -130,7 +132,7 @@ def global_shape(shape: Shape, dtype: torch.dtype, settings: Settings) -> Shape:
     return tuple(_interpolated(x, settings).shape)
 
 
-def _interpolated(x: Tensor, settings: Settings) -> Tensor:
+def _interpolated(x: Tensor, settings: InterpolationSettings) -> Tensor:
     size, factor, mode, corners, recompute = settings
     return F.interpolate(x, size, factor, mode, corners, recompute)
 
@@ -159,7 +161,11 @@ def _ignores_scale(reach: Interpolation) -> bool:
 
 @lru_cache(maxsize=1024)
 def interpolations(
-    inputs: Shape, outputs: Shape, dtype: torch.dtype, settings: Settings, on_cpu: bool = True
+    inputs: Shape,
+    outputs: Shape,
+    dtype: torch.dtype,
+    settings: InterpolationSettings,
+    on_cpu: bool = True,
 ) -> tuple[Interpolation, ...]:
     """How each dimension after the first two is read, for these global shapes.
 

@@ -42,7 +42,7 @@ def is_mask(item: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Choice:
+class MaskedChoice:
     """Which values of a tensor a mask picks.
 
     Attributes:
@@ -117,7 +117,7 @@ def _lengths(mask: torch.Tensor, part: torch.Tensor, cut: Cut, partition: Any) -
 
 
 @torch.no_grad()
-def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> Choice:
+def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
     """What a mask picks of a tensor in this layout, from a dimension on.
 
     Args:
@@ -152,7 +152,9 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> Choice:
     # axes of masked dimensions of one part, beside the first, split nothing any more
     taken = {axis for cut in cuts for axis in cut.axes}
     shared = tuple(axis for axis in range(layout.partition.dim) if axis not in taken)
-    return Choice(there, part, Layout(layout.partition, tuple(shape), tuple(cuts), shared), at)
+    return MaskedChoice(
+        there, part, Layout(layout.partition, tuple(shape), tuple(cuts), shared), at
+    )
 
 
 def masked_values(name: str, x: Tensor, mask: Any, at: int = 0) -> Tensor:
@@ -167,7 +169,7 @@ def put_at_mask(name: str, x: Tensor, mask: Any, value: torch.Tensor, at: int = 
     _put(x, choice, value)
 
 
-def _put(x: Tensor, choice: Choice, value: torch.Tensor) -> None:
+def _put(x: Tensor, choice: MaskedChoice, value: torch.Tensor) -> None:
     shape = choice.result.shape
     given = list(value.shape)
     while len(given) > len(shape) and given[0] == 1:  # torch leaves them out

@@ -137,7 +137,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class Groups(Gathering):
+class ChannelGroups(Gathering):
     """The gathering for channels in groups, which may be cut anywhere.
 
     Where every cut lies between two groups, the groups are split as their channels are. Elsewhere
@@ -151,7 +151,7 @@ class Groups(Gathering):
 
     @classmethod
     @kept_in_job
-    def of(cls, layout: Layout, num_groups: int) -> Groups:
+    def of(cls, layout: Layout, num_groups: int) -> ChannelGroups:
         size = layout.shape[1] // num_groups
         batch, channels, *space = layout.cuts
         first = 2
@@ -603,7 +603,7 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if norm.is_simple():
         return norm.simply()
     x = norm.x
-    groups = Groups.of(norm.layout, given["num_groups"])
+    groups = ChannelGroups.of(norm.layout, given["num_groups"])
     weight, bias = norm.parameters()
     if groups.stays:  # each worker has all values of its groups
         if not x.numel():

@@ -38,7 +38,7 @@ from tessel.transport import kept_in_job
 
 
 @dataclass(frozen=True)
-class Product:
+class Contraction:
     """How a product is computed on parts.
 
     Attributes:
@@ -59,7 +59,7 @@ def planned(
     output: str,
     shapes: tuple[Shape, ...],
     layouts: tuple[Layout | None, ...],
-) -> Product:
+) -> Contraction:
     """Plan a product.
 
     Args:
@@ -89,7 +89,7 @@ def planned(
 
     inputs = tuple(lies(*each) for each in zip(indices, shapes, strict=True))
     terms = lies(output, tuple(lengths[letter] for letter in output))
-    return Product(inputs, terms, terms.summed)
+    return Contraction(inputs, terms, terms.summed)
 
 
 def _cuts(

@@ -43,7 +43,7 @@ _ARGUMENTS = ("weight", "bias", "stride", "padding", "output_padding", "groups",
 
 
 @dataclass(frozen=True)
-class Settings:
+class TransposedSettings:
     """What a transposed convolution is, but for the values of its weight."""
 
     weight: Shape  # (inputs, outputs of a group, *kernel)
@@ -74,17 +74,17 @@ def settings_of(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> Settings:
+) -> TransposedSettings:
     """The settings that torch's arguments say, for a weight of this shape."""
     D = len(weight) - 2
     steps, widths, behind, dilations = (
         tuple_of(value, D) for value in (stride, padding, output_padding, dilation)
     )
-    return Settings(weight, steps, widths, behind, dilations, groups)
+    return TransposedSettings(weight, steps, widths, behind, dilations, groups)
 
 
 @lru_cache(maxsize=1024)
-def convolved(shape: Shape, settings: Settings) -> Shape:
+def convolved(shape: Shape, settings: TransposedSettings) -> Shape:
     """The shape of the whole output; torch's own error if there is none."""
     check_numbers(settings.weight[2:], settings.stride, settings.dilation, settings.padding)
     limits = [max(pair) for pair in zip(settings.stride, settings.dilation, strict=True)]
@@ -105,7 +105,7 @@ def convolved(shape: Shape, settings: Settings) -> Shape:
 
 @kept_in_job
 def planned(
-    source: Layout, target: Layout, channels: Groups | None, settings: Settings
+    source: Layout, target: Layout, channels: Groups | None, settings: TransposedSettings
 ) -> Windowed:
     """Each worker reads the inputs that are written to its outputs."""
     lead = [None] * (len(source.shape) - settings.num_dims - 1)
@@ -113,7 +113,7 @@ def planned(
 
 
 def convolve_parts(
-    x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: Settings
+    x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: TransposedSettings
 ) -> tuple[Tensor, Layout]:
     """This worker's part of the result, and its layout; parameters are whole, for this part."""
     target = layout.resized(convolved(layout.shape, settings))
@@ -129,7 +129,7 @@ def of_read(
     bias: Tensor | None,
     plan: Windowed,
     target: Layout,
-    settings: Settings,
+    settings: TransposedSettings,
     in_blocks: bool = False,
 ) -> Tensor:
     """This worker's outputs, cut out of all that its inputs are written to."""
@@ -150,7 +150,9 @@ def of_read(
     return y + bias.reshape(-1, *[1] * D)
 
 
-def _as_torch(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+def _as_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: TransposedSettings
+) -> Tensor:
     y: Tensor = _CONVOLUTIONS[settings.num_dims - 1](
         x,
         weight,
@@ -165,7 +167,12 @@ def _as_torch(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
 
 
 def _trimmed(
-    x: Tensor, weight: Tensor, plan: Windowed, target: Layout, settings: Settings, own: Interval
+    x: Tensor,
+    weight: Tensor,
+    plan: Windowed,
+    target: Layout,
+    settings: TransposedSettings,
+    own: Interval,
 ) -> Tensor:
     """The outputs of all groups that `own` channels touch, of this worker's box of space."""
     D = settings.num_dims
