@@ -23,7 +23,7 @@ from torch import Tensor
 from values import check_close
 
 import tessel
-from tessel.tensor import strips
+from tessel.tensor import overlapped_convolution
 
 ALONE = "nothing exchanged"
 TOLERANCE = 1e-4  # gradients of weights are sums of some hundred thousand numbers in float32
@@ -88,12 +88,12 @@ def by_tessel(settings: Settings) -> Callable[[], object]:
 
 
 def by_strips(settings: Settings) -> Callable[[], object]:
-    strips.LEAST_VALUES = 0
+    overlapped_convolution.LEAST_VALUES = 0
     return by_tessel(settings)
 
 
 def by_a_copy(settings: Settings) -> Callable[[], object]:
-    strips.LEAST_VALUES = 1 << 60
+    overlapped_convolution.LEAST_VALUES = 1 << 60
     return by_tessel(settings)
 
 

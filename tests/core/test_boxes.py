@@ -75,8 +75,8 @@ def test_overlap_is_the_intersection(a: tuple[int, int], b: tuple[int, int]) -> 
 @given(intervals(), st.integers(0, 4), st.integers(0, 4), st.integers(9, 12))
 def test_grow(interval: tuple[int, int], left: int, right: int, length: int) -> None:
     found = boxes.grow(interval, left, right, length)
-    reach = {i + d for i in indices(interval) for d in range(-left, right + 1)}
-    assert indices(found) == reach & set(range(length))
+    field = {i + d for i in indices(interval) for d in range(-left, right + 1)}
+    assert indices(found) == field & set(range(length))
     if not indices(interval):
         assert found == interval
 

@@ -284,11 +284,11 @@ def test_bad_input_raises_what_torch_raises(
     assert len(set(results)) == 1
 
 
-def dense(reach: Interpolation) -> torch.Tensor:
+def dense(field: Interpolation) -> torch.Tensor:
     """The matrix of an interpolation, (output, input)."""
-    matrix = torch.zeros(reach.outputs, reach.inputs, dtype=torch.float64)
-    rows = torch.arange(reach.outputs)
-    for index, weight in zip(*reach.table, strict=True):
+    matrix = torch.zeros(field.outputs, field.inputs, dtype=torch.float64)
+    rows = torch.arange(field.outputs)
+    for index, weight in zip(*field.table, strict=True):
         matrix.index_put_(
             (rows, torch.tensor(index)), torch.tensor(weight, dtype=torch.float64), accumulate=True
         )
@@ -322,11 +322,11 @@ def test_values_that_are_not_finite_stay_where_torch_has_them(run: Any) -> None:
 def test_positions_on_accelerators_are_in_single_precision() -> None:
     for mode in ("nearest", "nearest-exact"):
         settings = interpolation.InterpolationSettings(None, 2.7, mode, None, None)
-        (reach,) = interpolation.interpolations(
+        (field,) = interpolation.interpolations(
             (1, 1, 9), (1, 1, 24), torch.float64, settings, False
         )
         exact = mode == "nearest-exact"
-        assert reach == Nearest(9, 24, 2.7, double=False, exact=exact, shortcut=exact)
+        assert field == Nearest(9, 24, 2.7, double=False, exact=exact, shortcut=exact)
 
 
 RULES = [
@@ -343,19 +343,19 @@ RULES = [
 def test_tables_are_torchs_matrices(rule: Any, settings: dict[str, Any]) -> None:
     for inputs in (1, 2, 3, 7, 30):
         for outputs in (1, 2, 3, 5, 14, 33, 60):
-            reach = rule(inputs, outputs)
+            field = rule(inputs, outputs)
             basis = torch.eye(inputs, dtype=torch.float64)[None]
             if settings["mode"] == "bicubic":
                 expected = F.interpolate(basis[:, :, None], size=(1, outputs), **settings)[0, :, 0]
             else:
                 expected = F.interpolate(basis, size=outputs, **settings)[0]
-            torch.testing.assert_close(dense(reach), expected.T, rtol=0, atol=1e-13)
+            torch.testing.assert_close(dense(field), expected.T, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(("rule", "settings"), RULES)
 def test_a_hull_holds_all_that_is_read_and_no_more(rule: Any, settings: Any) -> None:
-    reach = rule(17, 29)
+    field = rule(17, 29)
     for start in range(29):
         for stop in range(start + 1, 30):
-            taps = {int(i) for i in reach.table[0][:, start:stop].flatten()}
-            assert reach.hull((start, stop)) == (min(taps), max(taps) + 1)
+            taps = {int(i) for i in field.table[0][:, start:stop].flatten()}
+            assert field.hull((start, stop)) == (min(taps), max(taps) + 1)

@@ -19,7 +19,7 @@ import numpy as np
 from tessel.core.boxes import Interval, overlap
 
 
-class Reach(Protocol):
+class ReceptiveField(Protocol):
     """A rule that says which inputs some outputs read."""
 
     def hull(self, outputs: Interval) -> Interval:
@@ -28,15 +28,15 @@ class Reach(Protocol):
         ...
 
 
-def reads(reach: Reach | None, outputs: Interval, length: int) -> Interval:
-    """The inputs out of `length` that `outputs` read; without a reach, those of the same indices.
+def reads(field: ReceptiveField | None, outputs: Interval, length: int) -> Interval:
+    """The inputs out of `length` that `outputs` read; without a rule, those of the same indices.
 
     >>> reads(Window(3, before=1), (0, 4), 8), reads(Window(3, before=1), (4, 4), 8)
     ((0, 5), (0, 0))
     """
     if outputs[0] == outputs[1]:
         return 0, 0
-    hull = outputs if reach is None else reach.hull(outputs)
+    hull = outputs if field is None else field.hull(outputs)
     return overlap(hull, (0, length)) or (0, 0)
 
 

@@ -26,7 +26,7 @@ from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
 from tessel.tensor.gathering import fallback as choose_fallback
 from tessel.tensor.passes import in_backward
-from tessel.tensor.stream import common_seed
+from tessel.tensor.shared_random import common_seed
 from tessel.tensor.table import gathered, is_split, running, spread_among, tensors
 from tessel.transport import kept_in_job
 

@@ -23,7 +23,7 @@ from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, grad_alike
-from tessel.core.windows import Mirrored, Reach, Window
+from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
     DistributedConvTranspose1d,
@@ -49,7 +49,7 @@ from tessel.tensor.padding import Wrapped, wrapped
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
 from tessel.tensor.table import as_spread, opened, running
 from tessel.tensor.use import used
-from tessel.tensor.windowed import Reaches, Windowed, leading, outline
+from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 
 Parameters = tuple[Tensor | None, ...]
@@ -130,12 +130,12 @@ class HaloRegion(nn.Sequential):
     def compute(self, x: Tensor, layout: Layout) -> Result:
         """This worker's part of the result, and its layout."""
         steps = self._steps()
-        shape, shapes, reaches = layout.shape, [], []
+        shape, shapes, fields = layout.shape, [], []
         for step in steps:
-            shape, reach = step.trace(shape, x, layout)
+            shape, field = step.trace(shape, x, layout)
             shapes.append(shape)
-            reaches.append(reach)
-        plan = planned(layout, tuple(shapes), tuple(reaches))
+            fields.append(field)
+        plan = planned(layout, tuple(shapes), tuple(fields))
         parameters = [step.parameters(layout) for step in steps]
         y = plan.fetch(x)
         for step, stage, given in zip(steps, plan.stages, parameters, strict=True):
@@ -215,41 +215,45 @@ class RegionPlan:
 
 
 @kept_in_job
-def planned(source: Layout, shapes: tuple[Shape, ...], reaches: tuple[Reaches, ...]) -> RegionPlan:
+def planned(
+    source: Layout, shapes: tuple[Shape, ...], fields: tuple[ReceptiveFields, ...]
+) -> RegionPlan:
     """From a tensor in the layout `source` to balanced parts of the last of these shapes.
 
     Args:
         source: where the input lies.
         shapes: of what each layer gives, as a whole.
-        reaches: of each layer, one for each dimension.
+        fields: of each layer, one for each dimension.
     """
     target = source.resized(shapes[-1])
     inputs = [source.shape, *shapes[:-1]]
     wraps = []
     for dim in range(len(source.shape)):
         if source.is_split(dim):
-            bends = _continued([each[dim] for each in (*inputs, shapes[-1])], reaches, dim)
+            bends = _continued([each[dim] for each in (*inputs, shapes[-1])], fields, dim)
             if bends is not None:
-                inputs, reaches, (before, after) = _bent(inputs, reaches, dim, bends)
+                inputs, fields, (before, after) = _bent(inputs, fields, dim, bends)
                 wraps.append(wrapped(source, dim, before, after))
                 source = wraps[-1].target
     stages: list[Windowed] = []
-    for shape, reach in zip(reversed(inputs), reversed(reaches), strict=True):
-        held = source if len(stages) + 1 == len(reaches) else _read(source, shape, target, reach)
-        stages.insert(0, Windowed(held, target, reach))
+    for shape, field in zip(reversed(inputs), reversed(fields), strict=True):
+        held = source if len(stages) + 1 == len(fields) else _read(source, shape, target, field)
+        stages.insert(0, Windowed(held, target, field))
         target = stages[0].read
     return RegionPlan(tuple(wraps), tuple(stages))
 
 
-def _read(source: Layout, shape: Shape, target: Layout, reach: Reaches) -> Layout:
+def _read(source: Layout, shape: Shape, target: Layout, field: ReceptiveFields) -> Layout:
     """What the workers read of a tensor of this shape."""
-    return Windowed(source.resized(shape), target, reach).read
+    return Windowed(source.resized(shape), target, field).read
 
 
 Bends = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
 
 
-def _continued(lengths: Sequence[int], reaches: tuple[Reaches, ...], dim: int) -> Bends | None:
+def _continued(
+    lengths: Sequence[int], fields: tuple[ReceptiveFields, ...], dim: int
+) -> Bends | None:
     """By how much each layer's input must go on beyond its ends, so that none wraps around.
 
     If a layer wraps around and all before it do, or read what they give, and if the period is that
@@ -257,20 +261,20 @@ def _continued(lengths: Sequence[int], reaches: tuple[Reaches, ...], dim: int) -
 
     Args:
         lengths: of the dimension, in the input and after each layer.
-        reaches: of the layers.
+        fields: of the layers.
         dim: the dimension.
     """
-    each = [reach[dim] for reach in reaches]
-    around = [k for k, reach in enumerate(each) if _is_circular(reach)]
+    each = [field[dim] for field in fields]
+    around = [k for k, field in enumerate(each) if _is_circular(field)]
     if not around:
         return None
     before = after = 0
     bends: Bends = []
     for k in range(around[-1], -1, -1):
-        reach, length, outputs = each[k], lengths[k], lengths[k + 1]
-        if _is_circular(reach):
-            window = reach.window  # type: ignore[union-attr]
-        elif reach is None or reach == Window(1):
+        field, length, outputs = each[k], lengths[k], lengths[k + 1]
+        if _is_circular(field):
+            window = field.window  # type: ignore[union-attr]
+        elif field is None or field == Window(1):
             window = Window(1)
         else:
             return None
@@ -285,17 +289,17 @@ def _continued(lengths: Sequence[int], reaches: tuple[Reaches, ...], dim: int) -
 
 
 def _bent(
-    inputs: Sequence[Shape], reaches: tuple[Reaches, ...], dim: int, bends: Bends
-) -> tuple[list[Shape], tuple[Reaches, ...], tuple[int, int]]:
+    inputs: Sequence[Shape], fields: tuple[ReceptiveFields, ...], dim: int, bends: Bends
+) -> tuple[list[Shape], tuple[ReceptiveFields, ...], tuple[int, int]]:
     """The same layers on tensors that go on, where their windows stay inside."""
-    shapes, changed = list(inputs), list(reaches)
+    shapes, changed = list(inputs), list(fields)
     for k, (before, after) in enumerate(bends):
         shapes[k] = _with(shapes[k], dim, shapes[k][dim] + before + after)
-        reach = reaches[k][dim]
-        if isinstance(reach, Mirrored):
+        field = fields[k][dim]
+        if isinstance(field, Mirrored):
             ahead = bends[k + 1][0] if k + 1 < len(bends) else 0
-            window = replace(reach.window, before=-before - reach.window.first(-ahead))
-            changed[k] = _with(reaches[k], dim, window)
+            window = replace(field.window, before=-before - field.window.first(-ahead))
+            changed[k] = _with(fields[k], dim, window)
     return shapes, tuple(changed), bends[0]
 
 
@@ -303,8 +307,8 @@ def _with(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def _is_circular(reach: Reach | None) -> bool:
-    return isinstance(reach, Mirrored) and reach.mode == "circular"
+def _is_circular(field: ReceptiveField | None) -> bool:
+    return isinstance(field, Mirrored) and field.mode == "circular"
 
 
 class RegionStep(ABC):
@@ -321,7 +325,7 @@ class RegionStep(ABC):
         self.layer = layer
 
     @abstractmethod
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         """From the shape of the whole input to that of the output, and what outputs read.
 
         It raises, on all workers, what torch's own layer raises, or why it cannot be in a region.
@@ -344,7 +348,7 @@ class RegionStep(ABC):
 class _Convolving(RegionStep):
     kinds = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         self.layer.check_dtype(x)
         settings = self.layer.settings()
         outputs = convolution.convolved(shape, settings)
@@ -364,7 +368,7 @@ class _Convolving(RegionStep):
 
 def _bordered(
     windows: Sequence[Window], shape: Shape, widths: Sequence[tuple[int, int]], mode: str
-) -> list[Reach]:
+) -> list[ReceptiveField]:
     """What windows read of a tensor that goes on beyond its border in this way."""
     if mode in ("zeros", "constant"):
         return list(windows)
@@ -396,11 +400,11 @@ def _in_order(x: Tensor, plan: Windowed) -> Tensor:
     """The values that windows cover, with those that stand beyond the border of the tensor."""
     outputs, inputs = plan.target.box(), plan.read.box()
     assert outputs is not None and inputs is not None
-    for dim, (reach, part, (start, stop)) in enumerate(
-        zip(plan.reach, outputs, inputs, strict=True)
+    for dim, (field, part, (start, stop)) in enumerate(
+        zip(plan.field, outputs, inputs, strict=True)
     ):
-        if isinstance(reach, Mirrored):
-            places = [index - start for index in reach.places(part)]
+        if isinstance(field, Mirrored):
+            places = [index - start for index in field.places(part)]
             if places != list(range(stop - start)):
                 x = x.index_select(dim, torch.tensor(places, device=x.device))
     return x
@@ -409,7 +413,7 @@ def _in_order(x: Tensor, plan: Windowed) -> Tensor:
 class _Transposed(RegionStep):
     kinds = (DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d)
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         self.layer.check_dtype(x)
         settings = self.layer.settings()
         outputs = transposed.convolved(shape, settings)
@@ -427,7 +431,7 @@ class _Transposed(RegionStep):
 class _Pooling(RegionStep):
     kinds = (DistributedPoolingBase,)
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if getattr(self.layer, "return_indices", False):
             raise NotImplementedError(
                 f"a HaloRegion gives one tensor: {type(self.layer).__name__} with "
@@ -445,7 +449,7 @@ class _Pooling(RegionStep):
 class _Interpolating(RegionStep):
     kinds = (DistributedUpsample,)
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if self.layer.mode == "area":
             raise NotImplementedError(
                 "interpolation by area averages over all workers and cannot be in a HaloRegion; "
@@ -453,9 +457,9 @@ class _Interpolating(RegionStep):
             )
         settings = self._settings
         outputs = interpolation.global_shape(shape, x.dtype, settings)
-        reaches = interpolation.interpolations(shape, outputs, x.dtype, settings, x.is_cpu)
-        interpolation.check_exact(layout, reaches, x, settings.mode)
-        return outputs, leading(len(shape), reaches)
+        fields = interpolation.interpolations(shape, outputs, x.dtype, settings, x.is_cpu)
+        interpolation.check_exact(layout, fields, x, settings.mode)
+        return outputs, leading(len(shape), fields)
 
     @property
     def _settings(self) -> interpolation.InterpolationSettings:
@@ -465,8 +469,8 @@ class _Interpolating(RegionStep):
         )
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        reaches: Any = plan.reach[2:]
-        return interpolation.of_read(x, plan, reaches, self._settings)
+        fields: Any = plan.field[2:]
+        return interpolation.of_read(x, plan, fields, self._settings)
 
 
 class _Normalizing(RegionStep):
@@ -476,7 +480,7 @@ class _Normalizing(RegionStep):
         *(DistributedInstanceNorm2d, DistributedInstanceNorm3d),
     )
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if self.layer.training or self.layer.running_mean is None:
             raise NotImplementedError(
                 f"{type(self.layer).__name__} in a HaloRegion takes the running statistics, in "
@@ -509,7 +513,7 @@ class _Normalizing(RegionStep):
 class _Padding(RegionStep):
     kinds = tuple(_PADDINGS)
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         outputs = tuple(type(self.layer).forward(self.layer, outline(shape)).shape)
         windows = [Window(1, before=before) for before, _ in self._pairs]
         around = _bordered(windows, shape, self._pairs, _PADDINGS[type(self.layer)])
@@ -532,7 +536,7 @@ class _Padding(RegionStep):
 class _Pointwise(RegionStep):
     kinds = POINTWISE
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         return shape, (None,) * len(shape)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
@@ -543,7 +547,7 @@ class _Pointwise(RegionStep):
 class _Random(_Pointwise):
     kinds = RANDOM
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         if self.layer.training:
             raise NotImplementedError(
                 f"{type(self.layer).__name__} in training draws random numbers, and what two "
@@ -556,7 +560,7 @@ class _Random(_Pointwise):
 class _Prelu(_Pointwise):
     kinds = (nn.PReLU,)
 
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, Reaches]:
+    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         F.prelu(outline(shape, x.dtype), outline(tuple(self.layer.weight.shape), x.dtype))
         return super().trace(shape, x, layout)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from tessel.tensor import facts
+from tessel.tensor import attributes
 from tessel.tensor.gathering import gathered, is_random, may_gather, say, shared, without_rule
 from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
@@ -22,6 +22,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     fourier,
     indexing,
     interpolation,
+    joins,
     losses,
     masks,
     matrices,
@@ -32,11 +33,10 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     recurrent,
     reductions,
     shapes,
-    strips,
     transposed,
 )
 from tessel.tensor.rules.pointwise import is_in_place, is_pointwise, pointwise
-from tessel.tensor.stream import common_number, common_seed
+from tessel.tensor.shared_random import common_number, common_seed
 from tessel.tensor.table import (
     PLAIN,
     RULES,
@@ -88,12 +88,12 @@ def rule_of(name: str) -> Rule:
     """What is done with a function of this name."""
     if name.startswith("scripted "):
         return scripted
-    if name in facts.OF_THE_WHOLE:
-        return facts.of_the_whole
-    if name in facts.OF_THE_PART:
-        return facts.of_the_part
+    if name in attributes.OF_THE_WHOLE:
+        return attributes.of_the_whole
+    if name in attributes.OF_THE_PART:
+        return attributes.of_the_part
     found = RULES.get(name)
-    if found is not None and found.__module__ == facts.__name__:
+    if found is not None and found.__module__ == attributes.__name__:
         return found
     if found is None and is_pointwise(name) and not is_in_place(name):
         return at_once

@@ -17,8 +17,8 @@ from tessel.core.graph import eagerly, untraced
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
-from tessel.tensor.counter import normal, uniform, whole_numbers
-from tessel.tensor.stream import common_number
+from tessel.tensor.counter_random import normal, uniform, whole_numbers
+from tessel.tensor.shared_random import common_number
 from tessel.tensor.tensor import Tensor, layout_on, move
 from tessel.transport import kept_in_job
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tessel.tensor.place import CallSite, current_place
+from tessel.tensor.call_site import CallSite, current_place
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import (
     Arguments,

@@ -15,36 +15,36 @@ from tessel.core.boxes import Box, Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
 from tessel.core.shared import anchored_zeros
-from tessel.core.windows import Reach, reads
+from tessel.core.windows import ReceptiveField, reads
 from tessel.transport import kept_in_job
 
-Reaches = tuple[Reach | None, ...]
+ReceptiveFields = tuple[ReceptiveField | None, ...]
 
 
 @dataclass(frozen=True)
 class Windowed:
     """How a tensor in the layout `source` becomes one in the layout `target`.
 
-    Each worker reads the box that its outputs read, clipped to the tensor: `reach[d]` says it for
+    Each worker reads the box that its outputs read, clipped to the tensor: `field[d]` says it for
     dimension d, and without one outputs read inputs of the same index.
 
     Args:
         source: where the input lies.
         target: where the output shall lie, on the same grid.
-        reach: one for each dimension.
+        field: one for each dimension.
     """
 
     source: Layout
     target: Layout
-    reach: Reaches
+    field: ReceptiveFields
 
     @cached_property
     def read(self) -> Layout:
         """The boxes that the workers read."""
         cuts = tuple(
-            Cut(cut.axes, tuple(reads(reach, part, length) for part in cut.intervals))
-            for reach, cut, length in zip(
-                self.reach, self.target.cuts, self.source.shape, strict=True
+            Cut(cut.axes, tuple(reads(field, part, length) for part in cut.intervals))
+            for field, cut, length in zip(
+                self.field, self.target.cuts, self.source.shape, strict=True
             )
         )
         return replace(self.target, shape=self.source.shape, cuts=cuts)
@@ -89,8 +89,8 @@ class Windowed:
         box = self.target.box()
         assert box is not None
         return tuple(
-            (0, 0) if reach is None or part[0] == part[1] else overhang(reach.hull(part), length)
-            for reach, part, length in zip(self.reach, box, self.source.shape, strict=True)
+            (0, 0) if field is None or part[0] == part[1] else overhang(field.hull(part), length)
+            for field, part, length in zip(self.field, box, self.source.shape, strict=True)
         )
 
     @cached_property
@@ -107,14 +107,14 @@ def overhang(hull: Interval, length: int) -> Interval:
 
 
 @kept_in_job
-def windowed(source: Layout, shape: Shape, reach: Reaches) -> Windowed:
+def windowed(source: Layout, shape: Shape, field: ReceptiveFields) -> Windowed:
     """From `source` to balanced parts of a tensor of this shape."""
-    return Windowed(source, source.resized(shape), reach)
+    return Windowed(source, source.resized(shape), field)
 
 
-def leading(ndim: int, reaches: Sequence[Reach | None]) -> Reaches:
-    """Reaches of the last dimensions, and none of those before."""
-    return (None,) * (ndim - len(reaches)) + tuple(reaches)
+def leading(ndim: int, fields: Sequence[ReceptiveField | None]) -> ReceptiveFields:
+    """ReceptiveFields of the last dimensions, and none of those before."""
+    return (None,) * (ndim - len(fields)) + tuple(fields)
 
 
 def origin(box: Box | None) -> tuple[int, ...]:

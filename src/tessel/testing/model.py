@@ -26,11 +26,11 @@ from tessel.nn.convert import Entrance, distribute_module
 from tessel.nn.region import HaloRegion
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor import spread
+from tessel.tensor.call_site import is_library
 from tessel.tensor.comparing import compare, comparing
 from tessel.tensor.gathering import Gather, check_choice, noted_gathers
 from tessel.tensor.passes import in_backward
-from tessel.tensor.place import is_library
-from tessel.tensor.stream import common_seed
+from tessel.tensor.shared_random import common_seed
 from tessel.tensor.tensor import layout_on
 from tessel.testing.drawing import drawing, plain
 from tessel.testing.memory import Memory, count_memory

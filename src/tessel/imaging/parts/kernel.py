@@ -13,7 +13,7 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
-from tessel.core.windows import Mirrored, Reach, Window, reads
+from tessel.core.windows import Mirrored, ReceptiveField, Window, reads
 from tessel.imaging.parts.padding import IndexedPadding, LocalPadding, PeriodicHalo, PeriodicPadding
 from tessel.transport import kept_in_job
 
@@ -115,13 +115,13 @@ def fetch(source: Layout, kernel: FilterWindow) -> Fetch:
     target = filtered(source, kernel)
     factors: list[LinearOperator] = []
     here = source
-    reaches: list[Reach | None] = [None] * first
+    fields: list[ReceptiveField | None] = [None] * first
     rings: list[PeriodicPadding] = []
     mirrors: dict[int, Mirrored] = {}
     for d, ((before, after), size) in enumerate(zip(kernel.widths, kernel.sizes, strict=True)):
         dim, split = first + d, source.is_split(first + d)
         plain = Window(size, kernel.stride)
-        window: Reach | None = plain
+        window: ReceptiveField | None = plain
         if kernel.padding in ("reflect", "replicate"):
             mirrors[dim] = Mirrored(
                 replace(plain, before=before), source.shape[dim], kernel.padding
@@ -133,13 +133,13 @@ def fetch(source: Layout, kernel: FilterWindow) -> Fetch:
         elif kernel.padding == "circular" and before + after:
             factors.append(PeriodicHalo(here, dim, before, after))
             here = factors[-1].codomain
-        reaches.append(window)
+        fields.append(window)
     if kernel.padding == "constant":
         # Zeros are not sent: the image is seen as part of a larger one, of which nobody holds the
         # rim, and a movement fills with zeros what nobody holds.
         none = [(0, 0)] * first
         here = here.embedded(*zip(*none, *kernel.widths, strict=True))
-    read = _read(here, target, reaches)
+    read = _read(here, target, fields)
     repeats = bool(rings or mirrors)
     # A movement that changes nothing is left out, but for the only step: there must be one that
     # says which shape is read.
@@ -165,16 +165,16 @@ def filtered(source: Layout, kernel: FilterWindow) -> Layout:
     return replace(source, shape=(*source.shape[:first], *lengths), cuts=tuple(cuts))
 
 
-def _read(source: Layout, target: Layout, reaches: Sequence[Reach | None]) -> Layout:
+def _read(source: Layout, target: Layout, fields: Sequence[ReceptiveField | None]) -> Layout:
     """What each worker reads of `source` for its part of `target`."""
     cuts = []
-    for cut, wanted, reach, length in zip(
-        source.cuts, target.cuts, reaches, source.shape, strict=True
+    for cut, wanted, field, length in zip(
+        source.cuts, target.cuts, fields, source.shape, strict=True
     ):
-        if reach is None:
+        if field is None:
             cuts.append(cut)
         else:
-            parts = tuple(reads(reach, part, length) for part in wanted.intervals)
+            parts = tuple(reads(field, part, length) for part in wanted.intervals)
             cuts.append(Cut(cut.axes, parts))
     return replace(source, cuts=tuple(cuts))
 

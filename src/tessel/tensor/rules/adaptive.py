@@ -25,7 +25,7 @@ from tessel.core.move import Move
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import AdaptiveWindow, reads
 from tessel.tensor.table import Arguments, Settings, made, opened, rule, to_keep
-from tessel.tensor.windowed import Reaches, Windowed, leading, outline
+from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 
 Sizes = int | None | tuple[int | None, ...]
@@ -110,39 +110,39 @@ class Way:
     Args:
         source: where the input lies.
         target: where the output shall lie, on the same grid.
-        reach: the window along each dimension, or none.
+        field: the window along each dimension, or none.
         partial: for each dimension, which of the two it is.
     """
 
     source: Layout
     target: Layout
-    reach: Reaches
+    field: ReceptiveFields
     partial: tuple[bool, ...]
 
     @cached_property
     def num_dims(self) -> int:
-        return sum(reach is not None for reach in self.reach)
+        return sum(field is not None for field in self.field)
 
     @cached_property
     def fetch(self) -> Windowed:
         """What brings every worker the inputs that it pools."""
-        cuts, shape, reach = [], [], []
+        cuts, shape, field = [], [], []
         for dim, partial in enumerate(self.partial):
             side = self.source if partial else self.target
             cuts.append(side.cuts[dim])
             shape.append(side.shape[dim])
-            reach.append(None if partial else self.reach[dim])
+            field.append(None if partial else self.field[dim])
         target = replace(self.target, shape=tuple(shape), cuts=tuple(cuts))
-        return Windowed(self.source, target, tuple(reach))
+        return Windowed(self.source, target, tuple(field))
 
     @cached_property
     def pooled(self) -> Layout:
         """The outputs that every worker has a part of, as separate values."""
         cuts = tuple(
-            _touched(reach, have, length) if partial else want
-            for partial, reach, have, want, length in zip(
+            _touched(field, have, length) if partial else want
+            for partial, field, have, want, length in zip(
                 self.partial,
-                self.reach,
+                self.field,
                 self.source.cuts,
                 self.target.cuts,
                 self.target.shape,
@@ -176,9 +176,9 @@ class Way:
         held, outputs = self.fetch.read.box(), self.pooled.box()
         assert held is not None and outputs is not None
         return tuple(
-            _spans(reach, have, want)
-            for reach, have, want in zip(self.reach, held, outputs, strict=True)
-            if isinstance(reach, AdaptiveWindow)
+            _spans(field, have, want)
+            for field, have, want in zip(self.field, held, outputs, strict=True)
+            if isinstance(field, AdaptiveWindow)
         )
 
     @cached_property
@@ -187,9 +187,9 @@ class Way:
         return math.prod(len(spans.runs) for spans in self.spans) <= _FEW
 
 
-def _touched(reach: Any, cut: Cut, length: int) -> Cut:
+def _touched(field: Any, cut: Cut, length: int) -> Cut:
     """The outputs that read something of each part."""
-    inverse = reach and AdaptiveWindow(inputs=reach.outputs, outputs=reach.inputs)
+    inverse = field and AdaptiveWindow(inputs=field.outputs, outputs=field.inputs)
     return Cut(cut.axes, tuple(reads(inverse, part, length) for part in cut.intervals))
 
 
@@ -209,8 +209,8 @@ def best_way(source: Layout, shape: Shape, num_dims: int, widths: tuple[int, int
         for n, m in zip(source.shape[-num_dims:], shape[-num_dims:], strict=True)
     ]
     choices = [(False, True) if len(cut.intervals) > 1 else (False,) for cut in source.cuts]
-    reach = leading(len(shape), windows)
-    ways = [Way(source, target, reach, partial) for partial in product(*choices)]
+    field = leading(len(shape), windows)
+    ways = [Way(source, target, field, partial) for partial in product(*choices)]
     return min(ways, key=lambda way: (_bytes(way, *widths), sum(way.partial)))
 
 

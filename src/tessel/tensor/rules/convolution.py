@@ -15,8 +15,8 @@ from torch import Tensor
 from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros
-from tessel.core.windows import Groups, Mirrored, Reach, Window
-from tessel.tensor import strips
+from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
+from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import Wrapped, wrapped
 from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
 from tessel.tensor.use import used
@@ -199,15 +199,15 @@ def planned(
             before[d], after[d] = left, right
     none = [0] * first
     source = source.embedded([*none, *before], [*none, *after])
-    windows: list[Reach] = list(settings.windows(tuple(kept)))
+    windows: list[ReceptiveField] = list(settings.windows(tuple(kept)))
     if settings.mode in ("reflect", "replicate"):
         lengths = source.shape[first:]
         windows = [
             Mirrored(window, length, settings.mode)  # type: ignore[arg-type]
             for window, length in zip(windows, lengths, strict=True)
         ]
-    reach = (*([None] * (first - 1)), channels, *windows)
-    plan = Windowed(source, target, reach)
+    field = (*([None] * (first - 1)), channels, *windows)
+    plan = Windowed(source, target, field)
     return ConvolutionPlan(tuple(wraps), plan, _places(plan), tuple(padding))
 
 
@@ -217,11 +217,11 @@ def _places(plan: Windowed) -> tuple[tuple[int, Numbers], ...]:
     if outputs is None or inputs is None:
         return ()
     found = []
-    for dim, (reach, part, (start, stop)) in enumerate(
-        zip(plan.reach, outputs, inputs, strict=True)
+    for dim, (field, part, (start, stop)) in enumerate(
+        zip(plan.field, outputs, inputs, strict=True)
     ):
-        if isinstance(reach, Mirrored) and part[0] < part[1]:
-            places = tuple(index - start for index in reach.places(part))
+        if isinstance(field, Mirrored) and part[0] < part[1]:
+            places = tuple(index - start for index in field.places(part))
             if places != tuple(range(stop - start)):
                 found.append((dim, places))
     return tuple(found)
@@ -301,10 +301,13 @@ def _by_strips(
     if settings.mode != "zeros" or any(before != after for before, after in widths):
         return None
     windows = settings.windows(tuple(before for before, _ in widths))
-    least = strips.LEAST_VALUES and max(
-        strips.LEAST_VALUES, strips.LEAST_RATIO * prod(settings.weight)
+    least = overlapped_convolution.LEAST_VALUES and max(
+        overlapped_convolution.LEAST_VALUES,
+        overlapped_convolution.LEAST_RATIO * prod(settings.weight),
     )
-    plan = strips.stripped(layout, target, windows, least, strips.LARGEST_SHARE)
+    plan = overlapped_convolution.stripped(
+        layout, target, windows, least, overlapped_convolution.LARGEST_SHARE
+    )
     if plan is None:
         return None
 

@@ -82,14 +82,14 @@ def interpolate(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -
     shape = global_shape(layout.shape, x.dtype, settings)
     if settings.mode == "area":
         return made(*average(x, layout, shape, len(shape) - 2))
-    reaches = interpolations(layout.shape, shape, x.dtype, settings, x.is_cpu)
-    check_exact(layout, reaches, x, settings.mode)
-    plan = windowed(layout, shape, leading(len(shape), reaches))
-    return made(of_read(plan.fetch(x), plan, reaches, settings), plan.target)
+    fields = interpolations(layout.shape, shape, x.dtype, settings, x.is_cpu)
+    check_exact(layout, fields, x, settings.mode)
+    plan = windowed(layout, shape, leading(len(shape), fields))
+    return made(of_read(plan.fetch(x), plan, fields, settings), plan.target)
 
 
 def of_read(
-    x: Tensor, plan: Windowed, reaches: tuple[Interpolation, ...], settings: InterpolationSettings
+    x: Tensor, plan: Windowed, fields: tuple[Interpolation, ...], settings: InterpolationSettings
 ) -> Tensor:
     """This worker's outputs from exactly what they read."""
     held, outputs = plan.read.local_shape, plan.target.local_shape
@@ -99,7 +99,7 @@ def of_read(
         return _interpolated(x, settings)
     box, read = plan.target.box(), plan.read.box()
     assert box is not None and read is not None
-    lines = _lines(reaches, read[2:], box[2:])
+    lines = _lines(fields, read[2:], box[2:])
     dtype = x.dtype
     # by tables where the positions are no others, then by torch's own function
     if any(line.length is None for line in lines):
@@ -137,7 +137,7 @@ def _interpolated(x: Tensor, settings: InterpolationSettings) -> Tensor:
     return F.interpolate(x, size, factor, mode, corners, recompute)
 
 
-def check_exact(layout: Layout, reaches: tuple[Interpolation, ...], x: Tensor, mode: str) -> None:
+def check_exact(layout: Layout, fields: tuple[Interpolation, ...], x: Tensor, mode: str) -> None:
     """Raise for what torch computes by rules of its own, if a split dimension would need them."""
     if mode in _NEAREST or all(len(cut.intervals) == 1 for cut in layout.cuts[2:]):
         return
@@ -147,7 +147,7 @@ def check_exact(layout: Layout, reaches: tuple[Interpolation, ...], x: Tensor, m
             f"supported, got {layout}; convert the tensor to torch.float32, or split its first two "
             f"dimensions only"
         )
-    if not x.is_cpu and any(_ignores_scale(reach) for reach in reaches):
+    if not x.is_cpu and any(_ignores_scale(field) for field in fields):
         raise NotImplementedError(
             f"a scale other than 1 between equal lengths in the mode {mode!r} along split "
             f"dimensions is not supported on {x.device.type}, where torch ignores it at times, got "
@@ -155,8 +155,8 @@ def check_exact(layout: Layout, reaches: tuple[Interpolation, ...], x: Tensor, m
         )
 
 
-def _ignores_scale(reach: Interpolation) -> bool:
-    return reach.inputs == reach.outputs and reach.scale not in (None, 1.0)
+def _ignores_scale(field: Interpolation) -> bool:
+    return field.inputs == field.outputs and field.scale not in (None, 1.0)
 
 
 @lru_cache(maxsize=1024)
@@ -189,7 +189,7 @@ class Line:
     """How a worker interpolates along one dimension.
 
     Attributes:
-        reach: the rule, in the whole tensor.
+        field: the rule, in the whole tensor.
         read: the inputs that the worker has.
         outputs: those that it shall have.
         length: how long torch's own function, on these inputs, must make them so that its positions
@@ -198,7 +198,7 @@ class Line:
         skipped: how many outputs too many that function gives before those.
     """
 
-    reach: Interpolation
+    field: Interpolation
     read: Interval
     outputs: Interval
     length: int | None = None
@@ -208,7 +208,7 @@ class Line:
     @property
     def stays(self) -> bool:
         """Whether torch's own function has nothing to do; the cubic one always has."""
-        same = self.length == self.read[1] - self.read[0] and not isinstance(self.reach, Cubic)
+        same = self.length == self.read[1] - self.read[0] and not isinstance(self.field, Cubic)
         return self.length is None or same
 
     @property
@@ -220,38 +220,38 @@ class Line:
 
 @lru_cache(maxsize=1024)
 def _lines(
-    reaches: tuple[Interpolation, ...], read: tuple[Interval, ...], box: tuple[Interval, ...]
+    fields: tuple[Interpolation, ...], read: tuple[Interval, ...], box: tuple[Interval, ...]
 ) -> tuple[Line, ...]:
-    lines = tuple(_line(*each) for each in zip(reaches, read, box, strict=True))
-    cubic = any(isinstance(reach, Cubic) for reach in reaches)
+    lines = tuple(_line(*each) for each in zip(fields, read, box, strict=True))
+    cubic = any(isinstance(field, Cubic) for field in fields)
     if cubic and any(line.length is None for line in lines):  # one that stays would be read again
-        return tuple(Line(line.reach, line.read, line.outputs) for line in lines)
+        return tuple(Line(line.field, line.read, line.outputs) for line in lines)
     return lines
 
 
-def _line(reach: Interpolation, read: Interval, outputs: Interval) -> Line:
+def _line(field: Interpolation, read: Interval, outputs: Interval) -> Line:
     length = read[1] - read[0]
-    factor = reach.outputs // reach.inputs
-    if factor * reach.inputs < reach.outputs or not _shifts(reach, factor, read, outputs):
-        whole = read == (0, reach.inputs) and outputs == (0, reach.outputs)
-        if whole and not isinstance(reach, Nearest):
-            return Line(reach, read, outputs, reach.outputs, reach.scale)
-        return Line(reach, read, outputs)
-    scale = None if reach.scale is None else float(factor)
-    return Line(reach, read, outputs, factor * length, scale, outputs[0] - factor * read[0])
+    factor = field.outputs // field.inputs
+    if factor * field.inputs < field.outputs or not _shifts(field, factor, read, outputs):
+        whole = read == (0, field.inputs) and outputs == (0, field.outputs)
+        if whole and not isinstance(field, Nearest):
+            return Line(field, read, outputs, field.outputs, field.scale)
+        return Line(field, read, outputs)
+    scale = None if field.scale is None else float(factor)
+    return Line(field, read, outputs, factor * length, scale, outputs[0] - factor * read[0])
 
 
-def _shifts(reach: Interpolation, factor: int, read: Interval, outputs: Interval) -> bool:
+def _shifts(field: Interpolation, factor: int, read: Interval, outputs: Interval) -> bool:
     """Whether a part that becomes `factor` times as long has the positions of the whole."""
-    if reach.scale not in (None, factor):
+    if field.scale not in (None, factor):
         return False
-    if not isinstance(reach, Nearest):
-        return not getattr(reach, "align_corners", False)
+    if not isinstance(field, Nearest):
+        return not getattr(field, "align_corners", False)
     length = read[1] - read[0]  # no position may fall to another side by rounding, here or there
-    local = [Nearest(length, factor * length, None, wide, reach.exact) for wide in (True, False)]
+    local = [Nearest(length, factor * length, None, wide, field.exact) for wide in (True, False)]
     return all(
         np.array_equal(each.table[0][0, slice(*part)], np.arange(*part) // factor)
-        for each, part in [(reach, outputs), *((each, (0, each.outputs)) for each in local)]
+        for each, part in [(field, outputs), *((each, (0, each.outputs)) for each in local)]
     )
 
 
@@ -261,9 +261,9 @@ def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
     Of others the last, whose values lie beside each other, for then there are fewest of them.
     """
     each = [(dim, line) for dim, line in enumerate(lines, 2) if line.length is None]
-    each.sort(key=lambda entry: (entry[1].reach.outputs / entry[1].reach.inputs, -entry[0]))
+    each.sort(key=lambda entry: (entry[1].field.outputs / entry[1].field.inputs, -entry[0]))
     for dim, line in each:
-        taps = _taps(line.reach, line.outputs, line.read, x.dtype, x.device)
+        taps = _taps(line.field, line.outputs, line.read, x.dtype, x.device)
         if taps:
             x = _weighted(x, dim, taps)
     return x
@@ -271,14 +271,14 @@ def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _taps(
-    reach: Interpolation,
+    field: Interpolation,
     outputs: Interval,
     read: Interval,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Taps:
     """What the outputs read of a tensor that holds `read`; nothing if it is that tensor itself."""
-    indices, weights = (each[:, slice(*outputs)] for each in reach.table)
+    indices, weights = (each[:, slice(*outputs)] for each in field.table)
     indices = indices - read[0]
     local = shift(read, -read[0])
     if len(indices) == 1 and np.array_equal(indices[0], np.arange(*local)):

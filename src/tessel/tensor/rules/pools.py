@@ -20,7 +20,7 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Window
-from tessel.tensor import pieces
+from tessel.tensor import interior_border
 from tessel.tensor.table import Arguments, Settings, made, opened, rule
 from tessel.tensor.windowed import Windowed, leading, outline, overhang, tuple_of, windowed
 from tessel.transport import kept_in_job
@@ -324,7 +324,7 @@ class MaximumPool(Pool):
         if self.return_indices:
             return None
         windows = self.windows
-        found = pieces.in_pieces(plan, windows, pieces.LEAST_VALUES)
+        found = interior_border.in_pieces(plan, windows, interior_border.LEAST_VALUES)
         if found is None:
             return None
         sides = list(plan.overhang[-len(windows) :])

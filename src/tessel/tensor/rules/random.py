@@ -17,13 +17,13 @@ import torch
 
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.counter import normal, uniform, whole_numbers
+from tessel.tensor.counter_random import normal, uniform, whole_numbers
 from tessel.tensor.gathering import gathered, may_gather, say
 from tessel.tensor.rules.batched import holds_anywhere
 from tessel.tensor.rules.hosting import hosted, reshaped_along
 from tessel.tensor.rules.pointwise import changed, check_change, is_in_place, pointwise
 from tessel.tensor.rules.reductions import argument
-from tessel.tensor.stream import common_number
+from tessel.tensor.shared_random import common_number
 from tessel.tensor.table import (
     Arguments,
     Settings,

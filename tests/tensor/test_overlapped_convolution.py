@@ -14,7 +14,7 @@ from parity import Case, check_case, close, values
 from tessel import Layout
 from tessel.core.halo import AsyncHalo, Halo
 from tessel.core.windows import Window
-from tessel.tensor import strips
+from tessel.tensor import overlapped_convolution
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -24,7 +24,7 @@ ALWAYS = (0, 100.0)  # however small the parts and however large the share of th
 def fringe_of(grid: tuple[int, ...], shape: tuple[int, ...], *windows: Window) -> Halo:
     P = tessel.world().create_cartesian_topology_partition(grid)
     source = Layout.balanced(P, shape)
-    plan = strips.stripped(source, source, windows, *ALWAYS)
+    plan = overlapped_convolution.stripped(source, source, windows, *ALWAYS)
     assert plan is not None
     return plan.halo
 
@@ -106,22 +106,22 @@ def random_cases(count: int, seed: int) -> list[Case]:
 def check_by_strips(cases: list[Case]) -> int:
     """All cases, by strips wherever that is possible; how many were."""
     count = 0
-    apply = strips.Stripped.apply
+    apply = overlapped_convolution.Stripped.apply
 
-    def counted(self: strips.Stripped, *args: Any) -> Any:
+    def counted(self: overlapped_convolution.Stripped, *args: Any) -> Any:
         nonlocal count
         count += 1
         return apply(self, *args)
 
-    before = strips.LEAST_VALUES, strips.LARGEST_SHARE
-    strips.LEAST_VALUES, strips.LARGEST_SHARE = ALWAYS
-    strips.Stripped.apply = counted  # type: ignore[method-assign]
+    before = overlapped_convolution.LEAST_VALUES, overlapped_convolution.LARGEST_SHARE
+    overlapped_convolution.LEAST_VALUES, overlapped_convolution.LARGEST_SHARE = ALWAYS
+    overlapped_convolution.Stripped.apply = counted  # type: ignore[method-assign]
     try:
         for case in cases:
             check_case(case)
     finally:
-        strips.LEAST_VALUES, strips.LARGEST_SHARE = before
-        strips.Stripped.apply = apply  # type: ignore[method-assign]
+        overlapped_convolution.LEAST_VALUES, overlapped_convolution.LARGEST_SHARE = before
+        overlapped_convolution.Stripped.apply = apply  # type: ignore[method-assign]
     return count
 
 
@@ -136,8 +136,8 @@ def traffic_of(shape: tuple[int, ...], grid: tuple[int, ...], by_strips: bool) -
     layer = tessel.nn.DistributedConv2d(P, shape[1], 2, 3, padding=1)
     layer.weight.requires_grad_(False)
     layer.bias.requires_grad_(False)
-    before = strips.LEAST_VALUES
-    strips.LEAST_VALUES = 0 if by_strips else 1 << 40
+    before = overlapped_convolution.LEAST_VALUES
+    overlapped_convolution.LEAST_VALUES = 0 if by_strips else 1 << 40
     x = torch.ones(Layout.balanced(P, shape).local_shape, requires_grad=True)
     try:
         with count_traffic() as forward:
@@ -145,7 +145,7 @@ def traffic_of(shape: tuple[int, ...], grid: tuple[int, ...], by_strips: bool) -
         with count_traffic() as backward:
             y.sum().backward()
     finally:
-        strips.LEAST_VALUES = before
+        overlapped_convolution.LEAST_VALUES = before
     return forward.messages, forward.bytes_sent, backward.messages, backward.bytes_sent
 
 
@@ -183,7 +183,10 @@ def derive_forwards() -> None:
     shape = (1, 2, 160, 160)
     layout = Layout.balanced(P, shape)
     x, direction = (layout.local_part(values(shape, seed)).clone() for seed in (1, 2))
-    assert strips.stripped(layout, layout, (Window(3, before=1),) * 2, 1 << 10, 0.25) is not None
+    assert (
+        overlapped_convolution.stripped(layout, layout, (Window(3, before=1),) * 2, 1 << 10, 0.25)
+        is not None
+    )
     y, slope = torch.func.jvp(layer, (x,), (direction,))
     whole = torch.nn.functional.conv2d(values(shape, 2), layer.weight, padding=1)
     close("slope", slope, layout.local_part(whole.detach()))
@@ -197,4 +200,6 @@ def test_strips_have_forward_derivatives(run: Run) -> None:
 def test_strips_only_where_they_are_worth_it() -> None:
     P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
     whole = Layout.balanced(P, (1, 4, 64))
-    assert strips.stripped(whole, whole, (Window(3, before=1),), *ALWAYS) is None  # nobody to ask
+    assert (
+        overlapped_convolution.stripped(whole, whole, (Window(3, before=1),), *ALWAYS) is None
+    )  # nobody to ask

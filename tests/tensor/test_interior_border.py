@@ -12,7 +12,7 @@ import torch
 import tessel
 from parity import Case, check_case
 from tessel import Layout
-from tessel.tensor import pieces
+from tessel.tensor import interior_border
 from tessel.testing import count_memory, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -49,21 +49,21 @@ def random_cases(count: int, seed: int) -> list[Case]:
 def check_in_pieces(cases: list[Case]) -> int:
     """All cases, in pieces wherever that is possible; how many were."""
     count = 0
-    apply, before = pieces.Pieces.apply, pieces.LEAST_VALUES
+    apply, before = interior_border.Pieces.apply, interior_border.LEAST_VALUES
 
-    def counted(self: pieces.Pieces, *args: Any) -> Any:
+    def counted(self: interior_border.Pieces, *args: Any) -> Any:
         nonlocal count
         count += 1
         return apply(self, *args)
 
-    pieces.LEAST_VALUES = 0
-    pieces.Pieces.apply = counted  # type: ignore[method-assign]
+    interior_border.LEAST_VALUES = 0
+    interior_border.Pieces.apply = counted  # type: ignore[method-assign]
     try:
         for case in cases:
             check_case(case)
     finally:
-        pieces.LEAST_VALUES = before
-        pieces.Pieces.apply = apply  # type: ignore[method-assign]
+        interior_border.LEAST_VALUES = before
+        interior_border.Pieces.apply = apply  # type: ignore[method-assign]
     return count
 
 

@@ -19,7 +19,7 @@ from tessel.core.boxes import Interval, overlap
 from tessel.core.halo import AsyncHalo, Halo, HaloBox
 from tessel.core.layout import Layout
 from tessel.core.shared import anchored_zeros
-from tessel.core.windows import Reach, Window
+from tessel.core.windows import ReceptiveField, Window
 from tessel.tensor.windowed import Windowed
 from tessel.transport import kept_in_job
 
@@ -106,11 +106,11 @@ def stripped(
         return None
     if sum(_concerned(sides[d]) / max(1, target.shape[lead + d]) for d in split) > share:
         return None
-    reach: tuple[Reach | None, ...] = (*[None] * (lead - 1), None, *windows)
+    field: tuple[ReceptiveField | None, ...] = (*[None] * (lead - 1), None, *windows)
     inputs = target.resized(
         (*target.shape[: lead - 1], source.shape[lead - 1], *target.shape[lead:])
     )
-    read = Windowed(source, inputs, reach).read
+    read = Windowed(source, inputs, field).read
     geometry = _Geometry(source, target, read, windows)
     everyones = tuple(geometry.edges(worker) for worker in source.partition.ranks)
     halo = Halo(source, read, tuple(tuple(e.strip for e in each) for each in everyones))

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tessel
 from tessel.tensor import gathering
+from tessel.tensor.call_site import described
 from tessel.tensor.gathering import GatherWarning, noted_gathers
-from tessel.tensor.place import described
 
 Run = Callable[..., list[Any]]
 
