@@ -320,6 +320,7 @@ def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
     caller = object_of(handle)
     signature = Signature(tuple(lengths), *kind)
     operator, meta = caller._agreement.agree(replace(signature, compiles=True))
+    # Compilers take results of such functions as constants if they are text: so it is a name.
     name = f"_agreed_{abs(hash(signature))}"
     caller.__dict__[name] = Compiled(operator, caller._agreement, signature), meta
     return name
@@ -333,6 +334,7 @@ def record(
     When some worker needs a gradient all must take part in the backward exchange; an anchor that
     needs one makes this worker's autograd do so even if its own input needs none.
     """
+    # Not x.requires_grad_(): x belongs to the user, who would find a gradient in it.
     if anchor is None and needs_grad and not x.requires_grad:
         anchor = ANCHOR
     return _apply(operator, x, anchor)
@@ -348,6 +350,8 @@ def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None
         else:
             with torch.no_grad():
                 y = operator._apply(x)
+        # An operator may give its input back. The result of a call must not be the argument: with
+        # a graph autograd makes a view of it, and here nothing would.
         return y.clone() if y is x else y
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
 
@@ -378,7 +382,7 @@ class BilinearMap(Protocol):
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor: ...
 
-    def slopes(
+    def vjp(
         self,
         grad: Tensor,
         anchor: Tensor | None,
@@ -448,6 +452,8 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.operator = inputs[2]
+        # By the number of its call a backward exchange is told apart from others, as threads and
+        # checkpoints run them in orders that differ between workers.
         ctx.call = 0 if torch.compiler.is_compiling() else transport.current_call()
         ctx.save_for_backward(output[1])
 
@@ -499,7 +505,7 @@ class _ApplyProduct(_ApplyAnyMode):
         token, *kept = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
         with transport.tagged(ctx.call):
-            x, *factors = ctx.product.slopes(grad, anchor, ctx.needs_input_grad, *kept)
+            x, *factors = ctx.product.vjp(grad, anchor, ctx.needs_input_grad, *kept)
         return x, None, None, *factors
 
 
@@ -516,7 +522,7 @@ class _ApplySeveral(_ApplyAnyMode):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.operator = inputs[0]
         ctx.call = transport.current_call()
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a missing gradient is told to the others as missing
         ctx.save_for_backward(output[-1])
 
     @staticmethod

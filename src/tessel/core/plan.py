@@ -15,7 +15,9 @@ from tessel.core import boxes
 from tessel.core.boxes import Box, Region
 from tessel.core.layout import Coordinates, Cut, Layout, Shape
 
-LARGE = 2**18  # elements; more than that two workers sum by halves
+# Elements; more than that two workers sum by halves: a second message costs less then than adding
+# everything on both.
+LARGE = 2**18
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,12 @@ class Plan:
         return not (self.once or (self.fills and order == 0))
 
     @cached_property
-    def leaves(self) -> tuple[Piece, ...]:
+    def outgoing(self) -> tuple[Piece, ...]:
         """What goes to others, and what this worker keeps."""
         return self.gives if self.kept is None else (*self.gives, self.kept)
 
     @cached_property
-    def lands(self) -> tuple[tuple[Piece, bool], ...]:
+    def incoming(self) -> tuple[tuple[Piece, bool], ...]:
         """What makes up the output, and whether it is added."""
         return tuple((piece, self.adds(order)) for order, piece in enumerate(self.takes))
 
@@ -100,6 +102,8 @@ def _legs(source: Layout, target: Layout) -> list[tuple[Layout, Layout]]:
     numel = prod(source.shape) * copies // max(1, source.partition.size)  # on a worker, on average
     if not sums_in_place or copies < 2 or (copies == 2 and numel <= LARGE):
         return [(source, target)]
+    # The boxes may be too thin to be split along a dimension, so their elements are put in a row:
+    # halves of any size can be cut then, and a contiguous tensor is not copied for it.
     flat = _flattened(source)
     scattered = _scattered(flat, copies)
     return [(flat, scattered), (scattered, _flattened(target))]
@@ -138,8 +142,12 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
     takes = tuple(_takes(source, target, worker))
     gives = sorted(_gives(source, target, worker), key=_peer)
     target_shape = _box_shape(target, worker)
+    # What is copied covers the output together; of what is added, the first alone has to, since
+    # the others are added to what it wrote. Else the output is cleared before.
     first = takes if source.owns_once else takes[:1]
     return Plan(
+        # by worker, as the takers' pieces are: messages between two workers are told apart by
+        # their order alone
         gives=tuple(piece for piece in gives if piece.peer != worker),
         arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=_peer)),
         takes=takes,
@@ -158,6 +166,8 @@ def _takes(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
     box = target.box(worker)
     if box is None:
         return
+    # In the order of the source's grid, not of the workers: sums are the same on any partition
+    # that cuts alike, and the same on all workers that get a copy.
     for place, part in source.agreement(box):
         yield Piece.of(_giver(source, place, target, worker), part, box)
 
@@ -185,7 +195,7 @@ def _giver(source: Layout, place: Coordinates, target: Layout, taker: int) -> in
         beside = [own[a] if a in source.shared else at for a, at in enumerate(place)]
         return source.partition.worker_at(beside)
     holders = source.holders(place)
-    turn = target.partition.place(taker)
+    turn = target.partition.place(taker)  # so that no holder has to answer all of them
     assert turn is not None
     return holders[turn % len(holders)]
 
@@ -196,6 +206,8 @@ def _without_shared(layout: Layout, coordinates: Coordinates) -> Coordinates:
 
 def _is_silent(source: Layout, target: Layout) -> bool:
     """Whether every worker takes only from itself."""
+    # Of all workers, not of this one: a group that has nothing to send makes no exchange at all,
+    # and everybody must know that.
     return all(
         piece.peer == worker
         for worker in target.partition.ranks

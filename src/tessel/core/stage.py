@@ -22,7 +22,9 @@ from tessel.transport import (
     is_plain,
 )
 
-STEP, GAP = 2048, 128  # bytes
+# Slices that lie a multiple of STEP bytes apart fall into few sets of a processor's cache, and push
+# each other out when a transform goes through them one by one: GAP bytes between them end that.
+STEP, GAP = 2048, 128
 MOST_PROGRAMS = 64  # that a stage remembers
 # how tensors lie: dtype, strides of input and output, and whether the own part is there already
 Lies = tuple[torch.dtype, Shape, Shape, bool]
@@ -45,6 +47,7 @@ class Stage:
         """The output, in the room that is given for it."""
         plan = self.plan
         if plan.stays and room is None:
+            # a copy, as every other move gives: users write into results
             return x.clone(memory_format=torch.contiguous_format)
         if x.shape != plan.source_shape:
             x = x.reshape(plan.source_shape)
@@ -52,7 +55,7 @@ class Stage:
         if not self._follow(x, y, False):
             sends, receives = self._sends(x), self._receives(y)
             if plan.silent:
-                _land(sends, receives)
+                _keep(sends, receives)
             else:
                 self.group.exchange_at_once(sends, receives, x.device, plan.dense)
         return y
@@ -106,20 +109,22 @@ class Stage:
 
     def _sends(self, x: Tensor) -> list[SendBuffer]:
         """What leaves the input."""
-        return [SendBuffer(piece.peer, _part(x, piece)) for piece in self.plan.leaves]
+        return [SendBuffer(piece.peer, _part(x, piece)) for piece in self.plan.outgoing]
 
     def _receives(self, y: Tensor, is_there: bool = False) -> list[ReceiveBuffer]:
         """Where in the output belongs what comes; the own part may be there already."""
-        return [ReceiveBuffer(p.peer, _part(y, p), adds) for p, adds in self._lands(is_there)]
+        return [ReceiveBuffer(p.peer, _part(y, p), adds) for p, adds in self._incoming(is_there)]
 
-    def _lands(self, is_there: bool) -> Sequence[tuple[Piece, bool]]:
+    def _incoming(self, is_there: bool) -> Sequence[tuple[Piece, bool]]:
         """What comes, in order: where nothing is added, first what waits for nobody."""
         if is_there:
             return [(piece, False) for piece in self.plan.arrives]
         if not self.plan.once:
-            return self.plan.lands
+            return self.plan.incoming
+        # Sums are added in one order on all workers, so that copies are equal to the last bit;
+        # copies may be made in any, and the own one needs no message.
         own = transport.this_worker()
-        return sorted(self.plan.lands, key=lambda each: each[0].peer != own)
+        return sorted(self.plan.incoming, key=lambda each: each[0].peer != own)
 
     def _follow(self, x: Tensor, y: Tensor, is_there: bool) -> bool:
         """Make the exchange along its program, if it has one and the tensors are plain."""
@@ -131,6 +136,8 @@ class Stage:
             program = None if key in self._programs else self._remembered(key)
             if program is None:
                 return False
+        # A peer reads large tensors straight from this process's memory, which the kernel refuses
+        # for pinned pages.
         if type(y) is not Tensor or (program.readers and is_pinned(x)):
             return False
         landed = self.group.follow(program, y, x)
@@ -150,7 +157,7 @@ class Stage:
 
     def _remembered(self, key: Lies) -> CopyProgram | None:
         if len(self._programs) >= MOST_PROGRAMS:
-            self._programs.clear()
+            self._programs.clear()  # strides change with every call: remembering does not pay
         program = None if self.plan.silent else self._prepared(*key)
         self._programs[key] = program
         return program
@@ -158,14 +165,14 @@ class Stage:
     def _prepared(
         self, dtype: torch.dtype, x_steps: Shape, y_steps: Shape, is_there: bool
     ) -> CopyProgram | None:
-        leaves = self.plan.gives if is_there else self.plan.leaves
+        leaves = self.plan.gives if is_there else self.plan.outgoing
         gives = [(piece.peer, Place(piece.region, x_steps)) for piece in leaves]
-        lands = self._lands(is_there)
-        takes = [(piece.peer, Place(piece.region, y_steps), adds) for piece, adds in lands]
+        incoming = self._incoming(is_there)
+        takes = [(piece.peer, Place(piece.region, y_steps), adds) for piece, adds in incoming]
         return self.group.program(dtype, gives, takes)
 
 
-def _land(sends: list[SendBuffer], receives: list[ReceiveBuffer]) -> None:
+def _keep(sends: list[SendBuffer], receives: list[ReceiveBuffer]) -> None:
     """Put what stays on this worker into its place."""
     for buffer in receives:
         buffer.put(sends[0].tensor)

@@ -185,7 +185,7 @@ def _origins(node: Any, ends: Callable[[Any], bool] = lambda node: False) -> Ite
         # a linear operator, or the product of a column layer, which no operator alone describes
         ours = getattr(node, "operator", None) or getattr(node, "product", None)
         if isinstance(node, BackwardCFunction) and (
-            isinstance(ours, LinearOperator) or hasattr(ours, "slopes")
+            isinstance(ours, LinearOperator) or hasattr(ours, "vjp")
         ):
             yield ours
         elif not sources and hasattr(node, "variable"):

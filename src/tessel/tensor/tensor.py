@@ -240,7 +240,7 @@ class _History:
     def _apply(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
         return self.result._part.detach()
 
-    def slopes(
+    def vjp(
         self,
         grad: torch.Tensor,
         anchor: torch.Tensor | None,

@@ -33,7 +33,7 @@ class ColumnProduct:
         assert weight is not None
         return F.linear(x, weight, bias)
 
-    def slopes(
+    def vjp(
         self,
         grad: Tensor,
         anchor: Tensor | None,
