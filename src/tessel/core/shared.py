@@ -2,7 +2,7 @@
 
 Parameters are shared by all workers of a layer. A worker that uses one for its own part of the
 work uses a separate copy: nothing moves, and the adjoint sums what the copies are asked for. A
-bundle does so for several values at once, and sums in one exchange. A loss goes the other way:
+bucket does so for several values at once, and sums in one exchange. A loss goes the other way:
 separate shares are summed to one shared value, and its adjoint moves nothing.
 """
 
@@ -32,7 +32,7 @@ class Buckets(Protocol):
     """What knows which values are used together."""
 
     def alias(self, value: Tensor, use: Replicate) -> Tensor | None:
-        """A value of a bundle for this use of it; None if it is in none."""
+        """A value of a bucket for this use of it; None if it is in none."""
         ...
 
 
@@ -61,7 +61,7 @@ class Replicate(LinearOperator):
         return super().apply(x, meta) if found is None else found
 
     def from_bucket(self, x: Tensor) -> Tensor | None:
-        """The value for this use if it is one of a bundle, whose gradients travel together."""
+        """The value for this use if it is one of a bucket, whose gradients travel together."""
         current = current_buckets.get()
         return None if current is None else current.alias(x, self)
 
@@ -103,7 +103,7 @@ def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
 
 
 def from_bucket(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor | None:
-    """The same if the value is one of a bundle, and None if it is not."""
+    """The same if the value is one of a bucket, and None if it is not."""
     sizes = layout.partition.shape
     axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
     return _replicate(layout, axes).from_bucket(value) if axes else None
@@ -235,12 +235,12 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class _BucketStep:
-    """A step of a bundle. What it carries goes with the token that stands for it in the graph."""
+    """A step of a bucket. What it carries goes with the token that stands for it in the graph."""
 
-    bundle: GradientBucket
+    bucket: GradientBucket
 
     def empty(self) -> Tensor:
-        return self.bundle.empty()
+        return self.bucket.empty()
 
     def _token(self, carried: Any) -> tuple[Tensor]:
         token = self.empty()
@@ -256,7 +256,7 @@ class _EnterBucket(_BucketStep):
 
     @property
     def H(self) -> _WaitForSum:
-        return _WaitForSum(self.bundle)
+        return _WaitForSum(self.bucket)
 
 
 class _LeaveBucket(_BucketStep):
@@ -265,23 +265,23 @@ class _LeaveBucket(_BucketStep):
     def _apply(self, *xs: Tensor | None) -> Parts:
         (token,) = xs
         if token is None:
-            return (None,) * len(self.bundle.shapes)
+            return (None,) * len(self.bucket.shapes)
         return tuple(None if x is None else x.detach() for x in token.carried)  # type: ignore[attr-defined]
 
     @property
     def H(self) -> _StartSum:
-        return _StartSum(self.bundle)
+        return _StartSum(self.bucket)
 
 
 class _StartSum(_BucketStep):
     """Gradients to a token, while they travel."""
 
     def _apply(self, *xs: Tensor | None) -> Parts:
-        return self._token(self.bundle.start(xs))
+        return self._token(self.bucket.start(xs))
 
     @property
     def H(self) -> _LeaveBucket:
-        return _LeaveBucket(self.bundle)
+        return _LeaveBucket(self.bucket)
 
 
 class _WaitForSum(_BucketStep):
@@ -290,13 +290,13 @@ class _WaitForSum(_BucketStep):
     def _apply(self, *xs: Tensor | None) -> Parts:
         (token,) = xs
         if token is None:
-            return (None,) * len(self.bundle.shapes)
+            return (None,) * len(self.bucket.shapes)
         found: Parts = token.carried()  # type: ignore[attr-defined]
         return found
 
     @property
     def H(self) -> _EnterBucket:
-        return _EnterBucket(self.bundle)
+        return _EnterBucket(self.bucket)
 
 
 def total(share: Tensor, partition: Partition, shared: Iterable[int] = ()) -> Tensor:

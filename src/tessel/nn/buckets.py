@@ -1,9 +1,9 @@
-"""Fusion: the gradients of shared parameters travel in few messages, while others are computed.
+"""Gradient buckets: the gradients of shared parameters travel in few messages, while others are computed.
 
 A layer uses parameters that all workers share, and the gradients of these uses have to be summed:
-a message for each parameter. Parameters that are used together in a bundle take one. Which these
+a message for each parameter. Parameters that are used together in a bucket take one. Which these
 are must be known when the first of them is used, so a call is guided by the one before: the first
-call of a model learns how parameters are used, the next ones bundle them.
+call of a model learns how parameters are used, the next ones put them into buckets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tessel.nn.layer import Layer
 from tessel.tensor.passes import in_backward, in_checkpoint
 from tessel.transport import NUM_WORDS, code_of
 
-LIMIT = 2**22  # bytes
+LIMIT = 2**22  # bytes of a bucket
 
 
 class Use(NamedTuple):
@@ -73,7 +73,7 @@ class BucketSchedule:
         if not torch.is_grad_enabled():
             return ()
         found: list[tuple[Use, list[int]]] = []
-        room: dict[Any, tuple[list[int], int]] = {}  # a group that is open, and its bytes
+        room: dict[Any, tuple[list[int], int]] = {}  # a bucket that is open, and its bytes
         for number, use in self.uses.items():
             if number >= len(parameters) or not parameters[number].requires_grad:
                 continue
@@ -92,7 +92,8 @@ class BucketSchedule:
     def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
         """Remember a call that followed a plan."""
         if uses:
-            self.unsteady.update(n for group in plan for n in group.numbers if n not in uses)
+            # A gradient that never comes would hold up all others of its bucket.
+            self.unsteady.update(n for bucket in plan for n in bucket.numbers if n not in uses)
             self.uses = {n: use for n, use in uses.items() if n not in self.unsteady}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,9 +101,9 @@ class BucketSchedule:
 
 
 class BucketedCall:
-    """One call of a model: bundles of its parameters, made when the first of each is used.
+    """One call of a model: buckets of its parameters, made when the first of each is used.
 
-    A bundle is prepared one before it is needed, so that in the backward pass the sums of a bundle
+    A bucket is prepared one before it is needed, so that in the backward pass the sums of a bucket
     are waited for when those of the next have begun.
     """
 
@@ -110,8 +111,9 @@ class BucketedCall:
         self.parameters = list(parameters)
         self.plan = schedule.plan(self.parameters)
         self.uses: dict[int, Use] = {}
+        # by identity: tensors compare element by element, and a shared parameter is one
         self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
-        self._groups = {n: k for k, group in enumerate(self.plan) for n in group.numbers}
+        self._buckets = {n: k for k, bucket in enumerate(self.plan) for n in bucket.numbers}
         self._prepared: dict[int, tuple[GradientBucket, Tensor]] = {}
         self._aliases: dict[int, Tensor] = {}
 
@@ -122,7 +124,7 @@ class BucketedCall:
             return None
         how = Use(use.domain.partition, use.axes)
         self.uses.setdefault(number, how)
-        place = self._groups.get(number)
+        place = self._buckets.get(number)
         if place is None or self.plan[place].use != how:
             return None
         if number not in self._aliases:
@@ -132,21 +134,21 @@ class BucketedCall:
     def _open(self, place: int) -> None:
         for each in (place, place + 1):
             self._prepare(each)
-        bundle, token = self._prepared[place]
-        values = bundle.use(token)
+        bucket, token = self._prepared[place]
+        values = bucket.use(token)
         self._aliases.update(zip(self.plan[place].numbers, values, strict=True))
 
     def _prepare(self, place: int) -> None:
         if place in self._prepared or place >= len(self.plan):
             return
-        group = self.plan[place]
-        values = [self.parameters[number] for number in group.numbers]
-        bundle = GradientBucket(*group.use, [tuple(each.shape) for each in values], values[0])
-        self._prepared[place] = bundle, bundle.prepare(values)
+        planned = self.plan[place]
+        values = [self.parameters[number] for number in planned.numbers]
+        bucket = GradientBucket(*planned.use, [tuple(each.shape) for each in values], values[0])
+        self._prepared[place] = bucket, bucket.prepare(values)
 
 
 def _plain() -> bool:
-    """Whether bundles can be used: in plain reverse mode, for what is computed once.
+    """Whether buckets can be used: in plain reverse mode, for what is computed once.
 
     A checkpoint computes again, perhaps after other calls, what was computed before: what it
     keeps must be the same both times.

@@ -401,7 +401,7 @@ def _in_order(x: Tensor, plan: Windowed) -> Tensor:
     outputs, inputs = plan.target.box(), plan.read.box()
     assert outputs is not None and inputs is not None
     for dim, (field, part, (start, stop)) in enumerate(
-        zip(plan.field, outputs, inputs, strict=True)
+        zip(plan.fields, outputs, inputs, strict=True)
     ):
         if isinstance(field, Mirrored):
             places = [index - start for index in field.places(part)]
@@ -469,7 +469,7 @@ class _Interpolating(RegionStep):
         )
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        fields: Any = plan.field[2:]
+        fields: Any = plan.fields[2:]
         return interpolation.of_read(x, plan, fields, self._settings)
 
 

@@ -25,18 +25,18 @@ ReceptiveFields = tuple[ReceptiveField | None, ...]
 class Windowed:
     """How a tensor in the layout `source` becomes one in the layout `target`.
 
-    Each worker reads the box that its outputs read, clipped to the tensor: `field[d]` says it for
+    Each worker reads the box that its outputs read, clipped to the tensor: `fields[d]` says it for
     dimension d, and without one outputs read inputs of the same index.
 
     Args:
         source: where the input lies.
         target: where the output shall lie, on the same grid.
-        field: one for each dimension.
+        fields: one for each dimension.
     """
 
     source: Layout
     target: Layout
-    field: ReceptiveFields
+    fields: ReceptiveFields
 
     @cached_property
     def read(self) -> Layout:
@@ -44,7 +44,7 @@ class Windowed:
         cuts = tuple(
             Cut(cut.axes, tuple(reads(field, part, length) for part in cut.intervals))
             for field, cut, length in zip(
-                self.field, self.target.cuts, self.source.shape, strict=True
+                self.fields, self.target.cuts, self.source.shape, strict=True
             )
         )
         return replace(self.target, shape=self.source.shape, cuts=cuts)
@@ -90,7 +90,7 @@ class Windowed:
         assert box is not None
         return tuple(
             (0, 0) if field is None or part[0] == part[1] else overhang(field.hull(part), length)
-            for field, part, length in zip(self.field, box, self.source.shape, strict=True)
+            for field, part, length in zip(self.fields, box, self.source.shape, strict=True)
         )
 
     @cached_property

@@ -218,7 +218,7 @@ def _places(plan: Windowed) -> tuple[tuple[int, Numbers], ...]:
         return ()
     found = []
     for dim, (field, part, (start, stop)) in enumerate(
-        zip(plan.field, outputs, inputs, strict=True)
+        zip(plan.fields, outputs, inputs, strict=True)
     ):
         if isinstance(field, Mirrored) and part[0] < part[1]:
             places = tuple(index - start for index in field.places(part))

@@ -180,7 +180,7 @@ def _trimmed(
     assert box is not None and inputs is not None
     channels = settings.channels
     first, stop = channels.touched(own)
-    if plan.field[-D - 1] is not None and stop - first < channels.groups:
+    if plan.fields[-D - 1] is not None and stop - first < channels.groups:
         size = settings.weight[0] // channels.groups
         weight = weight[first * size : stop * size]
     sides = zip(settings.windows(), inputs[-D:], box[-D:], strict=True)
