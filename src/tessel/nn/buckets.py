@@ -1,4 +1,4 @@
-"""Gradient buckets: the gradients of shared parameters travel in few messages, while others are computed.
+"""Gradient buckets: gradients of shared parameters travel in few messages, while others are made.
 
 A layer uses parameters that all workers share, and the gradients of these uses have to be summed:
 a message for each parameter. Parameters that are used together in a bucket take one. Which these
