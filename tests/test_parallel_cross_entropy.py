@@ -22,8 +22,8 @@ import tessel
 from parity import close, values
 from tessel import Layout, Partition
 from tessel.distributed.marks import Mark, marked
-from tessel.nn.parallel import cross_entropy_parts
 from tessel.nn.parallel.cross_entropy import ParallelCrossEntropyLoss, parallel_cross_entropy
+from tessel.tensor.rules import classes
 from tessel.testing import count_memory, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -354,7 +354,7 @@ def test_random_losses(run: Run, nprocs: int) -> None:
 
 def in_pieces() -> None:
     """A shard that is worked on in pieces gives the same, to the second order."""
-    cross_entropy_parts.SMALL, usual = 0, cross_entropy_parts.SMALL
+    classes.SMALL, usual = 0, classes.SMALL
     try:
         check_cases(
             [
@@ -366,7 +366,7 @@ def in_pieces() -> None:
         )
         check_cases([Case((3, 11)), Case((3, 2)), Case((2, 13), "shard", "none", 0.3, True)])
     finally:
-        cross_entropy_parts.SMALL = usual
+        classes.SMALL = usual
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])

@@ -259,19 +259,45 @@ def layout_of_parts(
             have any lengths.
         label: in whose name to raise ValueError if the parts do not fit together.
     """
+    if size is not None:
+        return layout_of_shards(partition, shapes, dim, size, label)
     others = {w: shapes[w][:dim] + shapes[w][dim + 1 :] for w in partition.ranks}
     same(others, f"shape (but for dim {dim})", label)
     intervals = boxes.consecutive(shapes[worker][dim] for worker in partition.ranks)
-    if size is not None and intervals != boxes.balanced(size, partition.size):
-        lengths = [stop - start for start, stop in intervals]
-        raise ValueError(
-            f"{label}: shards of balanced lengths were expected, of {size} in all, got lengths "
-            f"{lengths} on workers {list(partition.ranks)}"
-        )
     first = shapes[partition.ranks[0]]
     cuts = [Cut((), ((0, length),)) for length in first]
     cuts[dim] = Cut((0,), intervals)
     return Layout(partition, (*first[:dim], intervals[-1][1], *first[dim + 1 :]), tuple(cuts))
+
+
+def layout_of_shards(
+    partition: Partition,
+    shapes: Mapping[int, Shape],
+    dim: int,
+    size: int | None,
+    label: str,
+    name: str = "a tensor",
+    unit: str = "in all",
+) -> Layout:
+    """The same for balanced parts, of which the length of the whole may follow.
+
+    Args:
+        partition, shapes, dim, size, label: as for `layout_of_parts`.
+        name: what is split, in the text of errors.
+        unit: of what the size is a number.
+    """
+    layout = layout_of_parts(partition, shapes, dim, None, label)
+    size = layout.shape[dim] if size is None else size
+    parts = boxes.balanced(size, partition.size)
+    if layout.cuts[dim].intervals != parts:
+        expected, got = (
+            [stop - start for start, stop in each] for each in (parts, layout.cuts[dim].intervals)
+        )
+        raise ValueError(
+            f"{label}: expected balanced shards of {name}, {size} {unit}, {expected} on workers "
+            f"{list(partition.ranks)}, got {got}"
+        )
+    return layout
 
 
 @kept_in_job

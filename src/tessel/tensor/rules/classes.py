@@ -1,4 +1,4 @@
-"""What one worker knows of a cross entropy from its shard of the classes, and the whole from it.
+"""Cross entropy of logits whose classes are split: no worker sees the logits of the others.
 
 Of each sample a worker tells its greatest logit, the sum of exponentials below it, and one or two
 sums with the target. These few numbers of all workers give the loss, as a sum of exponentials is
@@ -13,12 +13,157 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tessel.agreement import Terms
 from tessel.boxes import Interval
-from tessel.shared import nothing
+from tessel.layout import Cut, Layout
+from tessel.shared import nothing, total
+from tessel.tensor.rules.reductions import without
+from tessel.tensor.table import gathered, is_whole, shared_whole
+from tessel.tensor.tensor import move
+from tessel.transport import kept_in_job
 
 NUM_PIECES = 8  # in which a large shard is worked on, so that what is in between stays small
 SMALL = 2**16  # logits; below, one piece
 LEAST = 4 * 2**20  # bytes of a piece of large ones: allocators keep smaller blocks for themselves
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """What torch's cross entropy takes beside tensors.
+
+    Args:
+        ignore_index: a class that does not count.
+        label_smoothing: the share of the uniform distribution in the target.
+        reduction: "mean", "sum" or "none".
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+
+    def __call__(
+        self,
+        logits: Tensor,
+        layout: Layout,
+        target: Tensor,
+        weight: Tensor | None,
+        dtype: torch.dtype,
+        terms: Terms | None = None,
+    ) -> tuple[Tensor, Layout]:
+        """The loss and its layout: one number that all workers share, or one of each sample.
+
+        The workers exchange three or four numbers for each sample, once, and nothing in the
+        backward pass, unless a weight needs a gradient.
+
+        Args:
+            logits: this worker's part.
+            layout: of the whole logits.
+            target: the classes of this worker's samples, or its part of probabilities, which lie
+                as the logits do.
+            weight: of all classes.
+            dtype: of the loss; it is computed in float32 at least.
+            terms: what the workers agreed on, if they did.
+        """
+        dim = min(1, logits.ndim - 1)
+        box = layout.box()
+        assert box is not None
+        wide = torch.promote_types(torch.promote_types(logits.dtype, dtype), torch.float32)
+        shard = ClassShard(logits, dim, box[dim], layout.shape[dim], wide)
+        _, samples = without(layout, (dim,), False)
+        if target.shape == logits.shape and target.is_floating_point():
+            own = None if weight is None else _part_of_weight(weight, layout, dim)
+            facts = facts_of_probabilities(shard, target, own, self.label_smoothing)
+            each = _merged(facts, layout, dim, terms).expected()
+            found = self._reduced(each, each.new_tensor(each.numel()), samples)
+        else:
+            found = self._of_classes(shard, layout, samples, target.long(), weight, terms)
+        there = samples if self.reduction == "none" else shared_whole(layout.partition, ())
+        return found.to(dtype), there
+
+    def _of_classes(
+        self,
+        shard: ClassShard,
+        layout: Layout,
+        samples: Layout,
+        target: Tensor,
+        weight: Tensor | None,
+        terms: Terms | None,
+    ) -> Tensor:
+        dim, smooths = shard.dim, self.label_smoothing > 0
+        ignored = target == self.ignore_index
+        own = None if weight is None else weight[slice(*shard.own)]
+        none = target.masked_fill(ignored, shard.num_classes)
+        merged = _merged(facts_of_classes(shard, none, own, smooths), layout, dim, terms)
+        counted = target.masked_fill(ignored, 0)
+        parts = [each for each in layout.cuts[dim].intervals if each[0] < each[1]]
+        stops = torch.tensor([stop for _, stop in parts], device=target.device)
+        # bucketize gives the place of the worker that has the class of a sample
+        each = merged.surprise(torch.bucketize(counted, stops, right=True))
+        weights = torch.ones_like(each) if weight is None else weight[counted].to(each.dtype)
+        each = each if weight is None else each * weights
+        divisor = weights.masked_fill(ignored, 0).sum()
+        found = self._reduced(each.masked_fill(ignored, 0), divisor, samples)
+        if not smooths:
+            return found
+        if weight is None:
+            sums = each.new_tensor([stop - start for start, stop in parts])
+        else:
+            sums = torch.stack([weight[a:b].sum(dtype=each.dtype) for a, b in parts])
+        smooth = self._reduced(merged.smooth(sums).masked_fill(ignored, 0), divisor, samples)
+        share = self.label_smoothing
+        return smooth * (share / shard.num_classes) + found * (1 - share)
+
+    def _reduced(self, each: Tensor, divisor: Tensor, samples: Layout) -> Tensor:
+        if self.reduction == "none":
+            return each
+        found = each.sum()
+        if not is_whole(samples):
+            both = torch.stack([found, divisor.to(found.dtype)])
+            found, divisor = total(both, samples.partition, samples.shared).unbind()
+        return found / divisor if self.reduction == "mean" else found
+
+
+def _merged(facts: list[Tensor], layout: Layout, dim: int, terms: Terms | None) -> Merged:
+    """Let workers that have the same samples know what each of them has to tell.
+
+    This is the one exchange; its adjoint is a slice.
+    """
+    rows, filled = _rows(layout, dim, len(facts))
+    everyones = move(rows, gathered(rows, (0,))).apply(torch.stack(facts).unsqueeze(0), terms)
+    return Merged.of(everyones if filled is None else everyones[filled])
+
+
+@kept_in_job
+def _rows(layout: Layout, dim: int, num_facts: int) -> tuple[Layout, list[int] | slice | None]:
+    """The layout of facts (worker, fact, *sample), and which workers have classes, if not all."""
+    _, samples = without(layout, (dim,), False)
+    classes = layout.cuts[dim]
+    count = len(classes.intervals)
+    cuts = (
+        Cut(classes.axes, tuple((k, k + 1) for k in range(count))),
+        Cut((), ((0, num_facts),)),
+        *samples.cuts,
+    )
+    rows = Layout(layout.partition, (count, num_facts, *samples.shape), cuts, layout.shared)
+    filled = [k for k, (start, stop) in enumerate(classes.intervals) if start < stop]
+    if len(filled) == count:
+        return rows, None
+    return rows, slice(len(filled)) if filled == list(range(len(filled))) else filled
+
+
+def _part_of_weight(weight: Tensor, layout: Layout, dim: int) -> Tensor:
+    """The weights of this worker's classes; all workers get their gradient, if they have one."""
+    own = _weight_layout(layout, dim)
+    if weight.requires_grad and torch.is_grad_enabled():
+        return move(shared_whole(layout.partition, weight.shape), own).apply(weight)
+    return own.local_part(weight)
+
+
+@kept_in_job
+def _weight_layout(layout: Layout, dim: int) -> Layout:
+    return Layout(
+        layout.partition, layout.shape[dim : dim + 1], layout.cuts[dim : dim + 1], layout.shared
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +276,7 @@ class Merged:
 
     @classmethod
     def of(cls, facts: Tensor) -> Merged:
-        """From a tensor of (worker, fact, sample)."""
+        """From a tensor of (worker, fact, *sample)."""
         peaks, sums, *rest = facts.unbind(1)
         peaks = peaks.detach()
         shift = peaks - peaks.amax(0)
@@ -144,7 +289,8 @@ class Merged:
 
     def smooth(self, weights: Tensor) -> Tensor:
         """−Σ w·log p of each sample; `weights` are those of each worker's classes, summed."""
-        return self.log_sum * weights.sum() - self._shifted(self.rest[1], weights.unsqueeze(1))
+        each = weights.view(-1, *[1] * self.log_sum.ndim)
+        return self.log_sum * weights.sum() - self._shifted(self.rest[1], each)
 
     def expected(self) -> Tensor:
         """−Σ t·w·log p of each sample."""
