@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tessel.agreement import CLAIM, Claim, Meeting, Terms, reach_together
@@ -65,6 +67,41 @@ def agree_and_tell(
     *found, heard = reach_together(meetings, claims)
     partition.group.number_call()
     return found, {worker: words[: len(numbers)] for worker, words in heard.items()}
+
+
+def range_of(
+    values: Any, dtypes: Sequence[torch.dtype], ignored: int | None = None
+) -> tuple[int, int, int]:
+    """The least and the greatest of some integers, and a checksum; (0, -1, …) if there are none.
+
+    Copies that must be equal are compared by it, and ids that must be in range.
+
+    Args:
+        values: a tensor of one of the dtypes; anything else counts as none.
+        dtypes: those that are looked at.
+        ignored: a value that counts in the checksum alone.
+    """
+    if not is_dense(values) or values.dtype not in dtypes:
+        return 0, -1, 0
+    with torch._C._DisableFuncTorch():  # what is only looked at belongs to no transform
+        found = values.detach().to("cpu", torch.int64).contiguous().numpy()
+    said = zlib.crc32(found.data) if found.size else 0
+    counted = found if ignored is None else found[found != ignored]
+    return (int(counted.min()), int(counted.max()), said) if counted.size else (0, -1, said)
+
+
+def checksum(value: Any) -> int:
+    """A number that tells tensors apart by their values; 0 for what has none."""
+    if not is_dense(value) or not value.numel():
+        return 0
+    with torch._C._DisableFuncTorch():  # a checksum belongs to no transform of torch.func
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
+
+
+def is_dense(value: Any) -> bool:
+    """Whether values can be looked at; what the workers agree on says what else is wrong."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
 
 
 def agree_on_call(partition: Partition, call: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.agreement import Terms, same
-from tessel.distributed.agreeing import Numbers, agree_and_tell
+from tessel.distributed.agreeing import Numbers, agree_and_tell, checksum, is_dense, range_of
 from tessel.distributed.marks import Mark
 from tessel.distributed.movements import layout_of_shards
 from tessel.layout import Layout, Shape
@@ -85,7 +84,7 @@ def kind_of(weight: Any) -> Kind | str | None:
     """What is known of the weight of classes beside its values."""
     if weight is None:
         return None
-    if not _is_dense(weight):
+    if not is_dense(weight):
         return type(weight).__name__
     needs_grad = weight.requires_grad and torch.is_grad_enabled()
     return Kind(tuple(weight.shape), weight.dtype, str(weight.device), needs_grad)
@@ -97,7 +96,7 @@ def agree(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Logits:
     Beside shapes they tell which classes are in the target, and checksums of target and weight:
     copies that differ would give each worker a loss of its own.
     """
-    numbers = *_range(target, loss.measure.ignore_index), _checksum(weight)
+    numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
     tensors = ("the input", x), ("the target", target)
     held, values = agree_and_tell(loss.partition, loss.label, tensors, numbers, repr(loss))
     inputs, targets = ((tuple(shapes.items()), terms) for shapes, terms in held)
@@ -205,30 +204,3 @@ def _check_values(loss: ShardedLoss, num_classes: int, values: Numbers) -> None:
                 f"{loss.label}: all workers must have the same {name}, and that of worker "
                 f"{worker} has other values than that of worker {first}"
             )
-
-
-def _range(target: Any, ignore_index: int) -> tuple[int, int, int]:
-    """The least and the greatest class that counts, and a checksum; (0, -1, 0) for no classes."""
-    if not _is_dense(target) or target.dtype not in CLASSES:
-        return 0, -1, 0
-    with torch._C._DisableFuncTorch():  # what is only looked at belongs to no transform
-        values = target.detach().to("cpu", torch.int64).contiguous().numpy()
-    checksum = zlib.crc32(values.data) if values.size else 0
-    counted = values[values != ignore_index]
-    return (int(counted.min()), int(counted.max()), checksum) if counted.size else (0, -1, checksum)
-
-
-def _checksum(weight: Any) -> int:
-    """A number that tells weights apart."""
-    if not _is_dense(weight) or not weight.is_floating_point() or not weight.numel():
-        return 0
-    with torch._C._DisableFuncTorch():
-        flat = weight.detach().resolve_neg().reshape(-1).contiguous()
-        return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
-
-
-def _is_dense(value: Any) -> bool:
-    """Whether values can be looked at; what the workers agree on says what else is wrong."""
-    return (
-        isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
-    )
