@@ -25,7 +25,13 @@ from tessel.distributed.marks import (
     traced_state,
     unmarked,
 )
-from tessel.distributed.movements import copying, reducing, scattering, shard_layout
+from tessel.distributed.movements import (
+    copying,
+    layout_of_shards,
+    reducing,
+    scattering,
+    shard_layout,
+)
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
 from tessel.linop import LinearOperator
@@ -230,8 +236,7 @@ def _product(
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         needs=tuple(needs),
         is_off=is_off,
-        problem=_mark_problem(weight, bias, partition, dim, sizes)
-        or _problem(weight, bias, partition, dim, sizes),
+        problem=_problem(weight, bias, partition, dim, sizes),
     )
 
 
@@ -279,59 +284,51 @@ def _whole_sizes(
     first = shapes[partition.ranks[0]]
     if len(first) != 2:
         raise ValueError(f"{label}: a weight (outputs, inputs) is needed, got shape {first}")
-    other = same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
-    lengths = [shapes[worker][place] for worker in partition.ranks]
-    balanced = [stop - start for start, stop in boxes.balanced(sum(lengths), partition.size)]
-    if lengths != balanced:
-        raise ValueError(
-            f"{label}: balanced shards along dim {place} of the weight were expected, {balanced} "
-            f"for {sum(lengths)} in all, got {lengths} on workers {list(partition.ranks)}"
-        )
-    expected = Mark(place, partition, sum(lengths))
+    same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
+    unit = f"along dim {place}"
+    layout = layout_of_shards(partition, shapes, place, None, label, "the weight", unit)
+    expected = Mark(place, partition, layout.shape[place])
     if isinstance(state, Mark) and state.merged(expected) is None:
         raise ValueError(f"{label}: {expected} was expected")
-    return (other, sum(lengths)) if split == COLUMN else (sum(lengths), other)
-
-
-def _mark_problem(
-    weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
-) -> str:
-    """That a weight or a bias, computed from other values, is not the shard that is needed."""
-    if partition.size == 1:
-        return ""
-    for value, (name, wanted) in zip((weight, bias), _marks(partition, dim, sizes), strict=True):
-        state = state_of(value)
-        if isinstance(state, Unknown):
-            return f"of the {name} {state.remedy}"
-        if state is not None and (wanted is None or state.merged(wanted) is None):
-            return f"the {name} is {state}, where one that is {describe(wanted)} is needed"
-    return ""
-
-
-@kept_in_job
-def _marks(
-    partition: Partition, dim: int, sizes: tuple[int, int]
-) -> tuple[tuple[str, Mark | None], ...]:
-    """What the weight and the bias are marked as, if they are."""
-    if dim == COLUMN:
-        return ("weight", Mark(0, partition, sizes[1])), ("bias", Mark(0, partition, sizes[1]))
-    return ("weight", Mark(1, partition, sizes[0])), ("bias", None)
+    outputs, inputs = layout.shape
+    return inputs, outputs
 
 
 def _problem(
     weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
 ) -> str:
-    """What is wrong with the parameters of this worker, in words that name it."""
-    expected = local_shapes(partition, dim, sizes)
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and tuple(value.shape) != expected[name]:
-            whole = (sizes[1], sizes[0]) if name == "weight" else (sizes[1],)
+    """What is wrong with the parameters of this worker, in words that name it.
+
+    One that is computed from other values may be another shard than the one that is needed.
+    """
+    given = ("weight", weight), ("bias", bias)
+    marks, layouts = _marks(partition, dim, sizes), layouts_of(partition, dim, sizes)
+    for name, value in given:
+        state = state_of(value)
+        if state is None or partition.size == 1:
+            continue
+        if isinstance(state, Unknown):
+            return f"of the {name} {state.remedy}"
+        wanted = marks[name]
+        if wanted is None or state.merged(wanted) is None:
+            return f"the {name} is {state}, where one that is {describe(wanted)} is needed"
+    for name, value in given:
+        layout = layouts[name]
+        if value is not None and tuple(value.shape) != layout.local_shape:
             worker = partition.ranks[partition.rank or 0]
             return (
                 f"the {name} of worker {worker} has the shape {tuple(value.shape)}, where its "
-                f"shard of {whole} has {expected[name]}"
+                f"shard of {layout.shape} has {layout.local_shape}"
             )
     return ""
+
+
+@kept_in_job
+def _marks(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Mark | None]:
+    """What the weight and the bias are marked as, if they are."""
+    if dim == COLUMN:
+        return dict.fromkeys(("weight", "bias"), Mark(0, partition, sizes[1]))
+    return {"weight": Mark(1, partition, sizes[0]), "bias": None}
 
 
 @kept_in_job
@@ -342,12 +339,6 @@ def layouts_of(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[s
     if dim == COLUMN:
         return {"weight": weight, "bias": shard_layout(partition, (outputs,), 0)}
     return {"weight": weight, "bias": Layout.whole(partition, (outputs,), shared=True)}
-
-
-@kept_in_job
-def local_shapes(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Shape]:
-    """The shapes of this worker's shards."""
-    return {name: each.local_shape for name, each in layouts_of(partition, dim, sizes).items()}
 
 
 def checked_dim(dim: int | None, name: str) -> int | None:
