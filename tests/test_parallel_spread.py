@@ -42,7 +42,7 @@ def layouts(shape: tuple[int, ...]) -> list[Layout]:
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:
-    dim = tessel.distributed.marks.mark_of(parameter)
+    dim = tessel.distributed.shards.sharding_of(parameter)
     return parameter.grad if dim is None else gather(parameter.grad, dim.dim)
 
 

@@ -662,7 +662,7 @@ def dropout_faults(kind: str) -> tuple[type[BaseException], str] | None:
     elif kind == "shards":
         x = scatter(x, 0, P)
         x = x[:0] if odd else x
-        x = tessel.distributed.marks.marked(x, tessel.distributed.marks.Mark(0, P, 4))
+        x = tessel.distributed.shards.marked(x, tessel.distributed.shards.Sharding(0, P, 4))
     return raised(lambda: layer(x))
 
 

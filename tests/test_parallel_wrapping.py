@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tessel
 from parity import close, values
 from tessel.distributed import gather, get_group, register_parallel_dim
-from tessel.distributed.mark import state_of
+from tessel.distributed.shardings import state_of
 from tessel.distributed.wrapping import IGNORED
 from tessel.nn import (
     ParallelEmbedding,

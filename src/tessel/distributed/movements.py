@@ -12,8 +12,8 @@ from torch import Tensor
 from tessel import boxes
 from tessel.agreement import Terms, same
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import (
-    Mark,
+from tessel.distributed.shards import (
+    Sharding,
     State,
     check_known,
     describe,
@@ -89,7 +89,7 @@ def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
     if not row.active:
         return y
     place = as_int(dim) % x.ndim
-    return marked(y, Mark(place, row, x.shape[place]))
+    return marked(y, Sharding(place, row, x.shape[place]))
 
 
 @eagerly
@@ -176,16 +176,18 @@ class _TensorMovement(Movement):
 
     @property
     def _what(self) -> str:
-        if isinstance(self.state, Mark) and self._is_of_another_group:
-            mark = self.state
-            part = f"part {mark.partition.rank} of {mark.partition.size}"
-            return f"a shard along dim {mark.dim}, {part} of {mark.size}, over another group"
+        if isinstance(self.state, Sharding) and self._is_of_another_group:
+            sharding = self.state
+            part = f"part {sharding.partition.rank} of {sharding.partition.size}"
+            return (
+                f"a shard along dim {sharding.dim}, {part} of {sharding.size}, over another group"
+            )
         return describe(self.state)
 
     @property
     def _is_of_another_group(self) -> bool:
         """Whether the tensor is a shard over workers of whom only this one moves it now."""
-        assert isinstance(self.state, Mark)
+        assert isinstance(self.state, Sharding)
         theirs, ours = self.state.partition.ranks, self.P_x.ranks
         return theirs != ours and len({*theirs} & {*ours}) < 2
 
@@ -195,7 +197,7 @@ class _TensorMovement(Movement):
 
 class _OfOneValue(_TensorMovement):
     def _conclude(self, shapes: dict[int, Shape], terms: Terms) -> Agreed:
-        if isinstance(self.state, Mark) and not self._is_of_another_group:
+        if isinstance(self.state, Sharding) and not self._is_of_another_group:
             raise ValueError(
                 f"{self.label}: a value that is whole on every worker is needed; "
                 f"tessel.distributed.gather(x) gives it"
@@ -226,9 +228,12 @@ class _Scatter(_OfOneValue):
 
 class _Gather(_TensorMovement):
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        dim, mark = self.place(len(shapes[self.P_x.ranks[0]])), self.state
-        size = mark.size if isinstance(mark, Mark) else None
-        if isinstance(mark, Mark) and (mark.dim, mark.partition.ranks) != (dim, self.P_x.ranks):
+        dim, sharding = self.place(len(shapes[self.P_x.ranks[0]])), self.state
+        size = sharding.size if isinstance(sharding, Sharding) else None
+        if isinstance(sharding, Sharding) and (sharding.dim, sharding.partition.ranks) != (
+            dim,
+            self.P_x.ranks,
+        ):
             raise ValueError(
                 f"{self.label}: the mark says otherwise; gather along the dimension and over the "
                 f"workers of the mark, or register another one with tessel.register_parallel_dim"
@@ -241,7 +246,7 @@ class _Gather(_TensorMovement):
                 f"{self.label}: which dimension is split is not known; write gather(x, dim)"
             )
         if self.dim is None:
-            assert isinstance(self.state, Mark)
+            assert isinstance(self.state, Sharding)
             return self.state.dim
         return super().place(ndim)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tessel.agreement import Claim, Meeting, Terms, admit, reach_together
-from tessel.distributed.mark import state_of
+from tessel.distributed.shardings import state_of
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape, zero_volume_tensor
 from tessel.nn import fusion

@@ -13,8 +13,8 @@ from torch.nn import Module
 
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import mark_of, shared_by, unmarked
 from tessel.distributed.movements import gathering, shard_layout
+from tessel.distributed.shards import sharding_of, shared_by, unmarked
 from tessel.graph import eagerly
 from tessel.layout import Layout
 from tessel.nn.blocks import Weighted
@@ -142,9 +142,9 @@ def _layouts_of(module: Module) -> Mapping[str, Layout]:
 
 def _layout_of(parameter: Tensor) -> Layout | None:
     """Which workers have which part, by the mark; the shape is of no matter here."""
-    mark, sharing = mark_of(parameter), shared_by(parameter)
-    if mark is not None:
-        return Layout.balanced(mark.partition, (mark.partition.size,))
+    sharding, sharing = sharding_of(parameter), shared_by(parameter)
+    if sharding is not None:
+        return Layout.balanced(sharding.partition, (sharding.partition.size,))
     return None if sharing is None else Layout.whole(sharing, (), shared=True)
 
 

@@ -13,21 +13,21 @@ from tessel import transport
 from tessel.agreement import Terms, admit
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import (
+from tessel.distributed.movements import scattering
+from tessel.distributed.shards import (
     State,
-    Unknown,
+    UnknownSharding,
     check_known,
-    mark_of,
+    sharding_of,
     state_of,
     traced_state,
     unmarked,
 )
-from tessel.distributed.movements import scattering
 from tessel.graph import eagerly
 from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agree, kind_of
 from tessel.partition import Partition
 from tessel.shared import even
-from tessel.tensor.rules.classes import CrossEntropy
+from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.transport import kept_in_job
 
 
@@ -73,8 +73,8 @@ def parallel_cross_entropy(
         reduction = _reduction.legacy_get_string(size_average, reduce)
     for value in (input, target, weight):
         _check_known(state_of(value))
-    mark = mark_of(input)
-    if mark is None:
+    sharding = sharding_of(input)
+    if sharding is None:
         _check_whole(input, target, weight)
         return F.cross_entropy(
             input,
@@ -84,19 +84,19 @@ def parallel_cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-    if not mark.partition.active:
+    if not sharding.partition.active:
         raise ValueError(
-            f"parallel_cross_entropy: the input is a shard over {mark.partition}, to which worker "
-            f"{transport.this_worker()} does not belong"
+            f"parallel_cross_entropy: the input is a shard over {sharding.partition}, to which "
+            f"worker {transport.this_worker()} does not belong"
         )
-    weight_mark = mark_of(weight)  # type: ignore[arg-type]
+    weight_sharding = sharding_of(weight)  # type: ignore[arg-type]
     loss = ShardedLoss(
-        row_of(mark.partition),
+        row_of(sharding.partition),
         None if partition is None else row_of(partition).ranks,
-        mark,
-        mark_of(target),
-        None if weight_mark is not None else kind_of(weight),
-        weight_mark,
+        sharding,
+        sharding_of(target),
+        None if weight_sharding is not None else kind_of(weight),
+        weight_sharding,
         CrossEntropy(ignore_index, label_smoothing, reduction),
         torch.is_autocast_enabled(input.device.type),
     )
@@ -190,14 +190,14 @@ def _admitted(value: Tensor, terms: Terms) -> Tensor:
 
 def _check_known(state: State) -> None:
     """Raise ValueError for a lost mark, and on all workers, of which others may still have it."""
-    if isinstance(state, Unknown):
+    if isinstance(state, UnknownSharding):
         if state.partition is not None:
             _agree_that_lost(state, state.partition)
         check_known(state, "parallel_cross_entropy of a tensor")
 
 
 @eagerly
-def _agree_that_lost(state: Unknown, partition: Partition) -> None:
+def _agree_that_lost(state: UnknownSharding, partition: Partition) -> None:
     agree_on_call(row_of(partition), f"parallel_cross_entropy of a tensor {state}")
 
 
@@ -205,7 +205,7 @@ def _check_whole(input: Any, target: Any, weight: Any) -> None:
     if not torch.compiler.is_compiling():
         _check_known(traced_state(input))
     for name, value in (("target", target), ("weight", weight)):
-        if mark_of(value) is not None:
+        if sharding_of(value) is not None:
             raise ValueError(
                 f"parallel_cross_entropy: the input has no mark of a shard and the {name} has one; "
                 f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"

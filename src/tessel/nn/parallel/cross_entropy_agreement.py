@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tessel.agreement import Terms, same
 from tessel.distributed.agreeing import Numbers, agree_and_tell, checksum, is_dense, range_of
-from tessel.distributed.marks import Mark
 from tessel.distributed.movements import layout_of_shards
+from tessel.distributed.shards import Sharding
 from tessel.layout import Layout, Shape
 from tessel.partition import Partition
-from tessel.tensor.rules.classes import CrossEntropy
 from tessel.tensor.rules.losses import Kind, loss_dtype
+from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.transport import kept_in_job
 
 CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
@@ -40,10 +40,10 @@ class ShardedLoss:
 
     partition: Partition
     wanted: tuple[int, ...] | None
-    input: Mark
-    target: Mark | None
+    input: Sharding
+    target: Sharding | None
     weight: Kind | str | None
-    weight_mark: Mark | None
+    weight_sharding: Sharding | None
     measure: CrossEntropy
     autocast: bool
 
@@ -110,7 +110,7 @@ def _concluded(loss: ShardedLoss, inputs: Parts, targets: Parts) -> Logits:
     """What follows from the shapes and kinds of all workers, the same on each of them."""
     (input_shapes, input_terms), (target_shapes, target_terms) = inputs, targets
     of_input, of_target = dict(input_shapes), dict(target_shapes)
-    _check_marks(loss, len(input_shapes[0][1]))
+    _check_shardings(loss, len(input_shapes[0][1]))
     dim = loss.input.dim
     layout = _whole(loss, "the input", loss.input, of_input)
     if loss.target is not None:
@@ -134,7 +134,7 @@ def _concluded(loss: ShardedLoss, inputs: Parts, targets: Parts) -> Logits:
     return Logits(layout, target_shape == layout.shape, input_terms, target_terms, dtype)
 
 
-def _check_marks(loss: ShardedLoss, ndim: int) -> None:
+def _check_shardings(loss: ShardedLoss, ndim: int) -> None:
     """Raise ValueError if marks do not fit the classes of the input."""
     dim = min(1, ndim - 1)
     workers = loss.input.partition.ranks
@@ -148,26 +148,26 @@ def _check_marks(loss: ShardedLoss, ndim: int) -> None:
             f"{loss.label}: the classes of an input of {ndim} dimensions stand along dim {dim}, "
             f"and it is a shard along dim {loss.input.dim}; transpose it, or {WAY_OUT}"
         )
-    if loss.weight_mark is not None:
+    if loss.weight_sharding is not None:
         raise ValueError(
             f"{loss.label}: the whole weight is needed on every worker, got a shard; {WAY_OUT}"
         )
-    mark = loss.target
-    if mark is not None and (mark.dim, mark.partition.ranks) != (dim, workers):
+    sharding = loss.target
+    if sharding is not None and (sharding.dim, sharding.partition.ranks) != (dim, workers):
         raise ValueError(
             f"{loss.label}: a target that is a shard must be split as the input is, along dim "
-            f"{dim} over workers {workers}, got dim {mark.dim} over workers "
-            f"{mark.partition.ranks}; {WAY_OUT}"
+            f"{dim} over workers {workers}, got dim {sharding.dim} over workers "
+            f"{sharding.partition.ranks}; {WAY_OUT}"
         )
 
 
-def _whole(loss: ShardedLoss, name: str, mark: Mark, shapes: dict[int, Shape]) -> Layout:
+def _whole(loss: ShardedLoss, name: str, sharding: Sharding, shapes: dict[int, Shape]) -> Layout:
     """The layout of the whole of which workers have balanced parts."""
     first = shapes[loss.partition.ranks[0]]
-    if len(first) <= mark.dim:
-        raise ValueError(f"{loss.label}: {name} has no dim {mark.dim}, its shape is {first}")
+    if len(first) <= sharding.dim:
+        raise ValueError(f"{loss.label}: {name} has no dim {sharding.dim}, its shape is {first}")
     return layout_of_shards(
-        loss.partition, shapes, mark.dim, mark.size, loss.label, name, "classes"
+        loss.partition, shapes, sharding.dim, sharding.size, loss.label, name, "classes"
     )
 
 

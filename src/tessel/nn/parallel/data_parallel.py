@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import get_group, row_of
-from tessel.distributed.marks import mark_of
 from tessel.distributed.movements import gather
+from tessel.distributed.shards import sharding_of
 from tessel.distributed.wrapping import IGNORED, REGISTERED
 from tessel.graph import eagerly
 from tessel.partition import Partition, world
@@ -101,7 +101,7 @@ def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
     shards = [
         name
         for name, value in module.named_parameters(remove_duplicate=False)
-        if mark_of(value) is not None
+        if sharding_of(value) is not None
     ]
     known = getattr(module, IGNORED, [])
     asked = [name for name in known if name not in getattr(module, REGISTERED, ())]

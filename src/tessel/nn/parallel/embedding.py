@@ -12,14 +12,14 @@ from torch import Tensor
 from tessel.agreement import admit
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import (
-    Mark,
+from tessel.distributed.movements import gathering, shard_layout
+from tessel.distributed.shards import (
+    Sharding,
     describe,
     state_of,
     traced_state,
     unmarked,
 )
-from tessel.distributed.movements import gathering, shard_layout
 from tessel.graph import eagerly
 from tessel.layout import Layout
 from tessel.nn.parallel.convert import Conversion, convert
@@ -28,7 +28,7 @@ from tessel.nn.parallel.embedding_agreement import Lookup, agree
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.rules.tables import EmbeddingOptions, look_up
+from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
 
 DIMS = (None, 0, 1, -1)
 
@@ -314,7 +314,7 @@ def parallel_embedding(
         )
     settings = EmbeddingOptions(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     state = traced_state(weight) if dim is None else state_of(weight)
-    if isinstance(state, Mark):
+    if isinstance(state, Sharding):
         partition = partition or state.partition
         dim = state.dim if dim is None else dim
     if dim is None and state is None:

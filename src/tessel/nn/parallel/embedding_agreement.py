@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tessel.agreement import Terms, same
 from tessel.distributed.agreeing import Held, Numbers, agree_and_tell, range_of
-from tessel.distributed.mark import Mark, State, check_known, describe
 from tessel.distributed.movements import shard_layout
+from tessel.distributed.shardings import Sharding, State, check_known, describe
 from tessel.layout import Layout, Shape
 from tessel.partition import Partition
-from tessel.tensor.rules.tables import EmbeddingOptions
+from tessel.tensor.rules.split_tables import EmbeddingOptions
 from tessel.transport import kept_in_job
 
 INDICES = (torch.int64, torch.int32)
@@ -49,10 +49,10 @@ class Lookup:
         assert self.dim is not None
         return abs(self.dim)
 
-    def check_marks(self) -> None:
+    def check_shardings(self) -> None:
         """Raise ValueError if a mark says otherwise."""
         check_known(self.weight, self.label)
-        if isinstance(self.weight, Mark) and (
+        if isinstance(self.weight, Sharding) and (
             self.weight.dim != self.place or self.weight.partition.ranks != self.partition.ranks
         ):
             raise ValueError(
@@ -97,7 +97,7 @@ def _frozen(held: Held) -> Frozen:
 @kept_in_job
 def _concluded(lookup: Lookup, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
     """The table that follows from the shapes of all workers, once for the same shapes."""
-    lookup.check_marks()
+    lookup.check_shardings()
     (shapes, terms), (shards, kind) = of_ids, of_weight
     if terms.dtype not in INDICES:
         raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {terms.dtype}")

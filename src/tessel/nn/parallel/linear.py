@@ -14,23 +14,23 @@ from tessel import boxes
 from tessel.agreement import Meeting, Terms, same
 from tessel.distributed.agreeing import agree, agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import (
-    Mark,
-    State,
-    Unknown,
-    check_known,
-    describe,
-    marked,
-    state_of,
-    traced_state,
-    unmarked,
-)
 from tessel.distributed.movements import (
     copying,
     layout_of_shards,
     reducing,
     scattering,
     shard_layout,
+)
+from tessel.distributed.shards import (
+    Sharding,
+    State,
+    UnknownSharding,
+    check_known,
+    describe,
+    marked,
+    state_of,
+    traced_state,
+    unmarked,
 )
 from tessel.graph import eagerly
 from tessel.layout import Layout, Shape
@@ -121,7 +121,7 @@ class ShardedProduct:
         Whole inputs are as long as the weight on every worker. So shards that are so, too, are
         whole: those on one worker, and those of nothing.
         """
-        if self.dim == COLUMN or isinstance(self.state, Mark):
+        if self.dim == COLUMN or isinstance(self.state, Sharding):
             return self.dim == ROW
         lengths = [shapes[worker][-1] for worker in self.partition.ranks]
         parts = boxes.balanced(self.sizes[0], self.partition.size)
@@ -146,7 +146,7 @@ class ShardedProduct:
         first = shapes[self.partition.ranks[0]]
         if not first:
             raise ValueError(f"{self.label}: an input of at least one dimension is needed")
-        self._check_mark(len(first))
+        self._check_sharding(len(first))
         same({w: shape[:-1] for w, shape in shapes.items()}, "shape before the last", self.label)
         parts = boxes.balanced(length, self.partition.size)
         for worker, (start, stop) in zip(self.partition.ranks, parts, strict=True):
@@ -167,23 +167,24 @@ class ShardedProduct:
             )
         return text
 
-    def _check_mark(self, ndim: int) -> None:
-        mark = self.state
-        if not isinstance(mark, Mark):
+    def _check_sharding(self, ndim: int) -> None:
+        sharding = self.state
+        if not isinstance(sharding, Sharding):
             return
         if self.dim == COLUMN:
             raise ValueError(
                 f"{self.label}: the outputs of this layer are split, and its input must be whole; "
                 f"write x = tessel.distributed.gather(x) before, or take a layer with dim=0"
             )
-        if mark.dim != ndim - 1 or mark.partition.ranks != self.partition.ranks:
+        if sharding.dim != ndim - 1 or sharding.partition.ranks != self.partition.ranks:
             raise ValueError(
                 f"{self.label}: a shard along the last dimension, {ndim - 1}, over the same "
                 f"workers is needed; write x = tessel.distributed.gather(x) before"
             )
-        if mark.size not in (None, self.sizes[0]):
+        if sharding.size not in (None, self.sizes[0]):
             raise ValueError(
-                f"{self.label}: the layer has {self.sizes[0]} inputs, the whole tensor {mark.size}"
+                f"{self.label}: the layer has {self.sizes[0]} inputs, the whole tensor "
+                f"{sharding.size}"
             )
 
 
@@ -245,14 +246,14 @@ def _multiplied(
 ) -> Tensor:
     partition, alone = product.partition, product.partition.size == 1
     if product.dim == COLUMN:
-        mark = Mark(x.ndim - 1, partition, product.sizes[1])
+        sharding = Sharding(x.ndim - 1, partition, product.sizes[1])
         if not alone and isinstance(entry.enter, Spread) and can_overlap(x, weight):
             plain = unmarked(weight), None if bias is None else unmarked(bias)
-            return marked(multiply_overlapping(entry.enter, x, *plain), mark)
+            return marked(multiply_overlapping(entry.enter, x, *plain), sharding)
     if entry.enter is not None and not alone:
         x = entry.enter.apply(x, entry.terms)
     if product.dim == COLUMN:
-        return marked(F.linear(x, weight, bias), mark)
+        return marked(F.linear(x, weight, bias), sharding)
     if alone or entry.leave is None:
         return F.linear(x, weight, bias)
     y = entry.leave.apply(F.linear(x, weight), entry.terms)
@@ -287,8 +288,8 @@ def _whole_sizes(
     same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
     unit = f"along dim {place}"
     layout = layout_of_shards(partition, shapes, place, None, label, "the weight", unit)
-    expected = Mark(place, partition, layout.shape[place])
-    if isinstance(state, Mark) and state.merged(expected) is None:
+    expected = Sharding(place, partition, layout.shape[place])
+    if isinstance(state, Sharding) and state.merged(expected) is None:
         raise ValueError(f"{label}: {expected} was expected")
     outputs, inputs = layout.shape
     return inputs, outputs
@@ -302,14 +303,14 @@ def _problem(
     One that is computed from other values may be another shard than the one that is needed.
     """
     given = ("weight", weight), ("bias", bias)
-    marks, layouts = _marks(partition, dim, sizes), layouts_of(partition, dim, sizes)
+    shardings, layouts = _shardings(partition, dim, sizes), layouts_of(partition, dim, sizes)
     for name, value in given:
         state = state_of(value)
         if state is None or partition.size == 1:
             continue
-        if isinstance(state, Unknown):
+        if isinstance(state, UnknownSharding):
             return f"of the {name} {state.remedy}"
-        wanted = marks[name]
+        wanted = shardings[name]
         if wanted is None or state.merged(wanted) is None:
             return f"the {name} is {state}, where one that is {describe(wanted)} is needed"
     for name, value in given:
@@ -324,11 +325,13 @@ def _problem(
 
 
 @kept_in_job
-def _marks(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Mark | None]:
+def _shardings(
+    partition: Partition, dim: int, sizes: tuple[int, int]
+) -> dict[str, Sharding | None]:
     """What the weight and the bias are marked as, if they are."""
     if dim == COLUMN:
-        return dict.fromkeys(("weight", "bias"), Mark(0, partition, sizes[1]))
-    return {"weight": Mark(1, partition, sizes[0]), "bias": None}
+        return dict.fromkeys(("weight", "bias"), Sharding(0, partition, sizes[1]))
+    return {"weight": Sharding(1, partition, sizes[0]), "bias": None}
 
 
 @kept_in_job

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import registered
+from tessel.distributed.shards import registered
 from tessel.graph import eagerly
 from tessel.partition import Partition
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.distributed.marks import unmarked
+from tessel.distributed.shards import unmarked
 from tessel.layout import Layout
 from tessel.move import Move
 from tessel.nn.parallel.state_places import Places

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import Mark, shared_by, state_of
+from tessel.distributed.shards import Sharding, shared_by, state_of
 from tessel.layout import Layout
 from tessel.move import Move
 from tessel.nn.parallel.drawing import layout_of
@@ -153,7 +153,7 @@ def _partition(value: Tensor, known: Layout | None) -> Partition | None:
     state = state_of(value)
     if known is not None:
         return known.partition
-    return state.partition if isinstance(state, Mark) else shared_by(value)
+    return state.partition if isinstance(state, Sharding) else shared_by(value)
 
 
 @kept_in_job

@@ -16,7 +16,7 @@ from tessel.tensor.rules.losses import arguments_of
 from tessel.tensor.rules.pointwise import pointwise
 from tessel.tensor.rules.products import multiply, planned
 from tessel.tensor.rules.reductions import argument
-from tessel.tensor.rules.tables import EmbeddingOptions, look_up
+from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
 from tessel.tensor.table import (
     Arguments,
     Settings,

@@ -28,9 +28,9 @@ from tessel.tensor.rules.batched import (
     plan_of,
     whole_of,
 )
-from tessel.tensor.rules.classes import CrossEntropy
 from tessel.tensor.rules.pointwise import common_layout, fitted
 from tessel.tensor.rules.reductions import filled, without
+from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.tensor.table import (
     Arguments,
     Settings,
