@@ -186,7 +186,7 @@ def test_gradients_that_are_no_adjoints() -> None:
     slopes -= {("facts.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
     assert slopes == {("linop.py", "slopes"), ("column.py", "slopes"), ("tensor.py", "slopes")}
     # facts.py has that of a spread tensor, which its user registers
-    assert hooks == {"data_parallel.py", "distribute.py", "facts.py"}
+    assert hooks == {"distribute.py", "facts.py", "replicas.py"}
 
 
 def test_splits_are_computed_in_boxes() -> None:

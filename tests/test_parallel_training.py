@@ -21,16 +21,16 @@ from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, 
 from tessel.models import FNO
 from tessel.nn.parallel.clip import clip_grad_norm_
 from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
-from tessel.nn.parallel.data_parallel import (
+from tessel.nn.parallel.drawing import layout_of
+from tessel.nn.parallel.dropout import ParallelDropout, random_stream
+from tessel.nn.parallel.embedding import ParallelEmbedding
+from tessel.nn.parallel.linear import ParallelLinear
+from tessel.nn.parallel.replicas import (
     data_parallel,
     gather_batch,
     get_data_parallel_group,
     register_ddp_parameters_to_ignore,
 )
-from tessel.nn.parallel.drawing import layout_of
-from tessel.nn.parallel.dropout import ParallelDropout, random_stream
-from tessel.nn.parallel.embedding import ParallelEmbedding
-from tessel.nn.parallel.linear import ParallelLinear
 from tessel.nn.parallel.scaler import ParallelGradScaler
 from tessel.testing import count_traffic
 from windowed_cases import raised

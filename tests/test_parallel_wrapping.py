@@ -31,8 +31,8 @@ from tessel.nn import (
     register_ddp_parameters_to_ignore,
     relocate_state_dict,
 )
-from tessel.nn.parallel.data_parallel import get_data_parallel_group
 from tessel.nn.parallel.drawing import layout_of
+from tessel.nn.parallel.replicas import get_data_parallel_group
 from windowed_cases import raised
 
 Run = Callable[..., list[Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from tessel.layout import Shape
 from tessel.partition import Partition
 from tessel.transport import NUM_WORDS, code_of, kept_in_job
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Held = tuple[dict[int, Shape], Terms]  # the shapes by worker, and what all tensors have in common
 Numbers = dict[int, tuple[int, ...]]  # what each worker said
 
@@ -69,6 +71,43 @@ def agree_and_tell(
     return found, {worker: words[: len(numbers)] for worker, words in heard.items()}
 
 
+class Topic(Protocol[T_co]):
+    """What workers agree on, call after call, with one tensor each: a value, that can be a key."""
+
+    @property
+    def partition(self) -> Partition: ...
+
+    @property
+    def label(self) -> str:
+        """The call in the words of its user."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """The label and all that it does not say, which must be equal on all workers."""
+        ...
+
+    def conclude(self, shapes: dict[int, Shape], terms: Terms) -> T_co:
+        """What follows from the shapes by worker and the kind of the tensors, or ValueError."""
+        ...
+
+
+def conclude(topic: Topic[T], x: Tensor) -> T:
+    """What all workers conclude from each other's tensors, in one exchange.
+
+    It is drawn once for the same topic and the same shapes: this is what a small layer can afford.
+    """
+    found = _meeting_on(topic).reach_with(x)
+    topic.partition.group.number_call()
+    return found
+
+
+@kept_in_job
+def _meeting_on(topic: Topic[T]) -> Meeting[T]:
+    P = topic.partition
+    return Meeting(P.group, topic.label, P.ranks, topic.conclude, topic.identity)
+
+
 def range_of(
     values: Any, dtypes: Sequence[torch.dtype], ignored: int | None = None
 ) -> tuple[int, int, int]:
@@ -109,6 +148,33 @@ def agree_on_call(partition: Partition, call: str) -> None:
     group = partition.group
     if partition.active and group.size > 1:
         group.check_same_call(group.share_words([code_of(call)]), call)
+
+
+def agree_on_items(partition: Partition, call: str, items: Sequence[str]) -> None:
+    """Raise ValueError on all workers, with the first difference, unless all list the same.
+
+    Two exchanges at most: the items themselves travel only if their checksums differ.
+    """
+    group = partition.group
+    if group.size == 1 or not partition.active:
+        return
+    told = group.share_words([code_of("\n".join(items))])
+    if told == told[: len(told) // group.size] * group.size:
+        return
+    (first, expected), *others = tell(partition, list(items)).items()
+    worker, got = next((worker, items) for worker, items in others if items != expected)
+    missing = [(first, item, worker) for item in expected if item not in got]
+    missing += [(worker, item, first) for item in got if item not in expected]
+    difference = f"workers {first} and {worker} have the same values in another order"
+    if missing:
+        difference = "worker {} has {}, and worker {} does not".format(*missing[0])
+    raise ValueError(f"{call}: {difference}; pass the same on all workers")
+
+
+def tell(partition: Partition, value: Any) -> dict[int, Any]:
+    """What each worker of a partition has to say, by worker: any object that can be pickled."""
+    group = partition.group
+    return dict(zip(group.workers, group.share_objects(value), strict=True))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel import boxes
-from tessel.agreement import Meeting, Terms, same
-from tessel.distributed.agreeing import agree, agree_on_call
+from tessel.agreement import Terms, same
+from tessel.distributed.agreeing import agree, agree_on_call, conclude
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import (
     copying,
@@ -188,12 +188,6 @@ class ShardedProduct:
             )
 
 
-@kept_in_job
-def _meeting(product: ShardedProduct) -> Meeting[ProductPlan]:
-    P = product.partition
-    return Meeting(P.group, product.label, P.ranks, product.conclude, product.identity)
-
-
 def multiply(
     x: Tensor,
     weight: Tensor,
@@ -210,8 +204,7 @@ def multiply(
     with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
         product = _product(x, weight, bias, name, partition, dim, sizes)
         x = unmarked(x)
-        entry = _meeting(product).reach_with(x)
-        partition.group.number_call()
+        entry = conclude(product, x)
         return _multiplied(even(x, entry.terms), weight, bias, product, entry)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.distributed.agreeing import tell
 from tessel.distributed.shards import unmarked
 from tessel.layout import Layout
 from tessel.move import Move
@@ -62,9 +63,8 @@ class Receiver(Relocator):
     def __init__(
         self, places: Places, state: Mapping[str, Any], device: torch.device | str
     ) -> None:
-        group, first = places.row.group, places.row.ranks[0]
-        told = group.share_objects(_mapped(state, _outlined))
-        super().__init__(places, told[group.workers.index(first)])
+        told = tell(places.row, _mapped(state, _outlined))
+        super().__init__(places, told[places.row.ranks[0]])
         self._device = device
         given = _tensors(state) if places.first.active else []
         self._given = dict(zip(map(id, _tensors(self.outline)), given, strict=False))
