@@ -31,6 +31,12 @@ class Sharding:
     partition: Partition
     size: int | None = None
 
+    @classmethod
+    def of(cls, layout: Layout) -> Sharding | None:
+        """That of balanced shards over a row of workers; None for what is whole on all of them."""
+        dim = next((dim for dim, cut in enumerate(layout.cuts) if cut.axes), None)
+        return None if dim is None else cls(dim, layout.partition, layout.shape[dim])
+
     @property
     def interval(self) -> boxes.Interval | None:
         """Where the part of this worker lies, if the size is known and it has one."""

@@ -201,56 +201,41 @@ def multiply(
     """The product of an input with a weight in shards, which are those of the whole `sizes`."""
     if not partition.active:
         return x.clone()
-    with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
-        product = _product(x, weight, bias, name, partition, dim, sizes)
-        x = unmarked(x)
-        entry = conclude(product, x)
-        return _multiplied(even(x, entry.terms), weight, bias, product, entry)
-
-
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    name: str,
-    partition: Partition,
-    dim: int,
-    sizes: tuple[int, int],
-) -> ShardedProduct:
     needs, is_off = needs_of([weight] if bias is None else [weight, bias])
-    device = weight.device.type
-    return ShardedProduct(
-        name=name,
-        partition=partition,
-        dim=dim,
-        sizes=sizes,
-        state=traced_state(x),
-        dtype=weight.dtype,
-        device=device,
-        autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
-        needs=tuple(needs),
-        is_off=is_off,
-        problem=_problem(weight, bias, partition, dim, sizes),
-    )
-
-
-def _multiplied(
-    x: Tensor, weight: Tensor, bias: Tensor | None, product: ShardedProduct, entry: ProductPlan
-) -> Tensor:
-    partition, alone = product.partition, product.partition.size == 1
-    if product.dim == COLUMN:
-        sharding = Sharding(x.ndim - 1, partition, product.sizes[1])
-        if not alone and isinstance(entry.enter, Spread) and can_overlap(x, weight):
+    device, alone = weight.device.type, partition.size == 1
+    with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
+        product = ShardedProduct(
+            name=name,
+            partition=partition,
+            dim=dim,
+            sizes=sizes,
+            state=traced_state(x),
+            dtype=weight.dtype,
+            device=device,
+            autocast=torch.get_autocast_dtype(device)
+            if torch.is_autocast_enabled(device)
+            else None,
+            needs=tuple(needs),
+            is_off=is_off,
+            problem=_problem(weight, bias, partition, dim, sizes),
+        )
+        x = unmarked(x)
+        plan = conclude(product, x)
+        x = even(x, plan.terms)
+        if dim == COLUMN and not alone and can_overlap(x, weight):
+            assert isinstance(plan.enter, Spread)
             plain = unmarked(weight), None if bias is None else unmarked(bias)
-            return marked(multiply_overlapping(entry.enter, x, *plain), sharding)
-    if entry.enter is not None and not alone:
-        x = entry.enter.apply(x, entry.terms)
-    if product.dim == COLUMN:
-        return marked(F.linear(x, weight, bias), sharding)
-    if alone or entry.leave is None:
-        return F.linear(x, weight, bias)
-    y = entry.leave.apply(F.linear(x, weight), entry.terms)
-    return y if bias is None else y + bias.to(y.dtype)
+            y = multiply_overlapping(plan.enter, x, *plain)
+            return marked(y, Sharding(x.ndim - 1, partition, sizes[1]))
+        if plan.enter is not None and not alone:
+            x = plan.enter.apply(x, plan.terms)
+        if dim == COLUMN:
+            return marked(F.linear(x, weight, bias), Sharding(x.ndim - 1, partition, sizes[1]))
+        if alone or plan.leave is None:
+            return F.linear(x, weight, bias)
+        # the bias is whole on all workers: it is added once, to what they summed
+        y = plan.leave.apply(F.linear(x, weight), plan.terms)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 def multiply_shards(
@@ -266,16 +251,7 @@ def multiply_shards(
     split = checked_dim(dim, name)
     assert split is not None
     check_known(state, label)
-    sizes = _whole_sizes(shapes, state, split, partition, label)
-    return multiply(x, weight, bias, name=name, partition=partition, dim=split, sizes=sizes)
-
-
-def _whole_sizes(
-    shapes: dict[int, Shape], state: State, split: int, partition: Partition, label: str
-) -> tuple[int, int]:
-    """The numbers of inputs and outputs of a weight, of which all workers know all shards."""
-    place = 0 if split == COLUMN else 1
-    first = shapes[partition.ranks[0]]
+    first, place = shapes[partition.ranks[0]], 1 - split
     if len(first) != 2:
         raise ValueError(f"{label}: a weight (outputs, inputs) is needed, got shape {first}")
     same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
@@ -285,7 +261,8 @@ def _whole_sizes(
     if isinstance(state, Sharding) and state.merged(expected) is None:
         raise ValueError(f"{label}: {expected} was expected")
     outputs, inputs = layout.shape
-    return inputs, outputs
+    sizes = inputs, outputs
+    return multiply(x, weight, bias, name=name, partition=partition, dim=split, sizes=sizes)
 
 
 def _problem(
@@ -322,9 +299,8 @@ def _shardings(
     partition: Partition, dim: int, sizes: tuple[int, int]
 ) -> dict[str, Sharding | None]:
     """What the weight and the bias are marked as, if they are."""
-    if dim == COLUMN:
-        return dict.fromkeys(("weight", "bias"), Sharding(0, partition, sizes[1]))
-    return {"weight": Sharding(1, partition, sizes[0]), "bias": None}
+    layouts = layouts_of(partition, dim, sizes)
+    return {name: Sharding.of(layout) for name, layout in layouts.items()}
 
 
 @kept_in_job

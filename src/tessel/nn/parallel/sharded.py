@@ -55,12 +55,11 @@ class ShardedLayer(torch.nn.Module):
         for name, parameter in self._parameters.items():
             if parameter is None or (layouts and name not in layouts):
                 continue
-            cuts = layouts[name].cuts if layouts else ()
-            split = next((dim for dim, cut in enumerate(cuts) if cut.axes), None)
-            if split is None:
+            sharding = Sharding.of(layouts[name]) if layouts else None
+            if sharding is None:
                 share(parameter, self.partition)
             else:
-                note(parameter, Sharding(split, self.partition, layouts[name].shape[split]))
+                note(parameter, sharding)
                 call(parameter, self.dim)
 
     # What follows is how parameters of other origin come into a layer: by assignment, by
