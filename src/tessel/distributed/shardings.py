@@ -6,6 +6,7 @@ result is, the mark is lost, and the sharding of the result is an `UnknownShardi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,15 +124,16 @@ def of_values(values: Values) -> Sharding | UnknownSharding:
     first, second, third = values
     if isinstance(first, int):
         assert isinstance(second, tuple) and not isinstance(third, tuple)
-        return Sharding(first, _row_of(second), third)
+        return Sharding(first, silent_row(second), third)
     assert isinstance(second, str)
-    return UnknownSharding(first, second, _row_of(third) if isinstance(third, tuple) else None)
+    return UnknownSharding(first, second, silent_row(third) if isinstance(third, tuple) else None)
 
 
-def _row_of(ranks: tuple[int, ...]) -> Partition:
-    """Workers in a row, with which nobody talks yet."""
+def silent_row(ranks: Iterable[int]) -> Partition:
+    """Workers in a row, with which nobody talks: no group is made, and they need not be there."""
+    ranks = tuple(ranks)
     partition = Partition.__new__(Partition)
-    partition.__setstate__({"ranks": tuple(ranks), "shape": (len(ranks),)})
+    partition.__setstate__({"ranks": ranks, "shape": (len(ranks),)})
     return partition
 
 

@@ -230,12 +230,9 @@ def _total(
     total = vector_norm(torch.stack(wholes), norm_type)
     values = [piece.value for piece in pieces]
     with_grads = [value for value in values if value.grad is not None] or values
-    dtype = reduce(torch.promote_types, (_real(value.dtype) for value in with_grads))
+    real = (d.to_real() if (d := value.dtype).is_complex else d for value in with_grads)
+    dtype = reduce(torch.promote_types, real)
     return total.to(with_grads[0].device, dtype)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _check(piece: ParameterPiece, norms: Mapping[int, Tensor]) -> None:

@@ -168,7 +168,7 @@ def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     elif loss.target is None and target.requires_grad and torch.is_grad_enabled():
         target = scattering(loss.partition, layout.shape, dim).apply(target)
     elif loss.target is None:
-        target = layout.local_part(target)
+        target = layout.local_part(target)  # a view: no graph is needed, and no copy
     found, _ = loss.measure(x, layout, target, weight, logits.dtype, logits.input_terms)
     return found
 

@@ -224,6 +224,7 @@ def multiply(
         x = even(x, plan.terms)
         if dim == COLUMN and not alone and can_overlap(x, weight):
             assert isinstance(plan.enter, Spread)
+            # plain ones: the graph's node keeps what it is given, and would derive with marks
             plain = unmarked(weight), None if bias is None else unmarked(bias)
             y = multiply_overlapping(plan.enter, x, *plain)
             return marked(y, Sharding(x.ndim - 1, partition, sizes[1]))

@@ -92,6 +92,7 @@ class CrossEntropy:
         dim, smooths = shard.dim, self.label_smoothing > 0
         ignored = target == self.ignore_index
         own = None if weight is None else weight[slice(*shard.own)]
+        # a class that no worker has, so that nobody looks up a logit for it
         none = target.masked_fill(ignored, shard.num_classes)
         merged = _merged(facts_of_classes(shard, none, own, smooths), layout, dim, terms)
         counted = target.masked_fill(ignored, 0)
@@ -117,6 +118,7 @@ class CrossEntropy:
         if self.reduction == "none":
             return each
         found = each.sum()
+        # where samples are split, too, both sums travel in one message; else nothing does
         if not is_whole(samples):
             both = torch.stack([found, divisor.to(found.dtype)])
             found, divisor = total(both, samples.partition, samples.shared).unbind()
@@ -145,6 +147,7 @@ def _rows(layout: Layout, dim: int, num_facts: int) -> tuple[Layout, list[int] |
         *samples.cuts,
     )
     rows = Layout(layout.partition, (count, num_facts, *samples.shape), cuts, layout.shared)
+    # a worker without classes tells a peak of −3e38: with it 0 · (peak − M) would be nan
     filled = [k for k, (start, stop) in enumerate(classes.intervals) if start < stop]
     if len(filled) == count:
         return rows, None
@@ -233,6 +236,7 @@ def facts_of_classes(
         start += x.shape[dim]
         below = x - peak.unsqueeze(dim)
         smooth = [(below if w is None else below * w).sum(dim)] if smooths else []
+        # in place: a second array of the size of the logits would be the peak of memory
         parts.append([below.exp_().sum(dim), picked, *smooth])
     return [peak, *(_added(each) for each in zip(*parts, strict=True))]
 
