@@ -150,14 +150,45 @@ def test_the_transport_is_seen_to_communicate() -> None:
 
 
 def test_one_autograd_function() -> None:
-    found = [
-        f"{path.name}:{node.name}"
+    """One descendant of `torch.autograd.Function`; its own descendants stand beside it."""
+    classes = [
+        (path.name, node.name, [ast.unparse(base) for base in node.bases])
         for path in FILES
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
     ]
-    assert len(found) == 1 and found[0].startswith("linop.py:"), found
+    found = {
+        (file, name)
+        for file, name, bases in classes
+        if any(base.endswith("autograd.Function") for base in bases)
+    }
+    assert len(found) == 1
+    while True:  # also those that derive from it by way of others
+        names = {name for _, name in found}
+        more = {(f, name) for f, name, bases in classes if {*bases} & names} | found
+        if more == found:
+            break
+        found = more
+    assert found == {
+        ("linop.py", name) for name in ("_Apply", "_ApplyAnyMode", "_ApplyProduct", "_ApplySeveral")
+    }
+
+
+def test_gradients_that_are_no_adjoints() -> None:
+    """Those that docs/architecture.md names: gradients that are written out, and hooks."""
+    slopes, hooks = set(), set()
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef) and node.name in ("slopes", "backward", "vjp"):
+                slopes.add((path.name, node.name))
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr == "register_hook":
+                hooks.add(path.name)
+    # `backward` of facts.py is the method of a spread tensor, `vjp` that of a user's physics
+    slopes -= {("facts.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
+    assert slopes == {("linop.py", "slopes"), ("column.py", "slopes"), ("tensor.py", "slopes")}
+    # facts.py has that of a spread tensor, which its user registers
+    assert hooks == {"distribute.py", "facts.py", "replicas.py"}
 
 
 def test_splits_are_computed_in_boxes() -> None:

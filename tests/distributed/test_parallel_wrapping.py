@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tessel
 from parity import close, values
 from tessel.distributed import gather, get_group, register_parallel_dim
-from tessel.distributed.mark import state_of
+from tessel.distributed.shardings import state_of
 from tessel.distributed.wrapping import IGNORED
 from tessel.nn import (
     ParallelEmbedding,
@@ -31,8 +31,8 @@ from tessel.nn import (
     register_ddp_parameters_to_ignore,
     relocate_state_dict,
 )
-from tessel.nn.parallel.data_parallel import get_data_parallel_group
 from tessel.nn.parallel.drawing import layout_of
+from tessel.nn.parallel.replicas import get_data_parallel_group
 from windowed_cases import raised
 
 Run = Callable[..., list[Any]]

@@ -15,8 +15,8 @@ import tessel
 import tessel.distributed as parallel
 from parity import close, values
 from tessel import Partition
-from tessel.distributed.marks import Mark, mark_of, marked, unmarked
 from tessel.distributed.movements import copying, reducing, scattering
+from tessel.distributed.shards import Sharding, marked, sharding_of, unmarked
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 from windowed_cases import raised
 
@@ -58,7 +58,7 @@ def one_loss(pairs: bool) -> None:
         weights = [values((3, size), 10 + k) for k in range(P.size)]
         expected = sum((w * whole.sin()).tanh() for w in weights).square().sum()
         shard = parallel.scatter(x, 1, P)
-        assert mark_of(shard) == Mark(1, P, size)
+        assert sharding_of(shard) == Sharding(1, P, size)
         y = parallel.copy(parallel.gather(shard.sin()), P)
         got = parallel.reduce((weights[place] * y).tanh(), P).square().sum()
         expected_first = torch.autograd.grad(expected, whole, create_graph=True)[0]
@@ -182,7 +182,7 @@ def bad(kind: str) -> Any:
         "sum of shards": lambda: parallel.reduce(shard),
         "scatter of a shard": lambda: parallel.scatter(shard, 0),
         "one without a mark": lambda: parallel.gather(unmarked(shard) if last else shard, 1),
-        "another size": lambda: parallel.gather(marked(unmarked(shard), Mark(1, P, 11))),
+        "another size": lambda: parallel.gather(marked(unmarked(shard), Sharding(1, P, 11))),
         "other rows": lambda: parallel.gather(shard[:3] if last else shard),
         "no tensor": lambda: parallel.copy("x" if last else x),  # type: ignore[arg-type]
     }
@@ -224,7 +224,7 @@ def groups(size: int | None) -> Any:
     total = parallel.reduce(x)[0].item()
     again = raised(lambda: parallel.init_process_group(size))
     layer = parallel.register_parallel_dim(x, 0)
-    state = mark_of(layer).partition.ranks  # type: ignore[union-attr]
+    state = sharding_of(layer).partition.ranks  # type: ignore[union-attr]
     numbers = parallel.get_rank(), parallel.get_world_size(), parallel.get_group_size()
     assert parallel.is_initialized()
     parallel.destroy_process_group()
@@ -275,7 +275,7 @@ def with_rows() -> None:
     assert torch.equal(parallel.gather(parallel.scatter(x, 1, grid)), x)
     shard = parallel.scatter(x, 1, row)
     total = parallel.reduce(shard, column)
-    assert mark_of(total) == Mark(1, row, 6)
+    assert sharding_of(total) == Sharding(1, row, 6)
     close("sum over rows of workers", parallel.gather(total), 2 * x)
     assert raised(lambda: parallel.scatter(shard, 0, column))[0] is ValueError  # type: ignore[index]
     other = parallel.scatter(x, 1, row if row.ranks[0] == 0 else Partition(row.ranks[::-1], (2,)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import tessel
@@ -648,6 +649,46 @@ def test_classes_that_stay_where_they_are(run: Run, nprocs: int) -> None:
     cases += [case for case in random_cases(nprocs, 200) if case.name in OVER_CLASSES]
     counts = run(check_classes_that_stay, cases, nprocs=nprocs, timeout=SECONDS)
     assert counts == [len(cases)] * nprocs
+
+
+def of_spread_classes() -> None:
+    """Torch's own function of spread logits: what `ParallelCrossEntropyLoss` computes, too."""
+    before, rules.GATHERED = rules.GATHERED, 0
+    try:
+        world = tessel.world()
+        grid = world.create_cartesian_topology_partition([world.size // 2, 2])
+        goal = torch.tensor([4, 0, 6, 2, 6])
+        for dtype, many in ((torch.int64, goal), (torch.uint8, goal.to(torch.uint8))):
+            x = values((5, 7), 0).requires_grad_()
+            y = tessel.spread(x.detach(), grid).requires_grad_()
+            expected, got = F.cross_entropy(x, many), F.cross_entropy(y, many)
+            close(f"loss of {dtype}", got.full(), expected)
+            (slope,) = torch.autograd.grad(got, y)
+            close(f"gradient of {dtype}", slope.full(), torch.autograd.grad(expected, x)[0])
+        row = world.create_cartesian_topology_partition([world.size])
+        for reduction in ("none", "mean", "sum"):
+            x, one = values((7,), 0), torch.tensor([6])
+            got = F.cross_entropy(tessel.spread(x, row), one, reduction=reduction)
+            close("one sample", got.full(), F.cross_entropy(x, one, reduction=reduction))
+    finally:
+        rules.GATHERED = before
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_functions_of_spread_classes(run: Run, nprocs: int) -> None:
+    run(of_spread_classes, nprocs=nprocs)
+
+
+def traffic_of_spread_classes() -> tuple[int, int]:
+    P = tessel.world().create_cartesian_topology_partition([1, 2])
+    x = tessel.spread(values((4, 10000), 0), P)
+    with count_traffic() as traffic:
+        F.cross_entropy(x, torch.tensor([0, 4000, 5000, 9999]))
+    return traffic.messages, traffic.bytes_sent
+
+
+def test_a_spread_loss_sends_three_numbers_of_each_sample(run: Run) -> None:
+    assert run(traffic_of_spread_classes, nprocs=2) == [(1, 3 * 4 * 8)] * 2
 
 
 def count_of_many_classes(name: str) -> tuple[int, int]:

@@ -16,9 +16,11 @@ from torch import Tensor
 
 import tessel
 from parity import values
+from spread_losses import CLASS_LOSSES
 from tessel import Layout, Partition
 from tessel.tensor import gathering
 from tessel.tensor.gathering import GatherWarning
+from tessel.tensor.rules import losses
 
 Run = Callable[..., list[Any]]
 Shape = tuple[int, ...]
@@ -185,3 +187,17 @@ def check_all(names: Sequence[str]) -> int:
 def test_functions(run: Run, nprocs: int, family: str) -> None:
     names = list(FAMILIES[family])
     assert run(check_all, names, nprocs=nprocs, timeout=100)[0] >= len(names)
+
+
+def check_classes_that_stay() -> int:
+    """The losses of classes where these are not gathered, however few there are."""
+    before, losses.GATHERED = losses.GATHERED, 0
+    try:
+        return check_all(list(CLASS_LOSSES))
+    finally:
+        losses.GATHERED = before
+
+
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+def test_classes_that_stay_where_they_are(run: Run, nprocs: int) -> None:
+    assert run(check_classes_that_stay, nprocs=nprocs, timeout=100)[0] >= len(CLASS_LOSSES)

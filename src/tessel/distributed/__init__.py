@@ -10,10 +10,10 @@ from tessel.distributed.group import get_rank as get_rank
 from tessel.distributed.group import get_world_size as get_world_size
 from tessel.distributed.group import init_process_group as init_process_group
 from tessel.distributed.group import is_initialized as is_initialized
-from tessel.distributed.marks import get_parallel_dim as get_parallel_dim
-from tessel.distributed.marks import register_parallel_attribute as register_parallel_attribute
-from tessel.distributed.marks import register_parallel_dim as register_parallel_dim
 from tessel.distributed.movements import copy as copy
 from tessel.distributed.movements import gather as gather
 from tessel.distributed.movements import reduce as reduce
 from tessel.distributed.movements import scatter as scatter
+from tessel.distributed.shards import get_parallel_dim as get_parallel_dim
+from tessel.distributed.shards import register_parallel_attribute as register_parallel_attribute
+from tessel.distributed.shards import register_parallel_dim as register_parallel_dim

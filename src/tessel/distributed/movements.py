@@ -18,8 +18,8 @@ from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import Replicate
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import (
-    Mark,
+from tessel.distributed.shards import (
+    Sharding,
     State,
     check_known,
     describe,
@@ -89,7 +89,7 @@ def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
     if not row.active:
         return y
     place = as_int(dim) % x.ndim
-    return marked(y, Mark(place, row, x.shape[place]))
+    return marked(y, Sharding(place, row, x.shape[place]))
 
 
 @eagerly
@@ -176,16 +176,18 @@ class _TensorMovement(Movement):
 
     @property
     def _what(self) -> str:
-        if isinstance(self.state, Mark) and self._is_of_another_group:
-            mark = self.state
-            part = f"part {mark.partition.rank} of {mark.partition.size}"
-            return f"a shard along dim {mark.dim}, {part} of {mark.size}, over another group"
+        if isinstance(self.state, Sharding) and self._is_of_another_group:
+            sharding = self.state
+            part = f"part {sharding.partition.rank} of {sharding.partition.size}"
+            return (
+                f"a shard along dim {sharding.dim}, {part} of {sharding.size}, over another group"
+            )
         return describe(self.state)
 
     @property
     def _is_of_another_group(self) -> bool:
         """Whether the tensor is a shard over workers of whom only this one moves it now."""
-        assert isinstance(self.state, Mark)
+        assert isinstance(self.state, Sharding)
         theirs, ours = self.state.partition.ranks, self.P_x.ranks
         return theirs != ours and len({*theirs} & {*ours}) < 2
 
@@ -195,7 +197,7 @@ class _TensorMovement(Movement):
 
 class _OfOneValue(_TensorMovement):
     def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
-        if isinstance(self.state, Mark) and not self._is_of_another_group:
+        if isinstance(self.state, Sharding) and not self._is_of_another_group:
             raise ValueError(
                 f"{self.label}: a value that is whole on every worker is needed; "
                 f"tessel.distributed.gather(x) gives it"
@@ -226,9 +228,12 @@ class _Scatter(_OfOneValue):
 
 class _Gather(_TensorMovement):
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
-        dim, mark = self.place(len(shapes[self.P_x.ranks[0]])), self.state
-        size = mark.size if isinstance(mark, Mark) else None
-        if isinstance(mark, Mark) and (mark.dim, mark.partition.ranks) != (dim, self.P_x.ranks):
+        dim, sharding = self.place(len(shapes[self.P_x.ranks[0]])), self.state
+        size = sharding.size if isinstance(sharding, Sharding) else None
+        if isinstance(sharding, Sharding) and (sharding.dim, sharding.partition.ranks) != (
+            dim,
+            self.P_x.ranks,
+        ):
             raise ValueError(
                 f"{self.label}: the mark says otherwise; gather along the dimension and over the "
                 f"workers of the mark, or register another one with tessel.register_parallel_dim"
@@ -241,7 +246,7 @@ class _Gather(_TensorMovement):
                 f"{self.label}: which dimension is split is not known; write gather(x, dim)"
             )
         if self.dim is None:
-            assert isinstance(self.state, Mark)
+            assert isinstance(self.state, Sharding)
             return self.state.dim
         return super().place(ndim)
 
@@ -259,19 +264,45 @@ def layout_of_parts(
             have any lengths.
         label: in whose name to raise ValueError if the parts do not fit together.
     """
+    if size is not None:
+        return layout_of_shards(partition, shapes, dim, size, label)
     others = {w: shapes[w][:dim] + shapes[w][dim + 1 :] for w in partition.ranks}
     same(others, f"shape (but for dim {dim})", label)
     intervals = boxes.consecutive(shapes[worker][dim] for worker in partition.ranks)
-    if size is not None and intervals != boxes.balanced(size, partition.size):
-        lengths = [stop - start for start, stop in intervals]
-        raise ValueError(
-            f"{label}: shards of balanced lengths were expected, of {size} in all, got lengths "
-            f"{lengths} on workers {list(partition.ranks)}"
-        )
     first = shapes[partition.ranks[0]]
     cuts = [Cut((), ((0, length),)) for length in first]
     cuts[dim] = Cut((0,), intervals)
     return Layout(partition, (*first[:dim], intervals[-1][1], *first[dim + 1 :]), tuple(cuts))
+
+
+def layout_of_shards(
+    partition: Partition,
+    shapes: Mapping[int, Shape],
+    dim: int,
+    size: int | None,
+    label: str,
+    name: str = "a tensor",
+    unit: str = "in all",
+) -> Layout:
+    """The same for balanced parts, of which the length of the whole may follow.
+
+    Args:
+        partition, shapes, dim, size, label: as for `layout_of_parts`.
+        name: what is split, in the text of errors.
+        unit: of what the size is a number.
+    """
+    layout = layout_of_parts(partition, shapes, dim, None, label)
+    size = layout.shape[dim] if size is None else size
+    parts = boxes.balanced(size, partition.size)
+    if layout.cuts[dim].intervals != parts:
+        expected, got = (
+            [stop - start for start, stop in each] for each in (parts, layout.cuts[dim].intervals)
+        )
+        raise ValueError(
+            f"{label}: expected balanced shards of {name}, {size} {unit}, {expected} on workers "
+            f"{list(partition.ranks)}, got {got}"
+        )
+    return layout
 
 
 @kept_in_job

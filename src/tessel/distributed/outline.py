@@ -11,8 +11,8 @@ from tessel import tensor, transport
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
-from tessel.distributed.call import Shape, TorchCall, mapped, tensors_in
-from tessel.distributed.mark import Mark
+from tessel.distributed.shardings import Sharding, silent_row
+from tessel.distributed.torch_call import Shape, TorchCall, mapped, tensors_in
 from tessel.tensor.call import by_rule
 from tessel.tensor.gathering import fallback, is_random
 from tessel.transport import kept_in_job
@@ -27,10 +27,10 @@ _BATCHED = frozenset(("matmul", "bmm"))  # a plain operand may have its part of 
 
 def layouts_after(call: TorchCall) -> Answer:
     """How the results of a call on the whole tensors lie if nothing moves; else, why not."""
-    marks = [state for state in call.states if isinstance(state, Mark)]
-    if any(mark.partition.ranks != marks[0].partition.ranks for mark in marks):
+    shardings = [state for state in call.states if isinstance(state, Sharding)]
+    if any(sharding.partition.ranks != shardings[0].partition.ranks for sharding in shardings):
         return "of shards over different workers"
-    if not marks[0].partition.active:
+    if not shardings[0].partition.active:
         return "on a worker that has no shard"
     if is_random(call.base) and call.base != _ATTENTION:
         return "of which each worker draws numbers of its own"
@@ -92,29 +92,29 @@ def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
 def _layout(call: TorchCall, number: int) -> Layout | None:
     """How the whole of a tensor of the call lies, over supposed workers; None for a plain one."""
     state, shape = call.states[number], call.shapes[number]
-    if isinstance(state, Mark):
+    if isinstance(state, Sharding):
         return layout_of(state, shape)
     if call.base in _BATCHED:
-        mark, other = next(
-            (mark, shape)
-            for mark, shape in zip(call.states, call.shapes, strict=True)
-            if isinstance(mark, Mark)
+        sharding, other = next(
+            (sharding, shape)
+            for sharding, shape in zip(call.states, call.shapes, strict=True)
+            if isinstance(sharding, Sharding)
         )
-        place = mark.dim - len(other)
+        place = sharding.dim - len(other)
         if -len(shape) <= place < -2 and shape[place] == other[place]:
-            return layout_of(mark.at(place % len(shape)), shape)
+            return layout_of(sharding.at(place % len(shape)), shape)
     return None
 
 
-def layout_of(mark: Mark, shape: Shape) -> Layout:
+def layout_of(sharding: Sharding, shape: Shape) -> Layout:
     """How a tensor lies of which this worker has a shard of this shape, over supposed workers.
 
     Where the length of the whole is not known, all shards are supposed to be as long as this one.
     """
-    length = shape[mark.dim]
-    interval = mark.interval
-    size = mark.size if interval is not None and interval[1] - interval[0] == length else None
-    return _layout_of(_supposed(mark.partition), mark.dim, shape, size)
+    length = shape[sharding.dim]
+    interval = sharding.interval
+    size = sharding.size if interval is not None and interval[1] - interval[0] == length else None
+    return _layout_of(_supposed(sharding.partition), sharding.dim, shape, size)
 
 
 @kept_in_job
@@ -138,6 +138,4 @@ def _supposed(partition: Partition) -> Partition:
     """
     ranks = [-1 - k for k in range(max(2, partition.size))]
     ranks[partition.rank or 0] = transport.this_worker()
-    supposed = Partition.__new__(Partition)
-    supposed.__setstate__({"ranks": tuple(ranks), "shape": (len(ranks),)})
-    return supposed
+    return silent_row(ranks)

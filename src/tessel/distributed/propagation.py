@@ -1,4 +1,4 @@
-"""Which mark a result has that torch computes from shards: what the table of rules says.
+"""Propagation: the sharding of what torch computes from shards, as the table of rules says.
 
 A shard computes as any tensor does, with the part of one worker. Whether that gives this worker's
 part of what the function gives of the whole tensors, the table of `tessel.tensor` knows: its rule
@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.distributed.call import (
+from tessel.distributed.outline import layouts_after
+from tessel.distributed.regrouping import flattened, reshaped, unflattened
+from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
+from tessel.distributed.torch_call import (
     EACH,
     Shape,
     TorchCall,
@@ -29,22 +32,19 @@ from tessel.distributed.call import (
     targets,
     tensors_in,
 )
-from tessel.distributed.mark import Mark, State, Unknown, state_of
-from tessel.distributed.outline import layouts_after
-from tessel.distributed.regrouping import flattened, reshaped, unflattened
 
-Rule = Callable[[TorchCall, Mark, Shape, Tensor], State]
+Rule = Callable[[TorchCall, Sharding, Shape, Tensor], State]
 
 
-def common_mark(name: str, args: tuple[Any, ...], kwargs: Any) -> Mark | None:
+def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding | None:
     """The mark of the result of the most frequent calls; None for others, which `TorchCall` tells.
 
     These are pointwise functions of shards with one mark and one shape, and of values beside them
     that need no gradient.
     """
-    if not _is_always_pointwise(name) or type(state_of(args[0] if args else None)) is not Mark:
+    if not _is_always_pointwise(name) or type(state_of(args[0] if args else None)) is not Sharding:
         return None
-    mark, shape, derives = state_of(args[0]), args[0].shape, torch.is_grad_enabled()
+    sharding, shape, derives = state_of(args[0]), args[0].shape, torch.is_grad_enabled()
     for each in args[1:]:
         if isinstance(each, Tensor):
             state = state_of(each)
@@ -53,14 +53,14 @@ def common_mark(name: str, args: tuple[Any, ...], kwargs: Any) -> Mark | None:
             if state is None:
                 if derives and each.requires_grad:
                     return None
-            elif state is not mark and state != mark:
+            elif state is not sharding and state != sharding:
                 return None
         elif isinstance(each, tuple | list):
             return None
     if kwargs and any(isinstance(each, Tensor | tuple | list) for each in kwargs.values()):
         return None
-    assert isinstance(mark, Mark)
-    return mark
+    assert isinstance(sharding, Sharding)
+    return sharding
 
 
 @lru_cache(maxsize=1024)
@@ -77,7 +77,7 @@ def states_after(call: TorchCall, result: Any) -> list[State]:
     if not found:
         return []
     known = [state for state in call.states if state is not None]
-    lost = next((state for state in known if isinstance(state, Unknown)), None)
+    lost = next((state for state in known if isinstance(state, UnknownSharding)), None)
     if lost is not None or not known:
         return [lost] * len(found)
     if call.base in _OF_SEVERAL:
@@ -95,31 +95,35 @@ def states_after(call: TorchCall, result: Any) -> list[State]:
 
 def _by_table(call: TorchCall, found: list[Tensor]) -> list[State]:
     """The states that follow from the layouts in which the results of the whole tensors lie."""
-    mark = next(state for state in call.states if isinstance(state, Mark))
+    sharding = next(state for state in call.states if isinstance(state, Sharding))
     layouts = layouts_after(call)
     if isinstance(layouts, str) or len(layouts) != len(found):
         return [call.lost(layouts if isinstance(layouts, str) else "")] * len(found)
     return [
-        (layout.local_shape == tuple(each.shape) and mark.after(layout)) or call.lost()
+        (layout.local_shape == tuple(each.shape) and sharding.after(layout)) or call.lost()
         for layout, each in zip(layouts, found, strict=True)
     ]
 
 
-def state_after_writing(call: TorchCall) -> Mark | Unknown:
+def state_after_writing(call: TorchCall) -> Sharding | UnknownSharding:
     """The state of a tensor of which `x[index] = value` has changed a part."""
     target, index, value = call.args
     state, written = state_of(target), state_of(value)
     assert state is not None
-    if isinstance(state, Unknown):
+    if isinstance(state, UnknownSharding):
         return state
     if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim == target.ndim:
         return state if written is None and state_of(index) == state else call.lost("by a mask")
     selected = Tensor.__getitem__(target, index)
     (part,) = _by_table(TorchCall.of("__getitem__", (target, index), {}), [selected])
-    if isinstance(part, Unknown) or written is None:
-        return call.lost("of a part of the split dimension") if isinstance(part, Unknown) else state
+    if isinstance(part, UnknownSharding) or written is None:
+        return (
+            call.lost("of a part of the split dimension")
+            if isinstance(part, UnknownSharding)
+            else state
+        )
     ndim = selected.ndim
-    if isinstance(written, Mark):
+    if isinstance(written, Sharding):
         written = written.at(written.dim + ndim - value.ndim)
     return state if part == written else call.lost("of a value with another mark")
 
@@ -132,14 +136,18 @@ def state_after_replacing(call: TorchCall, is_parameter: bool) -> State:
     target = call.args[0]
     old, given = state_of(target), state_of(call.argument(1, "source"))
     if is_parameter and tuple(target.shape) == call.shapes[0]:
-        merges = isinstance(old, Mark) and isinstance(given, Mark) and old.merged(given) is not None
-        return old if merges or not isinstance(given, Mark) else given
-    if old is None or isinstance(given, Mark):
+        merges = (
+            isinstance(old, Sharding)
+            and isinstance(given, Sharding)
+            and old.merged(given) is not None
+        )
+        return old if merges or not isinstance(given, Sharding) else given
+    if old is None or isinstance(given, Sharding):
         return given
     return given or call.lost("of another tensor")
 
 
-def marks_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
+def shardings_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
     """The marks of the results of a pointwise function of lists, in their order.
 
     Nothing where tensors at one place have different marks or shapes, which `TorchCall` tells.
@@ -148,7 +156,9 @@ def marks_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         return []
     inner, first = name.removeprefix(EACH), args[0]
     states = [state_of(each) for each in first]
-    if not _is_always_pointwise(inner) or any(isinstance(state, Unknown) for state in states):
+    if not _is_always_pointwise(inner) or any(
+        isinstance(state, UnknownSharding) for state in states
+    ):
         return []
     for given in args[1:]:
         if isinstance(given, Tensor) and (given.ndim or state_of(given) is not None):
@@ -211,7 +221,7 @@ def fills_by_mask(call: TorchCall) -> bool:
     if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == target.shape):
         return False
     number = not isinstance(value, Tensor) or (value.ndim == 0 and state_of(value) is None)
-    return number and isinstance(state_of(mask), Mark) and is_own(target)
+    return number and isinstance(state_of(mask), Sharding) and is_own(target)
 
 
 def is_own(x: Tensor) -> bool:
@@ -230,20 +240,20 @@ def _is_other(call: TorchCall) -> bool:
 
 def _pointwise(call: TorchCall, result: Tensor) -> State:
     """Marks count from the last dimension, as broadcasting does."""
-    found: Mark | None = None
-    for mark, shape in _marks(call):
-        dim = mark.dim + result.ndim - len(shape)
-        if not 0 <= dim < result.ndim or result.shape[dim] != shape[mark.dim]:
+    found: Sharding | None = None
+    for sharding, shape in _shardings(call):
+        dim = sharding.dim + result.ndim - len(shape)
+        if not 0 <= dim < result.ndim or result.shape[dim] != shape[sharding.dim]:
             return call.lost("as it broadcasts the split dimension")
-        found = mark.at(dim) if found is None else found.merged(mark.at(dim))
+        found = sharding.at(dim) if found is None else found.merged(sharding.at(dim))
         if found is None:
             return call.lost("of shards along different dimensions, sizes or workers")
     return found
 
 
-def _marks(call: TorchCall) -> Iterator[tuple[Mark, Shape]]:
+def _shardings(call: TorchCall) -> Iterator[tuple[Sharding, Shape]]:
     for state, shape in zip(call.states, call.shapes, strict=True):
-        if isinstance(state, Mark):
+        if isinstance(state, Sharding):
             yield state, shape
 
 
@@ -251,25 +261,25 @@ def _weight_norm(call: TorchCall, result: Tensor) -> State:
     """Rows of a weight, each with a norm of its own, may be split."""
     state, of_norm = call.states[:2]
     dim = int(call.argument(2, "dim", default=0))
-    if not isinstance(state, Mark) or of_norm not in (None, state) or state.dim != dim:
+    if not isinstance(state, Sharding) or of_norm not in (None, state) or state.dim != dim:
         return call.lost("over the dimension that is split")
     return state
 
 
-def _norm_except(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
+def _norm_except(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
     dim = int(call.argument(2, "dim", default=0))
-    return mark if dim == mark.dim else call.lost("over the dimension that is split")
+    return sharding if dim == sharding.dim else call.lost("over the dimension that is split")
 
 
-def _new(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
-    return mark if tuple(result.shape) == shape else call.lost()
+def _new(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
+    return sharding if tuple(result.shape) == shape else call.lost()
 
 
-def _channels(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
+def _channels(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
     """Of a function that draws one number for each channel, and so for all that lies behind."""
-    if mark.dim >= 2:
+    if sharding.dim >= 2:
         return call.lost("behind the channels")
-    return mark
+    return sharding
 
 
 def _loaded(call: TorchCall, result: Tensor) -> State:
@@ -277,17 +287,17 @@ def _loaded(call: TorchCall, result: Tensor) -> State:
     if len(set(call.shapes)) > 1:
         return call.lost()
     old, given = call.states
-    if isinstance(old, Mark) and isinstance(given, Mark):
+    if isinstance(old, Sharding) and isinstance(given, Sharding):
         return old.merged(given) or call.lost("of a value with another mark")
     return old or given
 
 
-def _expand(call: TorchCall, mark: Mark, shape: Shape, result: Tensor) -> State:
+def _expand(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
     """The lengths that are given are those of this worker."""
-    dim = mark.dim + result.ndim - len(shape)
-    if result.shape[dim] != shape[mark.dim]:
+    dim = sharding.dim + result.ndim - len(shape)
+    if result.shape[dim] != shape[sharding.dim]:
         return call.lost("of the dimension that is split")
-    return mark.at(dim)
+    return sharding.at(dim)
 
 
 _REDUCTIONS = frozenset(

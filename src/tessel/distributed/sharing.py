@@ -19,8 +19,8 @@ from torch.autograd.function import BackwardCFunction
 from tessel import tensor as spread
 from tessel.core import boxes
 from tessel.core.linop import LinearOperator
-from tessel.distributed.call import Shape, TorchCall, is_pointwise
-from tessel.distributed.mark import Mark, State, Unknown, state_of
+from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
+from tessel.distributed.torch_call import Shape, TorchCall, is_pointwise
 
 _WITHOUT_GRADIENT = frozenset(
     (
@@ -36,15 +36,15 @@ def check_uses(call: TorchCall) -> None:
     """Raise if a value that is whole on all workers needs a gradient, of which each has a part."""
     if call.base in _WITHOUT_GRADIENT or not torch.is_grad_enabled():
         return
-    mark, shape = _first_mark(call)
-    if mark is None or mark.partition.size == 1:
+    sharding, shape = _first_sharding(call)
+    if sharding is None or sharding.partition.size == 1:
         return
     for tensor, state in zip(call.tensors, call.states, strict=True):
         if state is not None or not tensor.requires_grad:
             continue
-        if not _is_own_part(call, mark, shape, tuple(tensor.shape)) and _is_shared(tensor):
+        if not _is_own_part(call, sharding, shape, tuple(tensor.shape)) and _is_shared(tensor):
             raise ValueError(
-                f"`{call.name}` of {mark} and a tensor of shape {tuple(tensor.shape)} that is "
+                f"`{call.name}` of {sharding} and a tensor of shape {tuple(tensor.shape)} that is "
                 f"whole on every worker: each worker would compute a part of its gradient only; "
                 f"write tessel.distributed.copy(tensor) for that tensor, which sums the parts; if "
                 f"it is this worker's part, mark it with tessel.register_parallel_dim(tensor, dim)"
@@ -56,12 +56,16 @@ def check_classes(call: TorchCall) -> None:
     if call.base not in ("cross_entropy", "nll_loss"):
         return
     state = state_of(call.argument(0, "input"))
-    if isinstance(state, Unknown) and (state.partition is None or state.partition.size > 1):
+    if isinstance(state, UnknownSharding) and (state.partition is None or state.partition.size > 1):
         raise ValueError(f"the input of `{call.base}`: {state.remedy}; {_OWN_LOSS}")
-    mark, shape = _first_mark(call)
-    if mark is not None and mark.partition.size > 1 and mark.dim == min(1, len(shape) - 1):
+    sharding, shape = _first_sharding(call)
+    if (
+        sharding is not None
+        and sharding.partition.size > 1
+        and sharding.dim == min(1, len(shape) - 1)
+    ):
         raise ValueError(
-            f"`{call.base}` of {mark}: torch would take the classes of one worker for all; "
+            f"`{call.base}` of {sharding}: torch would take the classes of one worker for all; "
             f"{_OWN_LOSS}, or tessel.distributed.gather(x) before"
         )
 
@@ -79,21 +83,21 @@ def check_factor(call: TorchCall) -> None:
     """
     if call.base != "mul" or call.name == call.base or torch.is_grad_enabled():
         return
-    mark, factor = state_of(call.args[0]), call.argument(1, "other")
+    sharding, factor = state_of(call.args[0]), call.argument(1, "other")
     lost = state_of(factor)
-    if not (isinstance(mark, Mark) and isinstance(lost, Unknown)) or factor.ndim:
+    if not (isinstance(sharding, Sharding) and isinstance(lost, UnknownSharding)) or factor.ndim:
         return
-    if mark.partition.size > 1:
+    if sharding.partition.size > 1:
         raise ValueError(
-            f"`{call.name}` of {mark} by a number {lost}: each worker would take a number of its "
-            f"own; if it is the same on every worker, as after tessel.distributed.reduce, say so: "
-            f"tessel.register_parallel_dim(number, None)"
+            f"`{call.name}` of {sharding} by a number {lost}: each worker would take a number of "
+            f"its own; if it is the same on every worker, as after tessel.distributed.reduce, say "
+            f"so: tessel.register_parallel_dim(number, None)"
         )
 
 
-def _first_mark(call: TorchCall) -> tuple[Mark | None, Shape]:
+def _first_sharding(call: TorchCall) -> tuple[Sharding | None, Shape]:
     for state, shape in zip(call.states, call.shapes, strict=True):
-        if isinstance(state, Mark):
+        if isinstance(state, Sharding):
             return state, shape
     return None, ()
 
@@ -108,8 +112,10 @@ def traced_state(x: Any) -> State:
     for origin in _origins(x.grad_fn, _is_settled):
         if _is_of_shard(origin):
             why = "functions of a parameter, or another tensor, that is a shard"
-            mark = state_of(origin)
-            return Unknown("torch", why, mark.partition if isinstance(mark, Mark) else None)
+            sharding = state_of(origin)
+            return UnknownSharding(
+                "torch", why, sharding.partition if isinstance(sharding, Sharding) else None
+            )
     _settle(x.grad_fn)  # the next layer need not look behind it
     return None
 
@@ -132,18 +138,18 @@ def _settle(node: Any) -> None:
     node.metadata[_SETTLED] = True
 
 
-def _is_own_part(call: TorchCall, mark: Mark, shape: Shape, other: Shape) -> bool:
+def _is_own_part(call: TorchCall, sharding: Sharding, shape: Shape, other: Shape) -> bool:
     """Whether a tensor without a mark has the split dimension too, as long as it is here."""
-    place = mark.dim - len(shape)  # from the end, as in broadcasting
+    place = sharding.dim - len(shape)  # from the end, as in broadcasting
     if call.base in _OF_WEIGHTS or not (is_pointwise(call.base) or place < -2):
         return False
     # where some worker's part is 1 long, a whole tensor, which broadcasts, may be as long
-    lengths = [shape[mark.dim]]
-    if mark.size is not None:
-        lengths = [b - a for a, b in boxes.balanced(mark.size, mark.partition.size)]
+    lengths = [shape[sharding.dim]]
+    if sharding.size is not None:
+        lengths = [b - a for a, b in boxes.balanced(sharding.size, sharding.partition.size)]
     if 1 in lengths:
         return False
-    return -place <= len(other) and other[place] == shape[mark.dim]
+    return -place <= len(other) and other[place] == shape[sharding.dim]
 
 
 def _is_shared(tensor: Tensor) -> bool:
@@ -164,7 +170,7 @@ def _is_of_shard(origin: Any) -> bool:
     if not isinstance(origin, Tensor):
         return not isinstance(origin, LinearOperator)  # but a product with a shard
     state = state_of(origin)
-    return isinstance(state, Mark) and state.partition.size > 1
+    return isinstance(state, Sharding) and state.partition.size > 1
 
 
 def _is_settled(node: Any) -> bool:

@@ -7,8 +7,8 @@ import torch
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
-from tessel.distributed.mark import Mark, check_known, state_of
-from tessel.distributed.marks import Shard, unmarked
+from tessel.distributed.shardings import Sharding, check_known, state_of
+from tessel.distributed.shards import Shard, unmarked
 from tessel.tensor import Tensor
 from tessel.tensor.create import owners
 from tessel.tensor.tensor import converters
@@ -21,21 +21,21 @@ def spread_of(shard: Shard, partition: Partition) -> Tensor:
     Nothing is asked of the others: the mark says how long the whole is. A parameter that meets a
     spread tensor in a torch function takes part in this form.
     """
-    mark = state_of(shard)
-    check_known(mark, "a shard that meets a spread tensor")
-    assert isinstance(mark, Mark)
-    if mark.partition.ranks != partition.ranks:
+    sharding = state_of(shard)
+    check_known(sharding, "a shard that meets a spread tensor")
+    assert isinstance(sharding, Sharding)
+    if sharding.partition.ranks != partition.ranks:
         raise ValueError(
-            f"{mark} meets a tensor that is spread on {partition}; both must be spread over the "
-            f"same workers in the same order"
+            f"{sharding} meets a tensor that is spread on {partition}; both must be spread over "
+            f"the same workers in the same order"
         )
-    if mark.size is None:
+    if sharding.size is None:
         raise ValueError(
-            f"{mark}, of which the length of the whole is not known, meets a spread tensor; make "
-            f"it one first, by tessel.from_local(x)"
+            f"{sharding}, of which the length of the whole is not known, meets a spread tensor; "
+            f"make it one first, by tessel.from_local(x)"
         )
     part = unmarked(shard)
-    return Tensor(part, _layout(partition, mark.dim, tuple(part.shape), mark.size))
+    return Tensor(part, _layout(partition, sharding.dim, tuple(part.shape), sharding.size))
 
 
 @kept_in_job
@@ -49,11 +49,11 @@ def _layout(partition: Partition, dim: int, shape: tuple[int, ...], size: int) -
 
 def _owner(shard: torch.Tensor) -> tuple[torch.Tensor, Partition]:
     """The part of a shard, and the workers on a grid that splits its dimension."""
-    mark = state_of(shard)
-    check_known(mark, "tessel.from_local")
-    assert isinstance(mark, Mark)
-    sizes = [mark.partition.size if dim == mark.dim else 1 for dim in range(shard.ndim)]
-    return unmarked(shard), mark.partition.create_cartesian_topology_partition(sizes)
+    sharding = state_of(shard)
+    check_known(sharding, "tessel.from_local")
+    assert isinstance(sharding, Sharding)
+    sizes = [sharding.partition.size if dim == sharding.dim else 1 for dim in range(shard.ndim)]
+    return unmarked(shard), sharding.partition.create_cartesian_topology_partition(sizes)
 
 
 converters[Shard] = spread_of

@@ -29,7 +29,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
-from tessel.distributed.mark import Mark, Unknown, describe, state_of
+from tessel.distributed.shardings import Sharding, UnknownSharding, describe, state_of
 from tessel.transport import share_over
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for the list of a module
@@ -217,13 +217,13 @@ def _report(module: Module, given: dict[str, Any]) -> ModuleReport:
         state = state_of(value)
         if state is None:
             continue
-        known = isinstance(state, Mark)
-        dim, size = (state.dim, state.size) if isinstance(state, Mark) else (0, None)
+        known = isinstance(state, Sharding)
+        dim, size = (state.dim, state.size) if isinstance(state, Sharding) else (0, None)
         row = state.partition
         shards.append(
             HeldShard(
                 name=name,
-                what=describe(state) if isinstance(state, Mark) else state.remedy,
+                what=describe(state) if isinstance(state, Sharding) else state.remedy,
                 is_lost=not known and (row is None or row.size > 1),
                 dim=dim,
                 size=size,
@@ -381,7 +381,7 @@ def _check_left_out(
         state = state_of(value)
         if state is None or (state.partition is not None and state.partition.size == 1):
             continue
-        if isinstance(state, Unknown):
+        if isinstance(state, UnknownSharding):
             raise ValueError(f"{label}: of {name} {state.remedy}")
         if not is_left_out(value):
             raise ValueError(
@@ -409,19 +409,19 @@ def check_optimizer(stepping: Optimizer, *_: Any) -> None:
         return
     name = type(stepping).__name__
     for parameter in (each for group in stepping.param_groups for each in group["params"]):
-        mark = state_of(parameter)
-        if not isinstance(mark, Mark) or mark.partition.size == 1:
+        sharding = state_of(parameter)
+        if not isinstance(sharding, Sharding) or sharding.partition.size == 1:
             continue
         if not sends:
             raise ValueError(
-                f"{name} of a parameter that is {mark}: it takes products over all parameters, of "
-                f"which each worker has its shards only; take an optimizer that treats each number "
-                f"by itself, as torch.optim.Adam"
+                f"{name} of a parameter that is {sharding}: it takes products over all parameters, "
+                f"of which each worker has its shards only; take an optimizer that treats each "
+                f"number by itself, as torch.optim.Adam"
             )
         workers = _workers_of(stepping.process_group)  # type: ignore[attr-defined]
-        if len({*workers} & {*mark.partition.ranks}) > 1:
+        if len({*workers} & {*sharding.partition.ranks}) > 1:
             raise ValueError(
-                f"{name} over workers {workers} of a parameter that is {mark}: it sends each "
+                f"{name} over workers {workers} of a parameter that is {sharding}: it sends each "
                 f"parameter from one worker to all others, which have other shards; take the "
                 f"optimizer of torch that it is made of, or as process_group= the workers that "
                 f"hold the same shards"

@@ -18,7 +18,7 @@ from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape, zero_volume_tensor
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
-from tessel.distributed.mark import state_of
+from tessel.distributed.shardings import state_of
 from tessel.nn import buckets
 from tessel.nn.layer import Entry, Layer, alone, needs_of
 from tessel.nn.replacements import place_regions

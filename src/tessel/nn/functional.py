@@ -9,7 +9,7 @@ from torch import Tensor
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import Mark, check_known, state_of, traced_state
+from tessel.distributed.shards import Sharding, check_known, state_of, traced_state
 from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
 from tessel.nn.parallel.embedding import parallel_embedding
 from tessel.nn.parallel.linear import multiply_shards
@@ -60,7 +60,7 @@ def _check_whole(weight: Tensor) -> None:
     """Raise ValueError for a shard, of which torch's own function would make something else."""
     state = state_of(weight) if torch.compiler.is_compiling() else traced_state(weight)
     check_known(state, "the weight of parallel_linear(dim=None)")
-    if isinstance(state, Mark) and state.partition.size > 1:
+    if isinstance(state, Sharding) and state.partition.size > 1:
         raise ValueError(
             f"parallel_linear(dim=None): the whole weight is needed, and this is {state}; write "
             f"dim={0 if state.dim else -1}, which says how it is split"

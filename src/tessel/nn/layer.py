@@ -140,7 +140,8 @@ class Layer(HasHandle):
     def _agreement(self) -> Agreement[Entry]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
-        needs, is_off = needs_of(self.parameters(recurse=False))
+        # not self.parameters(recurse=False), which takes as long as the exchange does
+        needs, is_off = needs_of(each for each in self._parameters.values() if each is not None)
         state = (self.training, is_off, *needs)
         agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
         if state not in agreements:

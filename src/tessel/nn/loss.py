@@ -6,7 +6,6 @@ torch would refuse. What they have are spread tensors then, and the loss is torc
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +17,7 @@ from torch import Tensor
 from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, remember
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.shared import grad_alike
+from tessel.distributed.agreeing import checksum, is_dense
 from tessel.nn.layer import Layer, Result
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
@@ -141,7 +141,7 @@ class DistributedLossBase(Layer):
         key = (name, note, self._settings, *map(_version, self.weights))
         agreements: dict[Any, Any] = self.__dict__.setdefault("_other_meetings", {})
         if key not in agreements:
-            sums = ", ".join(f"{_checksum(each):x}" for each in self.weights if each is not None)
+            sums = ", ".join(f"{checksum(each):x}" for each in self.weights if each is not None)
             weights = f" with weights of checksum {sums}" if sums else ""
             label = f"the {name} of {self!r}{note}{weights}"
             identity = f"{label} {self._settings}"
@@ -179,31 +179,15 @@ def _version(weight: Tensor | None) -> Any:
     return weight.data_ptr(), weight._version
 
 
-def _checksum(value: Tensor) -> int:
-    """A number that tells values apart."""
-    if not value.numel():
-        return 0
-    with torch._C._DisableFuncTorch():  # a checksum belongs to no transform of torch.func
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
-
-
 def _spread(value: Tensor, agreed: Agreed, layout: Layout) -> SpreadTensor:
     """Parts that fit: the tensor needs a gradient, or carries a tangent, here if it does so
     anywhere."""
     return SpreadTensor(grad_alike(as_agreed(value, agreed.meta, True), agreed.meta), layout)
 
 
-def _is_dense(value: Any, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether values can be looked at; what the workers agree on says what else is wrong."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
-        return False
-    return value.dtype in dtypes
-
-
 def _within_unit(x: Any) -> bool:
     """Whether all values lie in [0, 1]; on an accelerator torch's kernel itself stops if not."""
-    if not _is_dense(x, _FLOATS) or x.device.type != "cpu" or not x.numel():
+    if not (is_dense(x) and x.dtype in _FLOATS) or x.device.type != "cpu" or not x.numel():
         return True
     low, high = x.detach().aminmax()
     return bool((low >= 0) & (high <= 1))
@@ -446,13 +430,13 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
         return _spread(var, agreed, _narrowed(layout, dim))
 
     def _mark(self, var: Tensor, layout: Layout) -> int:
-        if not _is_dense(var, _FLOATS):
+        if not (is_dense(var) and var.dtype in _FLOATS):
             return 0
         fault = 4 if bool((var.detach() < 0).any()) else 0
         lengths = zip(var.shape, layout.cuts, strict=False)
         splits = (length == 1 and len(cut.intervals) > 1 for length, cut in lengths)
         is_copy = var.ndim != len(layout.shape) or any(splits)
-        return fault + NUM_FAULTS * _checksum(var) if is_copy else fault
+        return fault + NUM_FAULTS * checksum(var) if is_copy else fault
 
 
 def _narrow_dim(agreed: Agreed, layout: Layout) -> int | None:
@@ -510,10 +494,10 @@ class _OverClasses(DistributedLossBase):
 
     def _mark(self, target: Any, num_classes: int, is_split: bool) -> int:
         """What is wrong with the classes that this worker was given, and their checksum."""
-        if not _is_dense(target, (torch.int64, torch.uint8)):
+        if not (is_dense(target) and target.dtype in (torch.int64, torch.uint8)):
             return 0
         fault = 0 if self._are_classes(target.long(), num_classes) else 3
-        return fault + NUM_FAULTS * _checksum(target) if is_split else fault
+        return fault + NUM_FAULTS * checksum(target) if is_split else fault
 
     def _are_classes(self, target: Tensor, num_classes: int) -> bool:
         """On an accelerator torch's kernel itself stops at those that are none."""

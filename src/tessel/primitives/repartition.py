@@ -62,12 +62,18 @@ def scatter(x: Tensor, P: Partition) -> Tensor:
 def gather(x: Tensor, P: Partition) -> Tensor:
     """Put the parts of a tensor together on the first worker of `P`; others get zero volume.
 
-    The adjoint is `scatter`.
+    The adjoint is `scatter`. `tessel.distributed.gather(x, dim)` is another thing, and has its name
+    from torchshard: it puts shards along one dimension together, on all workers of a group.
 
     >>> import tessel, torch
     >>> tessel.gather(torch.ones(2), tessel.world())
     tensor([1., 1.])
     """
+    if not isinstance(P, Partition):
+        raise TypeError(
+            f"tessel.gather(x, P) puts the parts of a tensor on a grid of workers together and got "
+            f"{P!r} for the partition; tessel.distributed.gather(x, dim) puts shards together"
+        )
     return Repartition(P, _first(P))(x)
 
 

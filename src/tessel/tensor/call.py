@@ -164,17 +164,18 @@ def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if _needs_settling(args) or (kwargs and _needs_settling(kwargs.values())):
         args, kwargs = _settled(args), _settled(kwargs)
-    if kwargs.get("out") is not None:
+    if kwargs and kwargs.get("out") is not None:
         return _written(name, func, args, kwargs)
-    if name in RULES:
-        if name not in _SECOND:
+    rule = RULES.get(name)
+    if rule is not None:
+        if kwargs and name not in _SECOND:
             args, kwargs = _in_order(args, kwargs)
         if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
-        is_plain = isinstance(args[0], torch.Tensor) and not isinstance(args[0], Tensor)
-        if is_plain and name not in PLAIN:
-            args = (as_spread(args[0], _partition(args, kwargs)), *args[1:])
-        return RULES[name](name, func, args, kwargs)
+        first = args[0]
+        if type(first) is not Tensor and name not in PLAIN and isinstance(first, torch.Tensor):
+            args = (as_spread(first, _partition(args, kwargs)), *args[1:])
+        return rule(name, func, args, kwargs)
     if is_pointwise(name):
         return pointwise(name, func, args, kwargs)
     layouts = held_layouts(args, kwargs)
@@ -223,7 +224,8 @@ def _needs_settling(values: Iterable[Any]) -> bool:
     """Whether a tensor among the arguments is in separate copies, or has no part here."""
     for value in values:
         if isinstance(value, Tensor):
-            if value._layout.summed is not value._layout or value._layout.is_outside:
+            layout = value._layout
+            if layout.summed is not layout or layout.is_outside:
                 return True
         elif isinstance(value, list | tuple):
             if _needs_settling(value):
@@ -251,10 +253,13 @@ def _settled(value: Any) -> Any:
 
 _SECOND = frozenset(("searchsorted",))  # where `input` is not the first argument
 _TORCHS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "tensors": "input"}
+_RENAMED = frozenset((*_TORCHS, "input"))
 
 
 def _in_order(args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
     """The same arguments with torch's first names, the input by its position."""
+    if kwargs.keys().isdisjoint(_RENAMED):
+        return args, kwargs
     kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
     return ((kwargs.pop("input"), *args) if "input" in kwargs else args), kwargs
 

@@ -34,6 +34,9 @@ def used_together(
     separate = _separate(layout, shared)
     found = [from_bucket(each, whole, separate) for each in parameters]
     if all(each is None for each in found):
+        # without a gradient nothing will ever travel, and forward nothing does
+        if not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters)):
+            return list(parameters)
         stack = torch.stack(list(parameters))
         several = _shared(layout.partition, tuple(stack.shape))
         return list(replicate(stack, several, separate).unbind())

@@ -21,9 +21,9 @@ from torch import Tensor
 import tessel
 from parity import close, values
 from tessel import Layout, Partition
-from tessel.distributed.marks import Mark, marked
-from tessel.nn.parallel import cross_entropy_parts
+from tessel.distributed.shards import Sharding, marked
 from tessel.nn.parallel.cross_entropy import ParallelCrossEntropyLoss, parallel_cross_entropy
+from tessel.tensor.rules import split_classes
 from tessel.testing import count_memory, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -86,8 +86,8 @@ class Case:
         axes = [0 if d == self.dim else None for d in range(len(self.shape))]
         return Layout.split(self.partition(), self.shape, axes)
 
-    def mark(self) -> Mark:
-        return Mark(self.dim, self.partition(), self.shape[self.dim] if self.sized else None)
+    def sharding(self) -> Sharding:
+        return Sharding(self.dim, self.partition(), self.shape[self.dim] if self.sized else None)
 
     def whole_logits(self) -> Tensor:
         x = values(self.shape, self.seed)
@@ -163,9 +163,9 @@ class Tensors:
 
 
 def loss_of_mine(case: Case, mine: Tensors) -> Tensor:
-    mark = case.mark()
-    target = marked(mine.target, mark) if case.target == "shard" else mine.target
-    return parallel_cross_entropy(marked(mine.x, mark), target, mine.weight, **case.options())
+    sharding = case.sharding()
+    target = marked(mine.target, sharding) if case.target == "shard" else mine.target
+    return parallel_cross_entropy(marked(mine.x, sharding), target, mine.weight, **case.options())
 
 
 def parts(case: Case, wholes: Sequence[Tensor]) -> list[Tensor]:
@@ -354,7 +354,7 @@ def test_random_losses(run: Run, nprocs: int) -> None:
 
 def in_pieces() -> None:
     """A shard that is worked on in pieces gives the same, to the second order."""
-    cross_entropy_parts.SMALL, usual = 0, cross_entropy_parts.SMALL
+    split_classes.SMALL, usual = 0, split_classes.SMALL
     try:
         check_cases(
             [
@@ -366,7 +366,7 @@ def in_pieces() -> None:
         )
         check_cases([Case((3, 11)), Case((3, 2)), Case((2, 13), "shard", "none", 0.3, True)])
     finally:
-        cross_entropy_parts.SMALL = usual
+        split_classes.SMALL = usual
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
@@ -381,7 +381,7 @@ def whole_and_old_names() -> None:
     expected = F.cross_entropy(whole.x, whole.target)
     assert torch.equal(parallel_cross_entropy(whole.x, whole.target), expected)
     assert torch.equal(ParallelCrossEntropyLoss()(whole.x, whole.target), expected)
-    shard = marked(mine.x, case.mark())
+    shard = marked(mine.x, case.sharding())
     for size_average, reduce in product((None, True, False), repeat=2):
         old = {"size_average": size_average, "reduce": reduce}
         with warnings.catch_warnings():
@@ -402,7 +402,7 @@ def dtypes_of_torch() -> None:
     x = values((4, 5), 0)
     P = tessel.world()
     layout = Layout.split(P, (4, 5), (None, 0))
-    mark = Mark(1, P, 5)
+    sharding = Sharding(1, P, 5)
     soft = values((4, 5), 1).softmax(1)
     for logits, target, weight in (
         (torch.float32, torch.tensor([0, 1, 2, 4], dtype=torch.uint8), None),
@@ -413,7 +413,7 @@ def dtypes_of_torch() -> None:
         whole = x.to(logits).requires_grad_()
         mine = layout.local_part(x).to(logits).requires_grad_()
         expected = F.cross_entropy(whole, target, weight)
-        got = parallel_cross_entropy(marked(mine, mark), target, weight)
+        got = parallel_cross_entropy(marked(mine, sharding), target, weight)
         tolerance = TOLERANCES[logits]
         near("loss", got, expected, tolerance)
         expected.backward()
@@ -424,7 +424,7 @@ def dtypes_of_torch() -> None:
     for reduction in REDUCTIONS:
         expected = F.cross_entropy(x[0], short, reduction=reduction)
         part = Layout.split(P, (5,), (0,)).local_part(x[0])
-        got = parallel_cross_entropy(marked(part, Mark(0, P, 5)), short, reduction=reduction)
+        got = parallel_cross_entropy(marked(part, Sharding(0, P, 5)), short, reduction=reduction)
         near("loss", got, expected, 1e-12)
 
 
@@ -439,7 +439,7 @@ def short_numbers_are_better() -> list[float]:
     target = torch.arange(64) * 15
     exact = F.cross_entropy(x.double(), target, reduction="none")
     part = Layout.split(P, (64, 1001), (None, 0)).local_part(x)
-    ours = parallel_cross_entropy(marked(part, Mark(1, P, 1001)), target, reduction="none")
+    ours = parallel_cross_entropy(marked(part, Sharding(1, P, 1001)), target, reduction="none")
     theirs = F.cross_entropy(x, target, reduction="none")
     return [(each.double() - exact).abs().max().item() for each in (theirs, ours)]
 
@@ -460,7 +460,7 @@ def derive_behind_a_head() -> None:
     mine = layout.local_part(weight).clone().requires_grad_()
     for _ in range(5):
         want = F.cross_entropy(x @ whole.T, target)
-        have = ParallelCrossEntropyLoss()(marked(x @ mine.T, Mark(1, P, num_classes)), target)
+        have = ParallelCrossEntropyLoss()(marked(x @ mine.T, Sharding(1, P, num_classes)), target)
         near("loss", have, want, 1e-12)
         for loss, each in ((want, whole), (have, mine)):
             (grad,) = torch.autograd.grad(loss, each)
@@ -492,7 +492,7 @@ def derive_one_need(who: int) -> Any:
     x = mine.x.detach()
     if tessel.world().rank == who:
         x.requires_grad_()
-    loss = parallel_cross_entropy(marked(x, case.mark()), mine.target)
+    loss = parallel_cross_entropy(marked(x, case.sharding()), mine.target)
     loss.backward()
     return None if x.grad is None else bool(x.grad.any())
 
@@ -688,7 +688,7 @@ def refused(what: str) -> tuple[tuple[str, str], tuple[str, str]]:
     dim = min(1, x.ndim - 1)
     axes = [0 if d == dim else None for d in range(x.ndim)]
     part = Layout.split(tessel.world(), x.shape, axes).local_part(x)
-    shard = marked(part, Mark(dim, tessel.world(), 5))
+    shard = marked(part, Sharding(dim, tessel.world(), 5))
     return alone, outcome(lambda: parallel_cross_entropy(shard, target, **more))
 
 
@@ -729,24 +729,24 @@ def misfit(what: str) -> tuple[str, str]:
     world = tessel.world()
     is_last = world.rank == world.size - 1
     x, target, more = torch.zeros(4, 3 - is_last), CLASSES, {}
-    mark, goal_mark, weight_mark = Mark(1, world, 5), None, None
+    sharding, goal_mark, weight_sharding = Sharding(1, world, 5), None, None
     if what == "unbalanced":
         x = torch.zeros(4, 2 + is_last)
     elif what == "unbalanced, not sized":
-        x, mark = torch.zeros(4, 2 + is_last), Mark(1, world)
+        x, sharding = torch.zeros(4, 2 + is_last), Sharding(1, world)
     elif what == "another size":
-        mark = Mark(1, world, 7)
+        sharding = Sharding(1, world, 7)
     elif what == "batch dim":
-        mark = Mark(0, world, 4)
+        sharding = Sharding(0, world, 4)
     elif what == "last dim":
-        x, mark = torch.zeros(2, 4, 3 - is_last), Mark(2, world, 5)
+        x, sharding = torch.zeros(2, 4, 3 - is_last), Sharding(2, world, 5)
     elif what == "batches":
         x = torch.zeros(4 + is_last, 3 - is_last)
     elif what == "dtypes":
         x = x.double() if is_last else x
     elif what == "dims":
         x = x[0] if is_last else x
-        mark = Mark(x.ndim - 1, world, 5)
+        sharding = Sharding(x.ndim - 1, world, 5)
     elif what == "targets":
         target = CLASSES + is_last * torch.tensor([1, 0, 0, 0])
     elif what == "range":
@@ -764,28 +764,28 @@ def misfit(what: str) -> tuple[str, str]:
     elif what == "unmarked target":
         target = torch.rand(x.shape)
     elif what == "target along batch":
-        target, goal_mark = torch.rand(2, 5), Mark(0, world, 4)
+        target, goal_mark = torch.rand(2, 5), Sharding(0, world, 4)
     elif what == "classes in shards":
-        target, goal_mark = CLASSES[:2], Mark(0, world, 4)
+        target, goal_mark = CLASSES[:2], Sharding(0, world, 4)
     elif what == "images in shards":
         x, target = torch.zeros(4, 3 - is_last, 4), torch.zeros(4, 2, dtype=torch.int64)
-        goal_mark = Mark(1, world, 4)
+        goal_mark = Sharding(1, world, 4)
     elif what == "sparse target":
         target = CLASSES.to_sparse() if is_last else CLASSES
     elif what == "sparse weight":
         more = {"weight": torch.ones(5).to_sparse()}
     elif what == "weight shard":
-        more, weight_mark = {"weight": torch.ones(x.shape[1])}, Mark(0, world, 5)
+        more, weight_sharding = {"weight": torch.ones(x.shape[1])}, Sharding(0, world, 5)
     elif what == "partition":
         more = {"partition": world.create_partition_inclusive([0])}
     elif what == "no gradient":
         x.requires_grad_()
     if goal_mark is not None:
         target = marked(target, goal_mark)
-    if weight_mark is not None:
-        more["weight"] = marked(more["weight"], weight_mark)
+    if weight_sharding is not None:
+        more["weight"] = marked(more["weight"], weight_sharding)
     with torch.set_grad_enabled(not (what == "no gradient" and is_last)):
-        return outcome(lambda: parallel_cross_entropy(marked(x, mark), target, **more))
+        return outcome(lambda: parallel_cross_entropy(marked(x, sharding), target, **more))
 
 
 @pytest.mark.parametrize(
@@ -827,8 +827,8 @@ def marks_that_do_not_fit() -> list[tuple[str, str]]:
     world = tessel.world()
     first = world.create_partition_inclusive([0])
     x = torch.zeros(4, 5)
-    soft = marked(torch.rand(4, 5), Mark(1, world, 5 * world.size))
-    outside = outcome(lambda: parallel_cross_entropy(marked(x, Mark(1, first, 5)), CLASSES))
+    soft = marked(torch.rand(4, 5), Sharding(1, world, 5 * world.size))
+    outside = outcome(lambda: parallel_cross_entropy(marked(x, Sharding(1, first, 5)), CLASSES))
     return [outcome(lambda: parallel_cross_entropy(x, soft)), outside]
 
 
@@ -844,12 +844,12 @@ def test_marks_that_do_not_fit(run: Run) -> None:
 def lost_on_one() -> tuple[str, str]:
     """Of three classes on two workers one is alone, and may be any dimension of length 1."""
     P = tessel.world()
-    x = marked(torch.zeros(2, 1, 2 - (P.rank or 0)), Mark(2, P, 3))
+    x = marked(torch.zeros(2, 1, 2 - (P.rank or 0)), Sharding(2, P, 3))
     return outcome(lambda: parallel_cross_entropy(x.view(2, x.shape[2]), CLASSES[:2]))
 
 
 def lost_on_all() -> tuple[str, str]:
-    x = marked(torch.zeros(4, 5), Mark(1, tessel.world(), 5 * tessel.world().size))
+    x = marked(torch.zeros(4, 5), Sharding(1, tessel.world(), 5 * tessel.world().size))
     return outcome(lambda: parallel_cross_entropy(x.cumsum(1), CLASSES))
 
 
@@ -866,7 +866,7 @@ def copied() -> None:
     first = ParallelCrossEntropyLoss(mine.weight, label_smoothing=0.3, partition=tessel.world())
     alone = torch.nn.CrossEntropyLoss(whole.weight, label_smoothing=0.3)
     assert list(first.state_dict()) == list(alone.state_dict()) == ["weight"]
-    shard = marked(mine.x, case.mark())
+    shard = marked(mine.x, case.sharding())
     expected = alone(whole.x, whole.target)
     for loss in (first, copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         near("loss", loss(shard, mine.target), expected, 1e-12)
@@ -884,7 +884,7 @@ def noncontiguous() -> None:
     target = torch.randint(7, (2, 3), generator=torch.Generator().manual_seed(0))
     whole = x.clone().requires_grad_()
     part = Layout.split(P, x.shape, (None, None, 0)).local_part(x).clone().requires_grad_()
-    shard = marked(part, Mark(2, P, 7))
+    shard = marked(part, Sharding(2, P, 7))
     expected = F.cross_entropy(whole.transpose(1, 2), target)
     got = parallel_cross_entropy(shard.transpose(1, 2), target)
     flat = parallel_cross_entropy(shard.flatten(0, 1), target.flatten())
@@ -917,10 +917,10 @@ def compiled() -> None:
     """Compiled code calls the loss as it is."""
     case = Case((4, 5))
     whole, mine = Tensors.whole(case), Tensors.mine(case)
-    mark = case.mark()
+    sharding = case.sharding()
 
     def step(x: Tensor) -> Tensor:
-        return parallel_cross_entropy(marked(2 * x, mark), mine.target) * 3
+        return parallel_cross_entropy(marked(2 * x, sharding), mine.target) * 3
 
     expected = F.cross_entropy(2 * whole.x, whole.target) * 3
     got = torch.compile(step, backend="eager")(mine.x)

@@ -20,7 +20,7 @@ import tessel
 from parity import close, values
 from tessel import Layout, Partition
 from tessel.distributed import get_parallel_dim, register_parallel_dim
-from tessel.distributed.marks import Shard
+from tessel.distributed.shards import Shard
 from tessel.nn.parallel.embedding import ParallelEmbedding, parallel_embedding
 from tessel.testing import count_traffic
 from windowed_cases import raised
@@ -203,17 +203,17 @@ def test_halves_are_renormalised(run: Run, dtype: torch.dtype) -> None:
 def check_function(size: int) -> None:
     """The functional form, with the shard as any tensor, marked or not, and a negative padding."""
     P = group(size)
-    for dim, marks, negative in product((0, 1, -1), (False, True), (-3, 7)):
+    for dim, shardings, negative in product((0, 1, -1), (False, True), (-3, 7)):
         table = values((10, 6), 1)
         layout = table_layout(P, (10, 6), dim)
         whole = table.clone().requires_grad_()
         part = layout.local_part(table).clone().requires_grad_()
-        weight = register_parallel_dim(part, dim, P) if marks else part
+        weight = register_parallel_dim(part, dim, P) if shardings else part
         ids = ids_of((3, 4), 10)
         expected = F.embedding(ids, whole, padding_idx=negative)
-        rows = None if marks else 10
-        given = None if marks else dim
-        where = None if marks else P
+        rows = None if shardings else 10
+        given = None if shardings else dim
+        where = None if shardings else P
         got = parallel_embedding(
             ids, weight, negative, num_embeddings=rows, dim=given, partition=where
         )

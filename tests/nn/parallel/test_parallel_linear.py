@@ -20,7 +20,7 @@ import tessel.distributed as parallel
 from parity import close, slopes, values
 from tessel import Layout, Partition, transport
 from tessel.core.move import Move
-from tessel.distributed.marks import Mark, mark_of, marked, unmarked
+from tessel.distributed.shards import Sharding, marked, sharding_of, unmarked
 from tessel.nn.functional import parallel_linear
 from tessel.nn.init import shard_init_helper_
 from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
@@ -102,8 +102,8 @@ def check(case: Case, P: Partition, seed: int) -> None:
     x = whole.detach().clone().requires_grad_()
     given = parallel.scatter(x, -1, P) if case.sharded else x
     expected, got = alone(whole), layer(given)
-    shard = None if case.dim in (None, 0) else Mark(got.ndim - 1, P, case.outputs)
-    assert mark_of(got) == shard
+    shard = None if case.dim in (None, 0) else Sharding(got.ndim - 1, P, case.outputs)
+    assert sharding_of(got) == shard
     got = whole_of(got)
     close("output", got, expected, tolerance)
     weights = data(tuple(expected.shape), 99, case.dtype)
@@ -856,7 +856,7 @@ def other_seeds() -> list[Tensor]:
     subclasses = (*OwnLinear(5, 3).parameters(), OwnEmbedding(7, 3).weight)
     bias = OwnLinear(5, 3, dim=0).bias
     own_shard = OwnLinear(5, 8, dim=-1)
-    assert mark_of(own_shard.weight) is not None and own_shard.weight.any()
+    assert sharding_of(own_shard.weight) is not None and own_shard.weight.any()
     empty = torch.empty(3, 2, device="meta")
     assert shard_init_helper_(torch.nn.init.normal_, empty) is empty
     return [
@@ -933,8 +933,8 @@ def as_function() -> None:
             b = (Layout.balanced(P, (outputs,)).local_part(bias) if dim == 1 else bias).clone()
             b.requires_grad_()
             expected = F.linear(whole[0], whole[1], whole[2] if with_bias else None)
-            mark = Mark(0 if dim == 1 else 1, P, outputs if dim == 1 else inputs)
-            for shard in (w, marked(w, mark)):
+            sharding = Sharding(0 if dim == 1 else 1, P, outputs if dim == 1 else inputs)
+            for shard in (w, marked(w, sharding)):
                 got = whole_of(parallel_linear(x, shard, b if with_bias else None, dim=dim))
                 close("output", got, expected)
                 grads = torch.autograd.grad(got.square().sum(), [x, w])

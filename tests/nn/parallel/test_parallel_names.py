@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import inspect
 import pickle
+import pkgutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,3 +307,33 @@ def test_attributes_of_shards_that_are_no_tensors() -> None:
         assert shard.name is torch.ones(1).name is None
         with pytest.raises(AttributeError, match="no attribute 'nothing'"):
             shard.nothing  # noqa: B018
+
+
+def test_two_functions_named_gather_tell_each_other_apart() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(TypeError, match=r"tessel\.distributed\.gather\(x, dim\)"):
+        tessel.gather(x, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tessel\.all_gather\(x, P\)"):
+        tessel.distributed.gather(x, tessel.world())  # type: ignore[arg-type]
+
+
+def test_a_shard_has_the_attributes_of_a_tensor() -> None:
+    """Also `name`, which torch's packets of operators have for themselves."""
+    plain, shard = torch.ones(2, 3), tessel.register_parallel_dim(torch.ones(2, 3), 1)
+    for name in dir(plain):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                getattr(plain, name)
+            except Exception:  # which torch has no more, or not for such a tensor
+                continue
+            getattr(shard, name)
+
+
+def test_no_function_hides_a_module_of_its_name() -> None:
+    """`tessel.nn.parallel.data_parallel` is a function, wherever it is written."""
+    for package in ("tessel.distributed", "tessel.nn", "tessel.nn.parallel"):
+        here = importlib.import_module(package)
+        for found in pkgutil.iter_modules(here.__path__):
+            module = importlib.import_module(f"{package}.{found.name}")
+            assert getattr(here, found.name) is module, f"{package}.{found.name}"

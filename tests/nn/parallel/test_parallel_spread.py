@@ -42,7 +42,7 @@ def layouts(shape: tuple[int, ...]) -> list[Layout]:
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:
-    dim = tessel.distributed.marks.mark_of(parameter)
+    dim = tessel.distributed.shards.sharding_of(parameter)
     return parameter.grad if dim is None else gather(parameter.grad, dim.dim)
 
 
@@ -248,3 +248,37 @@ def other_workers() -> Any:
 def test_a_shard_of_other_workers_is_refused(run: Run) -> None:
     found = run(other_workers, nprocs=3)
     assert all(kind is ValueError and "over the same workers" in text for kind, text in found)
+
+
+def tables_in_parts(workers: int) -> None:
+    """`F.embedding` of a spread table with all options, the norms and gradients of one process."""
+    ids = torch.tensor([[0, 6, 2, 2], [5, 6, 0, 2]])
+    grids = [[workers, 1], [1, workers]] + ([[2, 2]] if workers == 4 else [])
+    options: list[dict[str, Any]] = [
+        {},
+        {"padding_idx": -1},
+        {"scale_grad_by_freq": True, "padding_idx": 2},
+        *({"max_norm": 0.7, "norm_type": p} for p in (2.0, 1.0, 0.5, 0.0, float("inf"))),
+    ]
+    for grid in grids:
+        P = tessel.world().create_cartesian_topology_partition(grid)
+        for more in options:
+            whole = values((7, 5), 3).requires_grad_()
+            table = tessel.spread(whole.detach().clone(), P).requires_grad_()
+            expected, got = F.embedding(ids, whole, **more), F.embedding(ids, table, **more)
+            close(f"rows of {more} on {grid}", got.full(), expected)
+            close(f"the table of {more} on {grid}", table.full(), whole)
+            seed = values(expected.shape, 4)
+            (expected * seed).sum().backward()
+            (got * seed).sum().backward()
+            assert whole.grad is not None and table.grad is not None
+            close(f"gradient of {more} on {grid}", table.grad.full(), whole.grad)
+        with pytest.raises(NotImplementedError, match="no sparse gradient"):
+            F.embedding(ids, table, sparse=True)
+        rows = F.embedding(ids, table.detach(), sparse=True).full()
+        close("rows with no gradient", rows, F.embedding(ids, whole))
+
+
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+def test_tables_in_parts(run: Run, nprocs: int) -> None:
+    run(tables_in_parts, nprocs, nprocs=nprocs)

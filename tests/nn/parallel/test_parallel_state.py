@@ -25,7 +25,7 @@ import tessel
 from parity import values
 from tessel import Partition
 from tessel.distributed import get_parallel_dim
-from tessel.distributed.marks import mark_of, register_parallel_dim, shared_by
+from tessel.distributed.shards import register_parallel_dim, sharding_of, shared_by
 from tessel.interop import ModelState, OptimizerState
 from tessel.interop.checkpoint import Part
 from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
@@ -97,10 +97,12 @@ class Plain(Module):
 
 def part(whole: Tensor, like: Tensor) -> Tensor:
     """What a worker has of a whole value, by the mark of a parameter."""
-    mark = mark_of(like)
-    if mark is None or mark.interval is None:
+    sharding = sharding_of(like)
+    if sharding is None or sharding.interval is None:
         return whole
-    return whole.narrow(mark.dim, mark.interval[0], mark.interval[1] - mark.interval[0])
+    return whole.narrow(
+        sharding.dim, sharding.interval[0], sharding.interval[1] - sharding.interval[0]
+    )
 
 
 def same(got: Any, expected: Any, where: str = "") -> None:
@@ -182,7 +184,7 @@ def check_first(size: int) -> tuple[int, int]:
         assert all(value.device.type == "cpu" for value in whole.values())
     else:
         assert whole == {}
-    shards = [v for v in net.parameters() if mark_of(v) is not None and v.numel()]
+    shards = [v for v in net.parameters() if sharding_of(v) is not None and v.numel()]
     sent = 0 if P.rank == 0 else sum(value.nbytes for value in shards)
     assert traffic.bytes_sent == sent, (traffic, sent)
     assert traffic.messages == (0 if P.rank == 0 else len(shards)), traffic
@@ -297,7 +299,7 @@ def check_marks_stay(size: int) -> None:
     for how, other in others.items():
         for (name, value), kept in zip(net.named_parameters(), other.parameters(), strict=True):
             assert isinstance(kept, torch.nn.Parameter), (how, name)
-            assert mark_of(kept) == mark_of(value), (how, name)
+            assert sharding_of(kept) == sharding_of(value), (how, name)
             assert get_parallel_dim(kept) == get_parallel_dim(value), (how, name)
             assert shared_by(kept) == shared_by(value), (how, name)
         if how != "to":
@@ -443,11 +445,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def step(model: Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """One step with gradients that every layout sees as parts of the same."""
     for number, value in enumerate(model.parameters()):
-        mark = mark_of(value)
+        sharding = sharding_of(value)
         shape = list(value.shape)
-        if mark is not None:
-            assert mark.size is not None
-            shape[mark.dim] = mark.size
+        if sharding is not None:
+            assert sharding.size is not None
+            shape[sharding.dim] = sharding.size
         value.grad = part(values(shape, 100 * seed + number), value).clone()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -577,7 +579,7 @@ def read(folder: str, size: int, dims: Dims, sizes: Sizes, name: str) -> None:
     dcp.load(state, checkpoint_id=folder)
     assert all(bool((value.grad == 1).all()) for value in net.parameters())
     check_own(net, plain)
-    assert all(mark_of(a) == mark_of(b) for a, b in zip(
+    assert all(sharding_of(a) == sharding_of(b) for a, b in zip(
         net.parameters(), Net(dims, sizes, P).parameters(), strict=True
     ))  # fmt: skip
     step(net, optimizer, 5)

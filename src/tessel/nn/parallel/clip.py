@@ -16,8 +16,8 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import mark_of, shared_by, unmarked
 from tessel.distributed.movements import gathering, shard_layout
+from tessel.distributed.shards import sharding_of, shared_by, unmarked
 from tessel.nn.blocks import Weighted
 from tessel.transport import code_of, kept_in_job
 
@@ -142,9 +142,9 @@ def _layouts_of(module: Module) -> Mapping[str, Layout]:
 
 def _layout_of(parameter: Tensor) -> Layout | None:
     """Which workers have which part, by the mark; the shape is of no matter here."""
-    mark, sharing = mark_of(parameter), shared_by(parameter)
-    if mark is not None:
-        return Layout.balanced(mark.partition, (mark.partition.size,))
+    sharding, sharing = sharding_of(parameter), shared_by(parameter)
+    if sharding is not None:
+        return Layout.balanced(sharding.partition, (sharding.partition.size,))
     return None if sharing is None else Layout.whole(sharing, (), shared=True)
 
 
@@ -230,12 +230,9 @@ def _total(
     total = vector_norm(torch.stack(wholes), norm_type)
     values = [piece.value for piece in pieces]
     with_grads = [value for value in values if value.grad is not None] or values
-    dtype = reduce(torch.promote_types, (_real(value.dtype) for value in with_grads))
+    real = (d.to_real() if (d := value.dtype).is_complex else d for value in with_grads)
+    dtype = reduce(torch.promote_types, real)
     return total.to(with_grads[0].device, dtype)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _check(piece: ParameterPiece, norms: Mapping[int, Tensor]) -> None:

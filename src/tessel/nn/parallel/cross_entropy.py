@@ -16,23 +16,18 @@ from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import (
+from tessel.distributed.movements import scattering
+from tessel.distributed.shards import (
     State,
-    Unknown,
+    UnknownSharding,
     check_known,
-    mark_of,
+    sharding_of,
     state_of,
     traced_state,
     unmarked,
 )
-from tessel.distributed.movements import gathering, scattering, shard_layout
-from tessel.nn.parallel.cross_entropy_agreement import ClassLoss, Logits, WeightKind, agree
-from tessel.nn.parallel.cross_entropy_parts import (
-    ClassShard,
-    Merged,
-    facts_of_classes,
-    facts_of_probabilities,
-)
+from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agree, kind_of
+from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.transport import kept_in_job
 
 
@@ -78,8 +73,8 @@ def parallel_cross_entropy(
         reduction = _reduction.legacy_get_string(size_average, reduce)
     for value in (input, target, weight):
         _check_known(state_of(value))
-    mark = mark_of(input)
-    if mark is None:
+    sharding = sharding_of(input)
+    if sharding is None:
         _check_whole(input, target, weight)
         return F.cross_entropy(
             input,
@@ -89,22 +84,20 @@ def parallel_cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-    if not mark.partition.active:
+    if not sharding.partition.active:
         raise ValueError(
-            f"parallel_cross_entropy: the input is a shard over {mark.partition}, to which worker "
-            f"{transport.this_worker()} does not belong"
+            f"parallel_cross_entropy: the input is a shard over {sharding.partition}, to which "
+            f"worker {transport.this_worker()} does not belong"
         )
-    weight_mark = mark_of(weight)  # type: ignore[arg-type]
-    loss = ClassLoss(
-        row_of(mark.partition),
+    weight_sharding = sharding_of(weight)  # type: ignore[arg-type]
+    loss = ShardedLoss(
+        row_of(sharding.partition),
         None if partition is None else row_of(partition).ranks,
-        mark,
-        mark_of(target),
-        None if weight is None or weight_mark is not None else WeightKind.of(weight),
-        weight_mark,
-        reduction,
-        ignore_index,
-        label_smoothing,
+        sharding,
+        sharding_of(target),
+        None if weight_sharding is not None else kind_of(weight),
+        weight_sharding,
+        CrossEntropy(ignore_index, label_smoothing, reduction),
         torch.is_autocast_enabled(input.device.type),
     )
     return _of_shard(loss, *map(unmarked, (input, target, weight)))  # type: ignore[arg-type]
@@ -158,101 +151,30 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 @eagerly
-def _of_shard(loss: ClassLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
+def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     kinds, known = tuple(map(_kind, (x, target, weight))), _known_alone(loss)
     if kinds in known:  # torch itself looks at the values
-        return loss.measure(x, target, weight)
+        return loss.whole(x, target, weight)
     logits = agree(loss, x, target, weight)
+    layout, dim = logits.layout, loss.input.dim
     if loss.partition.size == 1:
         known.add(kinds)
     x = _admitted(x, logits.input_terms)
     target = _admitted(target, logits.target_terms)
-    if loss.partition.size == 1 or logits.num_classes == 0:
-        return loss.measure(x, target, weight)
-    measure = _of_probabilities if logits.has_probabilities else _of_classes
-    return measure(loss, logits, x, target, weight).to(logits.dtype)
-
-
-def _of_classes(
-    loss: ClassLoss, logits: Logits, x: Tensor, target: Tensor, weight: Tensor | None
-) -> Tensor:
-    target = target.long().reshape(logits.shape[: logits.dim] + logits.shape[logits.dim + 1 :])
-    ignored = target == loss.ignore_index
-    shard, smooths = _shard(loss, logits, x), loss.label_smoothing > 0
-    own = None if weight is None else weight[slice(*shard.own)]
-    facts = facts_of_classes(shard, target.masked_fill(ignored, logits.num_classes), own, smooths)
-    merged = _merged(loss, logits, facts)
-    target, ignored = target.reshape(-1), ignored.reshape(-1)
-    counted = target.masked_fill(ignored, 0)
-    each = merged.surprise(_owner(logits, counted))
-    weights = torch.ones_like(each) if weight is None else weight[counted].to(each.dtype)
-    each = each if weight is None else each * weights
-    divisor = weights.masked_fill(ignored, 0).sum()
-    found = _reduced(each.masked_fill(ignored, 0), divisor, loss, logits)
-    if not smooths:
-        return found
-    smooth = merged.smooth(_weights_of_workers(logits, weight, each)).masked_fill(ignored, 0)
-    share = loss.label_smoothing
-    smooth = _reduced(smooth, divisor, loss, logits)
-    return smooth * (share / logits.num_classes) + found * (1 - share)
-
-
-def _of_probabilities(
-    loss: ClassLoss, logits: Logits, x: Tensor, target: Tensor, weight: Tensor | None
-) -> Tensor:
-    shard = _shard(loss, logits, x)
-    if loss.target is None:
-        target = _part(loss, shard.own, target, logits.dim)
-    own = None if weight is None else _part(loss, shard.own, weight, 0)
-    facts = facts_of_probabilities(shard, target, own, loss.label_smoothing)
-    each = _merged(loss, logits, facts).expected()
-    return _reduced(each, each.new_tensor(each.numel()), loss, logits)
-
-
-def _reduced(each: Tensor, divisor: Tensor, loss: ClassLoss, logits: Logits) -> Tensor:
-    if loss.reduction == "none":
-        return each.reshape(logits.sample_shape)
-    return each.sum() / divisor if loss.reduction == "mean" else each.sum()
-
-
-def _shard(loss: ClassLoss, logits: Logits, x: Tensor) -> ClassShard:
-    place = loss.partition.rank
-    assert place is not None
-    dtype = torch.promote_types(torch.promote_types(x.dtype, logits.dtype), torch.float32)
-    return ClassShard(x, logits.dim, logits.classes[place], logits.num_classes, dtype)
-
-
-def _merged(loss: ClassLoss, logits: Logits, facts: list[Tensor]) -> Merged:
-    """Let all workers know what each has to tell: the one exchange, whose adjoint is a slice."""
-    mine = torch.stack([each.reshape(-1) for each in facts]).unsqueeze(0)
-    rows = shard_layout(loss.partition, (loss.partition.size, *mine.shape[1:]), 0)
-    everyones = gathering(rows).apply(mine, logits.input_terms)
-    return Merged.of(everyones[: min(loss.partition.size, logits.num_classes)])
-
-
-def _owner(logits: Logits, target: Tensor) -> Tensor:
-    """The place of the worker that has the class of each sample."""
-    stops = torch.tensor([stop for _, stop in logits.classes], device=target.device)
-    return torch.bucketize(target, stops, right=True)
-
-
-def _weights_of_workers(logits: Logits, weight: Tensor | None, like: Tensor) -> Tensor:
-    """The sum of weights of each worker's classes, for those that have classes."""
-    parts = [(start, stop) for start, stop in logits.classes if start < stop]
-    if weight is None:
-        return like.new_tensor([stop - start for start, stop in parts])
-    return torch.stack([weight[start:stop].sum(dtype=like.dtype) for start, stop in parts])
-
-
-def _part(loss: ClassLoss, own: tuple[int, int], whole: Tensor, dim: int) -> Tensor:
-    """This worker's part of a shared value; all workers get its gradient, if it has one."""
-    if not (whole.requires_grad and torch.is_grad_enabled()):
-        return whole.narrow(dim, own[0], own[1] - own[0])
-    return scattering(loss.partition, tuple(whole.shape), dim).apply(whole)
+    if loss.partition.size == 1 or not layout.shape[dim]:
+        return loss.whole(x, target, weight)
+    if not logits.has_probabilities:  # one sample may have a dimension
+        target = target.reshape(layout.shape[:dim] + layout.shape[dim + 1 :])
+    elif loss.target is None and target.requires_grad and torch.is_grad_enabled():
+        target = scattering(loss.partition, layout.shape, dim).apply(target)
+    elif loss.target is None:
+        target = layout.local_part(target)  # a view: no graph is needed, and no copy
+    found, _ = loss.measure(x, layout, target, weight, logits.dtype, logits.input_terms)
+    return found
 
 
 @kept_in_job
-def _known_alone(loss: ClassLoss) -> set[Any]:
+def _known_alone(loss: ShardedLoss) -> set[Any]:
     """The kinds of tensors that were found to fit a call of one worker."""
     return set()
 
@@ -268,14 +190,14 @@ def _admitted(value: Tensor, meta: TensorMeta) -> Tensor:
 
 def _check_known(state: State) -> None:
     """Raise ValueError for a lost mark, and on all workers, of which others may still have it."""
-    if isinstance(state, Unknown):
+    if isinstance(state, UnknownSharding):
         if state.partition is not None:
             _agree_that_lost(state, state.partition)
         check_known(state, "parallel_cross_entropy of a tensor")
 
 
 @eagerly
-def _agree_that_lost(state: Unknown, partition: Partition) -> None:
+def _agree_that_lost(state: UnknownSharding, partition: Partition) -> None:
     agree_on_call(row_of(partition), f"parallel_cross_entropy of a tensor {state}")
 
 
@@ -283,7 +205,7 @@ def _check_whole(input: Any, target: Any, weight: Any) -> None:
     if not torch.compiler.is_compiling():
         _check_known(traced_state(input))
     for name, value in (("target", target), ("weight", weight)):
-        if mark_of(value) is not None:
+        if sharding_of(value) is not None:
             raise ValueError(
                 f"parallel_cross_entropy: the input has no mark of a shard and the {name} has one; "
                 f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"

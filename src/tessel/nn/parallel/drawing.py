@@ -19,8 +19,8 @@ from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree
-from tessel.distributed.marks import mark_of, shared_by, unmarked
 from tessel.distributed.movements import layout_of_parts, shard_layout
+from tessel.distributed.shards import sharding_of, shared_by, unmarked
 
 Draw = Callable[[Tensor], Any]
 
@@ -80,13 +80,13 @@ def equalize_(parameters: Iterable[Tensor | None], partition: Partition) -> None
 
 def layout_of(parameter: Tensor) -> Layout | None:
     """Where the parts of a parameter lie, by its mark; None if nothing says that it is shared."""
-    mark, sharing = mark_of(parameter), shared_by(parameter)
+    sharding, sharing = sharding_of(parameter), shared_by(parameter)
     shape = tuple(parameter.shape)
-    if mark is None:
+    if sharding is None:
         return None if sharing is None else Layout.whole(sharing, shape, shared=True)
-    if mark.size is None:  # the user registered shards, which may have any lengths
-        label = f"the initialization of {mark}"
-        [(shapes, _)] = agree(mark.partition, label, parameter)
-        return layout_of_parts(mark.partition, shapes, mark.dim, None, label)
-    whole = (*shape[: mark.dim], mark.size, *shape[mark.dim + 1 :])
-    return shard_layout(mark.partition, whole, mark.dim)
+    if sharding.size is None:  # the user registered shards, which may have any lengths
+        label = f"the initialization of {sharding}"
+        [(shapes, _)] = agree(sharding.partition, label, parameter)
+        return layout_of_parts(sharding.partition, shapes, sharding.dim, None, label)
+    whole = (*shape[: sharding.dim], sharding.size, *shape[sharding.dim + 1 :])
+    return shard_layout(sharding.partition, whole, sharding.dim)

@@ -15,8 +15,8 @@ from tessel.core.layout import Shape
 from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree_and_tell
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import Mark, State, check_known, describe, traced_state
 from tessel.distributed.movements import layout_of_parts
+from tessel.distributed.shards import Sharding, State, check_known, describe, traced_state
 from tessel.tensor import Tensor as SpreadTensor
 
 SEEDS = 2**63 - 1
@@ -57,7 +57,7 @@ class ParallelDropout(torch.nn.Dropout):
         if not self.training or self.p == 0 or isinstance(input, SpreadTensor):
             return super().forward(input)
         state = traced_state(input)
-        row = state.partition if isinstance(state, Mark) else self.partition
+        row = state.partition if isinstance(state, Sharding) else self.partition
         if not row.active:
             return input.clone()
         whole, seed = _agree(row, f"ParallelDropout({self.extra_repr()})", state, input)
@@ -114,7 +114,7 @@ def _agree(row: Partition, name: str, state: State, x: Tensor) -> tuple[_Whole, 
     [(shapes, _)], seeds = agree_and_tell(row, label, [("the input", x)], [drawn])
     check_known(state, label)
     (seed,) = seeds[row.ranks[0]]
-    if not isinstance(state, Mark):
+    if not isinstance(state, Sharding):
         shape: Shape = same(shapes, "shape", label)
         return _Whole(shape, 0, (0,) * row.size), seed
     layout = layout_of_parts(row, shapes, state.dim, state.size, label)

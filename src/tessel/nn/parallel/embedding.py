@@ -15,20 +15,20 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import (
-    Mark,
+from tessel.distributed.movements import gathering, shard_layout
+from tessel.distributed.shards import (
+    Sharding,
     describe,
     state_of,
     traced_state,
     unmarked,
 )
-from tessel.distributed.movements import shard_layout
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
-from tessel.nn.parallel.embedding_agreement import EmbeddingOptions, Lookup, agree
-from tessel.nn.parallel.embedding_table import look_up_columns, look_up_rows
+from tessel.nn.parallel.embedding_agreement import Lookup, agree
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
 
 DIMS = (None, 0, 1, -1)
 
@@ -314,7 +314,7 @@ def parallel_embedding(
         )
     settings = EmbeddingOptions(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     state = traced_state(weight) if dim is None else state_of(weight)
-    if isinstance(state, Mark):
+    if isinstance(state, Sharding):
         partition = partition or state.partition
         dim = state.dim if dim is None else dim
     if dim is None and state is None:
@@ -342,8 +342,8 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
         settings = lookup.settings.counted_from_front(layout.shape[0])
         if lookup.partition.size == 1:
             return F.embedding(ids, weight, *astuple(settings))
-        look_up = look_up_rows if lookup.place == 0 else look_up_columns
-        return look_up(ids, as_agreed(weight, terms, True), layout, settings, terms)
+        y, there = look_up(ids, as_agreed(weight, terms, True), layout, settings, terms)
+        return gathering(there).apply(y, terms) if lookup.place else y
 
 
 def check_dim(dim: int | None, label: str) -> None:

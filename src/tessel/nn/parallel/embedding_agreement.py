@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,31 +10,13 @@ from torch import Tensor
 from tessel.core.agreement import TensorMeta, same
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import Held, Numbers, agree_and_tell
-from tessel.distributed.mark import Mark, State, check_known, describe
+from tessel.distributed.agreeing import Held, Numbers, agree_and_tell, range_of
 from tessel.distributed.movements import shard_layout
+from tessel.distributed.shardings import Sharding, State, check_known, describe
+from tessel.tensor.rules.split_tables import EmbeddingOptions
 from tessel.transport import kept_in_job
 
 INDICES = (torch.int64, torch.int32)
-_FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, 64 bits
-
-
-@dataclass(frozen=True)
-class EmbeddingOptions:
-    """What torch's embedding takes beside ids and weight; `padding_idx` counts whole rows."""
-
-    padding_idx: int | None = None
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    scale_grad_by_freq: bool = False
-    sparse: bool = False
-
-    def counted_from_front(self, rows: int) -> EmbeddingOptions:
-        """The same with a `padding_idx` that is not negative."""
-        padding = self.padding_idx
-        return (
-            self if padding is None or padding >= 0 else replace(self, padding_idx=padding + rows)
-        )
 
 
 @dataclass(frozen=True)
@@ -67,10 +49,10 @@ class Lookup:
         assert self.dim is not None
         return abs(self.dim)
 
-    def check_marks(self) -> None:
+    def check_shardings(self) -> None:
         """Raise ValueError if a mark says otherwise."""
         check_known(self.weight, self.label)
-        if isinstance(self.weight, Mark) and (
+        if isinstance(self.weight, Sharding) and (
             self.weight.dim != self.place or self.weight.partition.ranks != self.partition.ranks
         ):
             raise ValueError(
@@ -96,7 +78,7 @@ def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMe
         lookup.partition,
         label,
         [("the ids", ids), ("the weight", weight)],
-        _values_in_words(ids),
+        range_of(ids, INDICES),
         f"{label} {lookup}",
     )
     layout = _concluded(lookup, label, _frozen(of_ids), _frozen(of_weight))
@@ -115,7 +97,7 @@ def _frozen(held: Held) -> Frozen:
 @kept_in_job
 def _concluded(lookup: Lookup, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
     """The table that follows from the shapes of all workers, once for the same shapes."""
-    lookup.check_marks()
+    lookup.check_shardings()
     (shapes, meta), (shards, kind) = of_ids, of_weight
     if meta.dtype not in INDICES:
         raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {meta.dtype}")
@@ -134,25 +116,24 @@ def _concluded(lookup: Lookup, label: str, of_ids: Frozen, of_weight: Frozen) ->
 
 def _table(lookup: Lookup, shapes: dict[int, Shape]) -> Layout:
     """The whole table from the shapes of its shards, which must be balanced parts of it."""
-    dim, ranks = lookup.place, lookup.partition.ranks
+    dim, label = lookup.place, lookup.label
     if any(len(shape) != 2 for shape in shapes.values()):
         found = ", ".join(f"{shape} on worker {worker}" for worker, shape in shapes.items())
-        raise ValueError(f"{lookup.label}: a weight has two dimensions, got {found}")
-    same({worker: shape[1 - dim] for worker, shape in shapes.items()}, OTHER[dim], lookup.label)
-    whole = list(shapes[ranks[0]])
-    whole[dim] = sum(shapes[worker][dim] for worker in ranks)
-    if lookup.num_embeddings is not None:
-        whole[0] = lookup.num_embeddings
-    if lookup.embedding_dim is not None:
-        whole[1] = lookup.embedding_dim
-    layout = shard_layout(lookup.partition, (whole[0], whole[1]), dim)
-    for worker in ranks:
+        raise ValueError(f"{label}: a weight has two dimensions, got {found}")
+    other = ("columns", "rows")[dim]
+    same({w: shape[1 - dim] for w, shape in shapes.items()}, f"number of {other}", label)
+    whole = [shapes[lookup.partition.ranks[0]][k] for k in (0, 1)]
+    whole[dim] = sum(shape[dim] for shape in shapes.values())
+    wanted = lookup.num_embeddings, lookup.embedding_dim
+    rows, columns = (n if given is None else given for n, given in zip(whole, wanted, strict=True))
+    layout = shard_layout(lookup.partition, (rows, columns), dim)
+    for worker in lookup.partition.ranks:
         if shapes[worker] != layout.shape_on(worker):
             raise ValueError(
-                f"{lookup.label}: worker {worker} expected a shard of shape "
-                f"{layout.shape_on(worker)} of a table of shape {layout.shape} that is split "
-                f"along dimension {dim}, got {shapes[worker]}; shards are balanced parts, the "
-                f"first of them one longer where it does not divide"
+                f"{label}: worker {worker} expected a shard of shape {layout.shape_on(worker)} of "
+                f"a table of shape {layout.shape} that is split along dimension {dim}, got "
+                f"{shapes[worker]}; shards are balanced parts, the first of them one longer where "
+                f"it does not divide"
             )
     return layout
 
@@ -170,10 +151,6 @@ def _check_settings(lookup: Lookup, rows: int) -> None:
         )
 
 
-# of the dimension that is not split
-OTHER = ("number of columns of the weight", "number of rows of the weight")
-
-
 def _check_values(lookup: Lookup, values: Numbers, rows: int) -> None:
     for worker, (low, high, _) in values.items():
         if low <= high and not 0 <= low <= high < rows:
@@ -189,17 +166,3 @@ def _check_values(lookup: Lookup, values: Numbers, rows: int) -> None:
                 f"{worker} are others than those of worker {first}; give all the same batch, "
                 f"say by the same seed of the data loader, or gather the ids before"
             )
-
-
-def _values_in_words(ids: Tensor) -> tuple[int, int, int]:
-    """The least, the greatest and a checksum of ids; (0, -1, 0) of none."""
-    if not isinstance(ids, Tensor) or ids.dtype not in INDICES or not ids.numel() or ids.is_meta:
-        return 0, -1, 0
-    with torch._C._DisableFuncTorch(), torch.no_grad():  # it belongs to no transform of torch.func
-        flat = ids.detach().reshape(-1).long()
-        place = torch.arange(flat.numel(), device=flat.device)
-        mixed = flat + place * _FACTORS[0]
-        for shift, factor in ((30, _FACTORS[1]), (27, _FACTORS[2])):
-            mixed = (mixed ^ (mixed >> shift)) * factor
-        low, high, checksum = torch.stack([*flat.aminmax(), mixed.sum()]).tolist()
-    return low, high, checksum

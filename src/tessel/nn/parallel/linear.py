@@ -11,18 +11,25 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core import boxes
-from tessel.core.agreement import Agreement, TensorMeta, same
+from tessel.core.agreement import TensorMeta, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
 from tessel.core.partition import Partition
 from tessel.core.shared import Replicate, grad_alike
-from tessel.distributed.agreeing import agree, agree_on_call
+from tessel.distributed.agreeing import agree, agree_on_call, conclude
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import (
-    Mark,
+from tessel.distributed.movements import (
+    copying,
+    layout_of_shards,
+    reducing,
+    scattering,
+    shard_layout,
+)
+from tessel.distributed.shards import (
+    Sharding,
     State,
-    Unknown,
+    UnknownSharding,
     check_known,
     describe,
     marked,
@@ -30,7 +37,6 @@ from tessel.distributed.marks import (
     traced_state,
     unmarked,
 )
-from tessel.distributed.movements import copying, reducing, scattering, shard_layout
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.column import can_overlap, multiply_overlapping
 from tessel.nn.parallel.convert import Conversion, convert
@@ -115,7 +121,7 @@ class ShardedProduct:
         Whole inputs are as long as the weight on every worker. So shards that are so, too, are
         whole: those on one worker, and those of nothing.
         """
-        if self.dim == COLUMN or isinstance(self.state, Mark):
+        if self.dim == COLUMN or isinstance(self.state, Sharding):
             return self.dim == ROW
         lengths = [shapes[worker][-1] for worker in self.partition.ranks]
         parts = boxes.balanced(self.sizes[0], self.partition.size)
@@ -140,7 +146,7 @@ class ShardedProduct:
         first = shapes[self.partition.ranks[0]]
         if not first:
             raise ValueError(f"{self.label}: an input of at least one dimension is needed")
-        self._check_mark(len(first))
+        self._check_sharding(len(first))
         same({w: shape[:-1] for w, shape in shapes.items()}, "shape before the last", self.label)
         parts = boxes.balanced(length, self.partition.size)
         for worker, (start, stop) in zip(self.partition.ranks, parts, strict=True):
@@ -161,30 +167,25 @@ class ShardedProduct:
             )
         return text
 
-    def _check_mark(self, ndim: int) -> None:
-        mark = self.state
-        if not isinstance(mark, Mark):
+    def _check_sharding(self, ndim: int) -> None:
+        sharding = self.state
+        if not isinstance(sharding, Sharding):
             return
         if self.dim == COLUMN:
             raise ValueError(
                 f"{self.label}: the outputs of this layer are split, and its input must be whole; "
                 f"write x = tessel.distributed.gather(x) before, or take a layer with dim=0"
             )
-        if mark.dim != ndim - 1 or mark.partition.ranks != self.partition.ranks:
+        if sharding.dim != ndim - 1 or sharding.partition.ranks != self.partition.ranks:
             raise ValueError(
                 f"{self.label}: a shard along the last dimension, {ndim - 1}, over the same "
                 f"workers is needed; write x = tessel.distributed.gather(x) before"
             )
-        if mark.size not in (None, self.sizes[0]):
+        if sharding.size not in (None, self.sizes[0]):
             raise ValueError(
-                f"{self.label}: the layer has {self.sizes[0]} inputs, the whole tensor {mark.size}"
+                f"{self.label}: the layer has {self.sizes[0]} inputs, the whole tensor "
+                f"{sharding.size}"
             )
-
-
-@kept_in_job
-def _agreement(product: ShardedProduct) -> Agreement[ProductPlan]:
-    P = product.partition
-    return Agreement(P.group, product.label, P.ranks, product.conclude, product.identity)
 
 
 def multiply(
@@ -200,58 +201,42 @@ def multiply(
     """The product of an input with a weight in shards, which are those of the whole `sizes`."""
     if not partition.active:
         return x.clone()
-    with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
-        product = _product(x, weight, bias, name, partition, dim, sizes)
-        x = unmarked(x)
-        entry = _agreement(product).agree_on(x)
-        partition.group.number_call()
-        return _multiplied(grad_alike(x, entry.meta), weight, bias, product, entry)
-
-
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    name: str,
-    partition: Partition,
-    dim: int,
-    sizes: tuple[int, int],
-) -> ShardedProduct:
     needs, is_off = needs_of([weight] if bias is None else [weight, bias])
-    device = weight.device.type
-    return ShardedProduct(
-        name=name,
-        partition=partition,
-        dim=dim,
-        sizes=sizes,
-        state=traced_state(x),
-        dtype=weight.dtype,
-        device=device,
-        autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
-        needs=tuple(needs),
-        is_off=is_off,
-        problem=_mark_problem(weight, bias, partition, dim, sizes)
-        or _problem(weight, bias, partition, dim, sizes),
-    )
-
-
-def _multiplied(
-    x: Tensor, weight: Tensor, bias: Tensor | None, product: ShardedProduct, entry: ProductPlan
-) -> Tensor:
-    partition, alone = product.partition, product.partition.size == 1
-    if product.dim == COLUMN:
-        mark = Mark(x.ndim - 1, partition, product.sizes[1])
-        if not alone and isinstance(entry.enter, Replicate) and can_overlap(x, weight):
+    device, alone = weight.device.type, partition.size == 1
+    with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
+        product = ShardedProduct(
+            name=name,
+            partition=partition,
+            dim=dim,
+            sizes=sizes,
+            state=traced_state(x),
+            dtype=weight.dtype,
+            device=device,
+            autocast=torch.get_autocast_dtype(device)
+            if torch.is_autocast_enabled(device)
+            else None,
+            needs=tuple(needs),
+            is_off=is_off,
+            problem=_problem(weight, bias, partition, dim, sizes),
+        )
+        x = unmarked(x)
+        plan = conclude(product, x)
+        x = grad_alike(x, plan.meta)
+        if dim == COLUMN and not alone and can_overlap(x, weight):
+            assert isinstance(plan.enter, Replicate)
+            # plain ones: the graph's node keeps what it is given, and would derive with marks
             plain = unmarked(weight), None if bias is None else unmarked(bias)
-            return marked(multiply_overlapping(entry.enter, x, *plain), mark)
-    if entry.enter is not None and not alone:
-        x = entry.enter.apply(x, entry.meta)
-    if product.dim == COLUMN:
-        return marked(F.linear(x, weight, bias), mark)
-    if alone or entry.leave is None:
-        return F.linear(x, weight, bias)
-    y = entry.leave.apply(F.linear(x, weight), entry.meta)
-    return y if bias is None else y + bias.to(y.dtype)
+            y = multiply_overlapping(plan.enter, x, *plain)
+            return marked(y, Sharding(x.ndim - 1, partition, sizes[1]))
+        if plan.enter is not None and not alone:
+            x = plan.enter.apply(x, plan.meta)
+        if dim == COLUMN:
+            return marked(F.linear(x, weight, bias), Sharding(x.ndim - 1, partition, sizes[1]))
+        if alone or plan.leave is None:
+            return F.linear(x, weight, bias)
+        # the bias is whole on all workers: it is added once, to what they summed
+        y = plan.leave.apply(F.linear(x, weight), plan.meta)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 def multiply_shards(
@@ -267,71 +252,56 @@ def multiply_shards(
     split = checked_dim(dim, name)
     assert split is not None
     check_known(state, label)
-    sizes = _whole_sizes(shapes, state, split, partition, label)
-    return multiply(x, weight, bias, name=name, partition=partition, dim=split, sizes=sizes)
-
-
-def _whole_sizes(
-    shapes: dict[int, Shape], state: State, split: int, partition: Partition, label: str
-) -> tuple[int, int]:
-    """The numbers of inputs and outputs of a weight, of which all workers know all shards."""
-    place = 0 if split == COLUMN else 1
-    first = shapes[partition.ranks[0]]
+    first, place = shapes[partition.ranks[0]], 1 - split
     if len(first) != 2:
         raise ValueError(f"{label}: a weight (outputs, inputs) is needed, got shape {first}")
-    other = same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
-    lengths = [shapes[worker][place] for worker in partition.ranks]
-    balanced = [stop - start for start, stop in boxes.balanced(sum(lengths), partition.size)]
-    if lengths != balanced:
-        raise ValueError(
-            f"{label}: balanced shards along dim {place} of the weight were expected, {balanced} "
-            f"for {sum(lengths)} in all, got {lengths} on workers {list(partition.ranks)}"
-        )
-    expected = Mark(place, partition, sum(lengths))
-    if isinstance(state, Mark) and state.merged(expected) is None:
+    same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
+    unit = f"along dim {place}"
+    layout = layout_of_shards(partition, shapes, place, None, label, "the weight", unit)
+    expected = Sharding(place, partition, layout.shape[place])
+    if isinstance(state, Sharding) and state.merged(expected) is None:
         raise ValueError(f"{label}: {expected} was expected")
-    return (other, sum(lengths)) if split == COLUMN else (sum(lengths), other)
-
-
-def _mark_problem(
-    weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
-) -> str:
-    """That a weight or a bias, computed from other values, is not the shard that is needed."""
-    if partition.size == 1:
-        return ""
-    for value, (name, wanted) in zip((weight, bias), _marks(partition, dim, sizes), strict=True):
-        state = state_of(value)
-        if isinstance(state, Unknown):
-            return f"of the {name} {state.remedy}"
-        if state is not None and (wanted is None or state.merged(wanted) is None):
-            return f"the {name} is {state}, where one that is {describe(wanted)} is needed"
-    return ""
-
-
-@kept_in_job
-def _marks(
-    partition: Partition, dim: int, sizes: tuple[int, int]
-) -> tuple[tuple[str, Mark | None], ...]:
-    """What the weight and the bias are marked as, if they are."""
-    if dim == COLUMN:
-        return ("weight", Mark(0, partition, sizes[1])), ("bias", Mark(0, partition, sizes[1]))
-    return ("weight", Mark(1, partition, sizes[0])), ("bias", None)
+    outputs, inputs = layout.shape
+    sizes = inputs, outputs
+    return multiply(x, weight, bias, name=name, partition=partition, dim=split, sizes=sizes)
 
 
 def _problem(
     weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
 ) -> str:
-    """What is wrong with the parameters of this worker, in words that name it."""
-    expected = local_shapes(partition, dim, sizes)
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and tuple(value.shape) != expected[name]:
-            whole = (sizes[1], sizes[0]) if name == "weight" else (sizes[1],)
+    """What is wrong with the parameters of this worker, in words that name it.
+
+    One that is computed from other values may be another shard than the one that is needed.
+    """
+    given = ("weight", weight), ("bias", bias)
+    shardings, layouts = _shardings(partition, dim, sizes), layouts_of(partition, dim, sizes)
+    for name, value in given:
+        state = state_of(value)
+        if state is None or partition.size == 1:
+            continue
+        if isinstance(state, UnknownSharding):
+            return f"of the {name} {state.remedy}"
+        wanted = shardings[name]
+        if wanted is None or state.merged(wanted) is None:
+            return f"the {name} is {state}, where one that is {describe(wanted)} is needed"
+    for name, value in given:
+        layout = layouts[name]
+        if value is not None and tuple(value.shape) != layout.local_shape:
             worker = partition.ranks[partition.rank or 0]
             return (
                 f"the {name} of worker {worker} has the shape {tuple(value.shape)}, where its "
-                f"shard of {whole} has {expected[name]}"
+                f"shard of {layout.shape} has {layout.local_shape}"
             )
     return ""
+
+
+@kept_in_job
+def _shardings(
+    partition: Partition, dim: int, sizes: tuple[int, int]
+) -> dict[str, Sharding | None]:
+    """What the weight and the bias are marked as, if they are."""
+    layouts = layouts_of(partition, dim, sizes)
+    return {name: Sharding.of(layout) for name, layout in layouts.items()}
 
 
 @kept_in_job
@@ -342,12 +312,6 @@ def layouts_of(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[s
     if dim == COLUMN:
         return {"weight": weight, "bias": shard_layout(partition, (outputs,), 0)}
     return {"weight": weight, "bias": Layout.whole(partition, (outputs,), shared=True)}
-
-
-@kept_in_job
-def local_shapes(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Shape]:
-    """The shapes of this worker's shards."""
-    return {name: each.local_shape for name, each in layouts_of(partition, dim, sizes).items()}
 
 
 def checked_dim(dim: int | None, name: str) -> int | None:

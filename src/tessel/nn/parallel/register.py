@@ -8,7 +8,7 @@ from torch import Tensor
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import registered
+from tessel.distributed.shards import registered
 
 
 class RegisterParallelDim(torch.nn.Module):

@@ -9,7 +9,7 @@ import torch
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.distributed.marks import Mark, call, mark_of, note, share, unmark_values
+from tessel.distributed.shards import Sharding, call, note, sharding_of, share, unmark_values
 from tessel.nn.parallel.drawing import equalize_
 
 
@@ -42,10 +42,12 @@ class ShardedLayer(torch.nn.Module):
     def _equalize_own_values(self, ours: type[ShardedLayer]) -> None:
         """Let whole parameters be equal where a subclass draws its values in a way of its own."""
         if type(self).reset_parameters is not ours.reset_parameters:  # type: ignore[attr-defined]
-            whole = (p for p in self._parameters.values() if p is not None and mark_of(p) is None)
+            whole = (
+                p for p in self._parameters.values() if p is not None and sharding_of(p) is None
+            )
             equalize_(whole, self.partition)
 
-    def _mark_parameters(self) -> None:
+    def _note_shardings(self) -> None:
         """Let the parameters say which shards they are."""
         if "partition" not in self.__dict__:
             return  # torch's layer is still being made
@@ -53,12 +55,11 @@ class ShardedLayer(torch.nn.Module):
         for name, parameter in self._parameters.items():
             if parameter is None or (layouts and name not in layouts):
                 continue
-            cuts = layouts[name].cuts if layouts else ()
-            split = next((dim for dim, cut in enumerate(cuts) if cut.axes), None)
-            if split is None:
+            sharding = Sharding.of(layouts[name]) if layouts else None
+            if sharding is None:
                 share(parameter, self.partition)
             else:
-                note(parameter, Mark(split, self.partition, layouts[name].shape[split]))
+                note(parameter, sharding)
                 call(parameter, self.dim)
 
     # What follows is how parameters of other origin come into a layer: by assignment, by
@@ -66,16 +67,16 @@ class ShardedLayer(torch.nn.Module):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        self._mark_parameters()
+        self._note_shardings()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._mark_parameters()
+        self._note_shardings()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark_parameters()
+        self._note_shardings()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tessel.core.layout import Layout
 from tessel.core.move import Move
-from tessel.distributed.marks import unmarked
+from tessel.distributed.agreeing import tell
+from tessel.distributed.shards import unmarked
 from tessel.nn.parallel.state_places import Places
 
 
@@ -62,9 +63,8 @@ class Receiver(Relocator):
     def __init__(
         self, places: Places, state: Mapping[str, Any], device: torch.device | str
     ) -> None:
-        group, first = places.row.group, places.row.ranks[0]
-        told = group.share_objects(_mapped(state, _outlined))
-        super().__init__(places, told[group.workers.index(first)])
+        told = tell(places.row, _mapped(state, _outlined))
+        super().__init__(places, told[places.row.ranks[0]])
         self._device = device
         given = _tensors(state) if places.first.active else []
         self._given = dict(zip(map(id, _tensors(self.outline)), given, strict=False))

@@ -13,12 +13,12 @@ from torch.nn import Module
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import agree_on_call
+from tessel.distributed.agreeing import agree_on_call, agree_on_items
 from tessel.distributed.group import row_of
-from tessel.distributed.marks import Mark, shared_by, state_of
+from tessel.distributed.shards import Sharding, shared_by, state_of
 from tessel.nn.parallel.drawing import layout_of
 from tessel.nn.parallel.sharded import ShardedLayer
-from tessel.transport import code_of, kept_in_job
+from tessel.transport import kept_in_job
 
 
 @dataclass(frozen=True)
@@ -79,37 +79,11 @@ class Places:
         agree_on_call(self.row, what)
         if problem:
             raise error(what)
-        self._agree_on_items(what, list(listing))
-
-    def _agree_on_items(self, call: str, items: list[str]) -> None:
-        """Raise ValueError on all workers, with the first difference, unless all have the same."""
-        group = self.row.group
-        if group.size == 1 or not self.row.active:
-            return
-        told = group.share_words([code_of("\n".join(items))])
-        length = len(told) // group.size
-        if told == told[:length] * group.size:
-            return
-        everyones = dict(zip(group.workers, group.share_objects(items), strict=True))
-        raise ValueError(f"{call}: {_difference(everyones)}; pass the same on all workers")
+        agree_on_items(self.row, what, list(listing))
 
     def whole_on(self, layout: Layout, workers: Partition) -> Move:
         """The movement that gives the whole of a value to some workers."""
         return _gathering(layout, workers)
-
-
-def _difference(everyones: dict[int, list[str]]) -> str:
-    """In what the list of one worker differs from that of the first."""
-    (first, expected), *others = everyones.items()
-    worker, got = next((worker, items) for worker, items in others if items != expected)
-    for here, there, with_it, without in (
-        (expected, got, first, worker),
-        (got, expected, worker, first),
-    ):
-        for item in here:
-            if item not in there:
-                return f"worker {with_it} has {item}, and worker {without} does not"
-    return f"workers {first} and {worker} have the same values in another order"
 
 
 Value = tuple[str, Tensor, Layout | None]
@@ -153,7 +127,7 @@ def _partition(value: Tensor, known: Layout | None) -> Partition | None:
     state = state_of(value)
     if known is not None:
         return known.partition
-    return state.partition if isinstance(state, Mark) else shared_by(value)
+    return state.partition if isinstance(state, Sharding) else shared_by(value)
 
 
 @kept_in_job

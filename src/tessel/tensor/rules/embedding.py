@@ -16,6 +16,7 @@ from tessel.tensor.rules.losses import arguments_of
 from tessel.tensor.rules.pointwise import pointwise
 from tessel.tensor.rules.products import multiply, planned
 from tessel.tensor.rules.reductions import argument
+from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -43,12 +44,21 @@ def _with_last(layout: Layout, length: int) -> Layout:
 
 @rule("embedding", plain=True)
 def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Rows of a table that all workers have."""
+    """Rows of a table that all workers have, or that lies in parts."""
     given = arguments_of(name, func, args, kwargs)
     indices, weight = given.pop("input"), given.pop("weight")
     indices = as_spread(indices, next(spread_among(indices, weight))._layout.partition)
     if holds_anywhere((indices < 0) | (indices >= weight.shape[0])):
         raise IndexError(f"index out of range: the table has {weight.shape[0]} rows")
+    if given["sparse"] and isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad:
+        raise NotImplementedError(
+            "torch's `embedding` of a spread table with sparse=True: a spread tensor has no sparse "
+            "gradient; leave it out, or take tessel.nn.ParallelEmbedding, whose shards have one"
+        )
+    if is_whole(indices._layout) and isinstance(weight, Tensor) and not is_whole(weight._layout):
+        outlines(func, (indices, weight), given)  # torch's own errors
+        options = EmbeddingOptions(**given).counted_from_front(weight.shape[0])
+        return made(*look_up(parts(indices), *opened(weight), options))
     for key in ("max_norm", "scale_grad_by_freq", "sparse"):
         if given[key]:
             return _of_all_indices(key, func, indices, weight, given)

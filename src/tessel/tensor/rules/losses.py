@@ -6,7 +6,6 @@ it, and gets the gradients of one process.
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from contextvars import ContextVar
@@ -31,6 +30,7 @@ from tessel.tensor.rules.batched import (
 )
 from tessel.tensor.rules.pointwise import common_layout, fitted
 from tessel.tensor.rules.reductions import filled, without
+from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -203,7 +203,7 @@ checked: ContextVar[bool] = ContextVar("checked", default=False)
 _WEIGHTS = ("weight", "pos_weight")
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """All of a tensor that torch's errors depend on, but for its values."""
 
     shape: Shape
@@ -222,23 +222,24 @@ class _Kind(NamedTuple):
 Kinds = tuple[tuple[str, Any], ...]
 
 
-def _kinds(given: Settings) -> Kinds:
+def kinds_of(given: Settings) -> Kinds:
+    """The arguments of a loss with the kinds of tensors in their places."""
     return tuple(
         (key, _kind(each) if isinstance(each, torch.Tensor) else each)
         for key, each in given.items()
     )
 
 
-def _kind(x: torch.Tensor) -> _Kind:
+def _kind(x: torch.Tensor) -> Kind:
     part = x._part if isinstance(x, Tensor) else x
     shape = x._layout.shape if isinstance(x, Tensor) else tuple(x.shape)
-    return _Kind(shape, part.dtype, part.device.type, part.requires_grad)
+    return Kind(shape, part.dtype, part.device.type, part.requires_grad)
 
 
 def _check_elements(name: str, func: Any, given: Settings) -> None:
     """Let torch say what it does not take, once for each kind of call."""
-    kinds = _kinds(given)
-    sizes = {each.shape for key, each in kinds if isinstance(each, _Kind) and key not in _WEIGHTS}
+    kinds = kinds_of(given)
+    sizes = {each.shape for key, each in kinds if isinstance(each, Kind) and key not in _WEIGHTS}
     if len(sizes) > 1 and name != "gaussian_nll_loss":  # which looks at values
         func(**{key: _outlined(each) for key, each in kinds})  # it warns of sizes at every call
     if name != "gaussian_nll_loss" or not outlining.get():  # it looks at values, which are not here
@@ -252,7 +253,7 @@ def _check_least(name: str, func: Any, kinds: Kinds) -> None:
     ones = {
         key: () if key in _WEIGHTS and not is_weighted else (1,) * len(each.shape)
         for key, each in kinds
-        if isinstance(each, _Kind)
+        if isinstance(each, Kind)
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -265,7 +266,7 @@ def _check_least(name: str, func: Any, kinds: Kinds) -> None:
 
 
 def _outlined(value: Any) -> Any:
-    return value.outline() if isinstance(value, _Kind) else value
+    return value.outline() if isinstance(value, Kind) else value
 
 
 def _check_broadcast(weight: Shape, shape: Shape) -> None:
@@ -279,22 +280,39 @@ def _check_broadcast(weight: Shape, shape: Shape) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _check_classes(func: Any, dim: int, kinds: Kinds) -> None:
-    """The same for losses of classes: of one sample with all classes, then of all shapes."""
+def loss_dtype(func: Any, kinds: Kinds, autocast: bool) -> torch.dtype:
+    """The dtype of a loss of classes, after torch said what it does not take.
+
+    Torch is asked for one sample with all classes, and then, without values, for all shapes.
+
+    Args:
+        func: torch's function.
+        kinds: its arguments.
+        autocast: whether torch chooses the dtype itself: it says another one then.
+    """
     given = dict(kinds)
-    x, target = given["input"], given["target"]
+    x, target, weight = given["input"], given["target"], given["weight"]
+    dim = min(1, len(x.shape) - 1)
     row = tuple(length if d == dim else 1 for d, length in enumerate(x.shape))
-    is_probable = len(target.shape) == len(x.shape)
-    weight = given["weight"]
+    # a target of one class may have a dimension, as an input of classes alone has
+    is_row = len(target.shape) == len(x.shape) and (target.shape != (1,) or x.shape == (1,))
+    goal = target.zeros(row if is_row else (1,) * len(target.shape))
+    if x.shape and not x.shape[dim] and goal.dtype == torch.int64:  # there is no class at all
+        goal.fill_(given["ignore_index"])
     least = {
         "input": x.zeros(row),
-        "target": target.zeros(row if is_probable else (1,) * len(target.shape)),
-        "weight": None if weight is None else weight.zeros(weight.shape),
+        "target": goal,
+        "weight": weight.zeros(weight.shape) if isinstance(weight, Kind) else weight,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        func(**given | least)
-        func(**{key: _outlined(each) for key, each in kinds})
+        found: torch.Tensor = func(**given | least)
+        # without values torch takes neither classes of uint8 nor a dimension of the one class
+        kind = torch.int64 if target.dtype == torch.uint8 else target.dtype
+        shape = target.shape if is_row or len(x.shape) != len(target.shape) else ()
+        given["target"] = target._replace(dtype=kind, shape=shape)
+        func(**{key: _outlined(each) for key, each in given.items()})
+    return found.dtype
 
 
 @rule("linear_cross_entropy", plain=True)
@@ -398,17 +416,24 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = arguments_of(name, func, args, kwargs)
     given["weight"] = weight = whole_of(given["weight"])
     dim = 0 if given["input"].dim() == 1 else 1
-    _check_classes(func, dim, _kinds(given))
+    dtype = loss_dtype(func, kinds_of(given), torch.is_autocast_enabled(given["input"].device.type))
     reduction = _reduction_of(given)
     target = given.pop("target")
     x = _beside(given.pop("input"), target, dim)
     layout = x._layout
     is_probable = name == "cross_entropy" and x.shape == target.shape
     if not is_probable:
+        if x.dim() == target.dim():  # of one sample, which may have a dimension
+            target = target.reshape(())
         _check_targets(target, layout.shape[dim], given["ignore_index"])
     if is_split(layout, dim):
         if prod(layout.shape) * x.element_size() > GATHERED:
-            return _of_split_classes(name, x, target, dim, given, reduction)
+            if name == "nll_loss":
+                return _of_split_scores(x, target, dim, given, reduction)
+            measure = CrossEntropy(given["ignore_index"], given["label_smoothing"], reduction)
+            goal = as_spread(target, layout.partition)
+            lies = layout if is_probable else without(layout, (dim,), False)[1]
+            return made(*measure(moved(x, layout), layout, moved(goal, lies), weight, dtype))
         layout = gathered(layout, (dim,))
     _, samples = without(layout, (dim,), False)
     part, chosen = moved(x, layout), part_of(target, layout if is_probable else samples)
@@ -449,24 +474,16 @@ def _weight_of(target: torch.Tensor, weight: torch.Tensor | None, ignore: int) -
     return widened(torch.where(counts, each, 0)).sum()
 
 
-def _of_split_classes(
-    name: str, x: Tensor, target: torch.Tensor, dim: int, given: Settings, reduction: str
+def _of_split_scores(
+    x: Tensor, target: torch.Tensor, dim: int, given: Settings, reduction: str
 ) -> Any:
-    """The same where no worker has all classes: a few numbers of each sample travel."""
-    weight, smoothing = given["weight"], given.get("label_smoothing", 0.0)
-    if name == "cross_entropy":
-        if x.shape == target.shape:
-            return _of_probabilities(x, target, weight, dim, smoothing, reduction)
-        x = as_spread(x.log_softmax(dim), x._layout.partition)
+    """`nll_loss` where no worker has all classes: the score of each target travels."""
+    weight = given["weight"]
     target = target.long()
     ignored = target == given["ignore_index"]
     factors = ~ignored if weight is None else torch.where(ignored, 0, _looked_up(weight, target))
     losses = torch.where(ignored, 0, -_picked(x, target, dim))
     losses = losses if weight is None else losses * factors
-    if smoothing:
-        smooth = -(x if weight is None else x * _along(weight, x, dim)).sum(dim)
-        smooth = torch.where(ignored, 0, smooth)
-        losses = losses * (1 - smoothing) + smooth * (smoothing / x.shape[dim])
     return losses.sum() / factors.sum() if reduction == "mean" else _reduced(losses, reduction)
 
 
@@ -485,26 +502,6 @@ def _with_classes(layout: Layout, whole: Layout, dim: int) -> Layout:
     shape = (*layout.shape[:dim], whole.shape[dim], *layout.shape[dim:])
     cuts = (*layout.cuts[:dim], whole.cuts[dim], *layout.cuts[dim:])
     return Layout(layout.partition, shape, cuts, layout.shared)
-
-
-def _along(weight: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A weight for each class, to be multiplied with the input."""
-    return weight.reshape(-1, *[1] * (x.dim() - dim - 1))
-
-
-def _of_probabilities(
-    x: Tensor, target: torch.Tensor, weight: Any, dim: int, smoothing: float, reduction: str
-) -> torch.Tensor:
-    """The cross entropy of logits and probabilities of all classes."""
-    num_classes = x.shape[dim]
-    if smoothing:
-        target = target * (1 - smoothing) + smoothing / num_classes
-    terms = x.log_softmax(dim) * target
-    terms = terms if weight is None else terms * _along(weight, x, dim)
-    if reduction == "mean":
-        count = x.numel() // num_classes
-        return -terms.sum() / count if count else -terms.sum() * math.nan
-    return -terms.sum(dim) if reduction == "none" else -terms.sum()
 
 
 def _picked(x: Tensor, target: torch.Tensor, dim: int) -> Tensor:

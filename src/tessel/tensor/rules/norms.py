@@ -356,7 +356,7 @@ class Norm:
         return self.given["running_mean"] is not None
 
     def result(self, y: Tensor) -> SpreadTensor:
-        return made(y.view(self.x.shape), self.layout)
+        return made(y if y.shape == self.x.shape else y.view(self.x.shape), self.layout)
 
 
 def local_parameters(
@@ -372,8 +372,11 @@ def local_parameters(
         return None, None
     box = layout.box()
     assert box is not None
-    region = tuple(slice(*box[dim]) for dim in dims)
-    found = iter(each[region] for each in used_together(present, layout, shared))  # one exchange
+    several = used_together(present, layout, shared)  # their gradients take one exchange
+    if any(map(layout.is_split, dims)):
+        region = tuple(slice(*box[dim]) for dim in dims)
+        several = [each[region] for each in several]
+    found = iter(several)
     return None if weight is None else next(found), None if bias is None else next(found)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 
-from tessel.distributed.mark import Mark, State, Unknown, state_of
+from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
 
 Shape = tuple[int, ...]
 
@@ -92,20 +92,22 @@ class TorchCall:
         return tuple(given[0]) if sequence else given
 
     @property
-    def subject(self) -> tuple[Mark, Shape] | None:
+    def subject(self) -> tuple[Sharding, Shape] | None:
         """The mark and the shape of the first argument, if it is the only tensor with a mark."""
         first = self.args[0] if self.args else self.kwargs.get("input")
         shards = [k for k, state in enumerate(self.states) if state is not None]
         if len(shards) != 1 or self.tensors[shards[0]] is not first:
             return None
-        mark = self.states[shards[0]]
-        assert isinstance(mark, Mark)
-        return mark, self.shapes[shards[0]]
+        sharding = self.states[shards[0]]
+        assert isinstance(sharding, Sharding)
+        return sharding, self.shapes[shards[0]]
 
-    def lost(self, why: str = "") -> Unknown:
+    def lost(self, why: str = "") -> UnknownSharding:
         """The state of a result of which this function does not tell what it is."""
-        marks = (state for state in self.states if isinstance(state, Mark))
-        return Unknown(self.name, why, next((mark.partition for mark in marks), None))
+        shardings = (state for state in self.states if isinstance(state, Sharding))
+        return UnknownSharding(
+            self.name, why, next((sharding.partition for sharding in shardings), None)
+        )
 
 
 def targets(call: TorchCall) -> tuple[Tensor, ...]:

@@ -20,6 +20,8 @@ Shards are averaged over workers that hold the same ones, and never over workers
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,8 +33,8 @@ from tessel.core.graph import eagerly
 from tessel.core.partition import Partition, world
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import get_group, row_of
-from tessel.distributed.marks import mark_of
 from tessel.distributed.movements import gather
+from tessel.distributed.shards import sharding_of
 from tessel.distributed.wrapping import IGNORED, REGISTERED
 
 
@@ -101,7 +103,7 @@ def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
     shards = [
         name
         for name, value in module.named_parameters(remove_duplicate=False)
-        if mark_of(value) is not None
+        if sharding_of(value) is not None
     ]
     known = getattr(module, IGNORED, [])
     asked = [name for name in known if name not in getattr(module, REGISTERED, ())]
@@ -143,9 +145,23 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     return gather(x, 0, row)
 
 
+def _wrapper_on_stack() -> DistributedDataParallel | None:
+    """The innermost wrapper whose `forward` has called this.
+
+    Before torch 2.13 a wrapper inside of another one says, when it is done, that none runs.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is DistributedDataParallel.forward.__code__:
+            found: DistributedDataParallel = frame.f_locals["self"]
+            return found
+        frame = frame.f_back
+    return None
+
+
 def _left_out(row: Partition) -> str:
     """What is wrong if the wrapper that runs now takes no mean over all workers of a group."""
-    wrapper = DistributedDataParallel._get_active_ddp_module()
+    wrapper = DistributedDataParallel._get_active_ddp_module() or _wrapper_on_stack()
     if wrapper is None or {*row.ranks} <= {*dist.get_process_group_ranks(wrapper.process_group)}:
         return ""
     return (

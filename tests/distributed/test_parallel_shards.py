@@ -22,7 +22,7 @@ import tessel.distributed
 from parity import close, values
 from tessel import Partition
 from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
-from tessel.distributed.marks import Mark, Shard, mark_of, marked, state_of, unmarked
+from tessel.distributed.shards import Shard, Sharding, marked, sharding_of, state_of, unmarked
 from tessel.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
 from tessel.nn.parallel import ParallelDropout, ParallelLinear, RegisterParallelDim
 from windowed_cases import raised
@@ -125,8 +125,8 @@ def check_kept(names: list[str], size: int) -> None:
         again = whole.detach().clone().requires_grad_()
         expected, shard = function(whole), function(scatter(again, 1))
         assert isinstance(shard, Shard), name
-        mark = mark_of(shard)
-        assert mark is not None, name
+        sharding = sharding_of(shard)
+        assert sharding is not None, name
         got = gather(shard)
         assert type(got) is Tensor and get_parallel_dim(got) is None
         close(name, got.double(), expected.double())
@@ -204,7 +204,7 @@ def check_reshapes(seed: int, count: int) -> int:
             whole, here, place = _regroup(rng, whole, here, place, P)
         y = shard.reshape(here)
         # a shape that stays is no change; where workers disagree, the next call raises on all
-        known = isinstance(state_of(y), Mark) and here != list(shard.shape)
+        known = isinstance(state_of(y), Sharding) and here != list(shard.shape)
         states = P.group.share_objects(state_of(y) if known else None)
         if known and all(state == states[0] for state in states):
             kept += 1
@@ -368,7 +368,7 @@ def test_a_tensor_with_memory_of_its_own_becomes_a_shard(run: Run, nprocs: int) 
 def survive() -> None:
     """Copies, files, other dtypes; of tensors and of the parameters of layers."""
     x = scatter(values((4, 7), 0), 1)
-    mark = Mark(1, tessel.world(), 7)
+    sharding = Sharding(1, tessel.world(), 7)
     leaf = x.detach().requires_grad_()
     (leaf * 2).sum().backward()
     buffer = io.BytesIO()
@@ -383,7 +383,7 @@ def survive() -> None:
         torch.load(buffer, weights_only=False),
         x.to(torch.float64),
     ):
-        assert isinstance(other, Shard) and state_of(other) == mark
+        assert isinstance(other, Shard) and state_of(other) == sharding
         assert torch.equal(unmarked(other.detach()), unmarked(x))
     assert copy.deepcopy(leaf).requires_grad
     assert torch.equal(copy.deepcopy(leaf).grad, leaf.grad)
@@ -409,15 +409,17 @@ def check_parameters() -> None:
         copy.deepcopy(model).to(torch.bfloat16),
         copy.deepcopy(model).to("meta").to_empty(device="cpu"),
     ):
-        marks = [mark_of(parameter) for parameter in each.parameters()]
+        shardings = [sharding_of(parameter) for parameter in each.parameters()]
         P = tessel.world()
-        assert marks == [Mark(0, P, 7), Mark(0, P, 7), Mark(1, P, 7), None], marks
+        assert shardings == [Sharding(0, P, 7), Sharding(0, P, 7), Sharding(1, P, 7), None], (
+            shardings
+        )
         assert all(isinstance(each, torch.nn.Parameter) for each in each.parameters())
         assert get_parallel_dim(each[0](torch.ones(2, 5, dtype=each[0].weight.dtype))) == 1
     for layer, dim in ((column, 0), (row, 1)):
         for name, function in OF_PARAMETERS.items():
             result = function(layer.weight)
-            assert state_of(result) == Mark(dim, tessel.world(), 7), (name, state_of(result))
+            assert state_of(result) == Sharding(dim, tessel.world(), 7), (name, state_of(result))
             assert torch.equal(unmarked(result.detach()).float(), unmarked(layer.weight.detach()))
             assert isinstance(result, torch.nn.Parameter) == (name in ARE_PARAMETERS), name
         assert copy.deepcopy(layer.weight).requires_grad
@@ -593,7 +595,7 @@ def use_parameters() -> Any:
     x, again = (values((3, 6), 0).requires_grad_() for _ in range(2))
     error = raised(lambda: F.linear(x, head.weight, head.bias))
     hidden = F.linear(tessel.distributed.copy(x), head.weight * 2, head.bias)
-    assert mark_of(hidden) == Mark(1, tessel.world(), 7)
+    assert sharding_of(hidden) == Sharding(1, tessel.world(), 7)
     y, expected = row(hidden), back(F.linear(again, plain.weight * 2, plain.bias))
     close("output", y, expected)
     y.square().sum().backward()
@@ -621,16 +623,16 @@ def replace_values() -> None:
     for replace in (lambda y, z: setattr(y, "data", z), lambda y, z: y.set_(z)):
         y = x.clone()
         replace(y, x.T)
-        assert mark_of(y) == Mark(0, tessel.world(), 6)
+        assert sharding_of(y) == Sharding(0, tessel.world(), 6)
         replace(y, plain)
         assert "another tensor" in raised(lambda y=y: get_parallel_dim(y))[1]
         replace(y, x)
-        assert mark_of(y) == mark_of(x)
+        assert sharding_of(y) == sharding_of(x)
         weight = torch.nn.Parameter(x.clone())
         replace(weight.detach(), plain)
         with torch.no_grad():
             replace(weight, plain.clone())  # values of the same shape are those of the parameter
-        assert mark_of(weight) == mark_of(x) and isinstance(weight, torch.nn.Parameter)
+        assert sharding_of(weight) == sharding_of(x) and isinstance(weight, torch.nn.Parameter)
         with torch.no_grad():
             replace(weight, torch.ones(1, 1).double())
         assert raised(lambda weight=weight: get_parallel_dim(weight))[0] is ValueError
@@ -650,7 +652,7 @@ def swap_values() -> None:
         for assign in (False, True):
             layer.load_state_dict({name: each.double() for name, each in state.items()}, assign)
             assert layer.weight is weight and isinstance(weight, torch.nn.Parameter)
-            assert mark_of(weight) == mark_of(layer.bias) == Mark(0, tessel.world(), 7)
+            assert sharding_of(weight) == sharding_of(layer.bias) == Sharding(0, tessel.world(), 7)
             close("weight", gather(weight.detach()), gather(state["weight"].double(), 0))
         assert layer(values((3, 6), 0)).shape[0] == 3
     finally:
@@ -839,7 +841,7 @@ def parametrize() -> Any:
     x = values((3, 6), 0)
     for each in (layer, plain):
         torch.nn.utils.parametrizations.weight_norm(each, dim=0)
-    assert mark_of(layer.weight) == Mark(0, tessel.world(), 7)
+    assert sharding_of(layer.weight) == Sharding(0, tessel.world(), 7)
     close("weight norm", gather(layer(x)), plain(x))
     named = dict(row.named_parameters())
     doubled = {name: value * 2 for name, value in named.items()}
@@ -914,14 +916,14 @@ def test_gradients_pass_marks() -> None:
 def test_sizes_follow_heads() -> None:
     """Features become heads and back, as attention does it."""
     P = tessel.world()
-    x = marked(torch.ones(2, 3, 8), Mark(2, P, 8))
+    x = marked(torch.ones(2, 3, 8), Sharding(2, P, 8))
     heads = x.view(2, 3, 4, 2).transpose(1, 2)
-    assert mark_of(heads) == Mark(1, P, 4)
+    assert sharding_of(heads) == Sharding(1, P, 4)
     weights = (heads @ heads.mT).softmax(-1)
     back = (weights @ heads).transpose(1, 2).reshape(2, 3, -1)
-    assert mark_of(back) == Mark(2, P, 8)
-    assert mark_of(x.unflatten(-1, (1, 8))) == Mark(2, P, 1)
-    assert mark_of(x.unflatten(-1, (8, 1)).flatten(2)) == Mark(2, P, 8)
+    assert sharding_of(back) == Sharding(2, P, 8)
+    assert sharding_of(x.unflatten(-1, (1, 8))) == Sharding(2, P, 1)
+    assert sharding_of(x.unflatten(-1, (8, 1)).flatten(2)) == Sharding(2, P, 8)
 
 
 def test_gradients_by_keyword() -> None:

@@ -1,4 +1,4 @@
-"""Marks on tensors: shards carry them through torch's functions, or say that they were lost."""
+"""Shards: tensors that carry their sharding through torch's functions, or say that it was lost."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from tessel import tensor as spread
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
-from tessel.distributed import call as calls
 from tessel.distributed import propagation
+from tessel.distributed import torch_call as calls
 from tessel.distributed.group import row_of
-from tessel.distributed.mark import (
+from tessel.distributed.shardings import (
     ATTRIBUTE,
-    Mark,
+    Sharding,
     State,
-    Unknown,
+    UnknownSharding,
     Values,
     check_known,
     describe,
@@ -42,20 +42,20 @@ from tessel.distributed.sharing import (
 from tessel.distributed.wrapping import adapt_torch, check_optimizer
 
 __all__ = [
-    "Mark",
     "Shard",
+    "Sharding",
     "State",
-    "Unknown",
+    "UnknownSharding",
     "call",
     "check_known",
     "describe",
     "get_parallel_dim",
-    "mark_of",
     "marked",
     "note",
     "register_parallel_attribute",
     "register_parallel_dim",
     "registered",
+    "sharding_of",
     "share",
     "shared_by",
     "state_of",
@@ -77,7 +77,7 @@ class Shard(Tensor):
     and a `torch.nn.Parameter` in the way that torch has for tensors of other types.
     """
 
-    _tessel_mark: Mark | Unknown
+    _tessel_sharding: Sharding | UnknownSharding
     _is_param: bool = False
 
     @classmethod
@@ -97,12 +97,12 @@ class Shard(Tensor):
                 return func(*args, **(kwargs or {}))
             if name == "grad" and len(args) == 1 and not kwargs:
                 return _gradient(func(*args), args[0])
-            mark = propagation.common_mark(name, args, kwargs)
-            if mark is not None:
+            sharding = propagation.common_sharding(name, args, kwargs)
+            if sharding is not None:
                 result = func(*args, **(kwargs or {}))
                 for each in result if isinstance(result, tuple) else (result,):
                     if type(each) is Tensor:
-                        _become(each, mark)
+                        _become(each, sharding)
                 return result
         return _computed(func, args, kwargs or {})
 
@@ -117,7 +117,7 @@ class Shard(Tensor):
                 )
             plain = self.detach().as_subclass(Tensor)
             inner = plain.clone() if self._is_param else deepcopy(plain, memo)
-            copied = _become(inner.requires_grad_(self.requires_grad), self._tessel_mark)
+            copied = _become(inner.requires_grad_(self.requires_grad), self._tessel_sharding)
             if self._is_param:  # torch's own leave their gradients behind
                 _as_parameter(copied, getattr(self, _CALLED, None))
             elif self.grad is not None:
@@ -135,7 +135,7 @@ class Shard(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.detach().as_subclass(Tensor)
-            values = in_values(self._tessel_mark)
+            values = in_values(self._tessel_sharding)
             called = getattr(self, _CALLED, None)
             return restored, (plain, self.requires_grad, self._is_param, values, called)
 
@@ -197,9 +197,9 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check(call)
         result = func(*args, **kwargs)
         if name == "__setitem__" and isinstance(args[0], Shard) and not args[0]._is_param:
-            args[0]._tessel_mark = propagation.state_after_writing(call)
+            args[0]._tessel_sharding = propagation.state_after_writing(call)
         elif propagation.fills_by_mask(call):
-            _become(args[0], args[1]._tessel_mark)
+            _become(args[0], args[1]._tessel_sharding)
         return _noted(result, call)
 
 
@@ -212,11 +212,11 @@ def _check(call: calls.TorchCall) -> None:
 
 
 @eagerly
-def marked(x: Tensor, mark: Mark | Unknown) -> Shard:
+def marked(x: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
     """The same tensor, marked; gradients pass. `x` itself stays as it is."""
     adapt_torch(Shard)  # it may become a buffer
     with torch._C.DisableTorchFunctionSubclass():
-        return _become(x.as_subclass(Tensor), mark)
+        return _become(x.as_subclass(Tensor), sharding)
 
 
 @eagerly
@@ -235,11 +235,11 @@ def unmark_values(state: dict[str, Any], prefix: str, names: Iterable[str]) -> N
             state[prefix + name] = unmarked(state[prefix + name])
 
 
-def mark_of(x: Tensor) -> Mark | None:
+def sharding_of(x: Tensor) -> Sharding | None:
     """The mark of a tensor, or None if it has none; ValueError if it was lost."""
     state = state_of(x)
     check_known(state, "this tensor")
-    assert not isinstance(state, Unknown)
+    assert not isinstance(state, UnknownSharding)
     return state
 
 
@@ -266,11 +266,11 @@ def get_parallel_dim(x: Tensor) -> int | None:
         if len(dims) > 1:
             raise ValueError(f"this tensor is split along several dimensions, {dims}: {x._layout}")
         return dims[0] if dims else None
-    mark = mark_of(x)
-    if mark is None:
+    sharding = sharding_of(x)
+    if sharding is None:
         return None
     called: int | None = getattr(x, _CALLED, None)
-    return mark.dim if called is None else called
+    return sharding.dim if called is None else called
 
 
 @eagerly
@@ -291,18 +291,20 @@ def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | Non
     >>> type(tessel.distributed.register_parallel_dim(x, None))
     <class 'torch.Tensor'>
     """
-    mark = _mark_along(x, dim, partition, "register_parallel_dim")
+    sharding = _sharding_along(x, dim, partition, "register_parallel_dim")
     if isinstance(x, torch.nn.Parameter) or type(x) not in (Tensor, Shard):
-        return note(x, mark)
-    if mark is not None:
+        return note(x, sharding)
+    if sharding is not None:
         adapt_torch(Shard)
-        return _become(x, mark)
+        return _become(x, sharding)
     if isinstance(x, Shard):
         _become_plain(x)
     return conclusion_of(x)
 
 
-def _mark_along(x: Tensor, dim: int | None, partition: Partition | None, name: str) -> Mark | None:
+def _sharding_along(
+    x: Tensor, dim: int | None, partition: Partition | None, name: str
+) -> Sharding | None:
     """The mark of a shard along a dimension, of which the size of the whole is not known."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: a tensor is needed, got {x!r}")
@@ -313,12 +315,12 @@ def _mark_along(x: Tensor, dim: int | None, partition: Partition | None, name: s
         raise ValueError(
             f"{name}: dim {place} is out of range for a tensor of shape {tuple(x.shape)}"
         )
-    return Mark(place % ndim, row_of(partition))
+    return Sharding(place % ndim, row_of(partition))
 
 
 def registered(x: Tensor, dim: int | None, partition: Partition | None, name: str) -> Tensor:
     """The same as `register_parallel_dim`, but for tensors that are no parameters a new one."""
-    return note(x, _mark_along(x, dim, partition, name))
+    return note(x, _sharding_along(x, dim, partition, name))
 
 
 @eagerly
@@ -359,11 +361,11 @@ def register_parallel_attribute(
     return x
 
 
-def note(x: Tensor, mark: Mark | None) -> Tensor:
+def note(x: Tensor, sharding: Sharding | None) -> Tensor:
     """The tensor with a mark, or without one: a parameter itself, else another tensor."""
     if isinstance(x, torch.nn.Parameter):
-        return _note_parameter(x, mark)
-    return settled(unmarked(x)) if mark is None else marked(x, mark)
+        return _note_parameter(x, sharding)
+    return settled(unmarked(x)) if sharding is None else marked(x, sharding)
 
 
 def call(shard: Tensor, dim: int | None) -> None:
@@ -371,19 +373,19 @@ def call(shard: Tensor, dim: int | None) -> None:
     setattr(shard, _CALLED, dim)
 
 
-def _note_parameter(x: Tensor, mark: Mark | Unknown | None) -> Tensor:
+def _note_parameter(x: Tensor, sharding: Sharding | UnknownSharding | None) -> Tensor:
     """The same parameter, so that optimizers and other layers that have it know it, too."""
     x.__dict__.pop(_CALLED, None)
-    if mark is None:
+    if sharding is None:
         if isinstance(x, Shard):
             x.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         for name in (ATTRIBUTE, "_is_param"):
             x.__dict__.pop(name, None)
     elif type(x) in (torch.nn.Parameter, Shard):
-        _as_parameter(_become(x, mark))
+        _as_parameter(_become(x, sharding))
     else:  # a kind of parameter of somebody else's
         adapt_torch(Shard)
-        setattr(x, ATTRIBUTE, mark)
+        setattr(x, ATTRIBUTE, sharding)
     return x
 
 
@@ -408,11 +410,11 @@ def shared_by(parameter: Tensor) -> Partition | None:
     return found
 
 
-def _become(fresh: Tensor, mark: Mark | Unknown) -> Shard:
+def _become(fresh: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
     """Turn a plain tensor into a shard: one that nobody else has, or that is to be one itself."""
     fresh.__class__ = Shard
     assert isinstance(fresh, Shard)
-    fresh._tessel_mark = mark
+    fresh._tessel_sharding = sharding
     return fresh
 
 
@@ -448,7 +450,7 @@ def _is_parameter(x: Any) -> bool:
     return isinstance(x, Shard) and x._is_param
 
 
-def _written(target: Tensor, state: Mark | Unknown, call: calls.TorchCall) -> Tensor:
+def _written(target: Tensor, state: Sharding | UnknownSharding, call: calls.TorchCall) -> Tensor:
     """A tensor after a function wrote into it; a parameter stays what its model says it is."""
     shape = next(
         shape for each, shape in zip(call.tensors, call.shapes, strict=True) if each is target
@@ -476,17 +478,17 @@ def _of_lists(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """What a function gives that treats the tensors at each place of its lists by themselves."""
     if not name.startswith(calls.EACH):
         return func(*args, **kwargs)  # steps of optimizers, in place
-    marks = propagation.marks_of_each(name, args, kwargs)
-    places = {} if marks else propagation.calls_of_each(name, args, kwargs)
+    shardings = propagation.shardings_of_each(name, args, kwargs)
+    places = {} if shardings else propagation.calls_of_each(name, args, kwargs)
     for call in places.values():
         _check(call)
     result = func(*args, **kwargs)
     found = args[0] if result is None else result
-    if marks:
-        pairs = () if name.endswith("_") else zip(found, marks, strict=True)
-        for each, mark in pairs:
-            if mark is not None:
-                _become(each, mark)
+    if shardings:
+        pairs = () if name.endswith("_") else zip(found, shardings, strict=True)
+        for each, sharding in pairs:
+            if sharding is not None:
+                _become(each, sharding)
         return result
     noted = [_noted(each, places[k]) if k in places else each for k, each in enumerate(found)]
     return result if result is None else type(result)(noted)
@@ -516,7 +518,7 @@ def _gradient(found: Tensor | None, x: Tensor) -> Tensor | None:
     That of a parameter stays plain, as what optimizers keep: they write one into the other.
     """
     if type(found) is Tensor and isinstance(x, Shard) and not x._is_param:
-        return _become(found, x._tessel_mark)
+        return _become(found, x._tessel_sharding)
     return found
 
 

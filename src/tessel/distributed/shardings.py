@@ -1,7 +1,12 @@
-"""Mark: what says of a tensor that it is one worker's shard of a larger one."""
+"""Sharding: what says of a tensor that it is one worker's shard of a larger one.
+
+A shard carries it as a mark through torch's functions; where one of them does not say what its
+result is, the mark is lost, and the sharding of the result is an `UnknownSharding`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +14,11 @@ from tessel.core import boxes
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 
-ATTRIBUTE = "_tessel_mark"
+ATTRIBUTE = "_tessel_sharding"
 
 
 @dataclass(frozen=True)
-class Mark:
+class Sharding:
     """A tensor is a shard: worker k of `partition` has the k-th part of its dimension `dim`.
 
     Args:
@@ -27,6 +32,12 @@ class Mark:
     partition: Partition
     size: int | None = None
 
+    @classmethod
+    def of(cls, layout: Layout) -> Sharding | None:
+        """That of balanced shards over a row of workers; None for what is whole on all of them."""
+        dim = next((dim for dim, cut in enumerate(layout.cuts) if cut.axes), None)
+        return None if dim is None else cls(dim, layout.partition, layout.shape[dim])
+
     @property
     def interval(self) -> boxes.Interval | None:
         """Where the part of this worker lies, if the size is known and it has one."""
@@ -35,30 +46,30 @@ class Mark:
             return None
         return boxes.balanced_part(self.size, self.partition.size, place)
 
-    def merged(self, other: Mark) -> Mark | None:
-        """The mark of a tensor for which both hold, or None if they contradict each other."""
+    def merged(self, other: Sharding) -> Sharding | None:
+        """The sharding of a tensor for which both hold; None if they contradict each other."""
         known = self if self.size is not None else other
         sizes = {self.size, other.size} - {None}
         alike = self.dim == other.dim and self.partition.ranks == other.partition.ranks
         return known if alike and len(sizes) < 2 else None
 
-    def at(self, dim: int) -> Mark:
+    def at(self, dim: int) -> Sharding:
         """The same along another dimension."""
         return self if dim == self.dim else replace(self, dim=dim)
 
-    def after(self, layout: Layout) -> Mark | None:
-        """The mark of a result that lies so, over as many workers; None if all of them have it."""
+    def after(self, layout: Layout) -> Sharding | None:
+        """That of a result that lies so, over as many workers; None if all of them have it."""
         split = (dim for dim, cut in enumerate(layout.cuts) if len(cut.intervals) > 1)
         dim = next(split, None)
         if dim is None:
             return None
         if self.size is None or self.partition.rank is None:
-            return Mark(dim, self.partition)
+            return Sharding(dim, self.partition)
         if self.partition.size == 1:
-            return Mark(dim, self.partition, layout.local_shape[dim])
+            return Sharding(dim, self.partition, layout.local_shape[dim])
         size = layout.shape[dim]
         balanced = layout.cuts[dim].intervals == boxes.balanced(size, self.partition.size)
-        return Mark(dim, self.partition, size if balanced else None)
+        return Sharding(dim, self.partition, size if balanced else None)
 
     def __str__(self) -> str:
         size = "" if self.size is None else f", {self.size} long as a whole,"
@@ -66,7 +77,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownSharding:
     """A tensor was computed from shards in a way that does not say what it is now.
 
     Args:
@@ -97,31 +108,32 @@ class Unknown:
         )
 
 
-State = Mark | Unknown | None
+State = Sharding | UnknownSharding | None
 Values = tuple[int | str, str | tuple[int, ...], int | tuple[int, ...] | None]
 
 
-def in_values(state: Mark | Unknown) -> Values:
+def in_values(state: Sharding | UnknownSharding) -> Values:
     """A state as numbers and words, which files may contain that torch loads by default."""
-    if isinstance(state, Mark):
+    if isinstance(state, Sharding):
         return state.dim, state.partition.ranks, state.size
     return state.function, state.why, None if state.partition is None else state.partition.ranks
 
 
-def of_values(values: Values) -> Mark | Unknown:
+def of_values(values: Values) -> Sharding | UnknownSharding:
     """The state that was written as these values; its workers need not be there."""
     first, second, third = values
     if isinstance(first, int):
         assert isinstance(second, tuple) and not isinstance(third, tuple)
-        return Mark(first, _row_of(second), third)
+        return Sharding(first, silent_row(second), third)
     assert isinstance(second, str)
-    return Unknown(first, second, _row_of(third) if isinstance(third, tuple) else None)
+    return UnknownSharding(first, second, silent_row(third) if isinstance(third, tuple) else None)
 
 
-def _row_of(ranks: tuple[int, ...]) -> Partition:
-    """Workers in a row, with which nobody talks yet."""
+def silent_row(ranks: Iterable[int]) -> Partition:
+    """Workers in a row, with which nobody talks: no group is made, and they need not be there."""
+    ranks = tuple(ranks)
     partition = Partition.__new__(Partition)
-    partition.__setstate__({"ranks": tuple(ranks), "shape": (len(ranks),)})
+    partition.__setstate__({"ranks": ranks, "shape": (len(ranks),)})
     return partition
 
 
@@ -138,5 +150,5 @@ def describe(state: State) -> str:
 
 def check_known(state: State, label: str) -> None:
     """Raise ValueError in the name of `label` if a mark was lost."""
-    if isinstance(state, Unknown):
+    if isinstance(state, UnknownSharding):
         raise ValueError(f"{label}: {state.remedy}")

@@ -1,0 +1,145 @@
+"""Looking up rows of a table whose rows or columns are split, of ids that all workers have."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from tessel.core.agreement import TensorMeta
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.shared import anchored_zeros
+from tessel.tensor.table import outlining
+from tessel.tensor.tensor import move
+from tessel.transport import kept_in_job
+
+EPSILON = 1e-7  # what torch adds to a norm before it divides by it
+
+
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """What torch's embedding takes beside ids and weight; `padding_idx` counts whole rows."""
+
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
+
+    def counted_from_front(self, rows: int) -> EmbeddingOptions:
+        """The same with a `padding_idx` that is not negative."""
+        padding = self.padding_idx
+        return (
+            self if padding is None or padding >= 0 else replace(self, padding_idx=padding + rows)
+        )
+
+
+def look_up(
+    ids: Tensor,
+    weight: Tensor,
+    layout: Layout,
+    options: EmbeddingOptions,
+    meta: TensorMeta | None = None,
+) -> tuple[Tensor, Layout]:
+    """This worker's part of the rows of all ids, and how these rows lie.
+
+    Forward:  y[i, j] = Σ_k [worker k has row id_i and column j] · w_k[id_i, j].
+
+    Where rows of the table are split, each worker adds those that it has; columns stay where they
+    are. All that depends on how often an id occurs is right, since every worker has all ids.
+
+    Args:
+        ids: the same on all workers.
+        weight: this worker's part of the table.
+        layout: of the whole table.
+        options: what else torch takes, with a `padding_idx` that is not negative.
+        meta: what the workers agreed on, if they did.
+    """
+    flat = ids.reshape(-1)
+    separate, result = _lies(layout, tuple(ids.shape))
+    if layout.is_split(1) and options.max_norm is not None:
+        if not outlining.get():  # there is no row to scale
+            _renormalise(flat, weight, layout, options.max_norm, options.norm_type)
+        options = replace(options, max_norm=None)
+    if not layout.is_split(0):
+        return _rows(flat, weight, options).view(result.local_shape), result
+    box = layout.box()
+    assert box is not None
+    start, stop = box[0]
+    # without values nobody can say how many ids are rows of this part
+    is_mine = (flat >= start) & (flat < stop)
+    mine = flat[:0] if outlining.get() else is_mine.nonzero().squeeze(1)
+    padding = options.padding_idx
+    if padding is not None:
+        padding = padding - start if start <= padding < stop else None
+    rows = _rows(flat[mine] - start, weight, replace(options, padding_idx=padding))
+    share = rows.new_zeros((flat.numel(), rows.shape[1])).index_copy(0, mine, rows)
+    return move(separate, result).apply(share.view(separate.local_shape), meta), result
+
+
+@kept_in_job
+def _lies(layout: Layout, ids: Shape) -> tuple[Layout, Layout]:
+    """How what workers add up lies, and its sum."""
+    cuts = (*(Cut((), ((0, length),)) for length in ids), layout.cuts[1])
+    separate = replace(layout, shape=(*ids, layout.shape[1]), cuts=cuts)
+    shared = tuple(sorted({*layout.shared, *layout.cuts[0].axes}))
+    return separate, replace(separate, shared=shared)
+
+
+def _rows(ids: Tensor, weight: Tensor, options: EmbeddingOptions) -> Tensor:
+    """Torch's own embedding, which for no values at all has no second derivative."""
+    shape = (len(ids), weight.shape[1])
+    if 0 in shape and not options.sparse:
+        return anchored_zeros(shape, weight)
+    return F.embedding(ids, weight, *astuple(options))
+
+
+def _renormalise(
+    flat: Tensor, weight: Tensor, layout: Layout, max_norm: float, norm_type: float
+) -> None:
+    """Let no row among these ids have a norm above `max_norm`, in place, as torch does it.
+
+    The workers tell each other the norms of their columns of these rows.
+    """
+    with torch.no_grad():
+        flat, table = flat.detach(), weight.detach()
+        box = layout.box()
+        assert box is not None
+        inside: Any = slice(None)
+        if layout.is_split(0):
+            inside = ((flat >= box[0][0]) & (flat < box[0][1])).nonzero().squeeze(1)
+            flat = flat - box[0][0]
+        wide = torch.float32 if table.dtype in (torch.float16, torch.bfloat16) else table.dtype
+        rows = table[flat[inside]].to(wide)
+        if rows.shape[1]:
+            mine = vector_norm(rows, norm_type, dim=1)
+        else:  # of no columns, what does not change the norm of others
+            mine = rows.new_full((len(rows),), 0.0 if norm_type >= 0 else float("inf"))
+        told = mine.new_zeros(len(flat))
+        told[inside] = mine
+        parts = move(*_norms(layout, len(flat))).apply(told[:, None])[inside]
+        # the norms of p = 0 are counts, which add
+        norm = parts.sum(1) if norm_type == 0 else vector_norm(parts, norm_type, dim=1)
+        norm = norm.to(table.dtype)
+        scale = max_norm / (norm.double() + EPSILON)
+        scaled = (rows * scale.to(wide)[:, None]).to(table.dtype)
+        kept = torch.where((norm.double() > max_norm)[:, None], scaled, table[flat[inside]])
+        table[flat[inside]] = kept
+
+
+@kept_in_job
+def _norms(layout: Layout, ids: int) -> tuple[Layout, Layout]:
+    """Of each id, the norms of the columns of each worker, and how all workers have them.
+
+    Where rows are split, too, workers that have others tell zeros, which are added.
+    """
+    columns = layout.cuts[1]
+    count = len(columns.intervals)
+    cuts = (Cut((), ((0, ids),)), Cut(columns.axes, tuple((k, k + 1) for k in range(count))))
+    norms = replace(layout, shape=(ids, count), cuts=cuts)
+    whole = norms.gathered((1,))
+    return norms, replace(whole, shared=tuple(sorted({*whole.shared, *layout.cuts[0].axes})))
