@@ -17,7 +17,6 @@ from tessel.imaging.measurements import LocalTensors, anchor_of
 from tessel.imaging.parameters import depending_on
 from tessel.layout import Layout, Shape
 from tessel.move import Move
-from tessel.partition import Partition
 from tessel.transport import NUM_WORDS, code_of
 
 GATHER_STRATEGIES = ("naive", "concatenated", "broadcast")
@@ -124,18 +123,15 @@ class MeasurementGatherer:
         row = depending_on(row, anchor)
         if needs_grad and not row.requires_grad:
             row = row.detach().requires_grad_()  # graphs of all workers are alike
-        rows = _gathering(partition, lengths).apply(row)
+        layout = Layout.from_lengths(partition, [lengths])
+        everywhere = Layout.whole(partition, layout.shape, shared=True)
+        rows = Move(layout, everywhere).apply(row)
         found, start = {}, 0
         for theirs in kinds:
             for i, shape, _ in theirs:
                 found[i] = rows[start : start + prod(shape)].reshape(shape)
                 start += prod(shape)
         return found
-
-
-def _gathering(partition: Partition, lengths: tuple[int, ...]) -> Move:
-    rows = Layout.from_lengths(partition, [lengths])
-    return Move(rows, Layout.whole(partition, rows.shape, shared=True))
 
 
 def as_tensor_list(items: list[Tensor]) -> Any:

@@ -125,7 +125,7 @@ class DistributedMeasurements:
         )
         made = [self._made(factory, i) for i in self.local_indices]
         self.local = LocalTensors(
-            y if physics is None else physics.parts.part_of(k, y) for k, y in enumerate(made)
+            y if physics is None else physics.part_of(k, y) for k, y in enumerate(made)
         )
 
     def __len__(self) -> int:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.movements import copying, reducing
 from tessel.imaging.context import DistributedContext
+from tessel.layout import Shape
 from tessel.linop import LinearOperator
 from tessel.partition import Partition, world
 from tessel.shared import nothing
@@ -211,6 +212,16 @@ def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
         return result
     zero = anchor if result.is_complex() or not anchor.is_complex() else anchor.real
     return result + zero.to(device=result.device, dtype=result.dtype)
+
+
+def idle(shape: Shape, users: Any, *given: Tensor) -> Tensor:
+    """Zeros that depend on the parameters of `users`, of a worker that has nothing to compute.
+
+    So it takes part in the sums of their gradients.
+    """
+    parameters = learned(users)
+    anchor = nothing((), *parameters) if parameters else None
+    return depending_on(nothing(shape, *given), anchor)
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:

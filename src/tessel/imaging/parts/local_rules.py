@@ -16,12 +16,56 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.imaging.parts.operators import Chain, Convolution, Decimation, Mask, PartOperator
+from tessel.distributed.agreeing import agree_on_call
+from tessel.imaging.checksum import checksum_of
+from tessel.imaging.parts.operators import (
+    Chain,
+    Convolution,
+    Decimation,
+    Mask,
+    Operator,
+    PartOperator,
+    Whole,
+)
 from tessel.layout import Layout, Shape
 from tessel.partition import Partition
 
 Rule = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)
+
+
+def partition_physics(physics: Any, layout: Layout, owner: int | None = None) -> Operator:
+    """An operator for an image in parts: the same as `physics` on the whole image.
+
+    An operator with a local kernel, which is one that has a `filter`, `padding`, `factor` or
+    `mask` and does what these say, adjoint included, works on the parts and on halos. Any other is
+    applied to the whole image, on one worker.
+
+    Args:
+        physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers.
+        layout: of the image, in parts.
+        owner: the worker that applies an operator without local kernel, by default the first one.
+
+    >>> import tessel, torch
+    >>> from types import SimpleNamespace
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
+    >>> blank = SimpleNamespace(mask=torch.tensor([1.0, 0.0]), A=lambda x: x * blank.mask)
+    >>> tessel.imaging.parts.partition_physics(blank, tessel.Layout.balanced(P, (1, 2))).is_local
+    True
+    """
+    rule = rule_of(physics, layout.shape)
+    first = layout.partition.ranks[0]
+    operator: Operator = (
+        Whole(physics, layout, first if owner is None else owner) if rule is None else rule(layout)
+    )
+    values = operator.values() if isinstance(operator, PartOperator) else []
+    held = (
+        f" made of tensors with the checksum {checksum_of(values):x}, which must be equal on all "
+        f"workers (random ones are inside of `with ctx.shared_random():`)"
+    )
+    call = f"partition_physics of {operator.identity}"
+    agree_on_call(layout.partition, f"{call}{held}" if values else call)
+    return operator
 
 
 def rule_of(physics: Any, shape: Shape) -> Rule | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tessel.boxes import Box
-from tessel.imaging.parameters import depending_on, known, learned
+from tessel.imaging.parameters import idle, known
 from tessel.imaging.parts.filtering import convolve, convolve_adjoint
 from tessel.imaging.parts.kernel import FilterWindow, check_parts, fetch
 from tessel.layout import Cut, Layout, Shape
@@ -383,10 +383,7 @@ class Whole:
             users: further objects whose parameters the function uses.
         """
         if not self.here:
-            # It depends on the parameters, so that this worker takes part in their sums.
-            parameters = learned((self.physics, users))
-            anchor = nothing((), *parameters) if parameters else None
-            return depending_on(nothing(shape, *given), anchor)
+            return idle(shape, (self.physics, users), *given)
         result = function(*given)
         # A worker with whole images is not alone in what it does: its caller checks for all.
         return result if self.is_alone else known(result, (self.physics, users), given)
@@ -395,6 +392,9 @@ class Whole:
     def identity(self) -> str:
         """What it is in words, the same on every worker."""
         return f"Whole on worker {self.owner} of {self.domain.identity}"
+
+
+Operator = PartOperator | Whole
 
 
 @kept_in_job

@@ -276,6 +276,7 @@ def _alone() -> Iterator[None]:
 def _together(folders: Sequence[Path]) -> Any:
     """A reader of checkpoints that several workers wrote, each of its own shards, as of one."""
     from torch.distributed.checkpoint import FileSystemReader, Metadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     class Together(FileSystemReader):
         def read_metadata(self, *args: Any, **settings: Any) -> Metadata:
@@ -285,8 +286,8 @@ def _together(folders: Sequence[Path]) -> Any:
                 one = FileSystemReader(folder).read_metadata()
                 for name, entry in one.state_dict_metadata.items():
                     known = found.state_dict_metadata.setdefault(name, entry)
-                    if known is not entry and hasattr(entry, "chunks"):
-                        known.chunks += [each for each in entry.chunks if each not in known.chunks]
+                    if known is not entry and isinstance(known, TensorStorageMetadata):
+                        known.chunks += entry.chunks  # type: ignore[union-attr]
                 for index, info in one.storage_data.items():
                     path = f"{folder.name}/{info.relative_path}"
                     found.storage_data.setdefault(index, replace(info, relative_path=path))
