@@ -12,14 +12,18 @@ from torch import Tensor
 import tessel
 from parity import close, values
 from tessel import Layout, Partition
-from tessel.imaging import DistributedContext, DistributedLinearPhysics
+from tessel.imaging import (
+    DistributedContext,
+    DistributedLinearPhysics,
+    DistributedPrior,
+    DistributedSignalStrategy,
+)
 from tessel.imaging.fidelity import PartFidelity
 from tessel.imaging.parts import (
     Convolution,
     Decimation,
     Differences,
     Mask,
-    PartitionedPrior,
     Whole,
     operator_grid,
     partition_physics,
@@ -789,18 +793,18 @@ def check_prior(grid: tuple[int, ...], copies: int, settings: dict[str, Any], ex
     kind = settings.get("kind", "smart_tiling")
     given = {key: value for key, value in settings.items() if key != "kind"}
     strategy = create_strategy(kind, shape, **given)
-    prior = PartitionedPrior(layout, strategy)
     alone, mine = network(), network()
+    prior = prior_on(layout, strategy, mine)
     x = values(shape, 1)
     whole = x.clone().requires_grad_()
     part = layout.local_part(x).clone().requires_grad_()
     expected = alone(whole, 0.1) if exact else tiled(strategy, alone, whole)
-    got = prior.apply("prox", mine, part, mine, (0.1,))
+    got = prior.prox(part, 0.1)
     close("the prior", got, layout.local_part(expected), TOLERANCE)
     weights = values(shape, 3)
     one, many = list(alone.parameters()), list(mine.parameters())
     slopes = torch.autograd.grad((expected.square() * weights).sum(), [whole, *one])
-    loss = prior_loss(prior, mine, part, layout, weights)
+    loss = prior_loss(prior, part, layout, weights)
     found = torch.autograd.grad(loss, [part, *many])
     close("the gradient of the image", found[0], layout.local_part(slopes[0]), TOLERANCE)
     for each, slope in zip(found[1:], slopes[1:], strict=True):
@@ -808,10 +812,14 @@ def check_prior(grid: tuple[int, ...], copies: int, settings: dict[str, Any], ex
     close("the loss", loss, (expected.square() * weights).sum(), TOLERANCE)
 
 
-def prior_loss(
-    prior: PartitionedPrior, network: Any, part: Tensor, layout: Layout, weights: Tensor
-) -> Tensor:
-    got = prior.apply("prox", network, part, network, (0.1,))
+def prior_on(layout: Layout, strategy: Any, prior: Any) -> DistributedPrior:
+    """A prior on the parts of an image."""
+    with DistributedContext() as ctx:
+        return DistributedPrior(ctx, prior, strategy, layout=layout)
+
+
+def prior_loss(prior: DistributedPrior, part: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+    got = prior.prox(part, 0.1)
     share = (got.square() * layout.local_part(weights)).sum()
     return tessel.shared.total(share, layout.partition, layout.shared)
 
@@ -1027,11 +1035,8 @@ def test_images_on_some_workers(run: Run) -> None:
     run(check_some_workers)
 
 
-class Halves:
+class Halves(DistributedSignalStrategy):
     """A strategy of a user, without windows: the upper and the lower half."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.signal_shape = torch.Size(shape)
 
     def get_num_patches(self) -> int:
         return 2
@@ -1055,8 +1060,8 @@ def check_strategies(grid: tuple[int, ...]) -> None:
     shape = (1, 1, 9, 10)
     layout = spatial_layout(shape, grid)
     x = values(shape, 1)
-    prior = PartitionedPrior(layout, Halves(shape))
-    found = prior.apply("prox", lambda patch: patch - patch.mean(), layout.local_part(x).clone())
+    prior = prior_on(layout, Halves(shape), lambda patch: patch - patch.mean())
+    found = prior.prox(layout.local_part(x).clone())
     expected = torch.cat([x[:, :, :4] - x[:, :, :4].mean(), x[:, :, 4:] - x[:, :, 4:].mean()], 2)
     close("halves", found, layout.local_part(expected), TOLERANCE)
 
@@ -1078,10 +1083,11 @@ def check_bytes_of_priors() -> None:
         {"patch_size": None, "receptive_field_size": 3},
     ):
         kind = settings.pop("kind", "smart_tiling")
-        prior = PartitionedPrior(layout, create_strategy(kind, layout.shape, **settings))
-        prior.apply("prox", lambda patch: patch, x)
+        strategy = create_strategy(kind, layout.shape, **settings)
+        prior = prior_on(layout, strategy, lambda patch: patch)
+        prior.prox(x)
         with count_traffic() as traffic:
-            found = prior.apply("prox", lambda patch: patch, x)
+            found = prior.prox(x)
         close("the identity", found, x, 0.0)
         assert traffic.bytes_received == 8 * sides * 3 * 3 * 20, settings
         assert prior.num_patches == 4 and len(prior.local_indices) == 1

@@ -149,8 +149,10 @@ class DistributedDataFidelity:
                     f"{settings}"
                 )
         shared = [self.physics.shared, self.shared]
-        self.physics.check_parameters(shared)
-        check_common(self._label, self._common, shared, WAY_OUT)
+        if self.physics.has_common:
+            self.physics.check_parameters(shared)
+        if self._common:
+            check_common(self._label, self._common, shared, WAY_OUT)
         ys, arguments = self.measurements.local, (args, settings)
         found = method(local_data(x), ys, self._on_parts, self.shared, arguments, gather)
         return found if self.reduction == "sum" else found / self.physics.num_ops

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel import transport
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.parameters import both, stray_leaf
-from tessel.partition import world
 from tessel.shared import nothing
 
 
@@ -71,7 +71,7 @@ class LocalTensors(list[Tensor]):
 
 def _check_own(other: Tensor) -> None:
     """Raise ValueError if a gradient would go to a tensor that other workers use, too."""
-    leaf = stray_leaf(other) if world().size > 1 else None
+    leaf = stray_leaf(other) if transport.num_workers() > 1 else None
     if leaf is not None:
         raise ValueError(
             f"measurements of one worker and a tensor that needs a gradient, which goes to a "

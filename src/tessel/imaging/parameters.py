@@ -22,12 +22,13 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tessel import transport
 from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.movements import copying, reducing
 from tessel.imaging.context import DistributedContext
 from tessel.layout import Shape
 from tessel.linop import LinearOperator
-from tessel.partition import Partition, world
+from tessel.partition import Partition
 from tessel.shared import nothing
 
 _PLAIN = (
@@ -99,18 +100,12 @@ def tensors_of(objects: Any) -> list[Tensor]:
     return Reached.by(objects).tensors
 
 
-def learned(objects: Any) -> list[Tensor]:
-    """The tensors that objects keep and that need a gradient now."""
-    return (
-        [each for each in tensors_of(objects) if each.requires_grad]
-        if torch.is_grad_enabled()
-        else []
-    )
-
-
-def learned_arguments(values: Any) -> list[Tensor]:
-    """The tensors among nested arguments that need a gradient now."""
-    return [each for each in tree_leaves(values) if needs_grad(each)]
+def learned(objects: Any, arguments: Any = ()) -> list[Tensor]:
+    """The tensors among nested arguments, and those that objects keep, that need a gradient now."""
+    if not torch.is_grad_enabled():
+        return []
+    given = [each for each in tree_leaves(arguments) if needs_grad(each)]
+    return given + [each for each in tensors_of(objects) if each.requires_grad]
 
 
 def state_of(objects: Any) -> list[Tensor]:
@@ -129,7 +124,7 @@ def needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
-def described(tensors: Iterable[Tensor]) -> str:
+def gradients_of(tensors: Iterable[Tensor]) -> str:
     """Which gradients are asked for, in words that must be the same on all workers."""
     shapes = [tuple(each.shape) for each in tensors]
     return f", gradients of tensors of shapes {shapes}" if shapes else ""
@@ -147,11 +142,6 @@ class Copies(dict[int, Tensor]):
     def instead(self, values: Any) -> Any:
         """Nested arguments with copies in the place of tensors."""
         return tree_map(lambda each: self.get(id(each), each), values)
-
-    @property
-    def anchor(self) -> Tensor | None:
-        """A zero that depends on all copies; None if there are none."""
-        return nothing((), *self.values()) if self else None
 
 
 class _Instead(TorchFunctionMode):
@@ -174,15 +164,16 @@ class _Instead(TorchFunctionMode):
 
 
 @contextmanager
-def computing_with(copies: Copies, objects: Any) -> Iterator[None]:
+def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     """Let user objects compute with copies of the tensors that they keep, until the block ends.
 
-    Modules are called with other parameters as `torch.func.functional_call` calls them, which also
-    reaches custom autograd functions and compiled code. Tensors elsewhere, in attributes of plain
-    objects, lists or closures, stay where they are: torch functions take the copies for them.
+    The block gets a zero that depends on all copies, or None if there are none. Modules are called
+    with other parameters as `torch.func.functional_call` calls them, which also reaches custom
+    autograd functions and compiled code. Tensors elsewhere, in attributes of plain objects, lists
+    or closures, stay where they are: torch functions take the copies for them.
     """
     if not copies:
-        yield
+        yield None
         return
     found = Reached.by(objects)
     everything, names, in_modules = torch.nn.Module(), dict[str, Tensor](), set[int]()
@@ -199,7 +190,7 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[None]:
         # The mode costs a little at each torch function, so it is not there for modules alone.
         if bare & copies.keys():
             stack.enter_context(_Instead(copies))
-        yield
+        yield nothing((), *copies.values())
 
 
 def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
@@ -348,9 +339,10 @@ def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given
 
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
     """The result, or ValueError if a gradient goes to a parameter that is not found in `users`."""
-    problem = stray_problem([result], users, (), given) if world().size > 1 else ""
-    if problem:
-        raise ValueError(f"an image in parts{problem}")
+    if torch.is_grad_enabled() and transport.num_workers() > 1:
+        problem = stray_problem([result], users, (), given)
+        if problem:
+            raise ValueError(f"an image in parts{problem}")
     return result
 
 
@@ -372,8 +364,6 @@ class StrayCheck:
         At the first call all workers raise or none does: a worker without operators finds nothing
         itself. Later calls cost no message, and the worker that finds one raises.
         """
-        if self.partition.size == 1 or not torch.is_grad_enabled():
-            return
         problem = stray_problem(results, users, shared, given)
         if call not in self.calls:
             self.calls.add(call)

@@ -10,11 +10,10 @@ summed over the rows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +29,11 @@ from tessel.imaging.parameters import (
     check_common,
     computing_with,
     depending_on,
-    described,
+    gradients_of,
     idle,
     in_common,
     known,
     learned,
-    learned_arguments,
     needs_grad,
     tensors_of,
 )
@@ -50,11 +48,8 @@ from tessel.imaging.solvers.power import largest_eigenvalue
 from tessel.imaging.solvers.space import Space
 from tessel.layout import Layout, Shape
 from tessel.move import Move
-from tessel.shared import even, nothing, total
+from tessel.shared import nothing, total
 from tessel.transport import NUM_WORDS, code_of
-
-if TYPE_CHECKING:
-    from tessel.imaging.fidelity import PartFidelity
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
@@ -82,13 +77,7 @@ class OperatorCall:
     copies: Copies
     users: tuple[Any, ...]
     args: tuple[Any, ...]
-    settings: dict[str, Any]
-
-    @contextmanager
-    def computing(self) -> Iterator[Tensor | None]:
-        """Let objects compute with copies of parameters; an anchor that depends on these."""
-        with computing_with(self.copies, self.users):
-            yield self.copies.anchor
+    settings: Mapping[str, Any]
 
 
 class DistributedPhysics:
@@ -160,6 +149,7 @@ class DistributedPhysics:
                 else partition_physics(physics, self.rows.own, self._owner(position))
             )
         self._common = in_common(ctx, held, self.place, self.local_operators)
+        self.has_common = bool(self._common)
         self._check_strays = StrayCheck(self.partition)
         self._meetings: dict[str, Meeting[tuple[Shape, Terms]]] = {}
         self._num_calls = 0
@@ -225,7 +215,7 @@ class DistributedPhysics:
         self,
         x: Tensor,
         ys: Sequence[Tensor],
-        fidelities: Sequence[PartFidelity],
+        fidelities: Sequence[Any],
         shared: Any = (),
         arguments: Arguments = _NO_ARGUMENTS,
         gather: bool = True,
@@ -237,7 +227,7 @@ class DistributedPhysics:
         Args:
             x: this worker's part of the image.
             ys: the parts of the measurements, one for each operator of this row.
-            fidelities: one for each operator.
+            fidelities: one `PartFidelity` for each operator.
             shared: objects that fidelities of all rows use, whose parameters get the gradient of
                 all of them; other parameters of fidelities get that of this row.
             arguments: of the fidelities of whole images.
@@ -247,7 +237,7 @@ class DistributedPhysics:
             return x.new_zeros(())
         call = self._enter("the loss", x, ys, fidelities, shared, (), arguments)
         batch = x.shape[0] if self.layout is None else self.layout.shape[0]
-        with call.computing() as parameters:
+        with computing_with(call.copies, call.users) as parameters:
             losses = [
                 f.loss(call.x, y, operator, batch, *call.args, **call.settings)
                 for f, (operator, y) in zip(fidelities, call.pairs, strict=True)
@@ -263,7 +253,7 @@ class DistributedPhysics:
         self,
         x: Tensor,
         ys: Sequence[Tensor],
-        fidelities: Sequence[PartFidelity],
+        fidelities: Sequence[Any],
         shared: Any = (),
         arguments: Arguments = _NO_ARGUMENTS,
         gather: bool = True,
@@ -370,7 +360,8 @@ class DistributedPhysics:
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
-        self.check_parameters(self.shared)
+        if self._common:
+            self.check_parameters(self.shared)
         if settings and self.layout is not None:
             raise NotImplementedError(
                 f"{self._label}.{method}: operators on an image in parts take no arguments, "
@@ -401,7 +392,7 @@ class DistributedPhysics:
             return LocalTensors()
         image = None if x is None else local_data(x)
         call = self._enter(method, image, ys, users=users, arguments=((), settings))
-        with call.computing() as parameters:
+        with computing_with(call.copies, call.users) as parameters:
             found = [term(operator, brought, call) for operator, brought in call.pairs]
         self._check_results(call, found)
         anchor = call.anchor
@@ -430,7 +421,7 @@ class DistributedPhysics:
         name: str,
         x: Tensor | None,
         measured: Sequence[Tensor] | None = None,
-        fidelities: Sequence[PartFidelity] | None = None,
+        fidelities: Sequence[Any] | None = None,
         shared: Any = (),
         users: Any = (),
         arguments: Arguments = _NO_ARGUMENTS,
@@ -439,20 +430,24 @@ class DistributedPhysics:
         ys, anchor = list(measured or ()), anchor_of(measured)
         has_image = x is not None or measured is None
         everyones_objects = (self.shared if self.layout is None else (), shared)
-        everyones = [*learned_arguments(arguments), *learned(everyones_objects)]
+        everyones = learned(everyones_objects, arguments)
         own: list[Tensor] = []
         if self.layout is not None:  # in rows of one worker there is nothing to sum
             whole = [each.physics for each in self._spread if isinstance(each, Whole)]
             known_to_all = {id(each) for each in everyones}
             own = learned((whole, fidelities, users))
             own = [each for each in own if id(each) not in known_to_all]
-        problem = self._problem(x, measured, fidelities)
+        problem = "" if self.layout is None else self._problem(x, measured, fidelities)
         call = f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
-        said = f"{call}{described(everyones)}{problem}"
+        said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
         needs = [*ys, *([] if anchor is None else [anchor]), *everyones]
         dtype = torch.float32
         if self.layout is None:
-            of_image = has_image and self._agree_on_whole(said, x)
+            of_image = needs_grad(x)
+            if has_image and (self.num_rows > 1 or not isinstance(x, Tensor)):
+                ((shapes, terms),) = agree(self.partition, said, x)  # type: ignore[arg-type]
+                of_image = terms.needs_grad
+                same(shapes, "shape", said)
             records = of_image or any(map(needs_grad, needs))
         else:
             needs += [*self._values, *own]
@@ -468,10 +463,11 @@ class DistributedPhysics:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
             image = rows.use(_even(x, of_image))
         copies = Copies()
-        copies.add(everyones, self.partition)
+        if everyones:
+            copies.add(everyones, self.partition)
         if own:
             copies.add(own, self.rows.own.partition)
-        args, settings = copies.instead(arguments)
+        args, settings = copies.instead(arguments) if copies else arguments
         return OperatorCall(
             call,
             image,
@@ -484,14 +480,6 @@ class DistributedPhysics:
             args,
             settings,
         )
-
-    def _agree_on_whole(self, said: str, x: Tensor | None) -> bool:
-        """Whether the gradient of a whole image is needed, of one shape on all workers."""
-        if self.partition.size == 1 and isinstance(x, Tensor):
-            return needs_grad(x)
-        ((shapes, terms),) = agree(self.partition, said, x)  # type: ignore[arg-type]
-        same(shapes, "shape", said)
-        return terms.needs_grad
 
     def _agree_on_parts(
         self, said: str, images: list[Any], ys: list[Tensor], needs: list[Tensor], problem: str
@@ -516,11 +504,10 @@ class DistributedPhysics:
         self,
         x: Tensor | None,
         ys: Sequence[Tensor] | None,
-        fidelities: Sequence[PartFidelity] | None,
+        fidelities: Sequence[Any] | None,
     ) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
-        if self.layout is None:
-            return ""
+        assert self.layout is not None
         if x is not None and tuple(x.shape) != self.layout.local_shape:
             return (
                 f": worker {self.layout.partition.rank} expected a part of shape "
@@ -550,9 +537,8 @@ class DistributedPhysics:
 
     def _check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
-        if (
-            self.layout is None and self.num_rows > 1
-        ):  # of parts, this is checked operator by operator
+        # Of an image in parts, each operator is checked where it is applied.
+        if self.layout is None and self.num_rows > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
             self._check_strays(call.name, results, call.users, call.users[:2], given)
 
@@ -560,7 +546,7 @@ class DistributedPhysics:
         self,
         call: OperatorCall,
         losses: Sequence[Tensor],
-        fidelities: Sequence[PartFidelity],
+        fidelities: Sequence[Any],
         batch: int,
     ) -> Shape:
         """One shape for the losses of all workers, some of which may have none; or all raise."""
@@ -621,7 +607,7 @@ class DistributedPhysics:
         # Terms on parts come from movements and are ours to change; user code may give back what
         # it was given, so that the first sum of its images is a tensor of its own.
         is_ours = self.layout is not None
-        with call.computing() as parameters:
+        with computing_with(call.copies, call.users) as parameters:
             for operator, brought in call.pairs:
                 each = term(operator, brought, call)
                 is_like = each.shape == x.shape and each.dtype == x.dtype
@@ -786,4 +772,5 @@ class DistributedLinearPhysics(DistributedPhysics):
 
 
 def _even(x: Tensor, needs_grad: bool) -> Tensor:
-    return even(x, Terms(x.dtype, x.device.type, needs_grad, False))
+    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
+    return x.detach().requires_grad_() if needs_grad and not x.requires_grad else x

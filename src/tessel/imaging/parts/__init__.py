@@ -9,5 +9,3 @@ from tessel.imaging.parts.operators import Differences as Differences
 from tessel.imaging.parts.operators import Mask as Mask
 from tessel.imaging.parts.operators import PartOperator as PartOperator
 from tessel.imaging.parts.operators import Whole as Whole
-from tessel.imaging.parts.prior import PartitionedPrior as PartitionedPrior
-from tessel.imaging.parts.prior import windows_of_parts as windows_of_parts

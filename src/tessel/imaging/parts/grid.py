@@ -60,7 +60,7 @@ class Rows:
 
     layout: Layout
 
-    @property
+    @cached_property
     def count(self) -> int:
         """How many copies of the image there are."""
         return prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
@@ -88,14 +88,14 @@ class Rows:
 
     def use(self, x: Tensor) -> Tensor:
         """The shared parts as this row's own; the adjoint sums over the rows."""
-        return spread(x, self.layout, self.layout.shared)
+        return spread(x, self.layout, self.layout.shared) if self.count > 1 else x
 
     def total(self, share: Tensor, terms: Terms | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
         # Of whole images a share may be a tensor of the user, which the movement does not return.
         return self._sum.apply(share, terms) if self.count > 1 or self._is_whole else share
 
-    @property
+    @cached_property
     def _is_whole(self) -> bool:
         """Whether every worker has all of the image, and is a row by itself."""
         return len(self.layout.shared) == self.layout.partition.dim

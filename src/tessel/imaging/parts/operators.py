@@ -98,7 +98,7 @@ class Convolution(PartOperator):
         self.kernel = FilterWindow(self.filter_shape[2:], padding, stride)
         self._fetch = fetch(layout, self.kernel)
         self.domain, self.codomain = layout, self._fetch.target
-        self.takes_part  # noqa: B018  (all workers make the group)
+        self.prepare()  # all workers make the group, here and not in a first call
 
     def A(self, x: Tensor) -> Tensor:
         read, filter = self._fetch.apply(x), self._filter()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tessel.boxes import Box, Interval, extent
+from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
@@ -37,7 +37,9 @@ class PeriodicHalo(LinearOperator):
         # the last the first ones. One movement brings both.
         ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
         self._ends = Move(source, _with_parts(source, dim, ends))
-        self.takes_part  # noqa: B018  (all workers make the group)
+        here = source.partition.index
+        self._is_first = here is not None and source.places(here)[dim] == 0
+        self.prepare()  # all workers make the group, here and not in a first call
 
     def _apply(self, x: Tensor) -> Tensor:
         ends = self._ends._apply(x)
@@ -52,12 +54,6 @@ class PeriodicHalo(LinearOperator):
         # What the movement gives back is a tensor of its own, so that the rest is added in place.
         back = self._ends.H._apply(ends)
         return back.add_(y.narrow(self.dim, width if first else 0, own))
-
-    @property
-    def _is_first(self) -> bool:
-        coordinates = self.domain.partition.index
-        assert coordinates is not None
-        return self.domain.places(coordinates)[self.dim] == 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ class LocalPadding(LinearOperator):
         self.domain, self.steps = read, steps
         partition = read.partition
         self.codomain = Layout.blocks_along(partition, tuple(range(partition.dim)), tuple(shapes))
-        self.takes_part  # noqa: B018  (all workers make the group)
+        self.prepare()  # all workers make the group, here and not in a first call
 
     def _apply(self, x: Tensor) -> Tensor:
         x = x.detach()
@@ -140,11 +136,6 @@ class LocalPadding(LinearOperator):
         for step in reversed(self.steps):
             y = step.apply_adjoint(y, self.domain.local_shape[step.dim])
         return y
-
-
-def shapes_of(boxes: Iterable[Box | None]) -> tuple[Shape, ...]:
-    """The shapes of tensors that store these boxes."""
-    return tuple((0,) if box is None else extent(box) for box in boxes)
 
 
 def _with_parts(layout: Layout, dim: int, parts: tuple[Interval, ...]) -> Layout:
