@@ -74,7 +74,10 @@ class MeasurementGatherer:
                     found[i] = tensor.to(self.ctx.device)
         else:
             own = dict(zip(indices, items, strict=True))
-            for some in self._batches(kinds):
+            # What travels together: one item at a time, or all of one dtype.
+            key = 0 if self.strategy == "broadcast" else 2
+            for batch in dict.fromkeys(each[key] for one in kinds for each in one):
+                some = [[each for each in one if each[key] == batch] for one in kinds]
                 found |= self._moved(some, own, anchor if needs_grad else None, needs_grad)
         return as_tensor_list([found[i] for i in range(self.num_items)])
 
@@ -99,14 +102,6 @@ class MeasurementGatherer:
         if key not in self._known:
             self._known[key] = group.share_objects(mine)
         return self._known[key], any(words[2::NUM_WORDS].tolist())
-
-    def _batches(self, kinds: list[list[Kind]]) -> list[list[list[Kind]]]:
-        """What travels together: all of one dtype, or one item at a time."""
-        if self.strategy == "broadcast":
-            numbers = sorted(i for theirs in kinds for i, _, _ in theirs)
-            return [[[each for each in one if each[0] == i] for one in kinds] for i in numbers]
-        dtypes = dict.fromkeys(dtype for theirs in kinds for _, _, dtype in theirs)
-        return [[[each for each in one if each[2] == dtype] for one in kinds] for dtype in dtypes]
 
     def _moved(
         self,

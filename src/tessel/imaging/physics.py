@@ -38,11 +38,12 @@ from tessel.imaging.parameters import (
     tensors_of,
 )
 from tessel.imaging.parts.grid import Rows, rows_of
+from tessel.imaging.parts.kernel import is_whole
 from tessel.imaging.parts.local_rules import partition_physics
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole, gathering
 from tessel.imaging.random import wave_in
 from tessel.imaging.sharding import local_indices, owner
-from tessel.imaging.signal import DistributedSignal, is_whole, local_data
+from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.imaging.solvers.conjugate import CGLS, NormalInverse, solved
 from tessel.imaging.solvers.power import largest_eigenvalue
 from tessel.imaging.solvers.space import Space
@@ -450,7 +451,8 @@ class DistributedPhysics:
                 same(shapes, "shape", said)
             records = of_image or any(map(needs_grad, needs))
         else:
-            needs += [*self._values, *own]
+            local = [each for each in self._spread if isinstance(each, PartOperator)]
+            needs += [*own, *(value for operator in local for value in operator.values())]
             images = [x] if has_image else []
             dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
             of_image, ys = records, [_even(y, records) for y in ys]
@@ -528,12 +530,6 @@ class DistributedPhysics:
             if isinstance(operator, PartOperator) and fidelity.problem:
                 return fidelity.problem
         return ""
-
-    @property
-    def _values(self) -> list[Tensor]:
-        """The tensors that local operators are made of."""
-        local = (each for each in self._spread if isinstance(each, PartOperator))
-        return [value for operator in local for value in operator.values()]
 
     def _check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""

@@ -40,8 +40,9 @@ from tessel.imaging.parameters import (
     state_of,
     stray_leaf,
 )
+from tessel.imaging.parts.kernel import is_whole
 from tessel.imaging.sharding import local_indices
-from tessel.imaging.signal import DistributedSignal, is_whole, local_data
+from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.imaging.tiling import PriorWindow, crossed
 from tessel.layout import Cut, Layout
 from tessel.linop import LinearOperator

@@ -14,6 +14,7 @@ from torch import Tensor
 from tessel.agreement import Claim, Meeting, Terms
 from tessel.imaging.checksum import checksum
 from tessel.imaging.context import DistributedContext, drifted
+from tessel.imaging.parts.kernel import is_whole
 from tessel.layout import Cut, Layout, Shape
 from tessel.move import Move
 from tessel.partition import Partition
@@ -261,11 +262,6 @@ class DistributedSignal:
 def local_data(value: DistributedSignal | Tensor) -> Tensor:
     """This worker's tensor of a signal, or the tensor itself."""
     return value.data if isinstance(value, DistributedSignal) else value
-
-
-def is_whole(layout: Layout) -> bool:
-    """Whether every worker holds the whole tensor, as one shared value."""
-    return len(layout.shared) == layout.partition.dim
 
 
 def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> Layout:

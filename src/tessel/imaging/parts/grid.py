@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tessel.agreement import Terms
 from tessel.boxes import ravel
-from tessel.imaging.parts.kernel import check_parts
+from tessel.imaging.parts.kernel import check_parts, is_whole
 from tessel.layout import Cut, Layout
 from tessel.move import Move
 from tessel.partition import Partition
@@ -93,12 +93,7 @@ class Rows:
     def total(self, share: Tensor, terms: Terms | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
         # Of whole images a share may be a tensor of the user, which the movement does not return.
-        return self._sum.apply(share, terms) if self.count > 1 or self._is_whole else share
-
-    @cached_property
-    def _is_whole(self) -> bool:
-        """Whether every worker has all of the image, and is a row by itself."""
-        return len(self.layout.shared) == self.layout.partition.dim
+        return self._sum.apply(share, terms) if self.count > 1 or is_whole(self.layout) else share
 
     @cached_property
     def _sum(self) -> Move:
@@ -109,7 +104,7 @@ class Rows:
 def rows_of(layout: Layout) -> Rows:
     """The rows of a layout; all workers of the job make them together."""
     rows = Rows(layout)
-    if rows._is_whole:
+    if is_whole(layout):
         return rows
     # Groups of workers are made by all workers of the job in one order, those of other rows
     # included: a worker that made only its own would wait for the others.

@@ -213,6 +213,11 @@ def _indexed(
     return tuple(found)
 
 
+def is_whole(layout: Layout) -> bool:
+    """Whether every worker holds the whole tensor, as one shared value."""
+    return len(layout.shared) == layout.partition.dim
+
+
 def check_parts(layout: Layout, what: str) -> None:
     """Raise ValueError unless each index of an image lies on one worker, in order."""
     ordered = all(

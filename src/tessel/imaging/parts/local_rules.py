@@ -108,19 +108,12 @@ def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[Rule, Shape | None
         yield (lambda layout: Decimation(layout, factor)), _small(shape, (1,) * len(shape), factor)
     mask = getattr(physics, "mask", None)
     if isinstance(mask, Tensor | Number):
-        yield _mask(physics), None
+        value = lambda: torch.as_tensor(physics.mask)  # noqa: E731  (it may be assigned anew)
+        yield (lambda layout: Mask(layout, value)), None
 
 
 def _convolution(value: Callable[[], Tensor], padding: str, factor: int) -> Rule:
     return lambda layout: Convolution(layout, value, padding, factor)
-
-
-def _mask(physics: Any) -> Rule:
-    def value() -> Tensor:
-        mask = physics.mask
-        return mask if isinstance(mask, Tensor) else torch.tensor(mask)
-
-    return lambda layout: Mask(layout, value)
 
 
 def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:

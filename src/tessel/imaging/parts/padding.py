@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tessel.boxes import Interval
 from tessel.layout import Cut, Layout, Shape
 from tessel.linop import LinearOperator
 from tessel.move import Move
@@ -36,7 +35,9 @@ class PeriodicHalo(LinearOperator):
         # Only the two workers at the ends read something: the first the last values of the image,
         # the last the first ones. One movement brings both.
         ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
-        self._ends = Move(source, _with_parts(source, dim, ends))
+        cuts = list(source.cuts)
+        cuts[dim] = Cut(cuts[dim].axes, ends)
+        self._ends = Move(source, replace(source, cuts=tuple(cuts)))
         here = source.partition.index
         self._is_first = here is not None and source.places(here)[dim] == 0
         self.prepare()  # all workers make the group, here and not in a first call
@@ -136,9 +137,3 @@ class LocalPadding(LinearOperator):
         for step in reversed(self.steps):
             y = step.apply_adjoint(y, self.domain.local_shape[step.dim])
         return y
-
-
-def _with_parts(layout: Layout, dim: int, parts: tuple[Interval, ...]) -> Layout:
-    cuts = list(layout.cuts)
-    cuts[dim] = Cut(cuts[dim].axes, parts)
-    return replace(layout, cuts=tuple(cuts))

@@ -144,28 +144,42 @@ class Checkpoint:
         if newest is None:
             return None
         iteration, size = newest
-        own = self._path(self._own(iteration, space))
-        notes = self._loaded([own], None, space) if size == space.workers.size else None
+        folders = [self._path(self._own(iteration, space))]
+        notes = self._loaded(folders, None, space) if size == space.workers.size else None
         layouts = space.workers.group.share_objects(notes and notes.layout)
         stays = notes is not None and set(layouts) == {space.layout.identity}
-        # In other parts, each worker reads the boxes that it needs from the shards of all.
-        folders = [own] if stays else self._all_folders(iteration, size, space)
-        some = iter(folders)
-        while not stays and (notes is None or not notes.shards):  # of one that held a part
-            notes = self._loaded([next(some)], None, space)
+        if not stays:  # each worker reads the boxes that it needs from the shards of all
+            folders = [self._path(_Shard(iteration, place, size)) for place in range(size)]
+            self._tell(
+                [folder.name for folder in folders if not folder.exists()],
+                "is of other parts of the image, for which every worker reads all files, and "
+                "worker {worker} does not see {told}",
+                space,
+            )
+            written = (self._loaded([folder], None, space) for folder in folders)
+            notes = next(each for each in written if each.shards)  # of one that held a part
         assert notes is not None
-        self._check(notes, _kind(method, space, start), space)
+        kind = _kind(method, space, start)
+        differ = [name for name in kind if notes.kind.get(name) != kind[name]]
+        told = "; ".join(
+            f"{name} was {notes.kind.get(name)} and is {kind[name]}" for name in differ
+        )
+        self._tell(
+            told,
+            "is of another problem: on worker {worker}, {told}; take another folder, or "
+            "resume=False",
+            space,
+        )
         room = {
             name: torch.empty((*space.layout.local_shape, *more), dtype=dtype)
             for name, (more, dtype) in notes.shards.items()
             if space.layout.partition.active
         }
         self._loaded(folders, _parts(space.layout, room), space)
-        if stays:
-            others = notes.others
-        else:
-            numbers = {name: v for name, v in notes.others.items() if _is_number(v)}
-            others = {**{name: start[name] for name in notes.shards if name not in room}, **numbers}
+        others = notes.others
+        if not stays:  # what is no number lies as it did on a worker of before: `complete` makes it
+            others = {name: start[name] for name in notes.shards if name not in room}
+            others |= {name: each for name, each in notes.others.items() if _is_number(each)}
         values = _copied({**others, **room}, start["x"].device)
         if set(start) - set(values):
             values = method.complete(values, space)
@@ -201,19 +215,6 @@ class Checkpoint:
             )
         return max(found, key=lambda each: (each[0], each[1] == space.workers.size), default=None)
 
-    def _all_folders(self, iteration: int, size: int, space: Space) -> list[Path]:
-        """The folders of all workers; all raise if one of them does not see one."""
-        folders = [self._path(_Shard(iteration, place, size)) for place in range(size)]
-        missing = [folder.name for folder in folders if not folder.exists()]
-        group = space.workers.group
-        for worker, theirs in zip(group.workers, group.share_objects(missing), strict=True):
-            if theirs:
-                raise ValueError(
-                    f"the checkpoint in {self.folder} is of other parts of the image, for which "
-                    f"every worker reads all files, and worker {worker} does not see {theirs}"
-                )
-        return folders
-
     def _loaded(self, folders: list[Path], parts: dict[str, Any] | None, space: Space) -> Any:
         """Fill parts of tensors from these folders, or give the notes; all raise, or none."""
         from torch.distributed.checkpoint import CheckpointException, load
@@ -225,29 +226,17 @@ class Checkpoint:
                 load(state, storage_reader=_together(folders), no_dist=True)
         except (CheckpointException, *_UNREADABLE) as error:
             problem = f"{type(error).__name__}: {error}"
-        group = space.workers.group
-        for worker, theirs in zip(group.workers, group.share_objects(problem), strict=True):
-            if theirs:
-                raise ValueError(
-                    f"the checkpoint in {self.folder} cannot be read on worker {worker} "
-                    f"({theirs}); remove {folders[0].parent.name}, or pass resume=False"
-                )
+        way_out = f"remove {folders[0].parent.name}, or pass resume=False"
+        self._tell(problem, f"cannot be read on worker {{worker}} ({{told}}); {way_out}", space)
         return state.get("notes")
 
-    def _check(self, notes: _Notes, kind: dict[str, str], space: Space) -> None:
-        """Raise on all workers if the shards of one are of another problem."""
-        differ = [
-            f"{name} was {notes.kind.get(name)} and is {value}"
-            for name, value in kind.items()
-            if notes.kind.get(name) != value
-        ]
+    def _tell(self, told: Any, text: str, space: Space) -> None:
+        """Raise ValueError on all workers if one of them has something to tell."""
         group = space.workers.group
-        for worker, found in zip(group.workers, group.share_objects(differ), strict=True):
-            if found:
-                raise ValueError(
-                    f"the checkpoint in {self.folder} is of another problem: on worker {worker}, "
-                    f"{'; '.join(found)}; take another folder, or resume=False"
-                )
+        for worker, theirs in zip(group.workers, group.share_objects(told), strict=True):
+            if theirs:
+                said = text.format(worker=worker, told=theirs)
+                raise ValueError(f"the checkpoint in {self.folder} {said}")
 
     def _own(self, iteration: int, space: Space) -> _Shard:
         """The shard of this worker."""
@@ -260,9 +249,13 @@ class Checkpoint:
 
     def _shards(self) -> list[_Shard]:
         """All that are there and complete."""
-        found = Path(self.folder).glob("iteration-*/worker-*")
-        matches = (_NAME.fullmatch("/".join(path.parts[-2:])) for path in found)
-        return [_Shard(*map(int, match.groups())) for match in matches if match]
+        found = []
+        for folder in Path(self.folder).glob("iteration-*"):
+            with suppress(OSError):  # another worker has just removed it
+                names = [f"{folder.name}/{name}" for name in os.listdir(folder)]
+                matches = filter(None, map(_NAME.fullmatch, names))
+                found += [_Shard(*map(int, match.groups())) for match in matches]
+        return found
 
 
 @contextmanager
