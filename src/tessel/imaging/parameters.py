@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tessel import transport
-from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.movements import copying, reducing
 from tessel.imaging.context import DistributedContext
 from tessel.layout import Shape
@@ -344,29 +343,3 @@ def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
         if problem:
             raise ValueError(f"an image in parts{problem}")
     return result
-
-
-@dataclass(frozen=True)
-class StrayCheck:
-    """Finds parameters that operators use and that nobody knows of, as a global one of a script.
-
-    Each worker would get the gradient of its own operators only, a silent wrong number.
-    """
-
-    partition: Partition
-    calls: set[str] = field(default_factory=set)  # those that all workers have agreed on
-
-    def __call__(
-        self, call: str, results: Iterable[Tensor], users: Any, shared: Any, given: Any = ()
-    ) -> None:
-        """Raise ValueError if a gradient of the results goes to such a tensor.
-
-        At the first call all workers raise or none does: a worker without operators finds nothing
-        itself. Later calls cost no message, and the worker that finds one raises.
-        """
-        problem = stray_problem(results, users, shared, given)
-        if call not in self.calls:
-            self.calls.add(call)
-            agree_on_call(self.partition, f"{call}{problem}")
-        if problem:
-            raise ValueError(f"{call}{problem}")

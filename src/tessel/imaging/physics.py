@@ -24,7 +24,6 @@ from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
 from tessel.imaging.parameters import (
     Copies,
-    StrayCheck,
     both,
     check_common,
     computing_with,
@@ -35,6 +34,7 @@ from tessel.imaging.parameters import (
     known,
     learned,
     needs_grad,
+    stray_problem,
     tensors_of,
 )
 from tessel.imaging.parts.grid import Rows, rows_of
@@ -151,7 +151,7 @@ class DistributedPhysics:
             )
         self._common = in_common(ctx, held, self.place, self.local_operators)
         self.has_common = bool(self._common)
-        self._check_strays = StrayCheck(self.partition)
+        self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
         self._meetings: dict[str, Meeting[tuple[Shape, Terms]]] = {}
         self._num_calls = 0
 
@@ -536,7 +536,14 @@ class DistributedPhysics:
         # Of an image in parts, each operator is checked where it is applied.
         if self.layout is None and self.num_rows > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
-            self._check_strays(call.name, results, call.users, call.users[:2], given)
+            problem = stray_problem(results, call.users, call.users[:2], given)
+            # At the first call all workers raise or none does: one without operators finds nothing
+            # itself. Later calls cost no message, and the worker that finds something raises.
+            if call.name not in self._checked:
+                self._checked.add(call.name)
+                agree_on_call(self.partition, f"{call.name}{problem}")
+            if problem:
+                raise ValueError(f"{call.name}{problem}")
 
     def _shape_of_losses(
         self,
