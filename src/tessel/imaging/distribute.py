@@ -144,17 +144,14 @@ def _agreed_kind(
             kind = _kind_of(given)
         except ValueError as error:
             problem = str(error)
-    told = ", ".join(f"{name}={_told(value)}" for name, value in asked.items())
+    # Objects go by the names of their classes: what they say of themselves may be an address.
+    plain = str | int | float | tuple | list | torch.dtype | None
+    said = {n: repr(v) if isinstance(v, plain) else type(v).__name__ for n, v in asked.items()}
+    told = ", ".join(f"{name}={value}" for name, value in said.items())
     agree_on_call(ctx.partition, f"distribute(…, type_object={kind!r}, {told}) {problem}".rstrip())
     if problem:
         raise ValueError(problem)
     return kind
-
-
-def _told(value: Any) -> str:
-    """A value in words that are the same on all workers, without an address."""
-    plain = str | int | float | tuple | list | torch.dtype | None
-    return repr(value) if isinstance(value, plain) else type(value).__name__
 
 
 def _factory(

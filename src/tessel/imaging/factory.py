@@ -226,6 +226,7 @@ def make_distrib_bundle(
     measurements = DistributedMeasurements(ctx, config.count, make, shared, physics)
     given = config.data_fidelity
     make_fidelity: Factory | None = None
+    # A data fidelity can be called, too: what makes them is what is plainly a function.
     if isinstance(given, FunctionType | MethodType | partial):
         make_fidelity = given
     elif given is not None:

@@ -19,6 +19,7 @@ from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.layout import Layout
 
 REDUCTIONS = ("sum", "mean")
+# What fidelities of users raise for tensors that they were not made for.
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 
 
@@ -231,7 +232,7 @@ class PartFidelity:
             if not gather.codomain.partition.active:
                 return idle(shape, f, *wholes)
             return known(f(*wholes, _PLAIN), (), wholes).reshape(shape)
-        if 0 in u.shape:
+        if 0 in u.shape:  # a mean or a maximum of nothing is NaN, or raises
             return idle(shape, f, u, y)
         share = known(f(u, y, _PLAIN), (), (u, y))
         if not shape:

@@ -46,7 +46,7 @@ class LocalTensors(list[Tensor]):
     def __mul__(self, other: Any) -> LocalTensors:
         return self._with(other, torch.mul)
 
-    __rmul__ = __mul__
+    __rmul__ = __mul__  # a number times measurements is not a list that is repeated
 
     def __truediv__(self, other: Any) -> LocalTensors:
         return self._with(other, torch.div)

@@ -30,6 +30,7 @@ from tessel.linop import LinearOperator
 from tessel.partition import Partition
 from tessel.shared import nothing
 
+# What holds no other tensors: the search ends there, and not in the modules of Python.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, Tensor),
     *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
@@ -47,7 +48,7 @@ class Reached:
     @classmethod
     def by(cls, objects: Any) -> Reached:
         """Look into modules, attributes, lists, dictionaries, functions and their closures."""
-        found, seen = cls(), set[int]()
+        found, seen = cls(), set[int]()  # by identity: objects of users may not be hashable
 
         def visit(thing: Any) -> None:
             if isinstance(thing, Tensor) and id(thing) not in seen:
@@ -247,6 +248,7 @@ def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: An
     if ctx.world_size == 1:
         return []
     inside = {id(each) for each in tensors_of(users)}
+    # Identities differ between workers: the place in the order of `held` names a tensor.
     mine = [(k, tuple(each.shape)) for k, each in enumerate(held) if id(each) in inside]
     places: dict[Any, set[str]] = {}
     for where, theirs in ctx.partition.group.share_objects((place, mine)):

@@ -131,7 +131,7 @@ class DistributedPhysics:
         self.layout = None if layout is None or is_whole(layout) else layout
         self.partition = ctx.partition if self.layout is None else self.layout.partition
         self.active = self.partition.active
-        self._rows: dict[Shape, Rows] = {}
+        self._rows: dict[Shape, Rows] = {}  # a layout checks itself, which takes as long as a call
         row, self.num_rows, self.place = ctx.rank, ctx.world_size, f"worker {ctx.rank}"
         if self.layout is not None:
             self.rows = rows_of(self.layout)
@@ -306,6 +306,7 @@ class DistributedPhysics:
         if theirs.size == ours.size:
             return value
 
+        # Workers without a part know neither shape nor dtype of the value, and learn them first.
         def conclude(shapes: dict[int, Shape], terms: Terms) -> Shape:
             found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
             return found
@@ -326,7 +327,7 @@ class DistributedPhysics:
 
     def _made(self, factory: Factory | None, item: int) -> Any:
         assert factory is not None
-        with self.ctx.drawing(item):
+        with self.ctx.drawing(item):  # the same numbers whichever worker makes it
             operator = factory(item, self.ctx.device, self.shared)
         if not hasattr(operator, "A"):
             raise ValueError(
@@ -353,6 +354,7 @@ class DistributedPhysics:
             settings: of the operators.
             values: tensors, of which there must be one for each of this worker's operators.
         """
+        # Other workers may have as many as they need, and would wait for this one: all are told.
         if values is not None and len(values) != len(self.local_operators):
             call = (
                 f"{self._label}.{method}: worker {self.ctx.rank} has the operators "
@@ -441,6 +443,8 @@ class DistributedPhysics:
         problem = "" if self.layout is None else self._problem(x, measured, fidelities)
         call = f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
         said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
+        # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
+        # the sums of those that do.
         needs = [*ys, *([] if anchor is None else [anchor]), *everyones]
         dtype = torch.float32
         if self.layout is None:
@@ -583,6 +587,7 @@ class DistributedPhysics:
         """The shape and dtype of a result, which workers without operators learn so."""
         if said not in self._meetings:
             numbers, how = range(self.num_ops), self.ctx.sharding
+            # Workers without operators have no say: their tensor is a placeholder.
             owners = {owner(i, self.num_ops, self.partition.size, how) for i in numbers}
 
             def conclude(shapes: dict[int, Shape], terms: Terms) -> tuple[Shape, Terms]:
@@ -718,7 +723,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         """
         self._check_call("A_dagger", values=ys)
         ys = LocalTensors(ys, anchor_of(ys))
-        with torch.no_grad():
+        with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))
         if not self.active:
             return x
@@ -765,6 +770,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)
         layout = self.rows_for(like.shape).layout
+        # A random start would be another one on each worker, and a constant may be in the kernel.
         x = wave_in(layout, like.dtype).to(self.ctx.device)
         value = x.new_zeros((), dtype=x.real.dtype)
         if self.active:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from tessel import boxes
-from tessel.boxes import Box, Interval, Region
+from tessel.boxes import Box, Interval
 from tessel.distributed.agreeing import agree
 from tessel.distributed.movements import copying
 from tessel.imaging.context import DistributedContext
@@ -28,6 +28,7 @@ from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     Pairs,
     SmartTilingStrategy,
+    WindowStrategy,
     create_strategy,
 )
 from tessel.imaging.parameters import (
@@ -169,11 +170,13 @@ class DistributedPrior:
         if not fits:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
+        # What is wrong here may be right elsewhere: the text of the call tells all workers of it.
         if partition.size > 1 or not fits:
             ((_, terms),) = agree(partition, call, x)
             if not fits:
                 raise ValueError(call)
             x = even(x, terms)
+        # Each worker sees some of the patches: gradients of what all of them use are summed.
         copies = Copies()
         copies.add(tensors, partition)
         read = self._read.apply(x)
@@ -401,19 +404,14 @@ class LocalWindows(Tiling):
 
     def patches(self, read: Tensor, indices: list[int]) -> Pairs:
         """The windows of these numbers, from what this worker reads."""
-        return [(i, read[self._region(self.windows[i].read, self.read.box())]) for i in indices]
+        box = self._along(self.read)
+        return [(i, self.strategy.cut_out(read, self.windows[i], box)) for i in indices]
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
         """Put what the prior made of windows into its place."""
-        box = self.written.box()
+        box = self._along(self.written)
         for i, patch in pairs:
-            window = self.windows[i]
-            if self.strategy.overlap:
-                weighted = self.strategy._weights(i, patch) * patch
-                out[self._region(window.read, box)] += weighted
-            else:
-                inside = patch[self.strategy.region(window.inside)]
-                out[self._region(window.core, box)] = inside
+            self.strategy.put_back(out, patch, self.windows[i], box)
 
     @cached_property
     def _tiles(self) -> dict[int, list[list[Tile]]]:
@@ -452,20 +450,19 @@ class LocalWindows(Tiling):
                 cuts.append(Cut(cut.axes, ((0, length), *[(0, 0)] * (len(cut.intervals) - 1))))
         return replace(self.layout, cuts=tuple(cuts), shared=())
 
-    def _region(self, along: Box, box: Box | None) -> Region:
-        """Where a box along the dimensions that are cut lies in a worker's tensor."""
+    def _along(self, layout: Layout) -> Box:
+        """This worker's box, along the dimensions that are cut."""
+        box = layout.box()
         assert box is not None
-        own = tuple(box[dim] for dim in self.strategy.dims)
-        found: Region = self.strategy.region(boxes.within(along, own))
-        return found
+        return tuple(box[dim] for dim in self.strategy.dims)
 
 
 def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
     """The tiling of an image in this layout that sends least."""
-    if not is_whole(layout) and hasattr(strategy, "windows"):
+    if not is_whole(layout) and isinstance(strategy, WindowStrategy):
         windows = list(strategy.windows)
         if getattr(strategy, "patch_size", 0) is None and not strategy.overlap:
-            windows = windows_of_parts(layout, strategy.dims, strategy.margin)
+            windows = windows_of_parts(layout, strategy.dims, strategy.halo)  # one for each part
         return LocalWindows(layout, strategy, sharding, tuple(windows))
     # Cores cover the image once, as far as the library knows: what a user's strategy puts together
     # may overlap.
@@ -475,10 +472,8 @@ def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
     return Tiling(layout, strategy, sharding)
 
 
-def windows_of_parts(
-    layout: Layout, dims: Sequence[int], margin: Sequence[int]
-) -> list[PriorWindow]:
-    """One window for each part of an image: the part and a margin that ends at the border.
+def windows_of_parts(layout: Layout, dims: Sequence[int], halo: Sequence[int]) -> list[PriorWindow]:
+    """One window for each part of an image: the part and a halo that ends at the border.
 
     For a prior that is a convolutional network this is the halo exchange of its receptive field.
 
@@ -488,7 +483,7 @@ def windows_of_parts(
     [PriorWindow(core=((0, 6),), read=((0, 6),))]
     """
     along = []
-    for dim, width in zip(dims, margin, strict=True):
+    for dim, width in zip(dims, halo, strict=True):
         filled = [part for part in layout.cuts[dim].intervals if part[0] < part[1]]
         length = layout.shape[dim]
         along.append([(part, boxes.grow(part, width, width, length)) for part in filled])

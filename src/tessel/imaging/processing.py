@@ -81,7 +81,7 @@ class DistributedProcessing(torch.nn.Module):
         self.checkpoint_batches = checkpoint_batches
         self.checkpoint_use_reentrant = checkpoint_use_reentrant
         self.checkpoint_preserve_rng_state = checkpoint_preserve_rng_state
-        self._priors: dict[torch.Size, DistributedPrior] = {}
+        self._priors: dict[torch.Size, DistributedPrior] = {}  # patches depend on the shape
 
     def forward(self, x: Tensor, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The denoised image.

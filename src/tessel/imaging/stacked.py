@@ -371,6 +371,7 @@ class DistributedStackedFidelity(torch.nn.Module):
                 f"a function that makes data fidelities needs to be told how many: "
                 f"{data_fidelity!r} and num_operators=None; pass num_operators"
             )
+        # By physics, and forgotten with it: a fidelity is often made once and used for many.
         self._made: WeakKeyDictionary[Any, DistributedDataFidelity] = WeakKeyDictionary()
 
     def forward(

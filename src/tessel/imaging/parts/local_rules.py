@@ -31,6 +31,7 @@ from tessel.layout import Layout, Shape
 from tessel.partition import Partition
 
 Rule = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
+# What objects of users raise for images that they were not made for.
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)
 
 
@@ -84,8 +85,19 @@ def rule_of(physics: Any, shape: Shape) -> Rule | None:
     False
     """
     for rule, smallest in _candidates(physics, shape):
-        if _agrees(physics, rule, shape, smallest):
-            return rule
+        # A small image first: the whole one may be as large as a worker can hold, and the values at
+        # its borders are those of a small one.
+        for tried in filter(None, (smallest, shape)):
+            try:
+                is_equal = _is_equal(physics, rule(_alone(tried)), _random(physics, tried))
+            except _MISFITS:
+                # The object takes images of one size only, or the rule is not for it. Neither is an
+                # error: the operator is then applied to the whole image, on one worker.
+                continue
+            if is_equal:
+                return rule
+            if is_equal is not None:
+                break
     return None
 
 
@@ -99,21 +111,17 @@ def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[Rule, Shape | None
     filter, padding = getattr(physics, "filter", None), getattr(physics, "padding", None)
     factor = getattr(physics, "factor", 1)
     if isinstance(filter, Tensor) and filter.dim() == len(shape) and isinstance(factor, int):
-        small = _small(shape, filter.shape, factor)
-        if isinstance(padding, str):
-            yield _convolution(lambda: physics.filter, padding.lower(), factor), small
-        else:
-            yield _convolution(lambda: physics.filter, "circular", factor), None
+        # Without a padding it may be one of those that filter by the transform of the image, whose
+        # size is then fixed: no other is tried.
+        how = padding.lower() if isinstance(padding, str) else "circular"
+        small = _small(shape, filter.shape, factor) if isinstance(padding, str) else None
+        yield (lambda layout: Convolution(layout, lambda: physics.filter, how, factor)), small
     elif filter is None and hasattr(physics, "filter") and isinstance(factor, int):
         yield (lambda layout: Decimation(layout, factor)), _small(shape, (1,) * len(shape), factor)
     mask = getattr(physics, "mask", None)
     if isinstance(mask, Tensor | Number):
         value = lambda: torch.as_tensor(physics.mask)  # noqa: E731  (it may be assigned anew)
         yield (lambda layout: Mask(layout, value)), None
-
-
-def _convolution(value: Callable[[], Tensor], padding: str, factor: int) -> Rule:
-    return lambda layout: Convolution(layout, value, padding, factor)
 
 
 def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:
@@ -133,24 +141,6 @@ def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:
         return Chain(*operators)
 
     return chain
-
-
-def _agrees(physics: Any, rule: Rule, shape: Shape, smallest: Shape | None) -> bool:
-    """Whether a rule gives what the object gives, on random values: on a small image, if it can."""
-    # A small image first: the whole one may be as large as a worker can hold, and the values at its
-    # borders are those of a small one.
-    for tried in (smallest, shape):
-        if tried is None:
-            continue
-        try:
-            verdict = _is_equal(physics, rule(_alone(tried)), _random(physics, tried))
-        except _MISFITS:
-            # The object takes images of one size only, or the rule is not for it. Neither is an
-            # error: the operator is then applied to the whole image, on one worker.
-            continue
-        if verdict is not None:
-            return verdict
-    return False
 
 
 @torch.no_grad()

@@ -92,6 +92,7 @@ class Convolution(PartOperator):
         self, layout: Layout, filter: Tensor | Value, padding: str = "valid", stride: int = 1
     ) -> None:
         check_parts(layout, type(self).__name__)
+        # A filter may be learned, or assigned anew: it is asked for in each call.
         self._value: Value = (lambda: filter) if isinstance(filter, Tensor) else filter
         self.filter_shape: Shape = tuple(self._value().shape)
         image, (batch, channels, *_) = layout.shape, (*self.filter_shape, 0, 0)
@@ -335,6 +336,7 @@ class Whole:
             self.domain = layout
             self._move = gathering(layout, owner)
             self.here = self._move.codomain.partition.active
+        # A linear operator has one derivative everywhere, for which no image is gathered.
         self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
 
     @property

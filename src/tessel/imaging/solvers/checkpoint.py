@@ -29,6 +29,7 @@ from tessel.interop.checkpoint import Part
 from tessel.layout import Layout, Shape
 
 _NAME = re.compile(r"iteration-(\d+)/worker-(\d+)-of-(\d+)")
+# What torch raises for files that are cut short, or not its own.
 _UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError)
 
 
@@ -51,7 +52,10 @@ class _Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class _Notes:
-    """What a worker writes beside its shards of the image."""
+    """What a worker writes beside its shards of the image.
+
+    A class, since torch takes dictionaries apart and would ask for each entry again.
+    """
 
     kind: dict[str, str]
     layout: str
@@ -104,7 +108,13 @@ class Checkpoint:
         x, layout, random = reached.values["x"], space.layout, {"cpu": torch.get_rng_state()}
         if x.is_cuda:
             random["cuda"] = torch.cuda.get_rng_state(x.device)
-        lying = {name: v for name, v in reached.values.items() if _lies_as_image(v, layout)}
+        lying = {
+            name: value
+            for name, value in reached.values.items()
+            if layout.partition.active
+            and isinstance(value, Tensor)
+            and value.shape[: len(layout.shape)] == layout.local_shape
+        }
         shards = {n: (tuple(v.shape[len(layout.shape) :]), v.dtype) for n, v in lying.items()}
         others = {name: v for name, v in reached.values.items() if name not in lying}
         notes = _Notes(
@@ -120,6 +130,7 @@ class Checkpoint:
         folder = self._path(own)
         # A folder gets its name when all of it is written: whoever finds one finds it complete.
         unfinished = folder.with_suffix(".unfinished")
+        # What the system has taken a killed run does not lose: no need to wait for the disk.
         with _alone():
             save(state, storage_writer=FileSystemWriter(unfinished, sync_files=False), no_dist=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -301,12 +312,6 @@ def _parts(layout: Layout, values: Values) -> dict[str, Part]:
         for name, value in values.items()
         if value.numel()
     }
-
-
-def _lies_as_image(value: Any, layout: Layout) -> bool:
-    """Whether the first dimensions of a tensor are those of this worker's part of the image."""
-    active, dims = layout.partition.active, len(layout.shape)
-    return active and isinstance(value, Tensor) and value.shape[:dims] == layout.local_shape
 
 
 def _is_number(value: Any) -> bool:

@@ -202,6 +202,7 @@ def _advanced(values: Values, x: Tensor, rest: Any, slope: Tensor, space: Space)
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and 0 where b is: nothing is left to do then."""
+    # Autograd goes through both branches: a division by zero would make NaN of the other's zero.
     return torch.where(b != 0, a / torch.where(b != 0, b, 1), 0)
 
 

@@ -55,7 +55,7 @@ class CondatVu(Method):
 
     x' = prox_g(x - step (∇f(x) + Kᴴ z));    z ← P(z + dual_step K (2 x' - x))
 
-    where P shortens each vector z_i to a length of at most `weight`. By default K are the finite
+    where P projects each vector z_i onto the ball of radius `weight`. By default K are the finite
     differences: this is total variation.
 
     Args:
@@ -106,7 +106,7 @@ class CondatVu(Method):
         K, x, dual = self.differ(space), values["x"], values["dual"]
         new = self.descend(x, K.A_adjoint(dual), iteration, space)
         raised = dual + self.second_step(space) * K.A(2 * new - x)
-        return {"x": new, "dual": shortened(raised, self.weight)}
+        return {"x": new, "dual": projected(raised, self.weight)}
 
     def descend(self, x: Tensor, back: Tensor, iteration: int, space: Space) -> Tensor:
         """The new image, where `back` is Kᴴ z."""
@@ -165,7 +165,7 @@ class ChambollePock(CondatVu):
         return self.dual_step or 1 / (self.step * 4 * (len(space.layout.shape) - 2))
 
 
-def shortened(z: Tensor, most: float) -> Tensor:
-    """Each vector along the last dimension, no longer than this."""
+def projected(z: Tensor, most: float) -> Tensor:
+    """The projection of each vector along the last dimension onto a ball of this radius."""
     lengths = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     return z * (most / lengths.clamp(min=most)) if most > 0 else torch.zeros_like(z)

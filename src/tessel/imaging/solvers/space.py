@@ -78,6 +78,7 @@ class Space:
 
     def numbers(self, *pairs: Pair) -> Tensor:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
+        # Copies of one value are on several workers: one of them brings it to the sum.
         if self._counts:
             shares = torch.stack([_real_inner(a.detach(), b.detach()) for a, b in pairs])
         else:
@@ -101,12 +102,9 @@ class Space:
         if not self.differentiable:
             return number
         partition, shared = self.layout.partition, self.layout.shared
-        separate = [axis for axis in range(partition.dim) if axis not in shared]
-        each = tuple(partition.shape[axis] for axis in separate)  # one number for each part
-        numbers = spread(
-            number.reshape([1] * len(each)), Layout.split(partition, each, separate, shared), shared
-        )
-        return numbers.reshape(())
+        each = tuple(partition.shape[axis] for axis in self._others)  # one number for each part
+        layout = Layout.split(partition, each, self._others, shared)
+        return spread(number.reshape([1] * len(each)), layout, shared).reshape(())
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """The inner product of two images, on every worker."""
@@ -126,9 +124,13 @@ class Space:
 
     def _own(self, number: Tensor) -> Tensor:
         """A shared number as this worker uses it for its part of the image."""
-        partition = self.layout.partition
-        separate = [axis for axis in range(partition.dim) if axis not in self.layout.shared]
-        return spread(number, Layout.whole(partition, number.shape, shared=True), separate)
+        whole = Layout.whole(self.layout.partition, number.shape, shared=True)
+        return spread(number, whole, self._others)
+
+    @cached_property
+    def _others(self) -> list[int]:
+        """The axes of the grid along which workers hold different parts."""
+        return [a for a in range(self.layout.partition.dim) if a not in self.layout.shared]
 
     @cached_property
     def _is_alone(self) -> bool:
