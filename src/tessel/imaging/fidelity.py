@@ -150,8 +150,7 @@ class DistributedDataFidelity:
                     f"{settings}"
                 )
         shared = [self.physics.shared, self.shared]
-        if self.physics.has_common:
-            self.physics.check_parameters(shared)
+        self.physics.check_parameters(shared)
         if self._common:
             check_common(self._label, self._common, shared, WAY_OUT)
         ys, arguments = self.measurements.local, (args, settings)

@@ -150,7 +150,6 @@ class DistributedPhysics:
                 else partition_physics(physics, self.rows.own, self._owner(position))
             )
         self._common = in_common(ctx, held, self.place, self.local_operators)
-        self.has_common = bool(self._common)
         self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
         self._meetings: dict[str, Meeting[tuple[Shape, Terms]]] = {}
         self._num_calls = 0
@@ -206,6 +205,8 @@ class DistributedPhysics:
         Args:
             shared: objects whose tensors get the gradient of all operators of whole images.
         """
+        if not self._common:
+            return
         if self.layout is None:
             check_common(self._label, self._common, shared, WAY_OUT)
         else:
@@ -322,6 +323,10 @@ class DistributedPhysics:
     def __len__(self) -> int:
         return self.num_ops
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what holds groups of workers, which a copy makes anew in its calls."""
+        return {**self.__dict__, "_meetings": {}, "_rows": {}}
+
     def __repr__(self) -> str:
         return self._label
 
@@ -363,8 +368,7 @@ class DistributedPhysics:
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
-        if self._common:
-            self.check_parameters(self.shared)
+        self.check_parameters(self.shared)
         if settings and self.layout is not None:
             raise NotImplementedError(
                 f"{self._label}.{method}: operators on an image in parts take no arguments, "
