@@ -15,6 +15,7 @@ from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (
     STRATEGIES,
     DistributedSignalStrategy,
+    checked_sizes,
     create_strategy,
 )
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
@@ -58,16 +59,13 @@ class FactoryConfig:
     def __post_init__(self) -> None:
         for name, given in self._given.items():
             object.__setattr__(self, name, _as_list(given))
-        if not (_is_list(self.physics) or callable(self.physics)):
-            raise ValueError(
-                f"FactoryConfig: physics is a list of operators or a function of "
-                f"(i, device, shared), got {self.physics!r}"
-            )
-        if not (_is_list(self.measurements) or callable(self.measurements)):
-            raise ValueError(
-                f"FactoryConfig: measurements is a list of tensors or a function of "
-                f"(i, device, shared), got {type(self.measurements).__name__}"
-            )
+        for name, items in (("physics", "operators"), ("measurements", "tensors")):
+            given = getattr(self, name)
+            if not (_is_list(given) or callable(given)):
+                raise ValueError(
+                    f"FactoryConfig: {name} is a list of {items} or a function of "
+                    f"(i, device, shared), got {type(given).__name__}"
+                )
         if _is_list(self.physics) and _is_list(self.measurements):
             check_counts(len(self.physics), len(self.measurements))
         counts = {name: len(each) for name, each in self._given.items() if _is_list(each)}
@@ -136,10 +134,10 @@ class TilingConfig:
     max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check_sizes("patch_size", self.patch_size, 1)
-        _check_sizes("receptive_field_size", self.receptive_field_size, 0)
-        _check_sizes("stride", self.stride, 1)
-        _check_sizes("max_batch_size", self.max_batch_size, 1)
+        for name in ("patch_size", "receptive_field_size", "stride", "max_batch_size"):
+            if getattr(self, name) is not None:
+                least = 0 if name == "receptive_field_size" else 1
+                checked_sizes(name, getattr(self, name), None, least)
         if isinstance(self.strategy, str) and self.strategy not in STRATEGIES:
             raise ValueError(
                 f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
@@ -279,11 +277,3 @@ def _is_list(given: Any) -> bool:
 
 def _items(given: Any) -> list[Any]:
     return [given[i] for i in range(len(given))]
-
-
-def _check_sizes(what: str, value: int | Sequence[int] | None, least: int) -> None:
-    numbers = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
-    if not all(isinstance(number, int) for number in numbers):
-        raise ValueError(f"{what} must be whole numbers, got {value!r}")
-    if any(number < least for number in numbers):
-        raise ValueError(f"{what} must be {least} or more, got {value}")

@@ -81,6 +81,9 @@ class OperatorCall:
     settings: Mapping[str, Any]
 
 
+Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
+
+
 class DistributedPhysics:
     """Operators A_0, …, A_{N−1} of one image, spread over workers.
 
@@ -265,11 +268,10 @@ class DistributedPhysics:
             return x
         call = self._enter("the gradient", x, ys, fidelities, shared, (), arguments)
         left = iter(fidelities)
-        return self._sum(
-            call,
-            lambda op, y, call: next(left).grad(call.x, y, op, *call.args, **call.settings),
-            gather,
+        term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
+            call.x, y, op, *call.args, **call.settings
         )
+        return self._sum(call, term, gather)
 
     def part_of(self, position: int, y: Tensor) -> Tensor:
         """What this worker stores of a measurement that it was given whole, or in its part.
@@ -378,7 +380,7 @@ class DistributedPhysics:
     def _each(
         self,
         method: str,
-        term: Callable[[Operator, Tensor, OperatorCall], Tensor],
+        term: Term,
         x: DistributedSignal | Tensor | None = None,
         ys: Sequence[Tensor] | None = None,
         users: Any = (),
@@ -411,7 +413,7 @@ class DistributedPhysics:
     def _summed(
         self,
         method: str,
-        term: Callable[[Operator, Tensor, OperatorCall], Tensor],
+        term: Term,
         x: DistributedSignal | Tensor | None = None,
         ys: Sequence[Tensor] | None = None,
         **settings: Any,
@@ -602,12 +604,7 @@ class DistributedPhysics:
         self.partition.group.number_call()
         return found
 
-    def _sum(
-        self,
-        call: OperatorCall,
-        term: Callable[[Operator, Tensor, OperatorCall], Tensor],
-        gather: bool = True,
-    ) -> Tensor:
+    def _sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
         """The sum of images over the operators of this row and of the others.
 
         Args:

@@ -6,7 +6,7 @@ of each worker. `gather=False` leaves results where they arise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,7 @@ from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
 from tessel.imaging.gathering import MeasurementGatherer
 from tessel.imaging.measurements import LocalTensors, anchor_of
 from tessel.imaging.parameters import all_reduced, depending_on
-from tessel.imaging.parts.operators import Operator
-from tessel.imaging.physics import (
-    DistributedLinearPhysics,
-    DistributedPhysics,
-    Factory,
-    OperatorCall,
-)
+from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory, Term
 from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.imaging.solvers.power import largest_eigenvalue
 from tessel.imaging.solvers.space import Space
@@ -38,7 +32,6 @@ from tessel.partition import Partition
 from tessel.shared import nothing
 
 REDUCE_OPS = (None, "sum", "mean")
-Term = Callable[[Operator, Tensor, OperatorCall], Tensor]
 
 
 class DistributedStackedPhysics(DistributedPhysics):

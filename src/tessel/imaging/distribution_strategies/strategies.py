@@ -204,10 +204,12 @@ class SmartTilingStrategy(WindowStrategy):
     ) -> None:
         super().__init__(signal_shape, tiling_dims, overlap, max_batch_size)
         count = len(self.dims)
-        patch = _checked("patch_size", self.lengths if patch_size is None else patch_size, count, 1)
+        patch = checked_sizes(
+            "patch_size", self.lengths if patch_size is None else patch_size, count, 1
+        )
         self.patch_size = patch_size
-        self.halo = _checked("receptive_field_size", receptive_field_size, count, 0)
-        steps = _checked("stride", stride, count, 1)
+        self.halo = checked_sizes("receptive_field_size", receptive_field_size, count, 0)
+        steps = checked_sizes("stride", stride, count, 1)
         self.windows = tiles(self.lengths, patch, self.halo, steps)
 
 
@@ -246,11 +248,11 @@ class BasicStrategy(WindowStrategy):
                 f"and {patch_size}; pass one of them"
             )
         count = len(self.dims)
-        self.halo = _checked("receptive_field_size", receptive_field_size, count, 0)
+        self.halo = checked_sizes("receptive_field_size", receptive_field_size, count, 0)
         if patch_size is None:
-            wanted = _checked("num_splits", 2 if num_splits is None else num_splits, count, 1)
+            wanted = checked_sizes("num_splits", 2 if num_splits is None else num_splits, count, 1)
         else:
-            sizes = _checked("patch_size", patch_size, count, 1)
+            sizes = checked_sizes("patch_size", patch_size, count, 1)
             wanted = tuple(-(-n // size) for n, size in zip(self.lengths, sizes, strict=True))
         counts = [min(pair) for pair in zip(wanted, self.lengths, strict=True)]
         self.windows = parts(self.lengths, counts, self.halo)
@@ -284,19 +286,13 @@ def create_strategy(
                 f"it takes no settings {settings} and no other shape than {tuple(signal_shape)}"
             )
         return strategy
-    if isinstance(strategy, str):
-        if strategy not in STRATEGIES:
-            raise ValueError(
-                f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
-                f"got {strategy!r}"
-            )
-        strategy = STRATEGIES[strategy]
-    if not callable(strategy):
+    make = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
+    if not callable(make):
         raise ValueError(
             f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
             f"got {strategy!r}"
         )
-    return strategy(signal_shape, **settings)
+    return make(signal_shape, **settings)
 
 
 def _checked_dims(ndim: int, dims: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -316,16 +312,20 @@ def _checked_dims(ndim: int, dims: int | Sequence[int] | None) -> tuple[int, ...
     return found
 
 
-def _checked(what: str, value: int | Sequence[int], count: int, least: int) -> tuple[int, ...]:
-    """One number for each dimension that is cut."""
-    if not isinstance(value, int | Sequence):
-        raise ValueError(f"{what} must be whole numbers, got {value!r}")
-    numbers = (value,) * count if isinstance(value, int) else tuple(map(as_int, value))
-    if len(numbers) != count:
+def checked_sizes(
+    what: str, value: int | Iterable[int], count: int | None, least: int
+) -> tuple[int, ...]:
+    """One number for each dimension that is cut, from one or as many; None for any count."""
+    try:
+        each = value if isinstance(value, Iterable) else (value,) * (count or 1)
+        numbers = tuple(map(as_int, each))
+    except TypeError:
+        raise ValueError(f"{what} must be whole numbers, got {value!r}") from None
+    if count is not None and len(numbers) != count:
         raise ValueError(
             f"{what}: one number or {count}, one for each dimension that is cut, are needed, "
             f"got {numbers}"
         )
-    if min(numbers) < least:
+    if any(number < least for number in numbers):
         raise ValueError(f"{what} must be {least} or more, got {value}")
     return numbers
