@@ -440,18 +440,23 @@ class DistributedPhysics:
         has_image = x is not None or measured is None
         everyones_objects = (self.shared if self.layout is None else (), shared)
         everyones = learned(everyones_objects, arguments)
-        own: list[Tensor] = []
-        if self.layout is not None:  # in rows of one worker there is nothing to sum
-            whole = [each.physics for each in self._spread if isinstance(each, Whole)]
-            known_to_all = {id(each) for each in everyones}
-            own = learned((whole, fidelities, users))
-            own = [each for each in own if id(each) not in known_to_all]
         problem = "" if self.layout is None else self._problem(x, measured, fidelities)
         call = f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
         said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
-        needs = [*ys, *([] if anchor is None else [anchor]), *everyones]
+        needs, own = list[Tensor](), list[Tensor]()
+        if torch.is_grad_enabled():
+            needs = [*ys, *([] if anchor is None else [anchor]), *everyones]
+        if torch.is_grad_enabled() and self.layout is not None:
+            # What the operators of this row use, all workers of the row hold: its gradient is
+            # summed over them. In rows of one worker there is nothing to sum.
+            whole = [each.physics for each in self._spread if isinstance(each, Whole)]
+            known_to_all = {id(each) for each in everyones}
+            own = learned((whole, fidelities, users))
+            own = [each for each in own if id(each) not in known_to_all]
+            local = [each for each in self._spread if isinstance(each, PartOperator)]
+            needs += [*own, *(value for operator in local for value in operator.values())]
         dtype = torch.float32
         if self.layout is None:
             of_image = needs_grad(x)
@@ -461,8 +466,6 @@ class DistributedPhysics:
                 same(shapes, "shape", said)
             records = of_image or any(map(needs_grad, needs))
         else:
-            local = [each for each in self._spread if isinstance(each, PartOperator)]
-            needs += [*own, *(value for operator in local for value in operator.values())]
             images = [x] if has_image else []
             dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
             of_image, ys = records, [_even(y, records) for y in ys]
