@@ -23,7 +23,13 @@ from torch import Tensor
 
 import tessel
 from tessel import Layout
-from tessel.imaging import DistributedContext, FactoryConfig, make_distrib_bundle, solvers
+from tessel.imaging import (
+    DistributedContext,
+    DistributedSignal,
+    FactoryConfig,
+    make_distrib_bundle,
+    solvers,
+)
 from tessel.imaging.parts import operator_grid
 from tessel.imaging.parts.operators import Differences
 from tessel.testing import count_traffic
@@ -775,6 +781,30 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "iteration-00000002" / "worker-1-of-2")
     ((kind, text),) = run(few, str(tmp_path), nprocs=1)
     assert kind == "ValueError" and "those of [2] workers" in text and "this run has 1" in text
+
+
+class Halving:
+    def grad(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def from_the_second(folder: str) -> tuple[list[int], float]:
+    """The first worker holds no part of the image, and writes nothing of it."""
+    with DistributedContext() as ctx:
+        second = Layout.whole(ctx.partition.create_partition_inclusive([1]), SHAPE)
+        seen: list[int] = []
+        for layout, steps in ((second, 2), (None, 4)):
+            signal = DistributedSignal(ctx, SHAPE, torch.float64, layout, init=values(3))
+            found = solvers.solve(
+                solvers.GradientDescent(Halving(), step=1.0), signal, max_iterations=steps,
+                checkpoint=solvers.Checkpoint(folder, every=1),
+                each=lambda k, x: seen.append(k),
+            )  # fmt: skip
+        return seen, float((found.x - values(3) / 16).abs().max())
+
+
+def test_a_run_goes_on_where_the_first_worker_held_nothing(run: Run, tmp_path: Path) -> None:
+    assert run(from_the_second, str(tmp_path), nprocs=2) == [([1, 2, 3, 4], 0.0)] * 2
 
 
 def damaged(folder: str, moves: bool) -> tuple[str, str]:
