@@ -12,18 +12,22 @@ from torch import Tensor
 import tessel
 from parity import close, values
 from tessel import Layout, Partition
+from tessel.imaging import (
+    DistributedContext,
+    DistributedLinearPhysics,
+    DistributedPrior,
+    DistributedSignalStrategy,
+)
+from tessel.imaging.fidelity import PartFidelity
 from tessel.imaging.parts import (
     Convolution,
     Decimation,
     Differences,
     Mask,
-    PartitionedPhysics,
-    PartitionedPrior,
     Whole,
     operator_grid,
     partition_physics,
 )
-from tessel.imaging.parts.fidelity import PartFidelity
 from tessel.imaging.random import wave_in
 from tessel.testing import check_adjoint, check_gradient, count_memory, count_traffic
 
@@ -257,6 +261,16 @@ def some_physics() -> list[Any]:
     ]
 
 
+def spread(layout: Layout, physics: list[Any]) -> DistributedLinearPhysics:
+    """Operators on the parts of an image."""
+    with DistributedContext() as ctx:
+        return DistributedLinearPhysics(ctx, len(physics), lambda i, *_: physics[i], layout=layout)
+
+
+def on_parts(fidelities: list[Any]) -> list[PartFidelity]:
+    return [PartFidelity(each) for each in fidelities]
+
+
 class Norm:
     """A fidelity that is no sum over values."""
 
@@ -282,14 +296,14 @@ def check_problem(grid: tuple[int, ...], copies: int, name: str, num_ops: int, b
     """Measurements, adjoint, loss, gradient, and the gradients of these."""
     physics = some_physics()[:num_ops]
     layout = problem_layout((batch, 3, 13, 18), grid, copies)
-    parts = PartitionedPhysics(layout, num_ops, lambda i: physics[i])
+    parts = spread(layout, physics)
     x = 0.1 + values(layout.shape, 1).abs()
     whole = x.clone().requires_grad_()
     part = layout.local_part(x).clone().requires_grad_()
     ys = [0.1 + values(p.A(x).shape, 20 + i).abs() for i, p in enumerate(physics)]
     fs = fidelities(name, num_ops)
     mine = [parts.part_of(k, ys[i]) for k, i in enumerate(parts.local_indices)]
-    own = [fs[i] for i in parts.local_indices]
+    own = on_parts([fs[i] for i in parts.local_indices])
 
     loss = sum(f(whole, y, p) for f, y, p in zip(fs, ys, physics, strict=True))
     got = parts.loss(part, mine, own)
@@ -303,7 +317,7 @@ def check_problem(grid: tuple[int, ...], copies: int, name: str, num_ops: int, b
         close("grad", parts.grad(part, mine, own), layout.local_part(slope), TOLERANCE)
     if name == "L2":
         expected = sum(p.A_adjoint(p.A(whole)) for p in physics)
-        found = parts.A_adjoint(*parts.A(part))
+        found = parts.A_adjoint(parts.A(part))
         close("A_adjoint A", found, layout.local_part(expected), TOLERANCE)
         close("A_adjoint_A", parts.A_adjoint_A(part), layout.local_part(expected), TOLERANCE)
         weights = values(layout.shape, 9)
@@ -362,9 +376,9 @@ def check_bytes(grid: tuple[int, ...]) -> None:
         assert forward.bytes_received == 8 * expected, (physics, forward)
         assert backward.bytes_received == 8 * expected, (physics, backward)
     blurs = [Blur(filter_of(5, 5, seed=seed), padding="circular") for seed in range(3)]
-    parts = PartitionedPhysics(layout, 3, lambda i: blurs[i])
-    ys, _ = parts.A(x)
-    fs = [L2() for _ in blurs]
+    parts = spread(layout, blurs)
+    ys = parts.A(x)
+    fs = on_parts([L2() for _ in blurs])
     parts.grad(x, ys, fs)
     with count_traffic() as traffic:
         parts.grad(x, ys, fs)
@@ -414,7 +428,7 @@ def check_blind() -> None:
         one.filter, many.filter = alone, mine
         x = values(layout.shape, 1)
         operator = partition_physics(many, layout)
-        parts = PartitionedPhysics(layout, 1, lambda i, blur=many: blur)
+        parts = spread(layout, [many])
         expected = one.A_adjoint(one.A(x))
         got = parts.A_adjoint_A(layout.local_part(x).clone())
         weights = values(layout.shape, 9)
@@ -598,9 +612,11 @@ def hidden_in_parts() -> tuple[str, str]:
     shape = (1, 1, 4, 6)
     layout = spatial_layout(shape, (2, 1))
     x = layout.local_part(values(shape, 1)).clone()
-    whole = PartitionedPhysics(layout, 1, lambda i: Secret(6))
-    mask = PartitionedPhysics(layout, 1, lambda i: Vignette(torch.ones(6, dtype=torch.float64)))
-    return raised(lambda: whole.A(x)), raised(lambda: mask.loss(x, [x], [SecretDistance()]))
+    whole = spread(layout, [Secret(6)])
+    mask = spread(layout, [Vignette(torch.ones(6, dtype=torch.float64))])
+    return raised(lambda: whole.A(x)), raised(
+        lambda: mask.loss(x, [x], on_parts([SecretDistance()]))
+    )
 
 
 def test_hidden_parameters_of_an_image_in_parts(run: Run) -> None:
@@ -639,23 +655,22 @@ def check_noise(grid: tuple[int, ...], copies: int) -> None:
     x = values(shape, 1).abs()
     with tessel.imaging.DistributedContext(seed=5) as ctx:
         physics, alone = noisy_physics(), noisy_physics()
-        spread = tessel.imaging.DistributedLinearPhysics(
+        noisy = tessel.imaging.DistributedLinearPhysics(
             ctx, 5, lambda i, *_: physics[i], layout=layout
         )
         part = layout.local_part(x).clone().requires_grad_()
         whole = x.clone().requires_grad_()
-        assert spread.parts is not None
         for call in range(2):
-            ys = spread(part)
-            for k, i in enumerate(spread.local_indices):
+            ys = noisy(part)
+            for k, i in enumerate(noisy.local_indices):
                 with ctx.drawing(i, call):
                     expected = alone[i](whole) if callable(alone[i]) else alone[i].A(whole)
-                wanted = spread.parts.part_of(k, expected)
+                wanted = noisy.part_of(k, expected)
                 assert torch.equal(ys[k], wanted) or i == 4, (i, call)
                 close(f"noise of {i}", ys[k], wanted, TOLERANCE)
                 weights = values(expected.shape, 9)
-                mine = spread.parts.part_of(k, weights)
-                row = spread.parts.rows.own.partition
+                mine = noisy.part_of(k, weights)
+                row = noisy.rows.own.partition
                 loss = tessel.core.shared.total((ys[k].square() * mine).sum(), row)
                 slopes = torch.autograd.grad(
                     (expected.square() * weights).sum(), [whole, alone[0].filter], allow_unused=True
@@ -705,7 +720,7 @@ def errors() -> list[str]:
 
     layout = spatial_layout((1, 1, 12, 10), (4, 1))
     blur = Blur(filter_of(3, 3), padding="circular")
-    parts = PartitionedPhysics(layout, 1, lambda i: blur)
+    parts = spread(layout, [blur])
     worker = layout.partition.rank
     x = layout.local_part(values(layout.shape, 1))
     wrong = x[..., :2, :] if worker == 2 else x
@@ -721,8 +736,8 @@ def errors() -> list[str]:
         raised(lambda: parts.A(wrong)),
         raised(lambda: parts.A_adjoint([wrong])),
         raised(lambda: parts.A_adjoint([x, x] if worker == 0 else [x])),
-        raised(lambda: parts.grad(x, [x], [L2(), L2()])),
-        raised(lambda: parts.grad(x, [x], [Odd()])),
+        raised(lambda: parts.grad(x, [x], on_parts([L2(), L2()]))),
+        raised(lambda: parts.grad(x, [x], on_parts([Odd()]))),
         raised(lambda: parts.part_of(0, values((1, 1, 5, 5), 1))),
         raised(lambda: partition_physics(other, layout)),
         raised(lambda: partition_physics(blur, overlapping)),
@@ -739,7 +754,7 @@ def errors() -> list[str]:
 EXPECTED = [
     "worker 2 expected a part of shape (1, 1, 3, 10), got (1, 1, 2, 10)",
     "measurement 0 must be of shape (1, 1, 3, 10), got (1, 1, 2, 10)",
-    "operators [0] need as many measurements, got 2",
+    "needs as many tensors, 1, got 2",
     "1 measurements need as many fidelities, got 2",
     "Odd is not of the form d(A(x), y)",
     "measurement 0 must have the shape (1, 1, 12, 10) of the whole, or (1, 1, 3, 10)",
@@ -778,18 +793,18 @@ def check_prior(grid: tuple[int, ...], copies: int, settings: dict[str, Any], ex
     kind = settings.get("kind", "smart_tiling")
     given = {key: value for key, value in settings.items() if key != "kind"}
     strategy = create_strategy(kind, shape, **given)
-    prior = PartitionedPrior(layout, strategy)
     alone, mine = network(), network()
+    prior = prior_on(layout, strategy, mine)
     x = values(shape, 1)
     whole = x.clone().requires_grad_()
     part = layout.local_part(x).clone().requires_grad_()
     expected = alone(whole, 0.1) if exact else tiled(strategy, alone, whole)
-    got = prior.apply("prox", mine, part, mine, (0.1,))
+    got = prior.prox(part, 0.1)
     close("the prior", got, layout.local_part(expected), TOLERANCE)
     weights = values(shape, 3)
     one, many = list(alone.parameters()), list(mine.parameters())
     slopes = torch.autograd.grad((expected.square() * weights).sum(), [whole, *one])
-    loss = prior_loss(prior, mine, part, layout, weights)
+    loss = prior_loss(prior, part, layout, weights)
     found = torch.autograd.grad(loss, [part, *many])
     close("the gradient of the image", found[0], layout.local_part(slopes[0]), TOLERANCE)
     for each, slope in zip(found[1:], slopes[1:], strict=True):
@@ -797,10 +812,14 @@ def check_prior(grid: tuple[int, ...], copies: int, settings: dict[str, Any], ex
     close("the loss", loss, (expected.square() * weights).sum(), TOLERANCE)
 
 
-def prior_loss(
-    prior: PartitionedPrior, network: Any, part: Tensor, layout: Layout, weights: Tensor
-) -> Tensor:
-    got = prior.apply("prox", network, part, network, (0.1,))
+def prior_on(layout: Layout, strategy: Any, prior: Any) -> DistributedPrior:
+    """A prior on the parts of an image."""
+    with DistributedContext() as ctx:
+        return DistributedPrior(ctx, prior, strategy, layout=layout)
+
+
+def prior_loss(prior: DistributedPrior, part: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+    got = prior.prox(part, 0.1)
     share = (got.square() * layout.local_part(weights)).sum()
     return tessel.core.shared.total(share, layout.partition, layout.shared)
 
@@ -885,7 +904,6 @@ def check_bundle(partition: Any, iterations: int = 3) -> None:
             partition=given,
         )
         layout = bundle.signal.layout
-        assert bundle.physics.parts is not None
         x = torch.zeros(shape, dtype=torch.float64)
         with torch.no_grad():
             for _ in range(iterations):
@@ -1000,12 +1018,12 @@ def check_some_workers() -> None:
 
     layout = spatial_layout((1, 1, 12, 10), (2, 1))
     blur = Blur(filter_of(3, 3), padding="circular")
-    parts = PartitionedPhysics(layout, 1, lambda i: blur)
+    parts = spread(layout, [blur])
     x = values(layout.shape, 1)
     part = layout.local_part(x).clone()
-    ys, anchor = parts.A(part)
-    found = parts.A_adjoint(ys, anchor)
-    slope = parts.grad(part, ys, [L2() for _ in ys])
+    ys = parts.A(part)
+    found = parts.A_adjoint(ys)
+    slope = parts.grad(part, ys, on_parts([L2() for _ in ys]))
     if layout.partition.active:
         close("A_adjoint A", found, layout.local_part(blur.A_adjoint(blur.A(x))), TOLERANCE)
         close("grad", slope, torch.zeros_like(slope), TOLERANCE)
@@ -1017,11 +1035,8 @@ def test_images_on_some_workers(run: Run) -> None:
     run(check_some_workers)
 
 
-class Halves:
+class Halves(DistributedSignalStrategy):
     """A strategy of a user, without windows: the upper and the lower half."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.signal_shape = torch.Size(shape)
 
     def get_num_patches(self) -> int:
         return 2
@@ -1045,8 +1060,8 @@ def check_strategies(grid: tuple[int, ...]) -> None:
     shape = (1, 1, 9, 10)
     layout = spatial_layout(shape, grid)
     x = values(shape, 1)
-    prior = PartitionedPrior(layout, Halves(shape))
-    found = prior.apply("prox", lambda patch: patch - patch.mean(), layout.local_part(x).clone())
+    prior = prior_on(layout, Halves(shape), lambda patch: patch - patch.mean())
+    found = prior.prox(layout.local_part(x).clone())
     expected = torch.cat([x[:, :, :4] - x[:, :, :4].mean(), x[:, :, 4:] - x[:, :, 4:].mean()], 2)
     close("halves", found, layout.local_part(expected), TOLERANCE)
 
@@ -1068,10 +1083,11 @@ def check_bytes_of_priors() -> None:
         {"patch_size": None, "receptive_field_size": 3},
     ):
         kind = settings.pop("kind", "smart_tiling")
-        prior = PartitionedPrior(layout, create_strategy(kind, layout.shape, **settings))
-        prior.apply("prox", lambda patch: patch, x)
+        strategy = create_strategy(kind, layout.shape, **settings)
+        prior = prior_on(layout, strategy, lambda patch: patch)
+        prior.prox(x)
         with count_traffic() as traffic:
-            found = prior.apply("prox", lambda patch: patch, x)
+            found = prior.prox(x)
         close("the identity", found, x, 0.0)
         assert traffic.bytes_received == 8 * sides * 3 * 3 * 20, settings
         assert prior.num_patches == 4 and len(prior.local_indices) == 1
@@ -1090,13 +1106,13 @@ def peak_of_gradient(grid: tuple[int, ...]) -> tuple[int, int]:
     x = values(layout.shape, 1)
     blurs = [Blur(filter_of(5, 5, seed=seed), padding="circular") for seed in range(3)]
     fs = [L2() for _ in blurs]
-    parts = PartitionedPhysics(layout, 3, lambda i: blurs[i])
+    parts, own_fs = spread(layout, blurs), on_parts(fs)
     part = layout.local_part(x).clone()
-    ys, _ = parts.A(part)
+    ys = parts.A(part)
     with torch.no_grad():
-        parts.grad(part, ys, fs)
+        parts.grad(part, ys, own_fs)
         with count_memory() as own:
-            parts.grad(part, ys, fs)
+            parts.grad(part, ys, own_fs)
         wholes = [blur.A(x) for blur in blurs]
         with count_memory() as whole:
             sum(f.grad(x, y, blur) for f, y, blur in zip(fs, wholes, blurs, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
@@ -727,3 +728,38 @@ def drifting_copies(method: str) -> str:
 def test_copies_that_drift_apart_are_found(run: Run, method: str) -> None:
     texts = run(drifting_copies, method, nprocs=2)
     assert len(set(texts)) == 1 and "worker 1 holds other numbers than worker 0" in texts[0]
+
+
+def copied(in_parts: bool) -> None:
+    """A copy of a fidelity and of its operators, after calls that made groups of workers."""
+    with DistributedContext() as ctx:
+        x = truth()
+        config = FactoryConfig(
+            physics=lambda i, *_: blurs()[i],
+            measurements=lambda i, *_: blurs()[i].A(x),
+            num_operators=3,
+        )
+        bundle = make_distrib_bundle(
+            ctx,
+            factory_config=config,
+            signal_shape=x.shape,
+            dtype=x.dtype,
+            partition=(ctx.world_size,) if in_parts else None,
+        )
+        part = bundle.signal.layout.local_part(torch.ones_like(x))
+
+        def results(fidelity: DistributedDataFidelity) -> list[Tensor]:
+            physics = fidelity.physics
+            assert isinstance(physics, DistributedLinearPhysics)
+            images = [physics.A_adjoint(physics.A(part)), fidelity.grad(part)]
+            return [*images, fidelity(part)]
+
+        wanted = results(bundle.data_fidelity)
+        for got, expected in zip(results(deepcopy(bundle.data_fidelity)), wanted, strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_copies_of_physics_that_were_used(run: Run, nprocs: int, in_parts: bool) -> None:
+    run(copied, in_parts, nprocs=nprocs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,13 @@ from torch import Tensor
 
 import tessel
 from tessel import Layout
-from tessel.imaging import DistributedContext, FactoryConfig, make_distrib_bundle, solvers
+from tessel.imaging import (
+    DistributedContext,
+    DistributedSignal,
+    FactoryConfig,
+    make_distrib_bundle,
+    solvers,
+)
 from tessel.imaging.parts import operator_grid
 from tessel.imaging.parts.operators import Differences
 from tessel.testing import count_traffic
@@ -100,7 +107,7 @@ class Problem:
             layout.local_part(each).clone() for each in (whole.mask, whole.measured)
         )
         self.differ = solvers.differences(layout)
-        assert isinstance(self.differ, Differences) == (not layout.shared)
+        assert isinstance(self.differ, Differences)
 
     def grad(self, x: Tensor) -> Tensor:
         smooth = self.differ.A_adjoint(self.differ.A(x))
@@ -507,10 +514,10 @@ def resumed(folder: str, grid: tuple[int, int] | None, name: str) -> bool:
 def test_resume(run: Run, tmp_path: Path, nprocs: int, grid: tuple[int, int] | None) -> None:
     assert run(all_resumed, str(tmp_path), grid, nprocs=nprocs) == [[]] * nprocs
     for name in METHODS:
-        files = sorted(
-            str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.pt")
+        folders = sorted(
+            str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("worker-*")
         )
-        assert files == [f"iteration-00000008/worker-{k}-of-{nprocs}.pt" for k in range(nprocs)]
+        assert folders == [f"iteration-00000008/worker-{k}-of-{nprocs}" for k in range(nprocs)]
 
 
 def draw_on(folder: str, ends: bool) -> Tensor:
@@ -535,24 +542,25 @@ def test_resume_with_random_numbers(tmp_path: Path) -> None:
 
 
 def half_written(folder: str) -> tuple[list[int], bool]:
-    """The last checkpoint lacks the file of one worker: the one before counts."""
+    """The last checkpoint lacks the shard of one worker: the one before counts."""
     layout = layout_of(None)
     problem = Problem(layout)
     keep = solvers.Checkpoint(folder, every=4)
     method = method_of("FISTA", problem)
-    want = solvers.solve(method, values(3), layout=layout, max_iterations=STEPS, checkpoint=keep)
-    first = Path(folder, "iteration-00000004")
-    reached = solvers.solve(method, values(3), layout=layout, max_iterations=4)
+    options: dict[str, Any] = {"layout": layout, "max_iterations": STEPS}
+
+    def put_aside(k: int, x: Tensor) -> None:
+        if k == 5:  # what is removed after the next one is written
+            own = Path(folder, "iteration-00000004", f"worker-{rank}-of-2")
+            shutil.copytree(own, Path(folder, "aside", own.name))
+
     rank = tessel.world().rank
-    state = torch.load(Path(folder, "iteration-00000008", f"worker-{rank}-of-2.pt"))
-    history = {name: column[:4] for name, column in want.history.items()}
-    first.mkdir(exist_ok=True)
-    torch.save(
-        {**state, "values": reached.values, "history": history}, first / f"worker-{rank}-of-2.pt"
-    )
+    want = solvers.solve(method, values(3), each=put_aside, checkpoint=keep, **options)
     tessel.world().group.share_objects(None)
     if rank == 1:
-        Path(folder, "iteration-00000008", "worker-1-of-2.pt").unlink()
+        Path(folder, "aside").rename(Path(folder, "iteration-00000004"))
+        own = Path(folder, "iteration-00000008", "worker-1-of-2")
+        own.rename(own.with_suffix(".unfinished"))  # as it is until all of it is written
     tessel.world().group.share_objects(None)
     seen: list[int] = []
     found = solvers.solve(
@@ -606,7 +614,7 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
 
     assert start("whole", "lives") == 0
     assert start("killed", "dies") == 128 + signal.SIGKILL
-    left = {path.parent.name for path in (tmp_path / "killed").rglob("worker-*.pt")}
+    left = {path.parent.name for path in (tmp_path / "killed").rglob("worker-*")}
     assert left == {"iteration-00000006"}
     assert start("killed", "lives") == 0
     for rank in range(2):
@@ -690,8 +698,8 @@ def test_a_run_goes_on_in_other_parts(run: Run, tmp_path: Path, before: Any, aft
             assert seen == [6, 7, 8] and iterations == 8, name
             assert error < 1e-10, (name, error)
     for name in KEEPING:
-        files = {path.name for path in (tmp_path / name).rglob("*.pt")}
-        assert files == {f"worker-{k}-of-{after[0]}.pt" for k in range(after[0])}
+        folders = {path.name for path in (tmp_path / name).rglob("worker-*")}
+        assert folders == {f"worker-{k}-of-{after[0]}" for k in range(after[0])}
 
 
 class Collector(solvers.Method):
@@ -753,7 +761,7 @@ def lone(folder: str) -> tuple[str, str]:
 def test_files_that_a_worker_does_not_see(run: Run, tmp_path: Path) -> None:
     results = run(lone, str(tmp_path), nprocs=2)
     for folder, (kind, text) in enumerate(results):
-        assert kind == "ValueError" and "worker 0 does not see ['worker-1-of-2.pt']" in text
+        assert kind == "ValueError" and "worker 0 does not see ['worker-1-of-2']" in text
         assert f"the checkpoint in {tmp_path}/{folder} is of other parts" in text
 
 
@@ -770,9 +778,59 @@ def few(folder: str) -> tuple[str, str]:
 
 def test_a_checkpoint_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> None:
     assert run(few, str(tmp_path), nprocs=2) == [("", "")] * 2
-    (tmp_path / "iteration-00000002" / "worker-1-of-2.pt").unlink()
+    shutil.rmtree(tmp_path / "iteration-00000002" / "worker-1-of-2")
     ((kind, text),) = run(few, str(tmp_path), nprocs=1)
     assert kind == "ValueError" and "those of [2] workers" in text and "this run has 1" in text
+
+
+class Halving:
+    def grad(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def from_the_second(folder: str) -> tuple[list[int], float]:
+    """The first worker holds no part of the image, and writes nothing of it."""
+    with DistributedContext() as ctx:
+        second = Layout.whole(ctx.partition.create_partition_inclusive([1]), SHAPE)
+        seen: list[int] = []
+        for layout, steps in ((second, 2), (None, 4)):
+            signal = DistributedSignal(ctx, SHAPE, torch.float64, layout, init=values(3))
+            found = solvers.solve(
+                solvers.GradientDescent(Halving(), step=1.0), signal, max_iterations=steps,
+                checkpoint=solvers.Checkpoint(folder, every=1),
+                each=lambda k, x: seen.append(k),
+            )  # fmt: skip
+        return seen, float((found.x - values(3) / 16).abs().max())
+
+
+def test_a_run_goes_on_where_the_first_worker_held_nothing(run: Run, tmp_path: Path) -> None:
+    assert run(from_the_second, str(tmp_path), nprocs=2) == [([1, 2, 3, 4], 0.0)] * 2
+
+
+def damaged(folder: str, moves: bool) -> tuple[str, str]:
+    layout = layout_of((2, 1))
+    keep = solvers.Checkpoint(folder, every=1)
+    options: dict[str, Any] = {"max_iterations": 2, "checkpoint": keep}
+    method = method_of("PGD", Problem(layout))
+    solvers.solve(method, layout.local_part(values(3)), layout=layout, **options)
+    tessel.world().group.share_objects(None)
+    if tessel.world().rank == 1:
+        (data,) = Path(folder, "iteration-00000002", "worker-1-of-2").glob("*.distcp")
+        data.write_bytes(data.read_bytes()[:200])
+    tessel.world().group.share_objects(None)
+    layout = layout_of((1, 2)) if moves else layout
+    method = method_of("PGD", Problem(layout))
+    x = layout.local_part(values(3))
+    return text_of(lambda: solvers.solve(method, x, layout=layout, **options))
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_damaged_file_raises_on_all_workers(run: Run, tmp_path: Path, moves: bool) -> None:
+    """One worker alone finds its file cut short, or each finds it: nobody waits for the other."""
+    first, second = run(damaged, str(tmp_path), moves, nprocs=2)
+    assert first == second and first[0] == "ValueError"
+    assert f"the checkpoint in {tmp_path} cannot be read on worker" in first[1]
+    assert "remove iteration-00000002, or pass resume=False" in first[1]
 
 
 # --- gradients through all iterations
@@ -935,7 +993,7 @@ def test_other_bad_input() -> None:
     with pytest.raises(TypeError, match="a tensor or a DistributedSignal is needed, got"):
         solvers.solve(method, [1.0])
     with pytest.raises(ValueError, match="dual_step"):
-        solvers.CondatVu(problem, operator=solvers.WholeDifferences())
+        solvers.CondatVu(problem, operator=problem.differ)
     with pytest.raises(ValueError, match="no place for a prior"):
         solvers.ChambollePock(problem, prior=L1())
     with pytest.raises(ValueError, match="must be finite and not zero"):

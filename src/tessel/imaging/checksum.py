@@ -14,6 +14,7 @@ from tessel.core.agreement import in_forward_mode
 
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 _STEP = 1 << 24
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def checksum(tensor: Tensor) -> int:
@@ -29,7 +30,12 @@ def checksum(tensor: Tensor) -> int:
     False
     """
     with _DisableFuncTorch():  # which would wrap all that is made from values again
-        flat = _plain(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
+        # The values alone, without derivatives and the wrappers of torch.func.
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        if in_forward_mode():
+            tensor = forward_ad.unpack_dual(tensor).primal
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         if flat.device.type == "cpu":
             return zlib.crc32(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         return mixed_sum(flat)
@@ -54,27 +60,12 @@ def mixed_sum(flat: Tensor) -> int:
     False
     """
     # On a GPU, where crc32 cannot reach: sums can be taken in any order, so that they are parallel.
-    total = 0
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    total, kind = 0, _INTEGERS[flat.element_size()]
     for start in range(0, flat.numel(), _STEP):  # an image of the largest kind leaves little room
-        words = _words(flat[start : start + _STEP])
+        words = flat[start : start + _STEP].view(kind).to(torch.int64)
         words = words ^ (words >> 29)
         places = torch.arange(start, start + words.numel(), device=words.device) * 2 + 1
         total += int(((places * _ODD) * (words * _ODD ^ (words >> 32))).sum())
     return (total ^ (total >> 32)) & 0xFFFFFFFF
-
-
-def _words(flat: Tensor) -> Tensor:
-    """The bits of a flat tensor as integers; those of small ones one by one."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(kinds[flat.element_size()]).to(torch.int64)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The values of a tensor alone, without derivatives and the wrappers of torch.func."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    if in_forward_mode():
-        tensor = forward_ad.unpack_dual(tensor).primal
-    return tensor.detach()

@@ -76,8 +76,13 @@ class DistributedContext:
         seed_offset: bool = True,
         deterministic: bool = False,
     ) -> None:
-        _check_choice("backend", backend, BACKENDS)
-        _check_choice("device_mode", device_mode, DEVICE_MODES)
+        for name, value, choices in (
+            ("backend", backend, BACKENDS),
+            ("device_mode", device_mode, DEVICE_MODES),
+        ):
+            if value not in choices:
+                known = ", ".join(map(repr, choices))
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
         shardings.check_sharding(sharding)
         self.backend = backend
         self.sharding = sharding
@@ -91,12 +96,21 @@ class DistributedContext:
         self._partition: Partition | None = None
         self._known: tuple[int, int, bool, torch.device] | None = None
         self._shared_seed = 0
-        self._num_shared = 0
+        self._num_shared = 0  # how many blocks of `shared_random` there were
 
     def __enter__(self) -> Self:
         with ExitStack() as exits:  # what fails below leaves the job, too
-            if self._join() and self.cleanup:
+            # Only who joined the job leaves it: contexts may be nested, or lie in a running job.
+            joins = transport.start(self.backend)
+            if joins and self.cleanup:
                 exits.push(self._leave)
+            if self.backend is not None and transport.is_distributed():
+                running = str(dist.get_backend_config())
+                if self.backend not in running:
+                    raise ValueError(
+                        f"backend {self.backend!r} was asked for, and the job runs on {running!r}; "
+                        f"pass backend=None to take what runs"
+                    )
             self._partition = partition = world()
             device, problem = self._chosen_device()
             self._agree(problem)
@@ -254,19 +268,6 @@ class DistributedContext:
         words = memoryview(everyones).cast("q")[1::NUM_WORDS].tolist()
         return dict(zip(group.workers, words, strict=True))
 
-    def _join(self) -> bool:
-        """Whether the job was joined now."""
-        # Only who joined the job leaves it: contexts may be nested, or lie within a script's job.
-        joins = transport.start(self.backend)
-        if self.backend is not None and transport.is_distributed():
-            running = str(dist.get_backend_config())
-            if self.backend not in running:
-                raise ValueError(
-                    f"backend {self.backend!r} was asked for, and the job runs on {running!r}; "
-                    f"pass backend=None to take what runs"
-                )
-        return joins
-
     def _agree(self, problem: str) -> None:
         """Raise on all workers unless they enter contexts alike; learn the shared seed.
 
@@ -335,8 +336,3 @@ def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
             if own != sums[first]:
                 return worker, first
     return None
-
-
-def _check_choice(what: str, value: str | None, choices: Sequence[str | None]) -> None:
-    if value not in choices:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -11,6 +11,7 @@ import torch
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
+from tessel.imaging.factory import on_device
 from tessel.imaging.fidelity import L2
 from tessel.imaging.parameters import all_reduced
 from tessel.imaging.processing import DistributedProcessing
@@ -24,6 +25,19 @@ KINDS = (
     *("auto", "physics", "linear_physics", "data_fidelity", "denoiser", "prior"),
     *("parameters", "module"),
 )
+_TILING = (
+    *("tiling_strategy", "tiling_dims", "patch_size", "overlap", "max_batch_size"),
+    *("checkpoint_batches", "checkpoint_use_reentrant", "checkpoint_preserve_rng_state"),
+)
+_USES = {  # the arguments that each kind of object has a use for
+    "physics": ("num_operators", "dtype", "gather_strategy", "factory_kwargs"),
+    "linear_physics": ("num_operators", "dtype", "gather_strategy", "factory_kwargs"),
+    "data_fidelity": ("num_operators", "dtype", "factory_kwargs", "reduction"),
+    "parameters": ("average",),
+    "denoiser": ("dtype", *_TILING),
+    "prior": ("dtype", *_TILING),
+    "module": ("dtype", *_TILING, "average"),
+}
 
 
 def distribute(
@@ -84,46 +98,39 @@ def distribute(
       (processor): Conv2d(1, 1, kernel_size=(3, 3), stride=(1, 1))
     )
     """
-    tiling: dict[str, Any] = {
-        "tiling_strategy": (tiling_strategy, None),
-        "tiling_dims": (tiling_dims, None),
-        "patch_size": (patch_size, 256),
-        "overlap": (overlap, 64),
-        "max_batch_size": (max_batch_size, None),
-        "checkpoint_batches": (checkpoint_batches, "auto"),
-        "checkpoint_use_reentrant": (checkpoint_use_reentrant, False),
-        "checkpoint_preserve_rng_state": (checkpoint_preserve_rng_state, True),
-    }
-    counted = {"num_operators": (num_operators, None)}
-    travels = {"gather_strategy": (gather_strategy, "concatenated")}
-    converted = {"dtype": (dtype, None)}
-    kind = _agreed_kind(object, ctx, type_object, tiling | counted | travels | converted, kwargs)
-    given = {name: value for name, (value, _) in tiling.items()}
-    if kind in ("physics", "linear_physics"):
-        _refuse(kind, tiling)
-        return _physics(object, ctx, kind, num_operators, dtype, gather_strategy, **kwargs)
-    if kind == "data_fidelity":
-        _refuse(kind, tiling | travels)
-        return _fidelity(object, ctx, num_operators, dtype, **kwargs)
-    if kind == "parameters":
-        _refuse(kind, tiling | travels | counted | converted)
-        return _parameters(object, ctx, **kwargs)
-    _refuse(kind, travels | counted)
-    if kind == "denoiser":
-        _refuse(kind, {name: (value, _MISSING) for name, value in kwargs.items()})
-        return _denoiser(object, ctx, dtype, **given)
-    if kind == "prior":
-        _refuse(kind, {name: (value, _MISSING) for name, value in kwargs.items()})
-        return _prior(object, ctx, dtype, given)
-    return _module(object, ctx, dtype, given, **kwargs)
+    given, defaults = locals(), distribute.__kwdefaults__ or {}  # what was asked for, and what not
+    tiling = {name: given[name] for name in _TILING}
+    named = ("num_operators", "dtype", "gather_strategy", *_TILING)
+    asked = {name: given[name] for name in named if given[name] != defaults[name]} | kwargs
+    kind = _agreed_kind(object, ctx, type_object, asked)
+    for name, value in asked.items():
+        if name not in _USES[kind]:
+            raise TypeError(f"distribute: {name}={value!r} is of no use for type_object={kind!r}")
+    match kind:
+        case "physics" | "linear_physics":
+            is_linear = kind == "linear_physics"
+            cls = DistributedStackedLinearPhysics if is_linear else DistributedStackedPhysics
+            items = _listed(object, "physics_list")
+            make, count = _factory(items, object, num_operators, dtype, "physics")
+            return cls(ctx, count, make, gather_strategy=gather_strategy, **kwargs)
+        case "data_fidelity":
+            items = _listed(object, "data_fidelity_list")
+            if items is None and hasattr(object, "grad"):
+                one = on_device(object, ctx.device, dtype)
+                return DistributedStackedFidelity(ctx, one, num_operators, **kwargs)
+            make, count = _factory(items, object, num_operators, dtype, kind)
+            return DistributedStackedFidelity(ctx, make, count, **kwargs)
+        case "parameters":
+            return _parameters(object, ctx, **kwargs)
+        case "denoiser":
+            return _denoiser(object, ctx, dtype, tiling)
+        case "prior":
+            return _prior(object, ctx, dtype, tiling)
+    return _module(object, ctx, dtype, tiling, **kwargs)
 
 
 def _agreed_kind(
-    given: Any,
-    ctx: DistributedContext,
-    type_object: str,
-    settings: dict[str, Any],
-    others: dict[str, Any],
+    given: Any, ctx: DistributedContext, type_object: str, asked: dict[str, Any]
 ) -> str:
     """What the object is. All workers raise unless they pass the same arguments.
 
@@ -137,53 +144,14 @@ def _agreed_kind(
             kind = _kind_of(given)
         except ValueError as error:
             problem = str(error)
-    values = {name: value for name, (value, default) in settings.items() if value != default}
-    told = ", ".join(f"{name}={_told(value)}" for name, value in (values | others).items())
+    # Objects go by the names of their classes: what they say of themselves may be an address.
+    plain = str | int | float | tuple | list | torch.dtype | None
+    said = {n: repr(v) if isinstance(v, plain) else type(v).__name__ for n, v in asked.items()}
+    told = ", ".join(f"{name}={value}" for name, value in said.items())
     agree_on_call(ctx.partition, f"distribute(…, type_object={kind!r}, {told}) {problem}".rstrip())
     if problem:
         raise ValueError(problem)
     return kind
-
-
-def _told(value: Any) -> str:
-    """A value in words that are the same on all workers, without an address."""
-    plain = str | int | float | tuple | list | torch.dtype | None
-    return repr(value) if isinstance(value, plain) else type(value).__name__
-
-
-_MISSING: Any = type("Missing", (), {})()
-
-
-def _refuse(kind: str, settings: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that this kind of object has no use for."""
-    for name, (value, default) in settings.items():
-        if value is not default and value != default:
-            raise TypeError(f"distribute: {name}={value!r} is of no use for type_object={kind!r}")
-
-
-def _physics(
-    given: Any,
-    ctx: DistributedContext,
-    kind: str,
-    count: int | None,
-    dtype: torch.dtype | None,
-    gather_strategy: str,
-    **kwargs: Any,
-) -> DistributedStackedPhysics:
-    items = _listed(given, "physics_list")
-    make, count = _factory(items, given, count, dtype, "physics")
-    cls = DistributedStackedLinearPhysics if kind == "linear_physics" else DistributedStackedPhysics
-    return cls(ctx, count, make, gather_strategy=gather_strategy, **kwargs)
-
-
-def _fidelity(
-    given: Any, ctx: DistributedContext, count: int | None, dtype: torch.dtype | None, **kwargs: Any
-) -> DistributedStackedFidelity:
-    items = _listed(given, "data_fidelity_list")
-    if items is None and hasattr(given, "grad"):
-        return DistributedStackedFidelity(ctx, _on(given, ctx.device, dtype), count, **kwargs)
-    make, count = _factory(items, given, count, dtype, "data_fidelity")
-    return DistributedStackedFidelity(ctx, make, count, **kwargs)
 
 
 def _factory(
@@ -193,7 +161,7 @@ def _factory(
     if items is not None:
         if count is not None and count != len(items):
             raise ValueError(f"distribute: num_operators={count}, and there are {len(items)}")
-        return lambda i, device, shared: _on(items[i], device, dtype), len(items)
+        return lambda i, device, shared: on_device(items[i], device, dtype), len(items)
     if not callable(given):
         raise TypeError(f"distribute: {given!r} is no {kind}, list of them, or function")
     if count is None:
@@ -201,20 +169,20 @@ def _factory(
             f"distribute: a function needs to be told how many objects it makes: {given!r} and "
             f"num_operators=None; pass num_operators"
         )
-    return lambda i, device, shared: _on(given(i, device, shared), device, dtype), count
+    return lambda i, device, shared: on_device(given(i, device, shared), device, dtype), count
 
 
 def _denoiser(
-    given: Any, ctx: DistributedContext, dtype: torch.dtype | None, **settings: Any
+    given: Any, ctx: DistributedContext, dtype: torch.dtype | None, tiling: dict[str, Any]
 ) -> DistributedProcessing:
     if not callable(given):
         raise TypeError(f"distribute: a denoiser can be called, got {given!r}")
-    strategy = settings.pop("tiling_strategy")
-    return DistributedProcessing(ctx, _on(given, ctx.device, dtype), strategy=strategy, **settings)
+    settings = {name.replace("tiling_strategy", "strategy"): v for name, v in tiling.items()}
+    return DistributedProcessing(ctx, on_device(given, ctx.device, dtype), **settings)
 
 
 def _prior(
-    prior: Any, ctx: DistributedContext, dtype: torch.dtype | None, settings: dict[str, Any]
+    prior: Any, ctx: DistributedContext, dtype: torch.dtype | None, tiling: dict[str, Any]
 ) -> Any:
     """The prior itself, whose denoiser works in patches; others than denoisers stay whole."""
     denoiser = getattr(prior, "denoiser", None)
@@ -224,7 +192,7 @@ def _prior(
             f"DistributedPrior, which cuts prox and grad into patches"
         )
     if not isinstance(denoiser, DistributedProcessing):
-        prior.denoiser = _denoiser(denoiser, ctx, dtype, **settings)
+        prior.denoiser = _denoiser(denoiser, ctx, dtype, tiling)
     return prior
 
 
@@ -255,7 +223,7 @@ def _module(
     model: Any,
     ctx: DistributedContext,
     dtype: torch.dtype | None,
-    settings: dict[str, Any],
+    tiling: dict[str, Any],
     *,
     average: bool = True,
 ) -> Any:
@@ -265,7 +233,7 @@ def _module(
             f"distribute: type_object='module' takes a method of deepinv with unfold=True, got "
             f"{type(model).__name__}; spread its physics, data fidelities and denoisers themselves"
         )
-    model = _on(model, ctx.device, dtype)
+    model = on_device(model, ctx.device, dtype)
     ctx.check_same_state(list(model.parameters()), f"distribute: {type(model).__name__}")
     if model.data_fidelity is not None:
         model.data_fidelity = torch.nn.ModuleList(
@@ -276,7 +244,7 @@ def _module(
         )
     for prior in model.prior or ():
         if getattr(prior, "denoiser", None) is not None:
-            _prior(prior, ctx, dtype, dict(settings))
+            _prior(prior, ctx, dtype, tiling)
     learned = getattr(model, "params_algo", None)
     if isinstance(learned, torch.nn.ParameterDict):
         found = [each for each in learned.parameters() if each.requires_grad]
@@ -329,9 +297,3 @@ def _listed(given: Any, name: str) -> list[Any] | None:
         return list(inside)
     is_one = hasattr(given, "A") and not callable(getattr(given, "__getitem__", None))
     return [given] if is_one else None
-
-
-def _on(item: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    if not hasattr(item, "to"):
-        return item
-    return item.to(device) if dtype is None else item.to(device=device, dtype=dtype)

@@ -15,6 +15,7 @@ from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (
     STRATEGIES,
     DistributedSignalStrategy,
+    checked_sizes,
     create_strategy,
 )
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
@@ -58,16 +59,13 @@ class FactoryConfig:
     def __post_init__(self) -> None:
         for name, given in self._given.items():
             object.__setattr__(self, name, _as_list(given))
-        if not (_is_list(self.physics) or callable(self.physics)):
-            raise ValueError(
-                f"FactoryConfig: physics is a list of operators or a function of "
-                f"(i, device, shared), got {self.physics!r}"
-            )
-        if not (_is_list(self.measurements) or callable(self.measurements)):
-            raise ValueError(
-                f"FactoryConfig: measurements is a list of tensors or a function of "
-                f"(i, device, shared), got {type(self.measurements).__name__}"
-            )
+        for name, items in (("physics", "operators"), ("measurements", "tensors")):
+            given = getattr(self, name)
+            if not (_is_list(given) or callable(given)):
+                raise ValueError(
+                    f"FactoryConfig: {name} is a list of {items} or a function of "
+                    f"(i, device, shared), got {type(given).__name__}"
+                )
         if _is_list(self.physics) and _is_list(self.measurements):
             check_counts(len(self.physics), len(self.measurements))
         counts = {name: len(each) for name, each in self._given.items() if _is_list(each)}
@@ -136,10 +134,10 @@ class TilingConfig:
     max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check_sizes("patch_size", self.patch_size, 1)
-        _check_sizes("receptive_field_size", self.receptive_field_size, 0)
-        _check_sizes("stride", self.stride, 1)
-        _check_sizes("max_batch_size", self.max_batch_size, 1)
+        for name in ("patch_size", "receptive_field_size", "stride", "max_batch_size"):
+            if getattr(self, name) is not None:
+                least = 0 if name == "receptive_field_size" else 1
+                checked_sizes(name, getattr(self, name), None, least)
         if isinstance(self.strategy, str) and self.strategy not in STRATEGIES:
             raise ValueError(
                 f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
@@ -217,56 +215,35 @@ def make_distrib_bundle(
     check_reduction(reduction)
     if tiling is not None and prior is None:
         raise ValueError(f"tiling={tiling} is for a prior, got prior=None")
-    config = factory_config
+    config, shared = factory_config, dict(factory_config.shared)
     signal = DistributedSignal(ctx, signal_shape, dtype, partition)
-    physics = _physics(ctx, config, signal)
+    kind = DistributedLinearPhysics if config.is_linear else DistributedPhysics
+    of_all = {"physics": _items(config.physics)} if _is_list(config.physics) else {}
+    physics = kind(ctx, config.count, _maker(config.physics), shared | of_all, signal.layout)
     make = _maker(config.measurements)
-    measurements = DistributedMeasurements(ctx, config.count, make, config.shared, physics)
-    fidelity = _fidelity(ctx, config, physics, measurements, reduction)
+    measurements = DistributedMeasurements(ctx, config.count, make, shared, physics)
+    given = config.data_fidelity
+    make_fidelity: Factory | None = None
+    # A data fidelity can be called, too: what makes them is what is plainly a function.
+    if isinstance(given, FunctionType | MethodType | partial):
+        make_fidelity = given
+    elif given is not None:
+        each = given if _is_list(given) else [given] * config.count
+        make_fidelity, shared["data_fidelity"] = _maker(each), _items(each)
+    fidelity = DistributedDataFidelity(ctx, physics, measurements, make_fidelity, reduction, shared)
     if prior is None:
         return Bundle(physics, measurements, fidelity, signal)
-    chosen = _default_tiling(signal.shape) if tiling is None else tiling
+    if tiling is None:
+        # An image that is no larger than the default patch is one patch; None would be one for
+        # each part.
+        tiling, image = TilingConfig(), signal.shape[2:]
+        assert isinstance(tiling.patch_size, int)
+        if max(image) <= tiling.patch_size:
+            tiling = TilingConfig(patch_size=image)
     spread = DistributedPrior(
-        ctx, prior, chosen.strategy, signal.shape, chosen.settings, signal.layout
+        ctx, prior, tiling.strategy, signal.shape, tiling.settings, signal.layout
     )
     return Bundle(physics, measurements, fidelity, signal, spread)
-
-
-def _default_tiling(shape: Sequence[int]) -> TilingConfig:
-    """Patches of the default size for images that are larger, else one patch."""
-    tiling, image = TilingConfig(), tuple(shape[2:])
-    assert isinstance(tiling.patch_size, int)
-    is_large = any(length > tiling.patch_size for length in image)
-    return tiling if is_large else TilingConfig(patch_size=image)  # None is one for each part
-
-
-def _physics(
-    ctx: DistributedContext, config: FactoryConfig, signal: DistributedSignal
-) -> DistributedPhysics:
-    """The operators; linear ones if they have adjoints."""
-    kind = DistributedLinearPhysics if config.is_linear else DistributedPhysics
-    shared = dict(config.shared)
-    if _is_list(config.physics):
-        shared["physics"] = _items(config.physics)
-    return kind(ctx, config.count, _maker(config.physics), shared, signal.layout)
-
-
-def _fidelity(
-    ctx: DistributedContext,
-    config: FactoryConfig,
-    physics: DistributedPhysics,
-    measurements: DistributedMeasurements,
-    reduction: str,
-) -> DistributedDataFidelity:
-    given, shared = config.data_fidelity, dict(config.shared)
-    make: Factory | None = None
-    if _is_list(given):
-        make, shared["data_fidelity"] = _maker(given), _items(given)
-    elif isinstance(given, FunctionType | MethodType | partial):
-        make = given
-    elif given is not None:
-        make, shared["data_fidelity"] = lambda i, device, known: _on(given, device), given
-    return DistributedDataFidelity(ctx, physics, measurements, make, reduction, shared)
 
 
 def _maker(given: Any) -> Factory:
@@ -275,11 +252,14 @@ def _maker(given: Any) -> Factory:
         make: Factory = given
         return make
     items = _items(given)
-    return lambda i, device, shared: _on(items[i], device)
+    return lambda i, device, shared: on_device(items[i], device)
 
 
-def _on(item: Any, device: torch.device) -> Any:
-    return item.to(device) if hasattr(item, "to") else item
+def on_device(item: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """An object where a worker computes, if it can be brought there."""
+    if not hasattr(item, "to"):
+        return item
+    return item.to(device) if dtype is None else item.to(device=device, dtype=dtype)
 
 
 def _as_list(given: Any) -> Any:
@@ -297,11 +277,3 @@ def _is_list(given: Any) -> bool:
 
 def _items(given: Any) -> list[Any]:
     return [given[i] for i in range(len(given))]
-
-
-def _check_sizes(what: str, value: int | Sequence[int] | None, least: int) -> None:
-    numbers = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
-    if not all(isinstance(number, int) for number in numbers):
-        raise ValueError(f"{what} must be whole numbers, got {value!r}")
-    if any(number < least for number in numbers):
-        raise ValueError(f"{what} must be {least} or more, got {value}")

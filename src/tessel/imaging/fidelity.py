@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tessel.core.layout import Layout
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
-from tessel.imaging.parameters import check_common, in_common, tensors_of
-from tessel.imaging.parts.operators import vjp
+from tessel.imaging.parameters import check_common, idle, in_common, known, tensors_of
+from tessel.imaging.parts.operators import Operator, Whole, gathering, vjp
 from tessel.imaging.physics import WAY_OUT, DistributedPhysics
 from tessel.imaging.signal import DistributedSignal, local_data
 
 REDUCTIONS = ("sum", "mean")
+# What fidelities of users raise for tensors that they were not made for.
+_MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 
 
 class L2:
@@ -102,7 +107,8 @@ class DistributedDataFidelity:
         make = data_fidelity_factory or (lambda *_: L2())
         held = tensors_of(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
-        self._common = in_common(ctx, held, physics.parts.place, self.local_fidelities)
+        self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
+        self._common = in_common(ctx, held, physics.place, self.local_fidelities)
 
     def __call__(
         self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
@@ -114,14 +120,14 @@ class DistributedDataFidelity:
             args, settings: of the data fidelities.
             gather: False: the share of this worker's operators, whose sum over workers is the loss.
         """
-        loss = self._reduced(self.physics.parts.loss, x, args, settings, gather)
+        loss = self._reduced(self.physics.loss, x, args, settings, gather)
         return self.physics.everywhere(loss)
 
     def grad(
         self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
     ) -> Tensor:
         """The gradient ∇f(x); with `gather=False` the share of this worker's operators."""
-        return self._reduced(self.physics.parts.grad, x, args, settings, gather)
+        return self._reduced(self.physics.grad, x, args, settings, gather)
 
     def _reduced(
         self,
@@ -132,7 +138,7 @@ class DistributedDataFidelity:
         gather: bool,
     ) -> Tensor:
         """The sum or mean over all operators of what a method of the physics gives."""
-        if self.physics.parts.layout is not None:
+        if self.physics.layout is not None:
             if not gather:
                 raise NotImplementedError(
                     f"{self!r}: gather=False is for a whole image on every worker; of one in parts "
@@ -145,15 +151,10 @@ class DistributedDataFidelity:
                 )
         shared = [self.physics.shared, self.shared]
         self.physics.check_parameters(shared)
-        check_common(self._label, self._common, shared, WAY_OUT)
-        found = method(
-            local_data(x),
-            self.measurements.local,
-            self.local_fidelities,
-            self.shared,
-            (args, settings),
-            gather,
-        )
+        if self._common:
+            check_common(self._label, self._common, shared, WAY_OUT)
+        ys, arguments = self.measurements.local, (args, settings)
+        found = method(local_data(x), ys, self._on_parts, self.shared, arguments, gather)
         return found if self.reduction == "sum" else found / self.physics.num_ops
 
     def __repr__(self) -> str:
@@ -164,3 +165,177 @@ def check_reduction(reduction: str) -> None:
     """Raise ValueError unless there is a reduction of this name."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """Physics that measures the image times a number."""
+
+    factor: float = 1.0
+
+    def A(self, x: Tensor) -> Tensor:
+        return x if self.factor == 1.0 else self.factor * x
+
+    A_adjoint = A
+
+    def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
+        return self.A(v)
+
+
+_PLAIN = _Scaled()
+
+
+@dataclass(frozen=True)
+class PartFidelity:
+    """A data fidelity f(x, y, physics) = d(A(x), y) on parts of an image and of its measurement.
+
+    One whose distance d is a sum over the values of a measurement is computed on each part. One
+    that is not, as a norm or a mean, is computed on the whole measurement, on one worker.
+
+    Args:
+        fidelity: called as `f(x, y, physics)`; it may have its own `grad(x, y, physics)`.
+        device: where it computes.
+    """
+
+    fidelity: Any
+    device: torch.device | str = "cpu"
+
+    def loss(
+        self, x: Tensor, y: Tensor, operator: Operator, batch: int, *args: Any, **settings: Any
+    ) -> Tensor:
+        """This worker's share of f: of each image of the batch if f tells them apart, or a number.
+
+        Args:
+            x: this worker's part of the image.
+            y: that of the measurement.
+            operator: between them.
+            batch: the number of images.
+            args, settings: of f, for whole images only.
+        """
+        f = self.fidelity
+        if isinstance(operator, Whole) and operator.is_alone:
+            share: Tensor = f(x, y, operator.physics, *args, **settings)
+            return share
+        shape = (batch,) if self.is_batched else ()
+        if isinstance(operator, Whole):
+            return operator.computed(
+                lambda image, y: f(image, y, operator.physics).reshape(shape),
+                *(operator.gather(x), y),
+                shape=shape,
+                users=f,
+            )
+        u = operator.A(x)
+        if not self.is_separable:
+            gather = gathering(operator.codomain, operator.codomain.partition.ranks[0])
+            wholes = gather.apply(u), gather.apply(y)
+            if not gather.codomain.partition.active:
+                return idle(shape, f, *wholes)
+            return known(f(*wholes, _PLAIN), (), wholes).reshape(shape)
+        if 0 in u.shape:  # a mean or a maximum of nothing is NaN, or raises
+            return idle(shape, f, u, y)
+        share = known(f(u, y, _PLAIN), (), (u, y))
+        if not shape:
+            return share
+        # Of the images of the batch this worker may have some: their numbers among those of all.
+        box = operator.codomain.box()
+        assert box is not None
+        start, stop = box[0]
+        return torch.nn.functional.pad(share, (start, batch - stop))
+
+    def grad(self, x: Tensor, y: Tensor, operator: Operator, *args: Any, **settings: Any) -> Tensor:
+        """This worker's part of the gradient of f in x."""
+        if not isinstance(operator, Whole):
+            slope = self._distance_gradient(operator.A(x), y, operator.codomain)
+            return operator.A_adjoint(slope)
+        found = operator.computed(
+            lambda image, y: gradient(self.fidelity, image, y, operator.physics, *args, **settings),
+            *(operator.gather(x), y),
+            users=self.fidelity,
+        )
+        return operator.scatter(found)
+
+    def _distance_gradient(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
+        """This worker's part of the gradient of d in its first argument."""
+        if self.is_separable:
+            if 0 in u.shape:
+                return idle(tuple(u.shape), self.fidelity, u, y)
+            return known(gradient(self.fidelity, u, y, _PLAIN), (), (u, y))
+        gather = gathering(layout, layout.partition.ranks[0])
+        wholes = gather.apply(u), gather.apply(y)
+        if not gather.codomain.partition.active:
+            return gather.H.apply(idle((0,), self.fidelity, *wholes))
+        return gather.H.apply(known(gradient(self.fidelity, *wholes, _PLAIN), (), wholes))
+
+    # What a fidelity of a user is, nobody says: it is tried on small tensors, once.
+
+    @cached_property
+    def problem(self) -> str:
+        """What is wrong with it, as the end of a sentence."""
+        x, y = _tried(self.device)
+        try:
+            # For A = 2, f(x) = d(2 x, y) has ∇f(x) = 2 ∇d(2 x). One that looks at x differs.
+            expected = 2 * gradient(self.fidelity, 2 * x, y, _PLAIN)
+            got = gradient(self.fidelity, x, y, _Scaled(2.0))
+        except _MISFITS as error:
+            reason = f"could not be tried on small tensors ({error})"
+        else:
+            if torch.allclose(got, expected, rtol=1e-4, atol=1e-6):
+                return ""
+            reason = "is not of the form d(A(x), y), which a fidelity of an image in parts must be"
+        return f": {type(self.fidelity).__name__} {reason}; use a signal without partition"
+
+    @cached_property
+    def is_batched(self) -> bool:
+        """Whether f gives one number for each image of a batch.
+
+        >>> PartFidelity(lambda x, y, physics: (physics.A(x) - y).square().sum()).is_batched
+        False
+        """
+        u, y = _tried(self.device)
+        try:  # a fidelity may need more than these tensors have: then it is taken to be one number
+            return tuple(self.fidelity(u, y, _PLAIN).shape) == (len(u),)
+        except _MISFITS:
+            return False
+
+    @cached_property
+    def is_separable(self) -> bool:
+        """Whether d of two halves gives that of the whole, along each dimension.
+
+        >>> class Square:
+        ...     def __call__(self, x, y, physics):
+        ...         return (physics.A(x) - y).square().sum()
+        ...     def grad(self, x, y, physics):
+        ...         return 2 * physics.A_vjp(x, physics.A(x) - y)
+        >>> PartFidelity(Square()).is_separable
+        True
+        """
+        f, (u, y) = self.fidelity, _tried(self.device)
+        try:
+            for dim in range(u.dim()):
+                halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
+                slopes = torch.cat([gradient(f, *half, _PLAIN) for half in halves], dim)
+                shares = torch.stack([f(*half, _PLAIN).sum() for half in halves])
+                if not torch.allclose(gradient(f, u, y, _PLAIN), slopes, rtol=1e-4, atol=1e-6):
+                    return False
+                if not torch.allclose(f(u, y, _PLAIN).sum(), shares.sum(), rtol=1e-4):
+                    return False
+        except _MISFITS:
+            return False
+        return True
+
+
+def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw: Any) -> Tensor:
+    """The gradient of one data fidelity at x, its own or by autograd."""
+    if hasattr(fidelity, "grad"):
+        return fidelity.grad(x, y, physics, *args, **kw)
+    # Images of a batch do not depend on each other, so that the gradient of the sum of their losses
+    # has the gradient of each.
+    return torch.func.grad(lambda x: fidelity(x, y, physics, *args, **kw).sum())(x)
+
+
+def _tried(device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Two small positive tensors, as a distance of counts or intensities takes them."""
+    generator = torch.Generator().manual_seed(3)
+    # Two images, two channels, even sizes: both halves along each dimension have values.
+    first, second = (0.1 + torch.rand((2, 2, 4, 6), generator=generator) for _ in range(2))
+    return first.to(device), second.to(device)

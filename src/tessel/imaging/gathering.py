@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tessel.core.layout import Layout, Shape
 from tessel.core.move import Move
-from tessel.core.partition import Partition
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of
 from tessel.imaging.parameters import depending_on
@@ -75,7 +74,10 @@ class MeasurementGatherer:
                     found[i] = tensor.to(self.ctx.device)
         else:
             own = dict(zip(indices, items, strict=True))
-            for some in self._batches(kinds):
+            # What travels together: one item at a time, or all of one dtype.
+            key = 0 if self.strategy == "broadcast" else 2
+            for batch in dict.fromkeys(each[key] for one in kinds for each in one):
+                some = [[each for each in one if each[key] == batch] for one in kinds]
                 found |= self._moved(some, own, anchor if needs_grad else None, needs_grad)
         return as_tensor_list([found[i] for i in range(self.num_items)])
 
@@ -101,14 +103,6 @@ class MeasurementGatherer:
             self._known[key] = group.share_objects(mine)
         return self._known[key], any(words[2::NUM_WORDS].tolist())
 
-    def _batches(self, kinds: list[list[Kind]]) -> list[list[list[Kind]]]:
-        """What travels together: all of one dtype, or one item at a time."""
-        if self.strategy == "broadcast":
-            numbers = sorted(i for theirs in kinds for i, _, _ in theirs)
-            return [[[each for each in one if each[0] == i] for one in kinds] for i in numbers]
-        dtypes = dict.fromkeys(dtype for theirs in kinds for _, _, dtype in theirs)
-        return [[[each for each in one if each[2] == dtype] for one in kinds] for dtype in dtypes]
-
     def _moved(
         self,
         kinds: list[list[Kind]],
@@ -124,18 +118,15 @@ class MeasurementGatherer:
         row = depending_on(row, anchor)
         if needs_grad and not row.requires_grad:
             row = row.detach().requires_grad_()  # graphs of all workers are alike
-        rows = _gathering(partition, lengths).apply(row)
+        layout = Layout.from_lengths(partition, [lengths])
+        everywhere = Layout.whole(partition, layout.shape, shared=True)
+        rows = Move(layout, everywhere).apply(row)
         found, start = {}, 0
         for theirs in kinds:
             for i, shape, _ in theirs:
                 found[i] = rows[start : start + prod(shape)].reshape(shape)
                 start += prod(shape)
         return found
-
-
-def _gathering(partition: Partition, lengths: tuple[int, ...]) -> Move:
-    rows = Layout.from_lengths(partition, [lengths])
-    return Move(rows, Layout.whole(partition, rows.shape, shared=True))
 
 
 def as_tensor_list(items: list[Tensor]) -> Any:

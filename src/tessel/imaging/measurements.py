@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.partition import world
+from tessel import transport
 from tessel.core.shared import anchored_zeros
 from tessel.distributed.agreeing import agree_on_call
 from tessel.imaging.context import DistributedContext
@@ -46,7 +46,7 @@ class LocalTensors(list[Tensor]):
     def __mul__(self, other: Any) -> LocalTensors:
         return self._with(other, torch.mul)
 
-    __rmul__ = __mul__
+    __rmul__ = __mul__  # a number times measurements is not a list that is repeated
 
     def __truediv__(self, other: Any) -> LocalTensors:
         return self._with(other, torch.div)
@@ -71,7 +71,7 @@ class LocalTensors(list[Tensor]):
 
 def _check_own(other: Tensor) -> None:
     """Raise ValueError if a gradient would go to a tensor that other workers use, too."""
-    leaf = stray_leaf(other) if world().size > 1 else None
+    leaf = stray_leaf(other) if transport.num_workers() > 1 else None
     if leaf is not None:
         raise ValueError(
             f"measurements of one worker and a tensor that needs a gradient, which goes to a "
@@ -125,7 +125,7 @@ class DistributedMeasurements:
         )
         made = [self._made(factory, i) for i in self.local_indices]
         self.local = LocalTensors(
-            y if physics is None else physics.parts.part_of(k, y) for k, y in enumerate(made)
+            y if physics is None else physics.part_of(k, y) for k, y in enumerate(made)
         )
 
     def __len__(self) -> int:

@@ -22,13 +22,15 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tessel import transport
+from tessel.core.layout import Shape
 from tessel.core.linop import LinearOperator
-from tessel.core.partition import Partition, world
+from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros
-from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.movements import copying, reducing
 from tessel.imaging.context import DistributedContext
 
+# What holds no other tensors: the search ends there, and not in the modules of Python.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, Tensor),
     *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
@@ -46,7 +48,7 @@ class Reached:
     @classmethod
     def by(cls, objects: Any) -> Reached:
         """Look into modules, attributes, lists, dictionaries, functions and their closures."""
-        found, seen = cls(), set[int]()
+        found, seen = cls(), set[int]()  # by identity: objects of users may not be hashable
 
         def visit(thing: Any) -> None:
             if isinstance(thing, Tensor) and id(thing) not in seen:
@@ -98,18 +100,12 @@ def tensors_of(objects: Any) -> list[Tensor]:
     return Reached.by(objects).tensors
 
 
-def learned(objects: Any) -> list[Tensor]:
-    """The tensors that objects keep and that need a gradient now."""
-    return (
-        [each for each in tensors_of(objects) if each.requires_grad]
-        if torch.is_grad_enabled()
-        else []
-    )
-
-
-def learned_arguments(values: Any) -> list[Tensor]:
-    """The tensors among nested arguments that need a gradient now."""
-    return [each for each in tree_leaves(values) if needs_grad(each)]
+def learned(objects: Any, arguments: Any = ()) -> list[Tensor]:
+    """The tensors among nested arguments, and those that objects keep, that need a gradient now."""
+    if not torch.is_grad_enabled():
+        return []
+    given = [each for each in tree_leaves(arguments) if needs_grad(each)]
+    return given + [each for each in tensors_of(objects) if each.requires_grad]
 
 
 def state_of(objects: Any) -> list[Tensor]:
@@ -128,7 +124,7 @@ def needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
-def described(tensors: Iterable[Tensor]) -> str:
+def gradients_of(tensors: Iterable[Tensor]) -> str:
     """Which gradients are asked for, in words that must be the same on all workers."""
     shapes = [tuple(each.shape) for each in tensors]
     return f", gradients of tensors of shapes {shapes}" if shapes else ""
@@ -146,11 +142,6 @@ class Copies(dict[int, Tensor]):
     def instead(self, values: Any) -> Any:
         """Nested arguments with copies in the place of tensors."""
         return tree_map(lambda each: self.get(id(each), each), values)
-
-    @property
-    def anchor(self) -> Tensor | None:
-        """A zero that depends on all copies; None if there are none."""
-        return anchored_zeros((), *self.values()) if self else None
 
 
 class _Instead(TorchFunctionMode):
@@ -173,15 +164,16 @@ class _Instead(TorchFunctionMode):
 
 
 @contextmanager
-def computing_with(copies: Copies, objects: Any) -> Iterator[None]:
+def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     """Let user objects compute with copies of the tensors that they keep, until the block ends.
 
-    Modules are called with other parameters as `torch.func.functional_call` calls them, which also
-    reaches custom autograd functions and compiled code. Tensors elsewhere, in attributes of plain
-    objects, lists or closures, stay where they are: torch functions take the copies for them.
+    The block gets a zero that depends on all copies, or None if there are none. Modules are called
+    with other parameters as `torch.func.functional_call` calls them, which also reaches custom
+    autograd functions and compiled code. Tensors elsewhere, in attributes of plain objects, lists
+    or closures, stay where they are: torch functions take the copies for them.
     """
     if not copies:
-        yield
+        yield None
         return
     found = Reached.by(objects)
     everything, names, in_modules = torch.nn.Module(), dict[str, Tensor](), set[int]()
@@ -198,7 +190,7 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[None]:
         # The mode costs a little at each torch function, so it is not there for modules alone.
         if bare & copies.keys():
             stack.enter_context(_Instead(copies))
-        yield
+        yield anchored_zeros((), *copies.values())
 
 
 def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
@@ -211,6 +203,16 @@ def depending_on(result: Tensor, anchor: Tensor | None) -> Tensor:
         return result
     zero = anchor if result.is_complex() or not anchor.is_complex() else anchor.real
     return result + zero.to(device=result.device, dtype=result.dtype)
+
+
+def idle(shape: Shape, users: Any, *given: Tensor) -> Tensor:
+    """Zeros that depend on the parameters of `users`, of a worker that has nothing to compute.
+
+    So it takes part in the sums of their gradients.
+    """
+    parameters = learned(users)
+    anchor = anchored_zeros((), *parameters) if parameters else None
+    return depending_on(anchored_zeros(shape, *given), anchor)
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -246,6 +248,7 @@ def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: An
     if ctx.world_size == 1:
         return []
     inside = {id(each) for each in tensors_of(users)}
+    # Identities differ between workers: the place in the order of `held` names a tensor.
     mine = [(k, tuple(each.shape)) for k, each in enumerate(held) if id(each) in inside]
     places: dict[Any, set[str]] = {}
     for where, theirs in ctx.partition.group.share_objects((place, mine)):
@@ -337,35 +340,8 @@ def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given
 
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
     """The result, or ValueError if a gradient goes to a parameter that is not found in `users`."""
-    problem = stray_problem([result], users, (), given) if world().size > 1 else ""
-    if problem:
-        raise ValueError(f"an image in parts{problem}")
-    return result
-
-
-@dataclass(frozen=True)
-class StrayCheck:
-    """Finds parameters that operators use and that nobody knows of, as a global one of a script.
-
-    Each worker would get the gradient of its own operators only, a silent wrong number.
-    """
-
-    partition: Partition
-    calls: set[str] = field(default_factory=set)  # those that all workers have agreed on
-
-    def __call__(
-        self, call: str, results: Iterable[Tensor], users: Any, shared: Any, given: Any = ()
-    ) -> None:
-        """Raise ValueError if a gradient of the results goes to such a tensor.
-
-        At the first call all workers raise or none does: a worker without operators finds nothing
-        itself. Later calls cost no message, and the worker that finds one raises.
-        """
-        if self.partition.size == 1 or not torch.is_grad_enabled():
-            return
-        problem = stray_problem(results, users, shared, given)
-        if call not in self.calls:
-            self.calls.add(call)
-            agree_on_call(self.partition, f"{call}{problem}")
+    if torch.is_grad_enabled() and transport.num_workers() > 1:
+        problem = stray_problem([result], users, (), given)
         if problem:
-            raise ValueError(f"{call}{problem}")
+            raise ValueError(f"an image in parts{problem}")
+    return result

@@ -1,14 +1,18 @@
 """DistributedPhysics: many operators of one image, each on the workers that have it.
 
-The image is one shared value, whole on every worker or in parts. What its operators measure stays
-where it arises, and what goes back to the image is summed over all workers.
+The image is one shared value, and its layout says which workers hold it together: a row. An image
+that is whole on every worker has rows of one worker. The operators are given to the rows, and each
+works on the parts of its row: one with a local kernel by halos, any other on the whole image, on
+one worker of the row. A measurement stays where it arises, and what goes back to the image is
+summed over the rows.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,22 +21,67 @@ from torch import Tensor
 from tessel.core.agreement import Agreement, Signature, TensorMeta, same
 from tessel.core.layout import Layout, Shape
 from tessel.core.move import Move
-from tessel.distributed.agreeing import agree_on_call
+from tessel.core.shared import anchored_zeros, total
+from tessel.distributed.agreeing import agree, agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
-from tessel.imaging.parameters import check_common, in_common, tensors_of
-from tessel.imaging.parts.physics import PartitionedPhysics
+from tessel.imaging.parameters import (
+    Copies,
+    both,
+    check_common,
+    computing_with,
+    depending_on,
+    gradients_of,
+    idle,
+    in_common,
+    known,
+    learned,
+    needs_grad,
+    stray_problem,
+    tensors_of,
+)
+from tessel.imaging.parts.grid import Rows, rows_of
+from tessel.imaging.parts.kernel import is_whole
+from tessel.imaging.parts.local_rules import partition_physics
+from tessel.imaging.parts.operators import Operator, PartOperator, Whole, gathering
 from tessel.imaging.random import wave_in
-from tessel.imaging.signal import DistributedSignal, is_whole, local_data
+from tessel.imaging.sharding import local_indices, owner
+from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.imaging.solvers.conjugate import CGLS, NormalInverse, solved
 from tessel.imaging.solvers.power import largest_eigenvalue
 from tessel.imaging.solvers.space import Space
+from tessel.transport import NUM_WORDS, code_of
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
+_NO_ARGUMENTS: Arguments = (), {}
 WAY_OUT = (
     "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
     "for each"
 )
+_DTYPES = (
+    *(torch.bool, torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.complex64, torch.complex128),
+)  # of images; the first stands for workers that bring nothing
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """What a call works on, after all workers agreed that it fits together."""
+
+    name: str  # in the words of its user
+    x: Tensor  # this row's copy of the image, empty if there is none
+    has_image: bool
+    pairs: list[tuple[Operator, Tensor]]  # operators, each with what was brought for it
+    needs_grad: bool
+    anchor: Tensor | None  # a zero on which the result shall depend
+    copies: Copies
+    users: tuple[Any, ...]
+    args: tuple[Any, ...]
+    settings: Mapping[str, Any]
+
+
+Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
 
 
 class DistributedPhysics:
@@ -53,7 +102,8 @@ class DistributedPhysics:
             that is not found in them, as a global tensor, calls that would derive it raise
             ValueError.
         layout: of an image in parts, whose operators all workers of their row have; None for the
-            whole image on every worker.
+            whole image on every worker. Along axes of the grid on which it is shared there are
+            copies of the image, each with some of the operators.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -76,27 +126,40 @@ class DistributedPhysics:
         self.ctx = ctx
         self.num_ops = checked_count(name, "num_ops", num_ops, factory)
         self.shared = dict(shared or {})
+        self._label = f"{name}({self.num_ops} operators over {ctx.world_size} workers)"
         agree_on_call(ctx.partition, f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
         held = tensors_of((factory, self.shared))
-        whole = layout is None or is_whole(layout)
-        self.parts = PartitionedPhysics(
-            ctx.partition if whole or layout is None else layout,
-            self.num_ops,
-            partial(self._made, factory),
-            ctx,
-            self.shared if whole else (),
-            repr(self),
-        )
-        self.local_indices = self.parts.local_indices
-        self.local_operators = self.parts.physics
-        self._common = in_common(ctx, held, self.parts.place, self.local_operators)
+        # Whole images have a layout for each shape in which they come: None stands for all of them.
+        self.layout = None if layout is None or is_whole(layout) else layout
+        self.partition = ctx.partition if self.layout is None else self.layout.partition
+        self.active = self.partition.active
+        self._rows: dict[Shape, Rows] = {}  # a layout checks itself, which takes as long as a call
+        row, self.num_rows, self.place = ctx.rank, ctx.world_size, f"worker {ctx.rank}"
+        if self.layout is not None:
+            self.rows = rows_of(self.layout)
+            row, self.num_rows = self.rows.place if self.active else 0, self.rows.count
+            self.place = f"copy {row} of the image" if self.active else "no copy of the image"
+        mine = local_indices(self.num_ops, row, self.num_rows, ctx.sharding)
+        self.local_indices: list[int] = mine if self.active else []
+        self.local_operators: list[Any] = []
+        self._spread: list[Operator] = []
+        for position, i in enumerate(self.local_indices):
+            physics = self._made(factory, i)
+            self.local_operators.append(physics)
+            self._spread.append(
+                Whole(physics)
+                if self.layout is None
+                else partition_physics(physics, self.rows.own, self._owner(position))
+            )
+        self._common = in_common(ctx, held, self.place, self.local_operators)
+        self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
+        self._agreements: dict[str, Agreement[tuple[Shape, TensorMeta]]] = {}
         self._num_calls = 0
 
     def A(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
-        self._check_call("A", settings)
-        return LocalTensors(*self.parts.A(local_data(x), **settings))
+        return self._each("A", lambda op, x, call: op.A(x, **call.settings), x, **settings)
 
     def __call__(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
         """The measurements with noise; that of measurement i depends on the seed and on i.
@@ -104,11 +167,31 @@ class DistributedPhysics:
         Of an image in parts each operator that can be called sees all of it, on one worker: noise
         is that of one process. For images that no worker can hold, add noise to `A(x)` yourself.
         """
-        call = self._num_calls
+        number, positions = self._num_calls, count()
         self._num_calls += 1
-        self._check_call("__call__", settings)
-        drawing = lambda i: self.ctx.drawing(i, call)  # noqa: E731
-        return LocalTensors(*self.parts.measure(local_data(x), drawing, **settings))
+
+        def measured(operator: Operator, x: Tensor, call: OperatorCall) -> Tensor:
+            position = next(positions)
+            physics = self.local_operators[position]
+            if not callable(physics):
+                return operator.A(x, **call.settings)
+            draws = self.ctx.drawing(self.local_indices[position], number)
+            if isinstance(operator, Whole) and operator.is_alone:
+                with draws:
+                    return physics(x, **call.settings)
+            # It draws for the whole measurement, as in one process; the parts of that are sent.
+            gather = gathering(self.rows.own, self._owner(position))
+            whole = gather.apply(x)
+            if gather.codomain.partition.active:
+                with draws:
+                    y = known(physics(whole), (), (whole,))
+            else:
+                y = idle((0,), physics, whole)
+            if isinstance(operator, Whole):
+                return y
+            return gathering(operator.codomain, self._owner(position)).H.apply(y)
+
+        return self._each("__call__", measured, x, users=self.local_operators, **settings)
 
     def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
         """The sum Σ_i J_i(x)ᵀ v_i over all operators, with the Jacobians J_i of A_i at x.
@@ -117,8 +200,7 @@ class DistributedPhysics:
             x: the image.
             v: one tensor for each of this worker's operators.
         """
-        self._check_call("A_vjp", values=v)
-        return self.parts.A_vjp(local_data(x), v, anchor_of(v))
+        return self._summed("A_vjp", lambda op, v, call: op.A_vjp(call.x, v), x, v)
 
     def check_parameters(self, shared: Any) -> None:
         """Raise ValueError on all workers if a parameter would get parts of its gradient.
@@ -126,11 +208,144 @@ class DistributedPhysics:
         Args:
             shared: objects whose tensors get the gradient of all operators of whole images.
         """
-        if self.parts.layout is None:
-            check_common(self.parts.label, self._common, shared, WAY_OUT)
+        if not self._common:
+            return
+        if self.layout is None:
+            check_common(self._label, self._common, shared, WAY_OUT)
         else:
             way_out = "use a signal without partition, or let it need no gradient"
-            check_common(f"{self.parts.label} of an image in parts", self._common, (), way_out)
+            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
+
+    def loss(
+        self,
+        x: Tensor,
+        ys: Sequence[Tensor],
+        fidelities: Sequence[Any],
+        shared: Any = (),
+        arguments: Arguments = _NO_ARGUMENTS,
+        gather: bool = True,
+    ) -> Tensor:
+        """The sum Σ_i f_i(A_i(x), y_i), one shared value on all workers of the layout.
+
+        It has a number for each image of the batch if the fidelities give that, else it is one.
+
+        Args:
+            x: this worker's part of the image.
+            ys: the parts of the measurements, one for each operator of this row.
+            fidelities: one `PartFidelity` for each operator.
+            shared: objects that fidelities of all rows use, whose parameters get the gradient of
+                all of them; other parameters of fidelities get that of this row.
+            arguments: of the fidelities of whole images.
+            gather: False: this worker's share of the sum.
+        """
+        if not self.active:
+            return x.new_zeros(())
+        call = self._enter("the loss", x, ys, fidelities, shared, (), arguments)
+        batch = x.shape[0] if self.layout is None else self.layout.shape[0]
+        with computing_with(call.copies, call.users) as parameters:
+            losses = [
+                f.loss(call.x, y, operator, batch, *call.args, **call.settings)
+                for f, (operator, y) in zip(fidelities, call.pairs, strict=True)
+            ]
+        self._check_results(call, losses)
+        share = anchored_zeros(self._shape_of_losses(call, losses, fidelities, batch), call.x.real)
+        for each in losses:
+            share = share + each.to(share.dtype)
+        share = depending_on(depending_on(share, parameters), call.anchor)
+        return total(share, self.partition) if gather else share
+
+    def grad(
+        self,
+        x: Tensor,
+        ys: Sequence[Tensor],
+        fidelities: Sequence[Any],
+        shared: Any = (),
+        arguments: Arguments = _NO_ARGUMENTS,
+        gather: bool = True,
+    ) -> Tensor:
+        """The parts of the gradient Σ_i ∇ f_i(A_i(x), y_i), with the arguments of `loss`."""
+        if not self.active:
+            return x
+        call = self._enter("the gradient", x, ys, fidelities, shared, (), arguments)
+        left = iter(fidelities)
+        term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
+            call.x, y, op, *call.args, **call.settings
+        )
+        return self._sum(call, term, gather)
+
+    def part_of(self, position: int, y: Tensor) -> Tensor:
+        """What this worker stores of a measurement that it was given whole, or in its part.
+
+        Args:
+            position: of the operator among those of this row.
+            y: the whole measurement, or this worker's part.
+        """
+        operator = self._spread[position]
+        if isinstance(operator, Whole):
+            return y if operator.here else y.new_empty(0)
+        if tuple(y.shape) == operator.codomain.shape:
+            return operator.codomain.local_part(y).clone()
+        if tuple(y.shape) == operator.codomain.local_shape:
+            return y
+        raise ValueError(
+            f"measurement {self.local_indices[position]} must have the shape "
+            f"{operator.codomain.shape} of the whole, or {operator.codomain.local_shape}, this "
+            f"worker's part of it, got {tuple(y.shape)}"
+        )
+
+    def rows_for(self, shape: Shape) -> Rows:
+        """The rows of workers that hold images of this shape on this worker."""
+        if self.layout is not None:
+            return self.rows
+        found = self._rows.get(shape)
+        if found is None:
+            found = rows_of(Layout.whole(self.partition, shape, shared=True))
+            self._rows[tuple(shape)] = found
+        return found
+
+    def everywhere(self, value: Tensor) -> Tensor:
+        """A shared value of the workers that have parts of the image, on all workers."""
+        ours, theirs = self.ctx.partition, self.partition
+        if theirs.size == ours.size:
+            return value
+
+        # Workers without a part know neither shape nor dtype of the value, and learn them first.
+        def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Shape:
+            found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
+            return found
+
+        agreement = Agreement(ours.group, f"a value of {self!r}", theirs.ranks, conclude)
+        shape = agreement.agree(Signature.of(value))
+        move = Move(
+            Layout.whole(theirs, shape, shared=True), Layout.whole(ours, shape, shared=True)
+        )
+        return move(value if theirs.active else value.new_empty(0))
+
+    def __len__(self) -> int:
+        return self.num_ops
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what holds groups of workers, which a copy makes anew in its calls."""
+        return {**self.__dict__, "_agreements": {}, "_rows": {}}
+
+    def __repr__(self) -> str:
+        return self._label
+
+    def _made(self, factory: Factory | None, item: int) -> Any:
+        assert factory is not None
+        with self.ctx.drawing(item):  # the same numbers whichever worker makes it
+            operator = factory(item, self.ctx.device, self.shared)
+        if not hasattr(operator, "A"):
+            raise ValueError(
+                f"{type(self).__name__}: factory({item}, …) must give an object with a method A, "
+                f"got {operator!r}"
+            )
+        return operator
+
+    def _owner(self, position: int) -> int:
+        """The worker that sees the whole image for an operator, where one must."""
+        ranks = self.rows.own.partition.ranks
+        return ranks[position % len(ranks)]
 
     def _check_call(
         self,
@@ -145,50 +360,296 @@ class DistributedPhysics:
             settings: of the operators.
             values: tensors, of which there must be one for each of this worker's operators.
         """
+        # Other workers may have as many as they need, and would wait for this one: all are told.
         if values is not None and len(values) != len(self.local_operators):
             call = (
-                f"{self.parts.label}.{method}: worker {self.ctx.rank} has the operators "
+                f"{self._label}.{method}: worker {self.ctx.rank} has the operators "
                 f"{self.local_indices} and needs as many tensors, {len(self.local_indices)}, got "
                 f"{len(values)}"
             )
-            agree_on_call(self.parts.partition, call)
+            agree_on_call(self.partition, call)
             raise ValueError(call)
         self.check_parameters(self.shared)
-        if settings and self.parts.layout is not None:
+        if settings and self.layout is not None:
             raise NotImplementedError(
-                f"{self.parts.label}.{method}: operators on an image in parts take no arguments, "
+                f"{self._label}.{method}: operators on an image in parts take no arguments, "
                 f"got {dict(settings)}"
             )
 
-    def _made(self, factory: Factory | None, item: int) -> Any:
-        assert factory is not None
-        with self.ctx.drawing(item):
-            operator = factory(item, self.ctx.device, self.shared)
-        if not hasattr(operator, "A"):
-            raise ValueError(
-                f"{type(self).__name__}: factory({item}, …) must give an object with a method A, "
-                f"got {operator!r}"
-            )
-        return operator
+    def _each(
+        self,
+        method: str,
+        term: Term,
+        x: DistributedSignal | Tensor | None = None,
+        ys: Sequence[Tensor] | None = None,
+        users: Any = (),
+        **settings: Any,
+    ) -> LocalTensors:
+        """What each of this worker's operators makes of the image or of its measurement.
 
-    def everywhere(self, value: Tensor) -> Tensor:
-        """A shared value of the workers that have parts of the image, on all workers."""
-        ours, theirs = self.ctx.partition, self.parts.partition
-        if theirs.size == ours.size:
-            return value
-        agreement = Agreement(ours.group, f"a value of {self!r}", theirs.ranks, _same_shape)
-        shape = agreement.agree(Signature.of(value))
-        ours.group.number_call()
-        move = Move(
-            Layout.whole(theirs, shape, shared=True), Layout.whole(ours, shape, shared=True)
+        Args:
+            method: that is called.
+            term: makes a tensor of an operator, of what was brought for it, and of the call.
+            x: the image.
+            ys: one tensor for each operator; None if the image is brought for all of them.
+            users: further objects whose parameters `term` uses.
+            settings: of the operators.
+        """
+        self._check_call(method, settings, ys)
+        if not self.active:
+            return LocalTensors()
+        image = None if x is None else local_data(x)
+        call = self._enter(method, image, ys, users=users, arguments=((), settings))
+        with computing_with(call.copies, call.users) as parameters:
+            found = [term(operator, brought, call) for operator, brought in call.pairs]
+        self._check_results(call, found)
+        anchor = call.anchor
+        if call.needs_grad and call.has_image:
+            anchor = both(anchor, anchored_zeros((), call.x))
+        anchor = both(anchor, parameters)
+        return LocalTensors([depending_on(each, anchor) for each in found], anchor)
+
+    def _summed(
+        self,
+        method: str,
+        term: Term,
+        x: DistributedSignal | Tensor | None = None,
+        ys: Sequence[Tensor] | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """The same, summed over all operators: parts of an image."""
+        self._check_call(method, settings, ys)
+        image = None if x is None else local_data(x)
+        if not self.active:
+            return torch.empty(0) if image is None else image
+        return self._sum(self._enter(method, image, ys, arguments=((), settings)), term)
+
+    def _enter(
+        self,
+        name: str,
+        x: Tensor | None,
+        measured: Sequence[Tensor] | None = None,
+        fidelities: Sequence[Any] | None = None,
+        shared: Any = (),
+        users: Any = (),
+        arguments: Arguments = _NO_ARGUMENTS,
+    ) -> OperatorCall:
+        """What goes into a call, after all workers agreed that it fits together."""
+        ys, anchor = list(measured or ()), anchor_of(measured)
+        has_image = x is not None or measured is None
+        everyones_objects = (self.shared if self.layout is None else (), shared)
+        everyones = learned(everyones_objects, arguments)
+        problem = "" if self.layout is None else self._problem(x, measured, fidelities)
+        call = f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
+        said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
+        # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
+        # the sums of those that do.
+        needs, own = list[Tensor](), list[Tensor]()
+        if torch.is_grad_enabled():
+            needs = [*ys, *([] if anchor is None else [anchor]), *everyones]
+        if torch.is_grad_enabled() and self.layout is not None:
+            # What the operators of this row use, all workers of the row hold: its gradient is
+            # summed over them. In rows of one worker there is nothing to sum.
+            whole = [each.physics for each in self._spread if isinstance(each, Whole)]
+            known_to_all = {id(each) for each in everyones}
+            own = learned((whole, fidelities, users))
+            own = [each for each in own if id(each) not in known_to_all]
+            local = [each for each in self._spread if isinstance(each, PartOperator)]
+            needs += [*own, *(value for operator in local for value in operator.values())]
+        dtype = torch.float32
+        if self.layout is None:
+            of_image = needs_grad(x)
+            if has_image and (self.num_rows > 1 or not isinstance(x, Tensor)):
+                ((shapes, meta),) = agree(self.partition, said, x)  # type: ignore[arg-type]
+                of_image = meta.needs_grad
+                same(shapes, "shape", said)
+            records = of_image or any(map(needs_grad, needs))
+        else:
+            images = [x] if has_image else []
+            dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
+            of_image, ys = records, [_even(y, records) for y in ys]
+        if x is None:  # in rows of one worker, nothing depends on what stands for an image
+            image = torch.empty(0, dtype=dtype, device=self.ctx.device)
+            image = _even(image, records and self.layout is not None)
+        else:
+            rows = self.rows_for(x.shape)
+            if self.ctx.debug and rows.layout.shared:
+                self.ctx.check_same(x, rows.layout, f"the input of {call}")
+            image = rows.use(_even(x, of_image))
+        copies = Copies()
+        if everyones:
+            copies.add(everyones, self.partition)
+        if own:
+            copies.add(own, self.rows.own.partition)
+        args, settings = copies.instead(arguments) if copies else arguments
+        return OperatorCall(
+            call,
+            image,
+            has_image,
+            list(zip(self._spread, ys or [image] * len(self._spread), strict=True)),
+            records,
+            anchor,
+            copies,
+            (*everyones_objects, self.local_operators, fidelities, users),
+            args,
+            settings,
         )
-        return move(value if theirs.active else value.new_empty(0))
 
-    def __len__(self) -> int:
-        return self.num_ops
+    def _agree_on_parts(
+        self, said: str, images: list[Any], ys: list[Tensor], needs: list[Tensor], problem: str
+    ) -> tuple[torch.dtype, bool]:
+        """The dtype of all that is brought, and whether a gradient is needed somewhere."""
+        given = [each for each in (*ys, *images) if isinstance(each, Tensor)]
+        # A worker may bring nothing. The length of this tensor says which dtype it brings, so that
+        # those without learn it.
+        code = _DTYPES.index(given[0].dtype) if given else 0
+        sign = torch.empty(code, requires_grad=any(each.requires_grad for each in needs))
+        found = agree(self.partition, said, sign, *images)
+        codes = {shape for shape in found[0][0].values() if shape != (0,)}
+        if len(codes) > 1:
+            names = ", ".join(str(_DTYPES[each]) for (each,) in sorted(codes))
+            raise ValueError(f"{said}: all workers must bring one dtype, got {names}")
+        if problem:
+            raise ValueError(said)
+        dtype = _DTYPES[max(codes)[0]] if codes else torch.get_default_dtype()
+        return dtype, any(meta.needs_grad for _, meta in found)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.num_ops} operators over {self.ctx.world_size} workers)"
+    def _problem(
+        self,
+        x: Tensor | None,
+        ys: Sequence[Tensor] | None,
+        fidelities: Sequence[Any] | None,
+    ) -> str:
+        """What is wrong with this worker's parts, as the end of a sentence."""
+        assert self.layout is not None
+        if x is not None and tuple(x.shape) != self.layout.local_shape:
+            return (
+                f": worker {self.layout.partition.rank} expected a part of shape "
+                f"{self.layout.local_shape}, got {tuple(x.shape)}"
+            )
+        if ys is None:
+            return ""
+        if fidelities is not None and len(fidelities) != len(ys):
+            return f": {len(ys)} measurements need as many fidelities, got {len(fidelities)}"
+        if len(ys) != len(self._spread):
+            return f": operators {self.local_indices} need as many measurements, got {len(ys)}"
+        for i, operator, y in zip(self.local_indices, self._spread, ys, strict=True):
+            if isinstance(operator, PartOperator):
+                expected = operator.codomain.local_shape
+                if tuple(y.shape) != expected:
+                    return f": measurement {i} must be of shape {expected}, got {tuple(y.shape)}"
+        for fidelity, operator in zip(fidelities or (), self._spread, strict=False):
+            if isinstance(operator, PartOperator) and fidelity.problem:
+                return fidelity.problem
+        return ""
+
+    def _check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
+        """Raise if a parameter that is not found in user objects would get a part of a gradient."""
+        # Of an image in parts, each operator is checked where it is applied.
+        if self.layout is None and self.num_rows > 1 and torch.is_grad_enabled():
+            given = [brought for _, brought in call.pairs]
+            problem = stray_problem(results, call.users, call.users[:2], given)
+            # At the first call all workers raise or none does: one without operators finds nothing
+            # itself. Later calls cost no message, and the worker that finds something raises.
+            if call.name not in self._checked:
+                self._checked.add(call.name)
+                agree_on_call(self.partition, f"{call.name}{problem}")
+            if problem:
+                raise ValueError(f"{call.name}{problem}")
+
+    def _shape_of_losses(
+        self,
+        call: OperatorCall,
+        losses: Sequence[Tensor],
+        fidelities: Sequence[Any],
+        batch: int,
+    ) -> Shape:
+        """One shape for the losses of all workers, some of which may have none; or all raise."""
+        if self.layout is None:
+            shapes = {tuple(each.shape) for each in losses}
+            if len(shapes) == self.partition.size == 1:
+                return shapes.pop()
+            text = call.name
+            if len(shapes) > 1:
+                text += f": data fidelities of {self.place} give losses of shapes {shapes}"
+            own = Signature(next(iter(shapes), ()), torch.float32, "cpu")
+            shape, _ = self._agree_on_result(text, own, "loss")
+            if len(shapes) > 1:
+                raise ValueError(text)
+            return shape
+        # On parts a loss has not the shape of that of the whole: what fidelities do is tried.
+        kinds = {f.is_batched for f in fidelities}
+        group = self.partition.group
+        said = group.share_words([code_of(call.name), int(True in kinds), int(False in kinds)])
+        group.check_same_call(said, call.name)
+        words = memoryview(said).cast("q")
+        some, others = (any(words[place::NUM_WORDS].tolist()) for place in (1, 2))
+        if some and others:
+            raise ValueError(
+                f"{call.name}: some data fidelities give a number for each image of the batch and "
+                f"others one number; let all give the same"
+            )
+        return (batch,) if some else ()
+
+    def _agree_on_result(self, said: str, own: Signature, what: str) -> tuple[Shape, TensorMeta]:
+        """The shape and dtype of a result, which workers without operators learn so."""
+        if said not in self._agreements:
+            numbers, how = range(self.num_ops), self.ctx.sharding
+            # Workers without operators have no say: their tensor is a placeholder.
+            owners = {owner(i, self.num_ops, self.partition.size, how) for i in numbers}
+
+            def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Shape, TensorMeta]:
+                return same(shapes, f"shape of the {what}", said), meta
+
+            self._agreements[said] = Agreement(self.partition.group, said, sorted(owners), conclude)
+        return self._agreements[said].agree(own)
+
+    def _sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
+        """The sum of images over the operators of this row and of the others.
+
+        Args:
+            call: what it works on.
+            term: makes an image of an operator, of what was brought for it, and of the call.
+            gather: False: the share of this row.
+        """
+        share, x = None, call.x
+        # Terms on parts come from movements and are ours to change; user code may give back what
+        # it was given, so that the first sum of its images is a tensor of its own.
+        is_ours = self.layout is not None
+        with computing_with(call.copies, call.users) as parameters:
+            for operator, brought in call.pairs:
+                each = term(operator, brought, call)
+                is_like = each.shape == x.shape and each.dtype == x.dtype
+                if self.layout is None and call.has_image and not is_like:
+                    raise ValueError(
+                        f"{call.name}: for an image of shape {tuple(x.shape)} and {x.dtype} an "
+                        f"operator gave back one of shape {tuple(each.shape)} and {each.dtype}"
+                    )
+                if share is None:
+                    share = each
+                elif call.needs_grad or each.requires_grad or not is_ours:
+                    share, is_ours = share + each, True
+                else:
+                    share.add_(each)
+        self._check_results(call, [] if share is None else [share])
+        meta: TensorMeta | None = None
+        if self.layout is None and not call.has_image and self.partition.size > 1:
+            # The shape of the image is not known before: it is agreed on with the result.
+            share, meta = self.completed(call.name, share)
+        if share is None:
+            share = x.new_zeros(x.shape if self.layout is None else self.layout.local_shape)
+        if call.needs_grad and (call.has_image or self.layout is not None):
+            share = share + anchored_zeros((), x)
+        share = depending_on(depending_on(share, parameters), call.anchor)
+        return self.rows_for(share.shape).total(share, meta) if gather else share
+
+    def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, TensorMeta]:
+        """A result of whole images, zero on workers without operators, and what all agreed on."""
+        own = torch.empty(0, device=self.ctx.device) if share is None else share
+        shape, meta = self._agree_on_result(said, Signature.of(own), "image that A_adjoint gives")
+        if share is None:
+            share = torch.zeros(shape, dtype=meta.dtype, device=self.ctx.device)
+        return share, meta
 
 
 class DistributedLinearPhysics(DistributedPhysics):
@@ -231,8 +692,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         Args:
             ys: one tensor for each of this worker's operators.
         """
-        self._check_call("A_adjoint", values=ys)
-        return self.parts.A_adjoint(ys, anchor_of(ys))
+        return self._summed("A_adjoint", lambda op, y, call: op.A_adjoint(y), None, ys)
 
     def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
         """The same as `A_adjoint(v)`, since the operators are linear."""
@@ -240,8 +700,9 @@ class DistributedLinearPhysics(DistributedPhysics):
 
     def A_adjoint_A(self, x: DistributedSignal | Tensor, **settings: Any) -> Tensor:
         """The image Σ_i A_iᵀ A_i x."""
-        self._check_call("A_adjoint_A", settings)
-        return self.parts.A_adjoint_A(local_data(x), **settings)
+        return self._summed(
+            "A_adjoint_A", lambda op, x, call: op.A_adjoint_A(x, **call.settings), x, **settings
+        )
 
     def A_A_adjoint(self, ys: Sequence[Tensor]) -> LocalTensors:
         """The measurements A_i Σ_j A_jᵀ y_j of this worker's operators."""
@@ -263,11 +724,11 @@ class DistributedLinearPhysics(DistributedPhysics):
         """
         self._check_call("A_dagger", values=ys)
         ys = LocalTensors(ys, anchor_of(ys))
-        with torch.no_grad():
+        with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))
-        if not self.parts.active:
+        if not self.active:
             return x
-        layout = self.parts.layout_for(x)
+        layout = self.rows_for(x.shape).layout
         if tol is None:
             tol = 1e-12 if x.dtype in (torch.float64, torch.complex128) else 1e-6
         with torch.no_grad():
@@ -309,16 +770,17 @@ class DistributedLinearPhysics(DistributedPhysics):
     ) -> Tensor:
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)
-        layout = self.parts.layout_for(like)
+        layout = self.rows_for(like.shape).layout
+        # A random start would be another one on each worker, and a constant may be in the kernel.
         x = wave_in(layout, like.dtype).to(self.ctx.device)
         value = x.new_zeros((), dtype=x.real.dtype)
-        if self.parts.active:
+        if self.active:
             space = Space(layout, layout.partition)
             value += largest_eigenvalue(self.A_adjoint_A, x, space, max_iter, tol)
         value = self.everywhere(value)
         return value if squared else value.sqrt()
 
 
-def _same_shape(shapes: dict[int, Shape], meta: TensorMeta) -> Shape:
-    found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
-    return found
+def _even(x: Tensor, needs_grad: bool) -> Tensor:
+    """A tensor that needs a gradient here if it does so anywhere: graphs are alike then."""
+    return x.detach().requires_grad_() if needs_grad and not x.requires_grad else x

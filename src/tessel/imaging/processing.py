@@ -81,7 +81,7 @@ class DistributedProcessing(torch.nn.Module):
         self.checkpoint_batches = checkpoint_batches
         self.checkpoint_use_reentrant = checkpoint_use_reentrant
         self.checkpoint_preserve_rng_state = checkpoint_preserve_rng_state
-        self._priors: dict[torch.Size, DistributedPrior] = {}
+        self._priors: dict[torch.Size, DistributedPrior] = {}  # patches depend on the shape
 
     def forward(self, x: Tensor, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The denoised image.
@@ -93,27 +93,31 @@ class DistributedProcessing(torch.nn.Module):
         """
         found = self._priors.get(x.shape)
         if found is None:
-            found = self._priors[x.shape] = self._prior(x.shape)
+            strategy = self.strategy
+            if strategy is None:
+                dims, batch = self.tiling_dims, self.max_batch_size
+                strategy = SmartTilingStrategy(
+                    x.shape, self.patch_size, self.overlap, tiling_dims=dims, max_batch_size=batch
+                )
+            found = self._priors[x.shape] = DistributedPrior(self.ctx, self.processor, strategy)
+            found.apply_to = partial(self._processed, found)
         return found.prox(x, *args, gather=gather, **settings)
-
-    def _prior(self, shape: torch.Size) -> DistributedPrior:
-        strategy = self.strategy
-        if strategy is None:
-            strategy = SmartTilingStrategy(
-                shape,
-                self.patch_size,
-                self.overlap,
-                tiling_dims=self.tiling_dims,
-                max_batch_size=self.max_batch_size,
-            )
-        found = DistributedPrior(self.ctx, self.processor, strategy)
-        found.apply_to = partial(self._processed, found)
-        return found
 
     def _processed(self, prior: DistributedPrior, batch: Tensor, *args: Any, **kw: Any) -> Tensor:
         """What the denoiser makes of a batch of patches, with its activations or without."""
-        if not (torch.is_grad_enabled() and self._checkpoints(prior, batch)):
+        derives = torch.is_grad_enabled()
+        learned = derives and any(each.requires_grad for each in state_of(self.processor))
+        several = len(prior.local_indices) * prior.strategy.signal_shape[0] > len(batch)
+        wanted = {"never": False, "always": True, "auto": several}[self.checkpoint_batches]
+        if not (derives and wanted and (learned or batch.requires_grad)):
             return cast(Tensor, self.processor(batch, *args, **kw))
+        # A reentrant checkpoint runs a backward pass of its own for each batch, with a sum of the
+        # parameters' gradients in each: as many sums as batches, which differ between workers.
+        if self.checkpoint_use_reentrant and learned and self.ctx.world_size > 1:
+            raise ValueError(
+                "checkpoint_use_reentrant=True derives each batch on its own, and workers have "
+                "different numbers of them: the sums of their gradients would not match; pass False"
+            )
         found = checkpoint(
             self.processor,
             batch,
@@ -123,24 +127,6 @@ class DistributedProcessing(torch.nn.Module):
             **kw,
         )
         return cast(Tensor, found)
-
-    def _checkpoints(self, prior: DistributedPrior, batch: Tensor) -> bool:
-        if self.checkpoint_batches == "never":
-            return False
-        learned = any(each.requires_grad for each in state_of(self.processor))
-        if not (learned or batch.requires_grad):
-            return False
-        several = len(prior.local_indices) * prior.strategy.signal_shape[0] > len(batch)
-        if self.checkpoint_batches == "auto" and not several:
-            return False
-        # A reentrant checkpoint runs a backward pass of its own for each batch, with a sum of the
-        # parameters' gradients in each: as many sums as batches, which differ between workers.
-        if self.checkpoint_use_reentrant and learned and self.ctx.world_size > 1:
-            raise ValueError(
-                "checkpoint_use_reentrant=True derives each batch on its own, and workers have "
-                "different numbers of them: the sums of their gradients would not match; pass False"
-            )
-        return True
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -17,6 +17,7 @@ from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.imaging.checksum import checksum
 from tessel.imaging.context import DistributedContext, drifted
+from tessel.imaging.parts.kernel import is_whole
 from tessel.transport import NUM_WORDS, code_of
 
 Grid = Partition | Layout | Sequence[int]
@@ -65,7 +66,19 @@ class DistributedSignal:
         self.dtype = dtype
         self.layout = layout_of(ctx, self._shape, partition)
         self._data = torch.zeros(self.layout.local_shape, dtype=dtype, device=ctx.device)
-        self._initialise(init)
+        call = f"DistributedSignal(shape={self._shape}, dtype={self.dtype}) in {self.layout}"
+        group = ctx.partition.group
+        # Whether a worker was given values is its own affair: all hear of it before one sends.
+        everyones = group.share_words([code_of(call), int(init is not None)])
+        group.check_same_call(everyones, call)
+        given = memoryview(everyones).cast("q")[1::NUM_WORDS].tolist()
+        if any(given) and not given[0]:
+            raise ValueError(
+                f"{call}: init was given on workers {[w for w, each in enumerate(given) if each]} "
+                f"and not on worker 0, whose values all workers get"
+            )
+        if any(given):
+            self._receive(init, 0)
 
     @property
     def data(self) -> Tensor:
@@ -114,21 +127,17 @@ class DistributedSignal:
             return
         if not self.layout.partition.active:
             return
-        part = self._part_of(data)
+        part = None  # of what has a shape that fits; else all raise, after they have agreed
+        if isinstance(data, Tensor) and data.layout is torch.strided:
+            if tuple(data.shape) == self.layout.local_shape:
+                part = data.to(self.device)
+            elif data.shape == self.shape:
+                part = self.layout.local_part(data).to(self.device)
         # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
         mark = 0 if part is None or self._copies == 1 else checksum(part)
         meta, marks = self._agreement.agree_with_mark(Signature.of(data), mark)  # type: ignore[arg-type]
-        self.layout.partition.group.number_call()
         assert part is not None
         self._data = self._equal(part, meta, marks)
-
-    def _part_of(self, data: Tensor | None) -> Tensor | None:
-        """This worker's part of what it was given, if that has a shape that fits."""
-        if not isinstance(data, Tensor) or data.layout is not torch.strided:
-            return None
-        if tuple(data.shape) == self.layout.local_shape:
-            return data.to(self.device)
-        return self.layout.local_part(data).to(self.device) if data.shape == self.shape else None
 
     def _equal(self, part: Tensor, meta: TensorMeta, marks: Mapping[int, int]) -> Tensor:
         """A copy of the values, or of those of the first worker that holds them if some differ."""
@@ -185,21 +194,6 @@ class DistributedSignal:
     def norm(self, a: Tensor) -> Tensor:
         """The norm √⟨a, a⟩ of a tensor in this layout."""
         return self.inner(a, a).real.sqrt()
-
-    def _initialise(self, init: Tensor | None) -> None:
-        """Take the values of worker 0, if it has some."""
-        call = f"DistributedSignal(shape={self._shape}, dtype={self.dtype}) in {self.layout}"
-        group = self.ctx.partition.group
-        everyones = group.share_words([code_of(call), int(init is not None)])
-        group.check_same_call(everyones, call)
-        given = memoryview(everyones).cast("q")[1::NUM_WORDS].tolist()
-        if any(given) and not given[0]:
-            raise ValueError(
-                f"{call}: init was given on workers {[w for w, each in enumerate(given) if each]} "
-                f"and not on worker 0, whose values all workers get"
-            )
-        if any(given):
-            self._receive(init, 0)
 
     def _receive(self, data: Tensor | None, source: int) -> None:
         """Give every worker its part of what one of them has."""
@@ -261,11 +255,6 @@ class DistributedSignal:
 def local_data(value: DistributedSignal | Tensor) -> Tensor:
     """This worker's tensor of a signal, or the tensor itself."""
     return value.data if isinstance(value, DistributedSignal) else value
-
-
-def is_whole(layout: Layout) -> bool:
-    """Whether every worker holds the whole tensor, as one shared value."""
-    return len(layout.shared) == layout.partition.dim
 
 
 def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> Layout:

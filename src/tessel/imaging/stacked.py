@@ -6,7 +6,8 @@ of each worker. `gather=False` leaves results where they arise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,8 +25,7 @@ from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
 from tessel.imaging.gathering import MeasurementGatherer
 from tessel.imaging.measurements import LocalTensors, anchor_of
 from tessel.imaging.parameters import all_reduced, depending_on
-from tessel.imaging.parts.operators import normal, vjp
-from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory
+from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory, Term
 from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.imaging.solvers.power import largest_eigenvalue
 from tessel.imaging.solvers.space import Space
@@ -66,26 +66,9 @@ class DistributedStackedPhysics(DistributedPhysics):
     ) -> None:
         self._gatherer = MeasurementGatherer(ctx, num_operators, gather_strategy)
         super().__init__(ctx, num_operators, factory, factory_kwargs)
-
-    @property
-    def num_operators(self) -> int:
-        """The number of operators on all workers."""
-        return self.num_ops
-
-    @property
-    def gather_strategy(self) -> str:
-        """How measurements travel."""
-        return self._gatherer.strategy
-
-    @property
-    def local_physics(self) -> list[Any]:
-        """This worker's operators."""
-        return self.local_operators
-
-    @property
-    def local_indexes(self) -> list[int]:
-        """Their numbers."""
-        return self.local_indices
+        # The names of deepinv for what has other names in the document.
+        self.num_operators, self.gather_strategy = self.num_ops, gather_strategy
+        self.local_physics, self.local_indexes = self.local_operators, self.local_indices
 
     def A(
         self,
@@ -123,40 +106,45 @@ class DistributedStackedPhysics(DistributedPhysics):
         reduce_op: str | None = "sum",
     ) -> Any:
         """The products J_i(x)ᵀ v_i, summed; see `DistributedStackedLinearPhysics.A_adjoint`."""
-        own = self.own(v)
-        if gather and reduce_op is not None:
-            return self._scaled(super().A_vjp(x, own), reduce_op)
-        found = self._each(
-            "A_vjp", own, lambda op, v, call: vjp(op.physics, call.x, v), local_data(x)
-        )
-        return self._finished("A_vjp", found, gather, reduce_op, local_data(x))
-
-    def _each(
-        self,
-        method: str,
-        ys: Sequence[Tensor] | None,
-        term: Callable[..., Tensor],
-        x: Tensor | None = None,
-        **settings: Any,
-    ) -> LocalTensors:
-        """What a method of each of this worker's operators gives, not summed."""
-        self._check_call(method, settings, ys)
-        return LocalTensors(*self.parts.each(method, term, x, ys, anchor_of(ys), **settings))
+        term: Term = lambda op, v, call: op.A_vjp(call.x, v)  # noqa: E731
+        return self._images("A_vjp", term, x, self.own(v), gather, reduce_op)
 
     def own(self, ys: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of measurements of all operators those of this worker, which may also be given alone."""
-        if isinstance(ys, LocalTensors) and len(ys) == len(self.local_indices):
+        count = len(self.local_indices)
+        if len(ys) == count and (isinstance(ys, LocalTensors) or count != self.num_ops):
             return ys
         if len(ys) == self.num_ops:
-            return LocalTensors([ys[i] for i in self.local_indices], _anchor_of_all(ys))
-        if len(ys) == len(self.local_indices):
-            return ys
+            given = [ys[i] for i in range(len(ys))]
+            # A worker without operators depends on those of the others, whose gradients it sums.
+            needed = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
+            anchor = anchored_zeros((), *needed) if needed else None
+            return LocalTensors([given[i] for i in self.local_indices], anchor)
         call = (
             f"{self!r}: {self.num_ops} measurements are needed, one for each operator, or the "
-            f"{len(self.local_indices)} of worker {self.ctx.rank}, got {len(ys)}"
+            f"{count} of worker {self.ctx.rank}, got {len(ys)}"
         )
         agree_on_call(self.ctx.partition, call)  # all workers raise, or those that fit would wait
         raise ValueError(call)
+
+    def _images(
+        self,
+        method: str,
+        term: Term,
+        x: DistributedSignal | Tensor | None,
+        ys: Sequence[Tensor] | None,
+        gather: bool,
+        reduce_op: str | None,
+        **settings: Any,
+    ) -> Any:
+        """The images that operators give back: their sum or mean, or each of them."""
+        if not gather or reduce_op is None:
+            found = self._each(method, term, x, ys, **settings)
+            like = None if x is None else local_data(x)
+            return self._finished(method, found, gather, reduce_op, like)
+        _check_reduce_op(reduce_op)
+        total = self._summed(method, term, x, ys, **settings)
+        return total / self.num_ops if reduce_op == "mean" else total
 
     def _finished(
         self,
@@ -167,24 +155,25 @@ class DistributedStackedPhysics(DistributedPhysics):
         like: Tensor | None = None,
     ) -> Any:
         """What each worker has, that of all, or a sum of either."""
-        if reduce_op not in REDUCE_OPS:
-            raise ValueError(f"reduce_op must be one of {REDUCE_OPS}, got {reduce_op!r}")
+        _check_reduce_op(reduce_op)
         if reduce_op is None:
             if not gather:
                 return found
             return self._gatherer.collect(f"{self!r}.{method}", self.local_indices, found)
-        share = _sum(found, like)
+        share = None if like is None else torch.zeros_like(like)
+        if found:
+            share = reduce(torch.add, found)
         if gather or like is None:  # some may have no operators, and learn the shape from others
-            said = f"{self.parts.label}.{method}(reduce_op={reduce_op!r})"
-            share, _ = self.parts.completed(said, share)
+            share, _ = self.completed(f"{self!r}.{method}(reduce_op={reduce_op!r})", share)
         assert share is not None
         share = depending_on(share, anchor_of(found))
-        return self._scaled(all_reduced(share, self.ctx) if gather else share, reduce_op)
-
-    def _scaled(self, total: Tensor, reduce_op: str | None) -> Tensor:
-        if reduce_op not in REDUCE_OPS:
-            raise ValueError(f"reduce_op must be one of {REDUCE_OPS}, got {reduce_op!r}")
+        total = all_reduced(share, self.ctx) if gather else share
         return total / self.num_ops if reduce_op == "mean" else total
+
+
+def _check_reduce_op(reduce_op: str | None) -> None:
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"reduce_op must be one of {REDUCE_OPS}, got {reduce_op!r}")
 
 
 class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLinearPhysics):
@@ -219,11 +208,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             gather: False: what this worker's operators give.
             reduce_op: "sum", "mean", or None for the images A_iᵀ y_i themselves.
         """
-        own = self.own(y)
-        if gather and reduce_op is not None:
-            return self._scaled(DistributedLinearPhysics.A_adjoint(self, own), reduce_op)
-        found = self._each("A_adjoint", own, lambda op, y, call: op.A_adjoint(y))
-        return self._finished("A_adjoint", found, gather, reduce_op)
+        term: Term = lambda op, y, call: op.A_adjoint(y)  # noqa: E731
+        return self._images("A_adjoint", term, None, self.own(y), gather, reduce_op)
 
     def A_vjp(
         self,
@@ -243,17 +229,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         **settings: Any,
     ) -> Any:
         """The image Σ_i A_iᵀ A_i x."""
-        if gather and reduce_op is not None:
-            found = DistributedLinearPhysics.A_adjoint_A(self, x, **settings)
-            return self._scaled(found, reduce_op)
-        images = self._each(
-            "A_adjoint_A",
-            None,
-            lambda op, _, call: normal(op.physics, call.x, **call.settings),
-            local_data(x),
-            **settings,
-        )
-        return self._finished("A_adjoint_A", images, gather, reduce_op, local_data(x))
+        term: Term = lambda op, x, call: op.A_adjoint_A(x, **call.settings)  # noqa: E731
+        return self._images("A_adjoint_A", term, x, None, gather, reduce_op, **settings)
 
     def A_A_adjoint(self, y: Sequence[Tensor], gather: bool = True) -> Any:
         """The measurements A_i Σ_j A_jᵀ y_j; the image between them is that of all operators."""
@@ -294,8 +271,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             return self.spread.A_dagger(self.own(y), tol, **steps)
         asked = {"solver": None if solver == "CG" else solver, "max_iter": max_iter, "tol": tol}
         given = {name: value for name, value in asked.items() if value is not None}
-        inverse = lambda op, y, call: op.physics.A_dagger(y, **given)  # noqa: E731
-        images = self._each("A_dagger", self.own(y), inverse)
+        inverse: Term = lambda op, y, call: op.physics.A_dagger(y, **given)  # type: ignore[union-attr]  # noqa: E731
+        images = self._each("A_dagger", inverse, None, self.own(y))
         return self._finished("A_dagger", images, gather, "mean")
 
     def compute_sqnorm(
@@ -321,11 +298,10 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         """
         if local_only:
             like = local_data(x0)
-            norms = [_square_norm(each, like, max_iter, tol) for each in self.local_physics]
-            share = like.new_zeros((), dtype=like.real.dtype)
-            for each in norms:
-                share = share + each.to(share)
-            found = all_reduced(share, self.ctx) if gather else share
+            found = like.new_zeros((), dtype=like.real.dtype)
+            for each in self.local_physics:
+                found = found + _square_norm(each, like, max_iter, tol).to(found)
+            found = all_reduced(found, self.ctx) if gather else found
         else:
             found = self.compute_norm(x0, max_iter, tol)
         if verbose and self.ctx.rank == 0:
@@ -337,30 +313,12 @@ def _square_norm(physics: Any, x: Tensor, max_iter: int, tol: float) -> Tensor:
     """That of one operator, by its own method or by power iteration."""
     if hasattr(physics, "compute_sqnorm"):
         found = physics.compute_sqnorm(x, max_iter=max_iter, tol=tol, verbose=False)
-        return torch.as_tensor(found, device=x.device)
-    here = Partition((transport.this_worker(),), (1,))
-    space = Space(Layout.whole(here, x.shape, shared=True), here)
-    found = largest_eigenvalue(
-        lambda x: physics.A_adjoint(physics.A(x)), torch.rand_like(x), space, max_iter, tol
-    )
+    else:
+        here = Partition((transport.this_worker(),), (1,))
+        space = Space(Layout.whole(here, x.shape, shared=True), here)
+        normal = lambda x: physics.A_adjoint(physics.A(x))  # noqa: E731
+        found = largest_eigenvalue(normal, torch.rand_like(x), space, max_iter, tol)
     return torch.as_tensor(found, device=x.device)
-
-
-def _sum(images: Sequence[Tensor], like: Tensor | None) -> Tensor | None:
-    """The sum of images of one shape; of none, zeros like an image if there is one."""
-    if not images:
-        return None if like is None else torch.zeros_like(like)
-    found, *others = images
-    for each in others:
-        found = found + each
-    return found
-
-
-def _anchor_of_all(ys: Any) -> Tensor | None:
-    """What a worker without operators depends on, of measurements that need a gradient."""
-    given = [ys[i] for i in range(len(ys))]
-    needed = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
-    return anchored_zeros((), *needed) if needed else None
 
 
 class DistributedStackedFidelity(torch.nn.Module):
@@ -406,6 +364,7 @@ class DistributedStackedFidelity(torch.nn.Module):
                 f"a function that makes data fidelities needs to be told how many: "
                 f"{data_fidelity!r} and num_operators=None; pass num_operators"
             )
+        # By physics, and forgotten with it: a fidelity is often made once and used for many.
         self._made: WeakKeyDictionary[Any, DistributedDataFidelity] = WeakKeyDictionary()
 
     def forward(
@@ -476,12 +435,7 @@ class DistributedStackedFidelity(torch.nn.Module):
                 shared["data_fidelity"] = fidelity = self.single_fidelity
                 make = lambda i, device, known: fidelity  # noqa: E731
             self._made[physics] = DistributedDataFidelity(
-                self.ctx,
-                physics,
-                given,
-                make,
-                self.reduction,
-                shared,
+                self.ctx, physics, given, make, self.reduction, shared
             )
         # Measurements come with each call, as deepinv has it; operators and fidelities stay.
         found = self._made[physics]

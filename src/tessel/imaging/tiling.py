@@ -1,7 +1,7 @@
 """Tiling: the windows through which a prior sees a large image. Pure integers.
 
-A window has a core, which it answers for, and a box that it reads: the core and a margin on each
-side, in which lies all that the core depends on. At the border of the image windows are shifted
+A window has a core, which it answers for, and a box that it reads: the core and a halo around it,
+which covers the receptive field of the prior. At the border of the image windows are shifted
 inwards, never padded, so that the prior sees the true border, as it does in the whole image.
 """
 
@@ -43,50 +43,48 @@ class PriorWindow:
 def tiles(
     shape: Sequence[int],
     patch: Sequence[int],
-    margin: Sequence[int],
+    halo: Sequence[int],
     stride: Sequence[int],
 ) -> list[PriorWindow]:
     """Windows with cores of the size `patch`, row by row; those at the end may be smaller.
 
-    All windows of a dimension read equally many indices, `patch + 2·margin` or all there are,
+    All windows of a dimension read equally many indices, `patch + 2·halo` or all there are,
     unless its length is no multiple of the stride: then those at the end read a few more or less.
 
     Args:
         shape: of the image.
         patch: the length of a core in each dimension.
-        margin: read on each side of it.
+        halo: read on each side of it.
         stride: windows start at multiples of this, and end there or with the image.
 
     >>> [window.read for window in tiles((10,), (4,), (1,), (1,))]
     [((0, 6),), ((3, 9),), ((4, 10),)]
     """
-    along = [tiles_along(*numbers) for numbers in zip(shape, patch, margin, stride, strict=True)]
+    along = [tiles_along(*numbers) for numbers in zip(shape, patch, halo, stride, strict=True)]
     return crossed(along)
 
 
-def parts(shape: Sequence[int], counts: Sequence[int], margin: Sequence[int]) -> list[PriorWindow]:
-    """Windows whose cores are balanced parts, read with a margin that ends at the border.
+def parts(shape: Sequence[int], counts: Sequence[int], halo: Sequence[int]) -> list[PriorWindow]:
+    """Windows whose cores are balanced parts, read with a halo that ends at the border.
 
     >>> [window.read for window in parts((10,), (2,), (1,))]
     [((0, 6),), ((4, 10),)]
     """
     along = [
         [(core, boxes.grow(core, edge, edge, length)) for core in boxes.balanced(length, count)]
-        for length, count, edge in zip(shape, counts, margin, strict=True)
+        for length, count, edge in zip(shape, counts, halo, strict=True)
     ]
     return crossed(along)
 
 
-def tiles_along(
-    length: int, patch: int, margin: int, stride: int
-) -> list[tuple[Interval, Interval]]:
+def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[tuple[Interval, Interval]]:
     """The cores and what is read for them, along one dimension."""
-    slack = 0 if patch % stride == margin % stride == 0 else stride - 1  # lost by aligned starts
-    width = -(-(patch + 2 * margin + slack) // stride) * stride  # rounded up to a multiple
+    slack = 0 if patch % stride == halo % stride == 0 else stride - 1  # lost by aligned starts
+    width = -(-(patch + 2 * halo + slack) // stride) * stride  # rounded up to a multiple
     found = []
     for start in range(0, length, patch):
         core = start, min(start + patch, length)
-        begin = _down(max(start - margin, 0), stride)
+        begin = _down(max(start - halo, 0), stride)
         # At the border the window is shifted inwards, not made smaller: all windows have one shape
         # and go to the prior in one batch, and it sees the border as it is in the whole image.
         if begin + width >= length:

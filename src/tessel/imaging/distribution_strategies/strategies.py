@@ -47,7 +47,7 @@ class DistributedSignalStrategy(ABC):
     reduces_in_turn = False  # whether `reduce_patches` may be called with some patches at a time
 
     def __init__(self, signal_shape: Sequence[int]) -> None:
-        self.signal_shape = torch.Size(signal_shape)
+        self.signal_shape = torch.Size(signal_shape)  # patches are those of the whole image
 
     @abstractmethod
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
@@ -79,6 +79,7 @@ class WindowStrategy(DistributedSignalStrategy):
 
     reduces_in_turn = True
     windows: list[PriorWindow]
+    halo: tuple[int, ...]  # what is read on each side of a core
 
     def __init__(
         self,
@@ -95,6 +96,11 @@ class WindowStrategy(DistributedSignalStrategy):
             raise ValueError(f"max_batch_size must be 1 or more, or None, got {max_batch_size}")
 
     @property
+    def whole(self) -> boxes.Box:
+        """The whole image, along the dimensions that are cut."""
+        return tuple((0, length) for length in self.lengths)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Of the dimensions that are cut."""
         return tuple(self.signal_shape[dim] for dim in self.dims)
@@ -105,7 +111,7 @@ class WindowStrategy(DistributedSignalStrategy):
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
         # Patches of one shape follow each other, so that they go to the prior in one batch.
         in_order = sorted(local_indices, key=lambda i: (self.windows[i].shape, i))
-        return [(i, X[self.region(_slices(self.windows[i].read))]) for i in in_order]
+        return [(i, self.cut_out(X, self.windows[i], self.whole)) for i in in_order]
 
     def apply_batching(self, patches: list[Tensor]) -> Iterator[Tensor]:
         for _, alike in groupby(patches, key=lambda patch: patch.shape):
@@ -116,12 +122,20 @@ class WindowStrategy(DistributedSignalStrategy):
 
     def reduce_patches(self, out_tensor: Tensor, local_pairs: Pairs) -> None:
         for i, patch in local_pairs:
-            window = self.windows[i]
-            if self.overlap:
-                out_tensor[self.region(_slices(window.read))] += self._weights(i, patch) * patch
-            else:
-                inside = patch[self.region(window.inside)]
-                out_tensor[self.region(_slices(window.core))] = inside
+            self.put_back(out_tensor, patch, self.windows[i], self.whole)
+
+    def cut_out(self, X: Tensor, window: PriorWindow, box: boxes.Box) -> Tensor:
+        """What a window reads of a tensor that holds this box of the dimensions that are cut."""
+        return X[self.region(boxes.within(window.read, box))]
+
+    def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: boxes.Box) -> None:
+        """Put what the prior made of a window into such a tensor: its core, or all, weighted."""
+        if self.overlap:
+            weighted = self._weights(window, patch) * patch
+            out[self.region(boxes.within(window.read, box))] += weighted
+        else:
+            inside = patch[self.region(window.inside)]
+            out[self.region(boxes.within(window.core, box))] = inside
 
     def region(self, along: Region) -> Region:
         """A region of the image from that along the dimensions that are cut."""
@@ -129,11 +143,11 @@ class WindowStrategy(DistributedSignalStrategy):
         whole = slice(None)
         return tuple(chosen.get(dim, whole) for dim in range(len(self.signal_shape)))
 
-    def _weights(self, i: int, like: Tensor) -> Tensor:
-        """The weight of window i at all of its indices, the product of those along dimensions."""
+    def _weights(self, window: PriorWindow, like: Tensor) -> Tensor:
+        """The weight of a window at all of its indices, the product of those along dimensions."""
         weights = torch.ones((), dtype=like.real.dtype, device=like.device)
         for place, dim in enumerate(self.dims):
-            ramp = weights.new_tensor(self._ramps[place][self.windows[i].read[place]])
+            ramp = weights.new_tensor(self._ramps[place][window.read[place]])
             shape = [1] * len(self.signal_shape)
             shape[dim] = -1
             weights = weights * ramp.reshape(shape)
@@ -190,15 +204,17 @@ class SmartTilingStrategy(WindowStrategy):
     ) -> None:
         super().__init__(signal_shape, tiling_dims, overlap, max_batch_size)
         count = len(self.dims)
-        patch = _checked("patch_size", self.lengths if patch_size is None else patch_size, count, 1)
+        patch = checked_sizes(
+            "patch_size", self.lengths if patch_size is None else patch_size, count, 1
+        )
         self.patch_size = patch_size
-        self.margin = _checked("receptive_field_size", receptive_field_size, count, 0)
-        steps = _checked("stride", stride, count, 1)
-        self.windows = tiles(self.lengths, patch, self.margin, steps)
+        self.halo = checked_sizes("receptive_field_size", receptive_field_size, count, 0)
+        steps = checked_sizes("stride", stride, count, 1)
+        self.windows = tiles(self.lengths, patch, self.halo, steps)
 
 
 class BasicStrategy(WindowStrategy):
-    """Balanced parts of some dimensions, each read with a margin.
+    """Balanced parts of some dimensions, each read with a halo.
 
     Args:
         signal_shape: of the image.
@@ -232,14 +248,14 @@ class BasicStrategy(WindowStrategy):
                 f"and {patch_size}; pass one of them"
             )
         count = len(self.dims)
-        self.margin = _checked("receptive_field_size", receptive_field_size, count, 0)
+        self.halo = checked_sizes("receptive_field_size", receptive_field_size, count, 0)
         if patch_size is None:
-            wanted = _checked("num_splits", 2 if num_splits is None else num_splits, count, 1)
+            wanted = checked_sizes("num_splits", 2 if num_splits is None else num_splits, count, 1)
         else:
-            sizes = _checked("patch_size", patch_size, count, 1)
+            sizes = checked_sizes("patch_size", patch_size, count, 1)
             wanted = tuple(-(-n // size) for n, size in zip(self.lengths, sizes, strict=True))
         counts = [min(pair) for pair in zip(wanted, self.lengths, strict=True)]
-        self.windows = parts(self.lengths, counts, self.margin)
+        self.windows = parts(self.lengths, counts, self.halo)
 
 
 STRATEGIES: dict[str, Callable[..., DistributedSignalStrategy]] = {
@@ -270,23 +286,13 @@ def create_strategy(
                 f"it takes no settings {settings} and no other shape than {tuple(signal_shape)}"
             )
         return strategy
-    if isinstance(strategy, str):
-        if strategy not in STRATEGIES:
-            raise ValueError(
-                f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
-                f"got {strategy!r}"
-            )
-        strategy = STRATEGIES[strategy]
-    if not callable(strategy):
+    make = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
+    if not callable(make):
         raise ValueError(
             f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
             f"got {strategy!r}"
         )
-    return strategy(signal_shape, **settings)
-
-
-def _slices(box: boxes.Box) -> Region:
-    return tuple(slice(*interval) for interval in box)
+    return make(signal_shape, **settings)
 
 
 def _checked_dims(ndim: int, dims: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -306,16 +312,20 @@ def _checked_dims(ndim: int, dims: int | Sequence[int] | None) -> tuple[int, ...
     return found
 
 
-def _checked(what: str, value: int | Sequence[int], count: int, least: int) -> tuple[int, ...]:
-    """One number for each dimension that is cut."""
-    if not isinstance(value, int | Sequence):
-        raise ValueError(f"{what} must be whole numbers, got {value!r}")
-    numbers = (value,) * count if isinstance(value, int) else tuple(map(as_int, value))
-    if len(numbers) != count:
+def checked_sizes(
+    what: str, value: int | Iterable[int], count: int | None, least: int
+) -> tuple[int, ...]:
+    """One number for each dimension that is cut, from one or as many; None for any count."""
+    try:
+        each = value if isinstance(value, Iterable) else (value,) * (count or 1)
+        numbers = tuple(map(as_int, each))
+    except TypeError:
+        raise ValueError(f"{what} must be whole numbers, got {value!r}") from None
+    if count is not None and len(numbers) != count:
         raise ValueError(
             f"{what}: one number or {count}, one for each dimension that is cut, are needed, "
             f"got {numbers}"
         )
-    if min(numbers) < least:
+    if any(number < least for number in numbers):
         raise ValueError(f"{what} must be {least} or more, got {value}")
     return numbers

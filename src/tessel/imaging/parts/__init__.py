@@ -1,6 +1,7 @@
 """The image itself in parts: operators by halos, whole ones by gathering, priors on windows."""
 
 from tessel.imaging.parts.grid import operator_grid as operator_grid
+from tessel.imaging.parts.local_rules import partition_physics as partition_physics
 from tessel.imaging.parts.operators import Chain as Chain
 from tessel.imaging.parts.operators import Convolution as Convolution
 from tessel.imaging.parts.operators import Decimation as Decimation
@@ -8,7 +9,3 @@ from tessel.imaging.parts.operators import Differences as Differences
 from tessel.imaging.parts.operators import Mask as Mask
 from tessel.imaging.parts.operators import PartOperator as PartOperator
 from tessel.imaging.parts.operators import Whole as Whole
-from tessel.imaging.parts.physics import PartitionedPhysics as PartitionedPhysics
-from tessel.imaging.parts.physics import partition_physics as partition_physics
-from tessel.imaging.parts.prior import PartitionedPrior as PartitionedPrior
-from tessel.imaging.parts.prior import windows_of_parts as windows_of_parts

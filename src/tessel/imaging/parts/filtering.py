@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.fft import irfftn, rfftn
 
 LARGEST_DIRECT = 64  # values of a filter; a larger one is quicker by way of the Fourier transform
 
@@ -59,25 +61,32 @@ def _grouped(x: Tensor, filter: Tensor) -> tuple[int, int, Tensor]:
 
 
 def _by_fourier(x: Tensor, filter: Tensor, stride: int) -> Tensor:
-    lengths, dims = [_smooth(n) for n in x.shape[2:]], tuple(range(2, x.dim()))
-    y = _transformed(x, lengths, dims, x) * _transformed(filter, lengths, dims, x)
-    y = _back(y, lengths, dims, x)
     kept = tuple(
         slice(size - 1, n, stride) for size, n in zip(filter.shape[2:], x.shape[2:], strict=True)
     )
-    return _not_negative(y[(slice(None), slice(None), *kept)], x, filter)
+    y = _product(x, filter, x.shape[2:], False)[(slice(None), slice(None), *kept)]
+    return _not_negative(y, x, filter)
 
 
 def _by_fourier_adjoint(y: Tensor, filter: Tensor, stride: int) -> Tensor:
     sizes = filter.shape[2:]
-    inputs = [stride * (n - 1) + size for n, size in zip(y.shape[2:], sizes, strict=True)]
-    lengths, dims = [_smooth(n) for n in inputs], tuple(range(2, y.dim()))
-    spaced = y.new_zeros((*y.shape[:2], *inputs))
-    kept = tuple(slice(size - 1, n, stride) for size, n in zip(sizes, inputs, strict=True))
+    lengths = [stride * (n - 1) + size for n, size in zip(y.shape[2:], sizes, strict=True)]
+    spaced = y.new_zeros((*y.shape[:2], *lengths))
+    kept = tuple(slice(size - 1, n, stride) for size, n in zip(sizes, lengths, strict=True))
     spaced[(slice(None), slice(None), *kept)] = y
-    x = _transformed(spaced, lengths, dims, y) * _transformed(filter, lengths, dims, y).conj()
-    x = _back(x, lengths, dims, y)
-    return _not_negative(x[(slice(None), slice(None), *(slice(0, n) for n in inputs))], y, filter)
+    x = _product(spaced, filter, lengths, True)
+    return _not_negative(x[(slice(None), slice(None), *map(slice, lengths))], y, filter)
+
+
+def _product(x: Tensor, filter: Tensor, lengths: Sequence[int], conjugate: bool) -> Tensor:
+    """The product of Fourier transforms, transformed back.
+
+    Windows that lie within x see nothing of what a transform wraps around.
+    """
+    there, back = (torch.fft.fftn, torch.fft.ifftn) if x.is_complex() else (rfftn, irfftn)
+    sizes, dims = [_smooth(n) for n in lengths], tuple(range(2, x.dim()))
+    spectrum = there(filter, sizes, dims)
+    return back(there(x, sizes, dims) * (spectrum.conj() if conjugate else spectrum), sizes, dims)
 
 
 def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
@@ -96,22 +105,8 @@ def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
     return result + (result.detach().clamp(min=least) - result.detach())
 
 
-def _transformed(x: Tensor, lengths: list[int], dims: tuple[int, ...], kind: Tensor) -> Tensor:
-    if kind.is_complex():
-        return torch.fft.fftn(x, lengths, dims)
-    return torch.fft.rfftn(x, lengths, dims)
-
-
-def _back(x: Tensor, lengths: list[int], dims: tuple[int, ...], kind: Tensor) -> Tensor:
-    if kind.is_complex():
-        return torch.fft.ifftn(x, lengths, dims)
-    return torch.fft.irfftn(x, lengths, dims)
-
-
 def _smooth(length: int) -> int:
     """The next number without prime factors above 5, of which transforms are fast.
-
-    Windows that lie within x see nothing of what the transform wraps around.
 
     >>> _smooth(97)
     100

@@ -20,7 +20,7 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import replicate
-from tessel.imaging.parts.kernel import check_parts
+from tessel.imaging.parts.kernel import check_parts, is_whole
 from tessel.transport import kept_in_job
 
 
@@ -60,7 +60,7 @@ class Rows:
 
     layout: Layout
 
-    @property
+    @cached_property
     def count(self) -> int:
         """How many copies of the image there are."""
         return prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
@@ -88,17 +88,12 @@ class Rows:
 
     def use(self, x: Tensor) -> Tensor:
         """The shared parts as this row's own; the adjoint sums over the rows."""
-        return replicate(x, self.layout, self.layout.shared)
+        return replicate(x, self.layout, self.layout.shared) if self.count > 1 else x
 
     def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
         # Of whole images a share may be a tensor of the user, which the movement does not return.
-        return self._sum.apply(share, meta) if self.count > 1 or self._is_whole else share
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether every worker has all of the image, and is a row by itself."""
-        return len(self.layout.shared) == self.layout.partition.dim
+        return self._sum.apply(share, meta) if self.count > 1 or is_whole(self.layout) else share
 
     @cached_property
     def _sum(self) -> Move:
@@ -109,7 +104,7 @@ class Rows:
 def rows_of(layout: Layout) -> Rows:
     """The rows of a layout; all workers of the job make them together."""
     rows = Rows(layout)
-    if rows._is_whole:
+    if is_whole(layout):
         return rows
     # Groups of workers are made by all workers of the job in one order, those of other rows
     # included: a worker that made only its own would wait for the others.

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from tessel import transport
 from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
@@ -183,34 +184,28 @@ def _padding(
     read: Layout, target: Layout, mirrors: dict[int, Mirrored], rings: tuple[PeriodicPadding, ...]
 ) -> LocalPadding:
     """What is done on each worker to come from what it reads to what it filters."""
-    shapes = []
+    shapes, steps = [], list[IndexedPadding]()
     # A layout needs the shapes of all workers, though each computes its own part only.
     for worker in read.partition.ranks:
-        shape = list(read.shape_on(worker))
-        box = target.box(worker)
-        assert box is not None
+        shape, held, box = list(read.shape_on(worker)), read.box(worker), target.box(worker)
+        assert held is not None and box is not None
         for dim, mirror in mirrors.items():
-            shape[dim] = len(mirror.places(box[dim])) if box[dim][0] < box[dim][1] else 0
+            (start, stop), (first, last) = held[dim], box[dim]
+            indices = mirror.places(box[dim]) if first < last else ()
+            places = tuple(index - start for index in indices)
+            shape[dim] = len(places)
+            is_needed = places and places != tuple(range(stop - start))
+            if worker == transport.this_worker() and is_needed:
+                steps.append(IndexedPadding(dim, places))
         for ring in rings:
             shape[ring.dim] += ring.before + ring.after
         shapes.append(tuple(shape))
-    return LocalPadding(read, (*_indexed(read, target, mirrors), *rings), shapes)
+    return LocalPadding(read, (*steps, *rings), shapes)
 
 
-def _indexed(
-    read: Layout, target: Layout, mirrors: dict[int, Mirrored]
-) -> tuple[IndexedPadding, ...]:
-    outputs, inputs = target.box(), read.box()
-    if outputs is None or inputs is None:
-        return ()
-    found = []
-    for dim, mirror in mirrors.items():
-        start, stop = inputs[dim]
-        if outputs[dim][0] < outputs[dim][1]:
-            places = tuple(index - start for index in mirror.places(outputs[dim]))
-            if places != tuple(range(stop - start)):
-                found.append(IndexedPadding(dim, places))
-    return tuple(found)
+def is_whole(layout: Layout) -> bool:
+    """Whether every worker holds the whole tensor, as one shared value."""
+    return len(layout.shared) == layout.partition.dim
 
 
 def check_parts(layout: Layout, what: str) -> None:

@@ -18,10 +18,55 @@ from torch import Tensor
 from tessel import transport
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.imaging.parts.operators import Chain, Convolution, Decimation, Mask, PartOperator
+from tessel.distributed.agreeing import agree_on_call
+from tessel.imaging.checksum import checksum_of
+from tessel.imaging.parts.operators import (
+    Chain,
+    Convolution,
+    Decimation,
+    Mask,
+    Operator,
+    PartOperator,
+    Whole,
+)
 
 Rule = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
+# What objects of users raise for images that they were not made for.
 _MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)
+
+
+def partition_physics(physics: Any, layout: Layout, owner: int | None = None) -> Operator:
+    """An operator for an image in parts: the same as `physics` on the whole image.
+
+    An operator with a local kernel, which is one that has a `filter`, `padding`, `factor` or
+    `mask` and does what these say, adjoint included, works on the parts and on halos. Any other is
+    applied to the whole image, on one worker.
+
+    Args:
+        physics: an object with `A`, and `A_adjoint` if it is linear; equal on all workers.
+        layout: of the image, in parts.
+        owner: the worker that applies an operator without local kernel, by default the first one.
+
+    >>> import tessel, torch
+    >>> from types import SimpleNamespace
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1])
+    >>> blank = SimpleNamespace(mask=torch.tensor([1.0, 0.0]), A=lambda x: x * blank.mask)
+    >>> tessel.imaging.parts.partition_physics(blank, tessel.Layout.balanced(P, (1, 2))).is_local
+    True
+    """
+    rule = rule_of(physics, layout.shape)
+    first = layout.partition.ranks[0]
+    operator: Operator = (
+        Whole(physics, layout, first if owner is None else owner) if rule is None else rule(layout)
+    )
+    values = operator.values() if isinstance(operator, PartOperator) else []
+    held = (
+        f" made of tensors with the checksum {checksum_of(values):x}, which must be equal on all "
+        f"workers (random ones are inside of `with ctx.shared_random():`)"
+    )
+    call = f"partition_physics of {operator.identity}"
+    agree_on_call(layout.partition, f"{call}{held}" if values else call)
+    return operator
 
 
 def rule_of(physics: Any, shape: Shape) -> Rule | None:
@@ -40,8 +85,19 @@ def rule_of(physics: Any, shape: Shape) -> Rule | None:
     False
     """
     for rule, smallest in _candidates(physics, shape):
-        if _agrees(physics, rule, shape, smallest):
-            return rule
+        # A small image first: the whole one may be as large as a worker can hold, and the values at
+        # its borders are those of a small one.
+        for tried in filter(None, (smallest, shape)):
+            try:
+                is_equal = _is_equal(physics, rule(_alone(tried)), _random(physics, tried))
+            except _MISFITS:
+                # The object takes images of one size only, or the rule is not for it. Neither is an
+                # error: the operator is then applied to the whole image, on one worker.
+                continue
+            if is_equal:
+                return rule
+            if is_equal is not None:
+                break
     return None
 
 
@@ -55,28 +111,17 @@ def _candidates(physics: Any, shape: Shape) -> Iterator[tuple[Rule, Shape | None
     filter, padding = getattr(physics, "filter", None), getattr(physics, "padding", None)
     factor = getattr(physics, "factor", 1)
     if isinstance(filter, Tensor) and filter.dim() == len(shape) and isinstance(factor, int):
-        small = _small(shape, filter.shape, factor)
-        if isinstance(padding, str):
-            yield _convolution(lambda: physics.filter, padding.lower(), factor), small
-        else:
-            yield _convolution(lambda: physics.filter, "circular", factor), None
+        # Without a padding it may be one of those that filter by the transform of the image, whose
+        # size is then fixed: no other is tried.
+        how = padding.lower() if isinstance(padding, str) else "circular"
+        small = _small(shape, filter.shape, factor) if isinstance(padding, str) else None
+        yield (lambda layout: Convolution(layout, lambda: physics.filter, how, factor)), small
     elif filter is None and hasattr(physics, "filter") and isinstance(factor, int):
         yield (lambda layout: Decimation(layout, factor)), _small(shape, (1,) * len(shape), factor)
     mask = getattr(physics, "mask", None)
     if isinstance(mask, Tensor | Number):
-        yield _mask(physics), None
-
-
-def _convolution(value: Callable[[], Tensor], padding: str, factor: int) -> Rule:
-    return lambda layout: Convolution(layout, value, padding, factor)
-
-
-def _mask(physics: Any) -> Rule:
-    def value() -> Tensor:
-        mask = physics.mask
-        return mask if isinstance(mask, Tensor) else torch.tensor(mask)
-
-    return lambda layout: Mask(layout, value)
+        value = lambda: torch.as_tensor(physics.mask)  # noqa: E731  (it may be assigned anew)
+        yield (lambda layout: Mask(layout, value)), None
 
 
 def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:
@@ -96,24 +141,6 @@ def _chain(links: Sequence[Any], shape: Shape) -> Rule | None:
         return Chain(*operators)
 
     return chain
-
-
-def _agrees(physics: Any, rule: Rule, shape: Shape, smallest: Shape | None) -> bool:
-    """Whether a rule gives what the object gives, on random values: on a small image, if it can."""
-    # A small image first: the whole one may be as large as a worker can hold, and the values at its
-    # borders are those of a small one.
-    for tried in (smallest, shape):
-        if tried is None:
-            continue
-        try:
-            verdict = _is_equal(physics, rule(_alone(tried)), _random(physics, tried))
-        except _MISFITS:
-            # The object takes images of one size only, or the rule is not for it. Neither is an
-            # error: the operator is then applied to the whole image, on one worker.
-            continue
-        if verdict is not None:
-            return verdict
-    return False
 
 
 @torch.no_grad()

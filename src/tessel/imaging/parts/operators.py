@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.core.shared import Replicate, anchored_zeros, replicate
-from tessel.imaging.parameters import depending_on, known, learned
+from tessel.imaging.parameters import idle, known
 from tessel.imaging.parts.filtering import convolve, convolve_adjoint
-from tessel.imaging.parts.kernel import FilterWindow, check_parts, fetch
+from tessel.imaging.parts.kernel import FilterWindow, check_parts, fetch, is_whole
 from tessel.transport import kept_in_job
 
 Value = Callable[[], Tensor]  # gives a tensor that may be another one at the next call
@@ -91,9 +92,16 @@ class Convolution(PartOperator):
         self, layout: Layout, filter: Tensor | Value, padding: str = "valid", stride: int = 1
     ) -> None:
         check_parts(layout, type(self).__name__)
+        # A filter may be learned, or assigned anew: it is asked for in each call.
         self._value: Value = (lambda: filter) if isinstance(filter, Tensor) else filter
         self.filter_shape: Shape = tuple(self._value().shape)
-        _check_filter(self.filter_shape, layout.shape)
+        image, (batch, channels, *_) = layout.shape, (*self.filter_shape, 0, 0)
+        fits = len(self.filter_shape) == len(image) and len(image) in (3, 4, 5)
+        if not fits or batch not in (1, image[0]) or channels not in (1, image[1]):
+            raise ValueError(
+                f"a filter of shape (1 or batch, 1 or channels, *sizes) is needed for an image of "
+                f"{image}, got {self.filter_shape}"
+            )
         padding = "constant" if padding == "zeros" else padding
         self.kernel = FilterWindow(self.filter_shape[2:], padding, stride)
         self._fetch = fetch(layout, self.kernel)
@@ -121,8 +129,7 @@ class Convolution(PartOperator):
             return anchored_zeros(shape, y, filter)
         read = convolve_adjoint(y, filter, self.kernel.stride)
         for dim, length in enumerate(shape):  # the last window may end before the image
-            if read.shape[dim] < length:
-                read = _lengthened(read, dim, length)
+            read = _lengthened(read, dim, length)
         return read
 
     def values(self) -> list[Tensor]:
@@ -216,14 +223,15 @@ class Mask(PartOperator):
 
 
 class Differences(PartOperator):
-    """The differences of neighbouring values of an image in parts, along each spatial dimension.
+    """The differences of neighbouring values of an image, along each spatial dimension.
 
     Forward:  y[i, d] = x[i + e_d] − x[i], and 0 at the far border.    Adjoint: −divergence.
 
-    This is the gradient in total variation. Each worker reads one row of its next neighbours.
+    This is the gradient in total variation. Each worker reads one row of its next neighbours; of an
+    image that is whole on every worker, nothing moves.
 
     Args:
-        layout: of the image, (batch, channels, *space), in parts.
+        layout: of the image, (batch, channels, *space), in parts or whole on every worker.
 
     >>> import tessel, torch
     >>> from tessel.imaging.parts import Differences
@@ -234,7 +242,8 @@ class Differences(PartOperator):
     """
 
     def __init__(self, layout: Layout) -> None:
-        check_parts(layout, type(self).__name__)
+        if not is_whole(layout):
+            check_parts(layout, type(self).__name__)
         num_dims = len(layout.shape) - 2
         if num_dims < 1:
             raise ValueError(f"an image (batch, channels, *space) is needed, got {layout.shape}")
@@ -246,42 +255,35 @@ class Differences(PartOperator):
         )
         # One value behind each part. At the far border there is none, so that parts there read
         # less, and the last difference is zero.
-        halo = [(0, 0)] * 2 + [(0, 1)] * num_dims
-        self._halo = Move(layout, layout.grow(halo))
+        wide = layout.grow([(0, 0)] * 2 + [(0, 1)] * num_dims)
+        self._halo = None if wide == layout else Move(layout, wide)
+        self._wide = wide.local_shape
 
     def A(self, x: Tensor) -> Tensor:
-        wide = self._halo.apply(x)
-        dims = range(2, wide.dim())
-        return torch.stack([self._along(wide, dim) for dim in dims], -1)
+        wide = x if self._halo is None else self._halo.apply(x)
+        found, own = [], self.domain.local_shape
+        for dim in range(2, wide.dim()):
+            along = wide
+            for other in range(2, wide.dim()):  # the halo counts along one dimension at a time
+                along = along if other == dim else along.narrow(other, 0, own[other])
+            steps = along.diff(dim=dim) if along.shape[dim] else along
+            found.append(_lengthened(steps, dim, own[dim]))
+        return torch.stack(found, -1)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
+        images = []
+        for dim in range(2, y.dim() - 1):
+            along, length = y[..., dim - 2], self._wide[dim]
+            steps = along.narrow(dim, 0, max(length - 1, 0))
+            zero = _lengthened(along.narrow(dim, 0, 0), dim, 1)
+            x = torch.cat([zero, steps], dim) - torch.cat([steps, zero], dim)
+            x = x.narrow(dim, 0, length)
+            for other in range(2, y.dim() - 1):
+                x = _lengthened(x, other, self._wide[other])
+            images.append(x)
+        image = reduce(torch.add, images)
         # The halo's adjoint adds what neighbours computed for values of this part.
-        wide = sum(self._along_adjoint(y[..., dim - 2], dim) for dim in range(2, y.dim() - 1))
-        assert isinstance(wide, Tensor)
-        return self._halo.H.apply(wide)
-
-    def _along(self, wide: Tensor, dim: int) -> Tensor:
-        """Differences along one dimension, of this worker's part of the image."""
-        for other in range(2, wide.dim()):
-            wide = wide.narrow(other, 0, self._reads(other, dim))
-        own = self.domain.local_shape[dim]
-        steps = wide.diff(dim=dim) if wide.shape[dim] else wide
-        return _lengthened(steps, dim, own)
-
-    def _along_adjoint(self, y: Tensor, dim: int) -> Tensor:
-        reads = self._reads(dim, dim)
-        steps = y.narrow(dim, 0, max(reads - 1, 0))
-        zero = _lengthened(y.narrow(dim, 0, 0), dim, 1)
-        x = torch.cat([zero, steps], dim) - torch.cat([steps, zero], dim)
-        x = x.narrow(dim, 0, reads)
-        for other in range(2, y.dim()):
-            x = _lengthened(x, other, self._halo.codomain.local_shape[other])
-        return x
-
-    def _reads(self, dim: int, along: int) -> int:
-        """How much of a dimension the differences along another one read."""
-        layout = self._halo.codomain if dim == along else self.domain
-        return layout.local_shape[dim]
+        return image if self._halo is None else self._halo.H.apply(image)
 
 
 class Chain(PartOperator):
@@ -334,6 +336,7 @@ class Whole:
             self.domain = layout
             self._move = gathering(layout, owner)
             self.here = self._move.codomain.partition.active
+        # A linear operator has one derivative everywhere, for which no image is gathered.
         self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
 
     @property
@@ -383,10 +386,7 @@ class Whole:
             users: further objects whose parameters the function uses.
         """
         if not self.here:
-            # It depends on the parameters, so that this worker takes part in their sums.
-            parameters = learned((self.physics, users))
-            anchor = anchored_zeros((), *parameters) if parameters else None
-            return depending_on(anchored_zeros(shape, *given), anchor)
+            return idle(shape, (self.physics, users), *given)
         result = function(*given)
         # A worker with whole images is not alone in what it does: its caller checks for all.
         return result if self.is_alone else known(result, (self.physics, users), given)
@@ -395,6 +395,9 @@ class Whole:
     def identity(self) -> str:
         """What it is in words, the same on every worker."""
         return f"Whole on worker {self.owner} of {self.domain.identity}"
+
+
+Operator = PartOperator | Whole
 
 
 @kept_in_job
@@ -419,15 +422,6 @@ def normal(operator: Any, x: Tensor, **settings: Any) -> Tensor:
     return operator.A_adjoint(operator.A(x, **settings))
 
 
-def _check_filter(filter: Shape, image: Shape) -> None:
-    fits = len(filter) == len(image) and len(image) in (3, 4, 5)
-    if not fits or any(n not in (1, whole) for n, whole in zip(filter[:2], image[:2], strict=True)):
-        raise ValueError(
-            f"a filter of shape (1 or batch, 1 or channels, *sizes) is needed for an image of "
-            f"{image}, got {filter}"
-        )
-
-
 def _own(value: Tensor, partition: Partition) -> Tensor:
     """A shared value as this worker's own copy; its gradient sums what all workers ask for."""
     if not (value.requires_grad and torch.is_grad_enabled()):
@@ -450,5 +444,7 @@ def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> 
 
 def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
     """Zeros behind a tensor, up to a length."""
+    if x.shape[dim] == length:
+        return x
     shape = (*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat([x, x.new_zeros(shape)], dim)

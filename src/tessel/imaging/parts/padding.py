@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tessel.core.boxes import Box, Interval, extent
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
@@ -36,7 +35,11 @@ class PeriodicHalo(LinearOperator):
         # Only the two workers at the ends read something: the first the last values of the image,
         # the last the first ones. One movement brings both.
         ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
-        self._ends = Move(source, _with_parts(source, dim, ends))
+        cuts = list(source.cuts)
+        cuts[dim] = Cut(cuts[dim].axes, ends)
+        self._ends = Move(source, replace(source, cuts=tuple(cuts)))
+        here = source.partition.index
+        self._is_first = here is not None and source.places(here)[dim] == 0
         self.prepare()  # all workers make the group, here and not in a first call
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -52,12 +55,6 @@ class PeriodicHalo(LinearOperator):
         # What the movement gives back is a tensor of its own, so that the rest is added in place.
         back = self._ends.H._apply(ends)
         return back.add_(y.narrow(self.dim, width if first else 0, own))
-
-    @property
-    def _is_first(self) -> bool:
-        coordinates = self.domain.partition.index
-        assert coordinates is not None
-        return self.domain.places(coordinates)[self.dim] == 0
 
 
 @dataclass(frozen=True)
@@ -140,14 +137,3 @@ class LocalPadding(LinearOperator):
         for step in reversed(self.steps):
             y = step.apply_adjoint(y, self.domain.local_shape[step.dim])
         return y
-
-
-def shapes_of(boxes: Iterable[Box | None]) -> tuple[Shape, ...]:
-    """The shapes of tensors that store these boxes."""
-    return tuple((0,) if box is None else extent(box) for box in boxes)
-
-
-def _with_parts(layout: Layout, dim: int, parts: tuple[Interval, ...]) -> Layout:
-    cuts = list(layout.cuts)
-    cuts[dim] = Cut(cuts[dim].axes, parts)
-    return replace(layout, cuts=tuple(cuts))

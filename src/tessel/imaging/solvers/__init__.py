@@ -21,7 +21,6 @@ from tessel.imaging.solvers.power import lipschitz as lipschitz
 from tessel.imaging.solvers.power import power_iteration as power_iteration
 from tessel.imaging.solvers.primal_dual import ChambollePock as ChambollePock
 from tessel.imaging.solvers.primal_dual import CondatVu as CondatVu
-from tessel.imaging.solvers.primal_dual import WholeDifferences as WholeDifferences
 from tessel.imaging.solvers.primal_dual import differences as differences
 from tessel.imaging.solvers.primal_dual import total_variation as total_variation
 from tessel.imaging.solvers.proximal import FISTA as FISTA

@@ -1,37 +1,36 @@
-"""Checkpoints: the values of a solver on the disk, from which a run that was ended goes on.
+"""Checkpoints: the values of a solver on disk, from which a run that was interrupted resumes.
 
-Each worker writes what it has to a file of its own, under the number of the iteration, and older
-ones are removed when all workers have written theirs: wherever a run ends, there is one iteration
-of which all files are complete. Files say which box of the image they hold, so that other workers
-can read what they need.
-
-Why not `torch.distributed.checkpoint`: there one worker writes what all the files hold, so that a
-folder that hosts do not share cannot be read again; a folder that is written when a run ends is
-lost as a whole; and the random numbers of each worker, which a run needs to go on bit by bit, have
-no place in a state that any number of workers reads.
+`torch.distributed.checkpoint` writes and reads the files. Each worker writes a checkpoint of its
+own, of its shards of the image, so that hosts need not share a folder; a run on another number of
+workers reads all of them as one.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import shutil
+import warnings
 from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tessel.core import boxes
-from tessel.core.boxes import Box
-from tessel.core.layout import Layout
+from tessel.core.layout import Layout, Shape
 from tessel.imaging.solvers.history import History
 from tessel.imaging.solvers.method import Method, Values, check_count
 from tessel.imaging.solvers.space import Space
+from tessel.interop.checkpoint import Part
 
-_NAME = re.compile(r"iteration-(\d+)/worker-(\d+)-of-(\d+)\.pt")
+_NAME = re.compile(r"iteration-(\d+)/worker-(\d+)-of-(\d+)")
+# What torch raises for files that are cut short, or not its own.
+_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Progressed:
     history: History = field(default_factory=History)
 
 
-class _File(NamedTuple):
+class _Shard(NamedTuple):
     """What one worker wrote, of so many."""
 
     iteration: int
@@ -52,20 +51,35 @@ class _File(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Where a solver keeps what it needs to go on, and how often it writes it.
+class _Notes:
+    """What a worker writes beside its shards of the image.
 
-    A run that finds files of an earlier one goes on where that was ended, and ends at the same
-    image, bit by bit. The state of torch's random numbers is kept, too. A run on another number of
-    workers, or with the image in other parts, goes on from the same image: each worker reads its
-    part of it, and ends at the same image but for rounding; random numbers go on as those of the
-    first worker.
+    A class, since torch takes dictionaries apart and would ask for each entry again.
+    """
+
+    kind: dict[str, str]
+    layout: str
+    history: dict[str, list[float]]
+    random: dict[str, Tensor]
+    shards: dict[str, tuple[Shape, torch.dtype]]  # dimensions beyond those of the image, and dtype
+    others: Values  # numbers, and what does not lie as the image does
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a solver keeps what it needs to resume, and how often it writes it.
+
+    A run that finds the files of an earlier one resumes where that was interrupted, and ends at the
+    same image, bit by bit. The state of torch's random numbers is kept, too. A run on another
+    number of workers, or with the image in other parts, resumes from the same image: each worker
+    reads its part of it, and ends at the same image but for rounding; random numbers go on as those
+    of the first worker.
 
     Args:
-        folder: where the files go; workers on several hosts need not share it, unless a run goes
-            on in other parts.
-        every: the number of iterations between two writings; the last is always written.
-        resume: whether to go on from what is there.
+        folder: where the files go; workers on several hosts need not share it, unless a run
+            resumes in other parts.
+        every: the number of iterations between two checkpoints; the last is always written.
+        resume: whether to resume from what is there.
 
     >>> import tempfile, torch
     >>> from tessel.imaging import solvers
@@ -88,68 +102,122 @@ class Checkpoint:
         check_count(self, 1, every=self.every)
 
     def write(self, reached: Progressed, method: Method, space: Space) -> None:
-        """Write this worker's file, and remove older ones once all workers have done so."""
-        x, random = reached.values["x"], {"cpu": torch.get_rng_state()}
+        """Write this worker's shards, and remove older ones once all workers have done so."""
+        from torch.distributed.checkpoint import FileSystemWriter, save
+
+        x, layout, random = reached.values["x"], space.layout, {"cpu": torch.get_rng_state()}
         if x.is_cuda:
             random["cuda"] = torch.cuda.get_rng_state(x.device)
-        state = {
-            "is": _kind(method, space, reached.values),
-            "layout": space.layout.identity,
-            "active": space.layout.partition.active,
-            "boxes": {name: _box(each, space.layout) for name, each in reached.values.items()},
-            "values": _copied(reached.values),
-            "history": dict(reached.history.columns),
-            "random": random,
+        lying = {
+            name: value
+            for name, value in reached.values.items()
+            if layout.partition.active
+            and isinstance(value, Tensor)
+            and value.shape[: len(layout.shape)] == layout.local_shape
         }
+        shards = {n: (tuple(v.shape[len(layout.shape) :]), v.dtype) for n, v in lying.items()}
+        others = {name: v for name, v in reached.values.items() if name not in lying}
+        notes = _Notes(
+            _kind(method, space, reached.values),
+            layout.identity,
+            dict(reached.history.columns),
+            random,
+            shards,
+            _copied(others, torch.device("cpu")),
+        )
+        state = {"notes": notes, **_parts(layout, lying)}
         own = self._own(reached.iteration, space)
-        path = self._path(own)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever finds a file under its name finds all of it: a name is given in one step.
-        unfinished = path.with_suffix(".unfinished")
-        torch.save(state, unfinished)
-        os.replace(unfinished, path)
+        folder = self._path(own)
+        # A folder gets its name when all of it is written: whoever finds one finds it complete.
+        unfinished = folder.with_suffix(".unfinished")
+        # What the system has taken a killed run does not lose: no need to wait for the disk.
+        with _alone():
+            save(state, storage_writer=FileSystemWriter(unfinished, sync_files=False), no_dist=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
         space.agree([True])  # all have written: only now may what came before be removed
-        for other in self._files():
+        for other in self._shards():
             is_older = other[1:] == own[1:] and other.iteration != own.iteration
             if is_older or other.size != own.size:  # or of a run on more or fewer workers
-                self._remove(self._path(other))
+                shutil.rmtree(self._path(other), ignore_errors=True)
+                with suppress(OSError):  # another worker's shards are still there
+                    self._path(other).parent.rmdir()
 
     def read(self, method: Method, start: Values, space: Space) -> Progressed | None:
         """What all workers wrote last, if there is something.
 
         Args:
-            method: which goes on.
+            method: which resumes.
             start: its first values, which say what lies where now.
             space: where the image lies now, which may be in other parts than it was.
         """
-        if not self.resume:
+        newest = self._newest(space) if self.resume else None
+        if newest is None:
             return None
-        found = self._newest(space)
-        if found is None:
-            return None
-        iteration, size = found
+        iteration, size = newest
+        folders = [self._path(self._own(iteration, space))]
+        notes = self._loaded(folders, None, space) if size == space.workers.size else None
+        layouts = space.workers.group.share_objects(notes and notes.layout)
+        stays = notes is not None and set(layouts) == {space.layout.identity}
+        if not stays:  # each worker reads the boxes that it needs from the shards of all
+            folders = [self._path(_Shard(iteration, place, size)) for place in range(size)]
+            self._tell(
+                [folder.name for folder in folders if not folder.exists()],
+                "is of other parts of the image, for which every worker reads all files, and "
+                "worker {worker} does not see {told}",
+                space,
+            )
+            written = (self._loaded([folder], None, space) for folder in folders)
+            notes = next(each for each in written if each.shards)  # of one that held a part
+        assert notes is not None
         kind = _kind(method, space, start)
-        name = self._own(iteration, space)
-        own = self._loaded(self._path(name)) if size == space.workers.size else None
-        layouts = space.workers.group.share_objects(own and own["layout"])
-        if own is not None and set(layouts) == {space.layout.identity}:
-            self._check(own, kind, space)
-            _set_random_states(own["random"], start["x"])
-            values = _copied(own["values"], start["x"].device)
-            return Progressed(values, iteration, History(own["history"]))
-        return self._moved(iteration, size, kind, method, start, space)
+        differ = [name for name in kind if notes.kind.get(name) != kind[name]]
+        told = "; ".join(
+            f"{name} was {notes.kind.get(name)} and is {kind[name]}" for name in differ
+        )
+        self._tell(
+            told,
+            "is of another problem: on worker {worker}, {told}; take another folder, or "
+            "resume=False",
+            space,
+        )
+        room = {
+            name: torch.empty((*space.layout.local_shape, *more), dtype=dtype)
+            for name, (more, dtype) in notes.shards.items()
+            if space.layout.partition.active
+        }
+        self._loaded(folders, _parts(space.layout, room), space)
+        others = notes.others
+        if not stays:  # what is no number lies as it did on a worker of before: `complete` makes it
+            others = {name: start[name] for name in notes.shards if name not in room}
+            others |= {name: each for name, each in notes.others.items() if _is_number(each)}
+        values = _copied({**others, **room}, start["x"].device)
+        if set(start) - set(values):
+            values = method.complete(values, space)
+        if set(values) != set(start):
+            raise ValueError(
+                f"the checkpoint in {self.folder} is of other parts of the image, in which "
+                f"{sorted(set(start) - set(values))} of {method.name} cannot be brought; run on "
+                f"as many workers with the same partition, give the method `complete`, or take "
+                f"another folder"
+            )
+        torch.set_rng_state(notes.random["cpu"])
+        if start["x"].is_cuda and "cuda" in notes.random:
+            torch.cuda.set_rng_state(notes.random["cuda"], start["x"].device)
+        return Progressed(values, iteration, History(notes.history))
 
     def _newest(self, space: Space) -> tuple[int, int] | None:
         """The newest iteration that is complete, and how many workers wrote it."""
-        files = self._files()
-        own = {each.iteration for each in files if each == self._own(each.iteration, space)}
-        counts = Counter((each.iteration, each.size) for each in files)
+        shards = self._shards()
+        own = {each.iteration for each in shards if each == self._own(each.iteration, space)}
+        counts = Counter((each.iteration, each.size) for each in shards)
         whole = {(iteration, size) for (iteration, size), n in counts.items() if n == size}
-        shared = space.workers.group.share_objects((own, whole, {each.size for each in files}))
-        common = set(own).intersection(*(theirs for theirs, _, _ in shared))
-        seen = whole.intersection(*(theirs for _, theirs, _ in shared))
+        # Workers may see different files: what counts is complete as all of them see it.
+        told = space.workers.group.share_objects((own, whole, {each.size for each in shards}))
+        common = own.intersection(*(theirs for theirs, _, _ in told))
+        seen = whole.intersection(*(theirs for _, theirs, _ in told))
         found = {(iteration, space.workers.size) for iteration in common} | seen
-        sizes = set().union(*(theirs for _, _, theirs in shared))
+        sizes = set().union(*(theirs for _, _, theirs in told))
         if not found and sizes - {space.workers.size}:
             raise ValueError(
                 f"the checkpoints in {self.folder} are those of {sorted(sizes)} workers, not all "
@@ -158,94 +226,100 @@ class Checkpoint:
             )
         return max(found, key=lambda each: (each[0], each[1] == space.workers.size), default=None)
 
-    def _moved(
-        self,
-        iteration: int,
-        size: int,
-        kind: dict[str, str],
-        method: Method,
-        start: Values,
-        space: Space,
-    ) -> Progressed:
-        """What other workers wrote, or these in other parts, in the parts of now."""
-        paths = [self._path(_File(iteration, place, size)) for place in range(size)]
-        missing = [path.name for path in paths if not path.exists()]
-        absent = space.workers.group.share_objects(missing)
-        for worker, theirs in zip(space.workers.group.workers, absent, strict=True):
+    def _loaded(self, folders: list[Path], parts: dict[str, Any] | None, space: Space) -> Any:
+        """Fill parts of tensors from these folders, or give the notes; all raise, or none."""
+        from torch.distributed.checkpoint import CheckpointException, load
+
+        state: dict[str, Any] = {"notes": None} if parts is None else parts
+        problem = ""
+        try:
+            with _alone():
+                load(state, storage_reader=_together(folders), no_dist=True)
+        except (CheckpointException, *_UNREADABLE) as error:
+            problem = f"{type(error).__name__}: {error}"
+        way_out = f"remove {folders[0].parent.name}, or pass resume=False"
+        self._tell(problem, f"cannot be read on worker {{worker}} ({{told}}); {way_out}", space)
+        return state.get("notes")
+
+    def _tell(self, told: Any, text: str, space: Space) -> None:
+        """Raise ValueError on all workers if one of them has something to tell."""
+        group = space.workers.group
+        for worker, theirs in zip(group.workers, group.share_objects(told), strict=True):
             if theirs:
-                raise ValueError(
-                    f"the checkpoint in {self.folder} is of other parts of the image, for which "
-                    f"every worker reads all files, and worker {worker} does not see {theirs}"
-                )
-        states = [state for state in map(self._loaded, paths) if state["active"]]
-        self._check(states[0], kind, space)
-        values = {name: _gathered(name, start[name], states, space.layout) for name in start}
-        lost = {name for name, value in values.items() if value is None}
-        lost = lost.union(*space.workers.group.share_objects(lost))
-        kept = {name: value for name, value in values.items() if name not in lost}
-        complete = method.complete(kept, space) if lost else kept
-        if set(complete) != set(start):
-            raise ValueError(
-                f"the checkpoint in {self.folder} is of other parts of the image, in which "
-                f"{sorted(set(start) - set(complete))} of {method.name} cannot be brought; run on "
-                f"as many workers with the same partition, give the method `complete`, or take "
-                f"another folder"
-            )
-        _set_random_states(states[0]["random"], start["x"])
-        return Progressed(complete, iteration, History(states[0]["history"]))
+                said = text.format(worker=worker, told=theirs)
+                raise ValueError(f"the checkpoint in {self.folder} {said}")
 
-    def _check(self, state: dict[str, Any], kind: dict[str, str], space: Space) -> None:
-        """Raise on all workers if the files of one are of another problem."""
-        differ = [
-            f"{name} was {state['is'].get(name)} and is {value}"
-            for name, value in kind.items()
-            if state["is"].get(name) != value
-        ]
-        for worker, found in zip(
-            space.workers.group.workers, space.workers.group.share_objects(differ), strict=True
-        ):
-            if found:
-                raise ValueError(
-                    f"the checkpoint in {self.folder} is of another problem: on worker {worker}, "
-                    f"{'; '.join(found)}; take another folder, or resume=False"
-                )
-
-    def _loaded(self, path: Path) -> dict[str, Any]:
-        """A file, of which only what is used is read."""
-        state: dict[str, Any] = torch.load(path, "cpu", weights_only=True, mmap=True)
-        return state
-
-    def _own(self, iteration: int, space: Space) -> _File:
-        """The file of this worker."""
+    def _own(self, iteration: int, space: Space) -> _Shard:
+        """The shard of this worker."""
         assert space.workers.rank is not None
-        return _File(iteration, space.workers.rank, space.workers.size)
+        return _Shard(iteration, space.workers.rank, space.workers.size)
 
-    def _path(self, file: _File) -> Path:
-        folder = Path(self.folder) / f"iteration-{file.iteration:08d}"
-        return folder / f"worker-{file.place}-of-{file.size}.pt"
+    def _path(self, shard: _Shard) -> Path:
+        folder = Path(self.folder) / f"iteration-{shard.iteration:08d}"
+        return folder / f"worker-{shard.place}-of-{shard.size}"
 
-    def _files(self) -> list[_File]:
-        """All files that are there."""
+    def _shards(self) -> list[_Shard]:
+        """All that are there and complete."""
         found = []
-        for folder in sorted(Path(self.folder).glob("iteration-*")):
-            names: list[str] = []
+        for folder in Path(self.folder).glob("iteration-*"):
             with suppress(OSError):  # another worker has just removed it
-                names = sorted(os.listdir(folder))
-            for name in names:
-                match = _NAME.fullmatch(f"{folder.name}/{name}")
-                if match:
-                    found.append(_File(*map(int, match.groups())))
+                names = [f"{folder.name}/{name}" for name in os.listdir(folder)]
+                matches = filter(None, map(_NAME.fullmatch, names))
+                found += [_Shard(*map(int, match.groups())) for match in matches]
         return found
 
-    def _remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        path.with_suffix(".unfinished").unlink(missing_ok=True)
-        with suppress(OSError):  # another worker's file is still there
-            path.parent.rmdir()
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Each worker reads and writes by itself, which torch warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _together(folders: Sequence[Path]) -> Any:
+    """A reader of checkpoints that several workers wrote, each of its own shards, as of one."""
+    from torch.distributed.checkpoint import FileSystemReader, Metadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    class Together(FileSystemReader):
+        def read_metadata(self, *args: Any, **settings: Any) -> Metadata:
+            found = Metadata({}, storage_data={})
+            # What several hold, as copies of a part, is read from the first.
+            for folder in folders:
+                one = FileSystemReader(folder).read_metadata()
+                for name, entry in one.state_dict_metadata.items():
+                    known = found.state_dict_metadata.setdefault(name, entry)
+                    if known is not entry and isinstance(known, TensorStorageMetadata):
+                        known.chunks += entry.chunks  # type: ignore[union-attr]
+                for index, info in one.storage_data.items():
+                    path = f"{folder.name}/{info.relative_path}"
+                    found.storage_data.setdefault(index, replace(info, relative_path=path))
+            return found
+
+    return Together(folders[0].parent)
+
+
+def _parts(layout: Layout, values: Values) -> dict[str, Part]:
+    """Tensors that lie as the image does, as shards; those without numbers are of other workers."""
+    box = layout.box() or ()
+    return {
+        name: Part(
+            value,
+            (*layout.shape, *value.shape[len(box) :]),
+            (*(start for start, _ in box), *(0,) * (value.dim() - len(box))),
+        )
+        for name, value in values.items()
+        if value.numel()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else not isinstance(value, list)
 
 
 def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:
-    """What must be the same for a run to go on."""
+    """What must be the same for a run to resume."""
     return {
         "the method": type(method).__name__,
         "the shape": str(tuple(space.layout.shape)),
@@ -254,55 +328,10 @@ def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:
     }
 
 
-def _box(value: Any, layout: Layout) -> Box | None:
-    """Where a tensor lies whose first dimensions are those of the image; others are whole."""
-    box, dims = layout.box(), len(layout.shape)
-    if box is None or not isinstance(value, Tensor):
-        return None
-    if tuple(value.shape[:dims]) != layout.local_shape:
-        return None
-    return (*box, *((0, length) for length in value.shape[dims:]))
-
-
-def _gathered(name: str, like: Any, states: list[dict[str, Any]], layout: Layout) -> Any:
-    """A value in the parts of now, from all files; None if it does not lie as the image does."""
-    kept = [state["values"][name] for state in states]
-    if isinstance(like, list | tuple):
-        return None
-    if not isinstance(like, Tensor):
-        return kept[0]
-    if like.dim() == 0:
-        return _copied(kept[0], like.device)
-    if not layout.partition.active:
-        return like  # which is empty
-    box = _box(like, layout)
-    if box is None or any(state["boxes"].get(name) is None for state in states):
-        return None
-    result = torch.empty_like(like)
-    for state, part in zip(states, kept, strict=True):
-        theirs = tuple(map(tuple, state["boxes"][name]))
-        common = _common(box, theirs)
-        if common is not None:
-            result[boxes.within(common, box)] = part[boxes.within(common, theirs)].to(like.device)
-    return result
-
-
-def _common(box: Box, other: Box) -> Box | None:
-    """The indices that two boxes share."""
-    shared = [boxes.overlap(*pair) for pair in zip(box, other, strict=True)]
-    return None if None in shared else tuple(filter(None, shared))
-
-
-def _copied(value: Any, device: torch.device | None = None) -> Any:
+def _copied(value: Any, device: torch.device) -> Any:
     """A copy of tensors, not of all of a storage of which one is a part; lists are plain lists."""
     if isinstance(value, Tensor):
-        return value.detach().to(device or value.device, copy=True)
+        return value.detach().to(device, copy=True)
     if isinstance(value, dict):
         return {name: _copied(each, device) for name, each in value.items()}
     return [_copied(each, device) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _set_random_states(states: dict[str, Tensor], x: Tensor) -> None:
-    torch.set_rng_state(states["cpu"].cpu())
-    if x.is_cuda and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"].cpu(), x.device)

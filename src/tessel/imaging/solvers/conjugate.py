@@ -60,15 +60,7 @@ class CG(Method):
             )
         by = _ratio(square, length)
         rest = rest - by * image
-        new = space.inner(rest, rest)
-        return {
-            "x": x + by * along,
-            "rest": rest,
-            "along": rest + _ratio(new, square) * along,
-            "square": new,
-            "scale": values["scale"],
-            "residual": _ratio(new, values["scale"]).sqrt(),
-        }
+        return _advanced(values, x + by * along, rest, rest, space)
 
 
 @dataclass(frozen=True)
@@ -119,15 +111,7 @@ class CGLS(Method):
         apart = space.apart(by) if self._is_spread else by
         x, rest = x + by * along, _plus(rest, -apart, image)
         back = self.physics.A_adjoint(rest) - self.damping * x
-        new = space.inner(back, back)
-        return {
-            "x": x,
-            "rest": rest,
-            "along": back + _ratio(new, square) * along,
-            "square": new,
-            "scale": values["scale"],
-            "residual": _ratio(new, values["scale"]).sqrt(),
-        }
+        return _advanced(values, x, rest, back, space)
 
     def _rest(self, x: Tensor) -> Any:
         """y - A x."""
@@ -203,8 +187,22 @@ def _begun(x: Tensor, kept: Values, rest: Tensor, whole: Tensor, space: Space) -
     return {"x": x, **kept, "along": rest, "square": square, "scale": scale, "residual": residual}
 
 
+def _advanced(values: Values, x: Tensor, rest: Any, slope: Tensor, space: Space) -> Values:
+    """The values after a step, with the next direction, conjugate to those before."""
+    new, scale = space.inner(slope, slope), values["scale"]
+    return {
+        "x": x,
+        "rest": rest,
+        "along": slope + _ratio(new, values["square"]) * values["along"],
+        "square": new,
+        "scale": scale,
+        "residual": _ratio(new, scale).sqrt(),
+    }
+
+
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and 0 where b is: nothing is left to do then."""
+    # Autograd goes through both branches: a division by zero would make NaN of the other's zero.
     return torch.where(b != 0, a / torch.where(b != 0, b, 1), 0)
 
 

@@ -58,10 +58,10 @@ class GradientDescent(Method):
         x = values["x"]
         gradient = self.fidelity.grad(x)
         if self.prior is not None:
-            gradient = gradient + self.weight * self.prior_slope(x, iteration)
+            gradient = gradient + self.weight * self.prior_gradient(x, iteration)
         return {"x": x - at(self.step, iteration, self, "step") * gradient}
 
-    def prior_slope(self, x: Tensor, iteration: int) -> Tensor:
+    def prior_gradient(self, x: Tensor, iteration: int) -> Tensor:
         """The gradient of the prior."""
         gradient: Tensor = self.prior.grad(x, **arguments_at(self.prior_arguments, iteration))
         return gradient
@@ -96,7 +96,7 @@ class RED(GradientDescent):
         if self.prior is None:
             raise ValueError("RED: a prior with `prox`, the denoiser, is needed, got None")
 
-    def prior_slope(self, x: Tensor, iteration: int) -> Tensor:
+    def prior_gradient(self, x: Tensor, iteration: int) -> Tensor:
         """What the denoiser takes away."""
         gradient: Tensor = x - self.prior.prox(x, **arguments_at(self.prior_arguments, iteration))
         return gradient

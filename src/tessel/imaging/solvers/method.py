@@ -17,25 +17,18 @@ Arguments = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 
 def check_positive(who: object, **numbers: Any) -> None:
     """Raise ValueError for a number that is not finite and above zero; functions pass."""
-    for name, value in numbers.items():
-        if not callable(value):
-            _check(who, name, value, value > 0 if _is_number(value) else False, "above 0")
+    _check(who, numbers, lambda n: callable(n) or (_is_number(n) and n > 0), "number above 0")
 
 
 def check_not_negative(who: object, **numbers: Any) -> None:
     """Raise ValueError for a number that is not finite, or below zero; functions pass."""
-    for name, value in numbers.items():
-        if not callable(value):
-            _check(who, name, value, value >= 0 if _is_number(value) else False, "0 or above")
+    _check(who, numbers, lambda n: callable(n) or (_is_number(n) and n >= 0), "number 0 or above")
 
 
 def check_count(who: object, least: int, **numbers: Any) -> None:
     """Raise ValueError for what is not a whole number of at least this."""
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(
-                f"{_name(who)}: {name} must be a whole number of {least} or more, got {value!r}"
-            )
+    is_count = lambda n: isinstance(n, int) and _is_number(n) and n >= least  # noqa: E731
+    _check(who, numbers, is_count, f"whole number of {least} or more")
 
 
 def at(schedule: Schedule, iteration: int, who: object, name: str) -> float:
@@ -43,8 +36,7 @@ def at(schedule: Schedule, iteration: int, who: object, name: str) -> float:
     if not callable(schedule):
         return schedule
     value = schedule(iteration)
-    right = _is_number(value) and value > 0
-    _check(who, f"{name} of iteration {iteration}", value, right, "above 0")
+    check_positive(who, **{f"{name} of iteration {iteration}": value})
     return value
 
 
@@ -57,13 +49,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check(who: object, name: str, value: Any, right: bool, expected: str) -> None:
-    if not right:
-        raise ValueError(f"{_name(who)}: {name} must be a number {expected}, got {value!r}")
-
-
-def _name(who: object) -> str:
-    return who if isinstance(who, str) else type(who).__name__
+def _check(
+    who: object, numbers: Mapping[str, Any], is_right: Callable[[Any], bool], expected: str
+) -> None:
+    for name, value in numbers.items():
+        if not is_right(value):
+            caller = who if isinstance(who, str) else type(who).__name__
+            raise ValueError(f"{caller}: {name} must be a {expected}, got {value!r}")
 
 
 Values = dict[str, Any]  # tensors by name, or lists of them; "x" is the image

@@ -23,37 +23,8 @@ from tessel.imaging.solvers.splitting import fidelity_prox
 from tessel.transport import kept_in_job
 
 
-class WholeDifferences:
-    """The differences of neighbouring values of a whole image, along each spatial dimension.
-
-    Forward:  y[i, d] = x[i + e_d] - x[i], and 0 at the far border.    Adjoint: -divergence.
-
-    >>> import torch
-    >>> from tessel.imaging.solvers import WholeDifferences
-    >>> WholeDifferences().A(torch.tensor([[[1.0, 3.0, 4.0]]])).flatten()
-    tensor([2., 1., 0.])
-    """
-
-    def A(self, x: Tensor) -> Tensor:
-        """The differences, stacked in a last dimension."""
-        steps = []
-        for dim in range(2, x.dim()):
-            last = x.narrow(dim, x.shape[dim] - 1, 1)
-            steps.append(x.diff(dim=dim, append=last))
-        return torch.stack(steps, -1)
-
-    def A_adjoint(self, y: Tensor) -> Tensor:
-        """Minus the divergence."""
-        return sum(self._back(y[..., dim - 2], dim) for dim in range(2, y.dim() - 1))  # type: ignore[return-value]
-
-    def _back(self, y: Tensor, dim: int) -> Tensor:
-        inner = y.narrow(dim, 0, y.shape[dim] - 1)
-        zero = torch.zeros_like(y.narrow(dim, 0, 1))
-        return torch.cat([zero, inner], dim) - torch.cat([inner, zero], dim)
-
-
 @kept_in_job
-def differences(layout: Layout) -> WholeDifferences | Differences:
+def differences(layout: Layout) -> Differences:
     """The finite differences of an image that is whole on every worker, or in parts.
 
     >>> import tessel, torch
@@ -62,10 +33,7 @@ def differences(layout: Layout) -> WholeDifferences | Differences:
     >>> differences(layout).A(torch.eye(2)[None, None]).shape
     torch.Size([1, 1, 2, 2, 2])
     """
-    if len(layout.shape) < 3:
-        raise ValueError(f"an image (batch, channels, *space) is needed, got {layout.shape}")
-    is_whole = len(layout.shared) == layout.partition.dim
-    return WholeDifferences() if is_whole else Differences(layout)
+    return Differences(layout)
 
 
 def total_variation(x: Tensor, space: Space) -> Tensor:
@@ -87,7 +55,7 @@ class CondatVu(Method):
 
     x' = prox_g(x - step (∇f(x) + Kᴴ z));    z ← P(z + dual_step K (2 x' - x))
 
-    where P shortens each vector z_i to a length of at most `weight`. By default K are the finite
+    where P projects each vector z_i onto the ball of radius `weight`. By default K are the finite
     differences: this is total variation.
 
     Args:
@@ -138,7 +106,7 @@ class CondatVu(Method):
         K, x, dual = self.differ(space), values["x"], values["dual"]
         new = self.descend(x, K.A_adjoint(dual), iteration, space)
         raised = dual + self.second_step(space) * K.A(2 * new - x)
-        return {"x": new, "dual": shortened(raised, self.weight)}
+        return {"x": new, "dual": projected(raised, self.weight)}
 
     def descend(self, x: Tensor, back: Tensor, iteration: int, space: Space) -> Tensor:
         """The new image, where `back` is Kᴴ z."""
@@ -197,7 +165,7 @@ class ChambollePock(CondatVu):
         return self.dual_step or 1 / (self.step * 4 * (len(space.layout.shape) - 2))
 
 
-def shortened(z: Tensor, most: float) -> Tensor:
-    """Each vector along the last dimension, no longer than this."""
+def projected(z: Tensor, most: float) -> Tensor:
+    """The projection of each vector along the last dimension onto a ball of this radius."""
     lengths = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     return z * (most / lengths.clamp(min=most)) if most > 0 else torch.zeros_like(z)

@@ -173,6 +173,7 @@ def solve(
 def _change(before: Tensor, after: Tensor, space: Space, name: str, iteration: int) -> float:
     """The relative change; FloatingPointError on all workers if the image is not finite."""
     difference = (after - before).detach()
+    # In one exchange, and before a criterion is asked: what is not finite must end all workers.
     moved, length = space.numbers((difference, difference), (after, after)).tolist()
     if not math.isfinite(moved + length):
         raise FloatingPointError(
@@ -184,7 +185,7 @@ def _change(before: Tensor, after: Tensor, space: Space, name: str, iteration: i
 
 def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> str | None:
     """The criterion that is met, as all workers see it."""
-    if not history.iterations:
+    if not criteria or not history.iterations:
         return None
     # Clocks and numbers of users differ between workers: all stop when one of them would.
     met = space.agree([bool(criterion(history)) for criterion in criteria])

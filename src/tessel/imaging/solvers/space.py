@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tessel.core.shared import replicate, total
 from tessel.imaging.signal import DistributedSignal
 
 Pair = tuple[Tensor, Tensor]
-_SHORT = (torch.float16, torch.bfloat16)
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which sums are taken
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,17 @@ class Space:
     def numbers(self, *pairs: Pair) -> Tensor:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
         # Copies of one value are on several workers: one of them brings it to the sum.
-        counts = self._counts
-        shares = [
-            _real_inner(a.detach(), b.detach()) if counts else a.real.new_zeros(())
-            for a, b in pairs
-        ]
-        return self.sum(torch.stack([_wide(share) for share in shares]))
+        if self._counts:
+            shares = torch.stack([_real_inner(a.detach(), b.detach()) for a, b in pairs])
+        else:
+            dtype = pairs[0][0].real.dtype
+            shares = pairs[0][0].new_zeros(len(pairs), dtype=_WIDE.get(dtype, dtype))
+        return self.sum(shares)
 
     def sum(self, shares: Tensor) -> Tensor:
         """The sum of all workers' shares, without a gradient."""
-        return self.workers.group.sum(shares.detach()) if self.workers.size > 1 else shares.detach()
+        shares = shares.detach()
+        return shares if self._is_alone else self.workers.group.sum(shares)
 
     def total(self, share: Tensor) -> Tensor:
         """The sum of all workers' shares of a number, on every worker."""
@@ -100,12 +102,9 @@ class Space:
         if not self.differentiable:
             return number
         partition, shared = self.layout.partition, self.layout.shared
-        separate = [axis for axis in range(partition.dim) if axis not in shared]
-        each = tuple(partition.shape[axis] for axis in separate)  # one number for each part
-        numbers = replicate(
-            number.reshape([1] * len(each)), Layout.split(partition, each, separate, shared), shared
-        )
-        return numbers.reshape(())
+        each = tuple(partition.shape[axis] for axis in self._others)  # one number for each part
+        layout = Layout.split(partition, each, self._others, shared)
+        return replicate(number.reshape([1] * len(each)), layout, shared).reshape(())
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """The inner product of two images, on every worker."""
@@ -117,7 +116,7 @@ class Space:
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag whether any worker raised it: the same answer on all."""
-        if not flags or self.workers.size == 1:
+        if not flags or self._is_alone:
             return list(flags)
         # A sum, not an exchange of objects: the transport has this in one message.
         said = self.sum(torch.tensor([float(flag) for flag in flags]))
@@ -125,20 +124,26 @@ class Space:
 
     def _own(self, number: Tensor) -> Tensor:
         """A shared number as this worker uses it for its part of the image."""
-        partition = self.layout.partition
-        separate = [axis for axis in range(partition.dim) if axis not in self.layout.shared]
-        return replicate(number, Layout.whole(partition, number.shape, shared=True), separate)
+        whole = Layout.whole(self.layout.partition, number.shape, shared=True)
+        return replicate(number, whole, self._others)
 
-    @property
+    @cached_property
+    def _others(self) -> list[int]:
+        """The axes of the grid along which workers hold different parts."""
+        return [a for a in range(self.layout.partition.dim) if a not in self.layout.shared]
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        return self.workers.size == 1
+
+    @cached_property
     def _counts(self) -> bool:
-        """Whether this worker's copy is the one that counts."""
+        """Whether this worker's copy is the one, of several, that counts."""
         index = self.layout.partition.index
         return index is not None and not any(index[axis] for axis in self.layout.shared)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in _SHORT else x
-
-
 def _real_inner(a: Tensor, b: Tensor) -> Tensor:
-    return torch.vdot(_wide(a).reshape(-1), _wide(b).reshape(-1)).real
+    if a.dtype in _WIDE:  # which torch has no inner product of
+        a, b = a.float(), b.float()
+    return torch.vdot(a.reshape(-1), b.reshape(-1)).real
