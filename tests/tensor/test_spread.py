@@ -126,7 +126,7 @@ def check(name: str, case: Any, layouts: Sequence[Layout | None], verdict: Verdi
         root if layout is None else tessel.spread(root, layout)
         for root, layout in zip(roots, layouts, strict=True)
     ]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # manual_seed of torch itself looks at every device
     expected = flat(case.does(*leaves))
     verdict.count += 1
     with warnings.catch_warnings(record=True) as said:
@@ -162,6 +162,9 @@ def check_all(names: Sequence[str]) -> int:
     for name in names:
         case = CASES[name]
         firsts = [*ways(case.shapes[0], workers), *grids(case.shapes[0], workers)]
+        if workers == 4 and len(case.shapes[0]) > 1:
+            # three workers have split each dimension, and four have for the support matrix
+            firsts = firsts[len(case.shapes[0]) + 1 :]
         for number, first in enumerate(firsts):
             others: list[Layout | None] = []
             for k, shape in enumerate(case.shapes[1:]):
@@ -180,7 +183,7 @@ def check_all(names: Sequence[str]) -> int:
     return verdict.count
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [1, 3, 4])  # two have no part that is empty and no grid
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_functions(run: Run, nprocs: int, family: str) -> None:
     names = list(FAMILIES[family])

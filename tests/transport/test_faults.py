@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 import tessel
 from movements import case, me, mine
+from scripts import python
 from tessel import nn, transport
 
 Run = Callable[..., list[Any]]
@@ -161,14 +161,8 @@ def tessel_run(
     script = folder / "script.py"
     script.write_text("import os, signal, time, torch, tessel\nP = tessel.world()\n" + body)
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "tessel", "run", "-n", "3", script.name],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    command = "-m", "tessel", "run", "-n", "3", script.name
+    done = python(*command, cwd=folder, env={**os.environ, **env})
     return done, time.monotonic() - begin
 
 
