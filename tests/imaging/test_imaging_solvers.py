@@ -578,6 +578,7 @@ def solve_in_ten_iterations(folder: str, is_killed: bool) -> None:
     torch.save((found.x, found.iterations), f"{folder}/result-{P.rank}.pt")
 
 
+@pytest.mark.ends_workers
 def test_a_killed_run_resumes(run: Run, tmp_path: Path) -> None:
     """Killed in the seventh iteration, it goes on from the sixth."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -329,6 +329,7 @@ def die_at_random(folder: str, seed: int) -> None:
         os._exit(3)
 
 
+@pytest.mark.ends_workers
 @pytest.mark.parametrize("seed", range(6))
 def test_a_worker_killed_at_a_random_moment_is_noticed(run: Any, tmp_path: Path, seed: int) -> None:
     before = set(os.listdir("/dev/shm"))
