@@ -34,7 +34,7 @@ def run(pool: WorkerPool) -> Callable[..., list[Any]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "one case of each test, on two workers where their number can be chosen; no slow ones"
+    text = "one case of each test, on two or three workers where there is a choice; no slow ones"
     parser.addoption("--quick", action="store_true", help=text)
 
 
@@ -61,13 +61,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _quick(items: list[pytest.Item]) -> Iterable[pytest.Item]:
-    """Of the cases of each test the first on two workers, or the first."""
-    cases: dict[tuple[Path, str], pytest.Item] = {}
+    """Of the cases of each test the first on two workers, else on three, else the first."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        test = item.path, getattr(item, "originalname", item.name)
-        if test not in cases or (_num_workers(cases[test]) != 2 and _num_workers(item) == 2):
-            cases[test] = item
-    return (item for item in cases.values() if item.get_closest_marker("slow") is None)
+        cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    wanted = {2: 0, 3: 1}
+    firsts = (
+        min(some, key=lambda item: wanted.get(_num_workers(item), 2)) for some in cases.values()
+    )
+    return (item for item in firsts if item.get_closest_marker("slow") is None)
 
 
 def _num_workers(item: pytest.Item) -> int:
