@@ -55,6 +55,7 @@ def alone(pool: Any) -> dict[str, Report]:
 # --- as a user starts it
 
 
+@pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tessel", "demo", "--output", "pictures", "--size", "64"],

@@ -220,6 +220,7 @@ def run_public_checks(names: list[str]) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_public_checks(run: Any, nprocs: int) -> None:
     names = ["broadcast", "sum_reduce", "all_sum_reduce", "repartition", "halo_exchange"]

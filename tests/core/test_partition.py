@@ -98,6 +98,7 @@ print(f"{P.rank} of {P.size}: {y.tolist()} {x.tolist()}")
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """The world joins the job that the environment describes."""
     script = tmp_path / "script.py"

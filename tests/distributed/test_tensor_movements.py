@@ -299,6 +299,7 @@ print("sum", rank, tessel.distributed.get_rank(), int(x), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_it_joins_the_job_of_a_launcher(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text("import tessel.distributed\n" + SCRIPT)

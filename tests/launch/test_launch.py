@@ -438,6 +438,7 @@ def test_workers_end_on_keyboard_interrupt_and_with_their_parent(tmp_path):
 # Scripts
 
 
+@pytest.mark.slow
 def test_script_shares_its_classes_and_is_told_to_guard_its_calls(tmp_path):
     text = """
         import os

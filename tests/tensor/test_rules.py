@@ -723,6 +723,7 @@ REFUSED = {
 RULES = ARITHMETIC | SHAPES | REDUCTIONS | LAYERS | FACTS | REFUSED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [tuple(each) for each in (ARITHMETIC, SHAPES, REDUCTIONS, LAYERS, FACTS, REFUSED)],
