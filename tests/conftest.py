@@ -14,13 +14,16 @@ from tessel.testing.pool import WorkerPool
 
 torch.set_num_threads(1)  # of this process: tensors are small here, and more threads only wait
 
+# what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
+# tensors of some functions, and with forward mode
+PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """The workers of this run."""
-    with WorkerPool(timeout=60.0, threads=1) as pool:
+    with WorkerPool(timeout=60.0, threads=1, preload=PRELOAD) as pool:
         yield pool
 
 
@@ -31,32 +34,42 @@ def run(pool: WorkerPool) -> Callable[..., list[Any]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "one case of each test, on two workers where their number can be chosen; no slow ones"
+    text = "one case of each test, on two or three workers where there is a choice; no slow ones"
     parser.addoption("--quick", action="store_true", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): time limit of a test, else {LIMIT:g} s")
     config.addinivalue_line("markers", "slow: takes seconds, of processor time; not for --quick")
+    config.addinivalue_line(
+        "markers", "ends_workers: of the pool, whose imports are lost; runs last"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the tests of each number of workers together, so that worlds are rarely made anew."""
+    """Run the tests of each number of workers together, so that worlds are rarely made anew.
+
+    Those that end workers come last: new workers import anew what the others have imported.
+    """
     if config.getoption("quick"):
         chosen = set(_quick(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    items.sort(key=_num_workers)
+    items.sort(
+        key=lambda item: (item.get_closest_marker("ends_workers") is not None, _num_workers(item))
+    )
 
 
 def _quick(items: list[pytest.Item]) -> Iterable[pytest.Item]:
-    """Of the cases of each test the first on two workers, or the first."""
-    cases: dict[tuple[Path, str], pytest.Item] = {}
+    """Of the cases of each test the first on two workers, else on three, else the first."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        test = item.path, getattr(item, "originalname", item.name)
-        if test not in cases or (_num_workers(cases[test]) != 2 and _num_workers(item) == 2):
-            cases[test] = item
-    return (item for item in cases.values() if item.get_closest_marker("slow") is None)
+        cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    wanted = {2: 0, 3: 1}
+    firsts = (
+        min(some, key=lambda item: wanted.get(_num_workers(item), 2)) for some in cases.values()
+    )
+    return (item for item in firsts if item.get_closest_marker("slow") is None)
 
 
 def _num_workers(item: pytest.Item) -> int:

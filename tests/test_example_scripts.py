@@ -1,7 +1,9 @@
-"""Every script in examples/ runs as a user starts it, unmodified, and says the same each time.
+"""Every script in examples/ runs unmodified, and says the same on one worker and on two.
 
 A new example is found by itself. It runs without options, or with those that `SMALL` has for it;
-what it prints after "loss", "error" or "PSNR" must be the same however it is started.
+what it prints after "loss", "error" or "PSNR" must be the same on any number of workers. One script
+is started as users start it, by each launcher; the others run on the workers of the pool, which
+have the environment that torchrun gives: each start would import torch thrice.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from typing import Any
 
 import pytest
 
+from scripts import main_program
 from tessel.examples import classes, deblur, gpt
+from tessel.testing.pool import WorkerPool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
@@ -40,13 +44,8 @@ PICTURES = {
     "deblur": ("--output", "result.png"),
     "gpt": ("--output", "loss.png"),
 }
-LAUNCHED = {  # by which launcher, and with which options besides; each start imports torch thrice
-    "check": [("tessel", "")],
-    "classes": [("torchrun", "")],
-    "darcy": [("tessel", ""), ("torchrun", "")],  # it asks who has started it
-    "deblur": [("tessel", "--parts 2 1"), ("torchrun", "--deepinv")],
-    "gpt": [("torchrun", "")],
-}
+MORE = {"deblur": ["--parts 2 1", "--deepinv"]}  # options besides, on two workers
+STARTED = "darcy"  # by launchers: it asks who has started it
 LAUNCHERS = {
     "python": (),
     "tessel": ("-m", "tessel", "run", "-n", "2"),
@@ -54,14 +53,24 @@ LAUNCHERS = {
 }
 
 
-def start(script: str, launcher: str, folder: Path, *more: str, draws: bool = True) -> str:
-    """What an example prints; the pictures that it says it draws are there."""
+def arguments(script: str, folder: Path) -> list[str]:
+    """Of a small run of an example, which draws its pictures into a folder."""
     options = [str(each) for name, n in SMALL.get(script, {}).items() for each in (f"--{name}", n)]
     option, *pictures = PICTURES.get(script, ("",))
-    if pictures and draws:
+    if pictures:
         options += [option, str(folder if len(pictures) > 1 else folder / pictures[0])]
+    return [str(EXAMPLES / f"{script}.py"), *options]
+
+
+def assert_drawn(script: str, folder: Path) -> None:
+    for name in PICTURES.get(script, ("",))[1:]:
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def start(script: str, launcher: str, folder: Path, *more: str) -> str:
+    """What an example prints that a user starts; the pictures that it says it draws are there."""
     done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], str(EXAMPLES / f"{script}.py"), *options, *more],
+        [sys.executable, *LAUNCHERS[launcher], *arguments(script, folder), *more],
         cwd=folder,  # what an example saves elsewhere does not stay
         env={**os.environ, "COLUMNS": "200"},
         capture_output=True,
@@ -69,9 +78,18 @@ def start(script: str, launcher: str, folder: Path, *more: str, draws: bool = Tr
         timeout=100,
     )
     assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
-    for name in pictures if draws else ():
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert_drawn(script, folder)
     return done.stdout
+
+
+def perform(run: Run, script: str, nprocs: int, folder: Path, *more: str) -> str:
+    """What an example prints on workers of the pool; the pictures that it draws are there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        asked = str(folder), *arguments(script, folder), *more
+        printed = "".join(run(main_program, *asked, nprocs=nprocs, timeout=100))
+    assert_drawn(script, folder)
+    return printed
 
 
 def numbers(printed: str) -> list[float]:
@@ -79,43 +97,50 @@ def numbers(printed: str) -> list[float]:
     return [float(each) for each in re.findall(r"(?:loss|error|PSNR) +(\d+\.\d+)", printed)]
 
 
-@cache
-def alone(script: str, folder: Path) -> str:
-    return start(script, "python", folder)
+Alone = Callable[[str], str]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("alone")
+def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What a script prints in one process; each runs once."""
+
+    @cache
+    def printed(script: str) -> str:
+        if script in PICTURES:
+            pytest.importorskip("matplotlib")
+        folder = tmp_path_factory.mktemp("alone")
+        if script == STARTED:
+            return start(script, "python", folder)
+        return perform(pool.run, script, 1, folder)
+
+    return printed
 
 
-CASES = [
-    (script, launcher, options)
-    for script in SCRIPTS
-    for launcher, options in [("python", ""), *LAUNCHED.get(script, [("tessel", "")])]
-]
+def assert_same(script: str, printed: str, once: str, nprocs: int, limit: float = 2e-4) -> None:
+    """Four digits, or two of a percentage, and the number of workers."""
+    assert numbers(printed), f"{script} does not say how it went:\n{printed}"
+    assert numbers(printed) == pytest.approx(numbers(once), abs=limit)
+    workers = re.findall(r"^(\d+) workers?\b", printed, re.MULTILINE)
+    assert set(workers) <= {str(nprocs)}
+    if script in SMALL:
+        said = "100.00%" if nprocs == 1 else "50.05%"  # 501 of 1001 classes
+        assert said in printed if script == "classes" else workers
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_script_runs(run: Run, tmp_path: Path, alone: Alone, script: str) -> None:
+    once = alone(script)
+    assert_same(script, once, once, 1)
+    for options in MORE.get(script, [""]) if script != STARTED else ():
+        printed = perform(run, script, 2, tmp_path, *options.split())
+        limit = 0.5 if "--deepinv" in options else 2e-4  # others at the border
+        assert_same(script, printed, once, 2, limit)
 
 
 @pytest.mark.limit(230)
-@pytest.mark.parametrize(("script", "launcher", "options"), CASES)
-def test_the_script_runs(
-    tmp_path: Path, folder: Path, script: str, launcher: str, options: str
-) -> None:
-    if script in PICTURES:
-        pytest.importorskip("matplotlib")
-    once = alone(script, folder)
-    again = [] if launcher == "python" else options.split()
-    printed = once if launcher == "python" else start(script, launcher, tmp_path, *again)
-    assert numbers(printed), f"{script} does not say how it went:\n{printed}"
-    limit = (
-        0.5 if "--deepinv" in again else 2e-4
-    )  # four digits, or two of a %; others at the border
-    assert numbers(printed) == pytest.approx(numbers(once), abs=limit)
-    workers = re.findall(r"^(\d+) workers?\b", printed, re.MULTILINE)
-    assert set(workers) <= {"1" if launcher == "python" else "2"}
-    if script in SMALL:
-        said = "100.00%" if launcher == "python" else "50.05%"  # 501 of 1001 classes
-        assert said in printed if script == "classes" else workers
+@pytest.mark.parametrize("launcher", ["tessel", "torchrun"])
+def test_the_script_runs_under(tmp_path: Path, alone: Alone, launcher: str) -> None:
+    assert_same(STARTED, start(STARTED, launcher, tmp_path), alone(STARTED), 2)
 
 
 def in_this_process(script: str) -> list[float]:
@@ -129,9 +154,9 @@ def in_this_process(script: str) -> list[float]:
 
 
 @pytest.mark.parametrize("script", ["classes", "deblur", "gpt"])
-def test_the_script_does_what_its_functions_do(run: Run, folder: Path, script: str) -> None:
+def test_the_script_does_what_its_functions_do(run: Run, alone: Alone, script: str) -> None:
     (expected,) = run(in_this_process, script, nprocs=1)
-    assert numbers(alone(script, folder)) == pytest.approx(expected, abs=5e-4)  # as printed
+    assert numbers(alone(script)) == pytest.approx(expected, abs=5e-4)  # as printed
 
 
 # --- what single scripts say besides
@@ -145,16 +170,18 @@ def test_darcy_compares_numbers_of_workers(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_deblur_gets_better(folder: Path) -> None:
-    pytest.importorskip("matplotlib")
-    whole = numbers(alone("deblur", folder))
+def test_deblur_gets_better(alone: Alone) -> None:
+    whole = numbers(alone("deblur"))
     assert len(whole) == 3 and all(a < b for a, b in pairwise(whole))
 
 
-def test_check_names_the_module_that_is_wrong(tmp_path: Path) -> None:
-    assert "bottom" in start("check", "tessel", tmp_path, "--wrong", draws=False)
+def test_check_names_the_module_that_is_wrong(run: Run, tmp_path: Path) -> None:
+    script = str(EXAMPLES / "check.py")
+    first, second = run(main_program, str(tmp_path), script, "--wrong", nprocs=2, timeout=100)
+    assert "bottom" in first and not second
+    assert not any(tmp_path.iterdir())  # nothing is drawn
 
 
-def test_classes_takes_torchs_own_layers(tmp_path: Path, folder: Path) -> None:
-    plain = numbers(start("classes", "python", tmp_path, "--whole"))
-    assert plain == pytest.approx(numbers(alone("classes", folder)), abs=2e-4)
+def test_classes_takes_torchs_own_layers(run: Run, tmp_path: Path, alone: Alone) -> None:
+    plain = numbers(perform(run, "classes", 1, tmp_path, "--whole"))
+    assert plain == pytest.approx(numbers(alone("classes")), abs=2e-4)

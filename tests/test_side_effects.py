@@ -89,6 +89,7 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_import_changes_nothing_outside() -> None:
     loaded = "import sys, tessel; print(*(m for m in sys.modules if not m.startswith('tessel')))"
     changed = eval(python(COMPARE, *python(loaded).split()))

@@ -50,6 +50,7 @@ in_an_environment = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @in_an_environment
 def test_a_torchvision_without_its_operators_loads_once_mended(tmp_path: Path) -> None:
     extension = make_torchvision(tmp_path, MODULE)

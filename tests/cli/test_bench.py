@@ -383,7 +383,7 @@ def run_claim(
     mpirun.chmod(mpirun.stat().st_mode | stat.S_IXUSR)
     places = {
         "PATH": f"{folder}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{folder}:{BENCHMARKS}",
+        "PYTHONPATH": os.pathsep.join([str(folder), str(BENCHMARKS), *sys.path]),
     }
     return subprocess.run(
         [sys.executable, str(folder / "fake.py"), "--output", str(folder / "out"), *options],

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from scripts import python
 from tessel.cli import build_parser, main
 from tessel.cli.doctor import CHECKS, Facts, check_rates, examine, gather_facts
 from tessel.cli.measure import Rate
@@ -38,11 +39,8 @@ WAIT = "tessel.nn.AllSumReduce(P, [0])(torch.ones(3))\n"
 
 
 def tessel(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, in a terminal of its own."""
-    return subprocess.run(command(*args), cwd=cwd, env=environment(**env), **CAPTURED)
-
-
-CAPTURED = {"capture_output": True, "text": True, "timeout": LIMIT}
+    """Run the command; the workers that it starts are new processes."""
+    return python("-m", "tessel", *args, cwd=cwd, env=environment(**env), timeout=LIMIT)
 
 
 def command(*args: object) -> list[str]:

@@ -53,7 +53,7 @@ class Case(OnGrid):
     second: bool = True
 
     def torch_layer(self) -> torch.nn.Module:
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)  # torch.manual_seed sees to all devices
         return getattr(torch.nn, self.name)(*self.args, **dict(self.settings)).double()
 
     def layer(self) -> torch.nn.Module:

@@ -1,14 +1,22 @@
-"""Scripts as main programs on the workers of the pool.
+"""Scripts as main programs, in processes that have imported torch already.
 
-To start processes costs seconds for each, most of which is the import of torch. A test that is
-about what a script computes and prints, and not about how it is started, runs it here.
+To start an interpreter costs seconds, most of which is the import of torch. A test that is about
+what a program computes and prints, and not about how an interpreter starts, runs it here: on the
+workers of the pool, or in a process of its own that is forked and not started.
 """
 
 import contextlib
 import io
 import os
 import runpy
+import subprocess
 import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import tessel
 
 
 def main_program(folder: str, *arguments: str) -> str:
@@ -23,3 +31,54 @@ def main_program(folder: str, *arguments: str) -> str:
         os.chdir(before[0])
         sys.argv, sys.path[:] = before[1:]
     return output.getvalue()
+
+
+def python(
+    *arguments: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 90.0,
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, *arguments])` gives, captured, but for its start.
+
+    It runs `script.py …` and `-m module …`. The processes that the program starts are new ones.
+    """
+    given = [str(each) for each in arguments]
+    ended = tessel.launch(
+        _be_python, 1, given, str(cwd or "."), dict(env or os.environ), timeout=timeout
+    )
+    return subprocess.CompletedProcess([sys.executable, *given], *ended[0])
+
+
+def _be_python(arguments: list[str], folder: str, env: dict[str, str]) -> tuple[int, str, str]:
+    """The exit code of a program, its output and its errors; this process is of no more use."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        os.dup2(output.fileno(), 1)
+        os.dup2(errors.fileno(), 2)
+        code = _exit_code(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code, *(os.pread(file.fileno(), 2**24, 0).decode() for file in (output, errors))
+
+
+def _exit_code(arguments: list[str]) -> int:
+    """Run a script or a module, and end as an interpreter does."""
+    try:
+        if arguments[0] == "-m":
+            sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.realpath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0

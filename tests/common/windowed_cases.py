@@ -309,11 +309,11 @@ class GridCase:
         return 0 if self.name == "Linear" else int(self.name[-2])
 
     def torch_layer(self) -> torch.nn.Module:
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)
         return getattr(torch.nn, self.name)(*self.args, **dict(self.settings)).double()
 
     def layer(self) -> Any:
-        torch.manual_seed(100 + tessel.world().rank)
+        torch.default_generator.manual_seed(100 + tessel.world().rank)
         P_x, P_y, P_w = (place and place.partition() for place in (self.x, self.y, self.w))
         make = getattr(tessel.nn, f"Distributed{self.name}")
         if self.name == "Linear":

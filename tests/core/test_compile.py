@@ -68,6 +68,7 @@ def test_movements(run: Run, name: str) -> None:
     run(compile_movement, name, "aot_eager", DTYPES, nprocs=2, timeout=SECONDS)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", ["AllSumReduce", "Repartition", "Move"])
 def test_movements_with_inductor(run: Run, name: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from itertools import product
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 import tessel
 from registry import MAKERS, WORLDS, Case
+from scripts import python
 from tessel import Layout, Partition
 
 # The world.
@@ -81,13 +80,7 @@ def test_plain_process_is_a_world_of_one(tmp_path: Path) -> None:
     """Everything works there, without a process group."""
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
-    done = subprocess.run(
-        [sys.executable, script],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python(script, env=clean_environment())
     assert done.stdout == "all is well\n", done.stderr
 
 
@@ -105,18 +98,13 @@ print(f"{P.rank} of {P.size}: {y.tolist()} {x.tolist()}")
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """The world joins the job that the environment describes."""
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, script],
-        env=clean_environment() | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script
+    done = python(*command, env=clean_environment() | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "0 of 2: [3.0] [0.0, 1.0]" in done.stdout
     assert "1 of 2: [3.0] [2.0]" in done.stdout

@@ -541,6 +541,7 @@ assert not [each for each in sys.meta_path if type(each).__module__.startswith("
 """
 
 
+@pytest.mark.slow
 def test_torch_is_as_it_was_until_there_is_a_shard() -> None:
     pickled = pickle.dumps(ParallelLinear(3, 4, dim=-1).weight)
     for code in (LAZY, LATER.format(pickled=pickled)):

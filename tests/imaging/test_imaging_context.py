@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import tessel
+from scripts import python
 from tessel import transport
 from tessel.imaging import DistributedContext, DistributedSignal
 from tessel.imaging.random import seed_of
@@ -263,31 +262,30 @@ def test_a_job_of_somebody_else_goes_on(run: Run) -> None:
 
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 import tessel
 from tessel.imaging import DistributedContext, DistributedSignal
-if {outer}:
-    outer = tessel.nn.AllSumReduce(tessel.world(), [0])
-for time in range(4):
+
+def use(backend=None, debug=False, fails=False, caught=False, outer=None):
     try:
-        with DistributedContext(seed=1, backend={backend!r}, debug={debug}) as ctx:
+        with DistributedContext(seed=1, backend=backend, debug=debug) as ctx:
             assert ctx.is_dist and dist.is_initialized()
             signal = DistributedSignal(ctx, (2, 2), init=torch.full((2, 2), 3.0 + ctx.rank))
             total = tessel.nn.AllSumReduce(ctx.partition, [0])(torch.ones(1)).item()
             assert total == ctx.world_size
-            line = f"time {{time}} worker {{ctx.rank}} of {{ctx.world_size}}"
-            sys.stdout.write(f"{{line}} {{signal.data.sum().item()}}\\n")
-            if {fails} and ctx.rank == 1:
+            line = f"time {time} worker {ctx.rank} of {ctx.world_size}"
+            sys.stdout.write(f"{line} {signal.data.sum().item()}\\n")
+            if fails and ctx.rank == 1:
                 raise KeyError("worker 1 gives up")
-            if {fails}:
+            if fails:
                 signal.update_(signal.data)
-            if {caught}:
+            if caught:
                 signal.update_(signal.data.double())
     except ValueError as error:
-        assert {caught} and "torch.float32 was expected" in str(error), error
-    assert dist.is_initialized() == {outer}, "it leaves what it joined, and only that"
-    assert ctx.rank == int(sys.argv[1:] and 0 or __import__("os").environ["RANK"])
-    if {outer}:
+        assert caught and "torch.float32 was expected" in str(error), error
+    assert dist.is_initialized() == (outer is not None), "it leaves what it joined, and only that"
+    assert ctx.rank == int(os.environ["RANK"])
+    if outer is not None:
         assert outer(torch.ones(1)).item() == ctx.world_size
         signal.update_(signal.data)
     elif ctx.world_size > 1:
@@ -297,47 +295,48 @@ for time in range(4):
                 raise AssertionError("a job that was left is of no use")
             except RuntimeError as error:
                 assert "has left" in str(error) or "inside of the context" in str(error), error
+
+time = 0
+for settings in SETTINGS:
+    outer = tessel.nn.AllSumReduce(tessel.world(), [0]) if settings.pop("outer", False) else None
+    for _ in range(3):
+        use(**settings, outer=outer)
+        time += 1
 """
 
+TESSEL_RUN = "-m", "tessel", "run", "-n"
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
 
-def launched(folder: Path, workers: int, **settings: Any) -> tuple[str, int, float]:
+
+def launched(
+    folder: Path, launcher: tuple[str, ...], workers: int, *settings: dict[str, Any]
+) -> tuple[str, int, float]:
+    """What a job says whose contexts follow each other, of each of the settings three."""
     script = folder / "script.py"
-    launcher = settings.pop("launcher", "tessel")
-    defaults = {"backend": None, "fails": False, "caught": False, "outer": False, "debug": False}
-    script.write_text(SCRIPT.format(**{**defaults, **settings}))
-    command = [sys.executable, "-m", "tessel", "run", "-n", str(workers), str(script)]
-    if launcher == "torchrun":
-        module = ["-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
-        command = [sys.executable, *module, "--standalone", str(script)]
+    script.write_text(f"SETTINGS = {settings}\n{SCRIPT}")
     begin = time.monotonic()
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = python(*launcher, workers, script, env=env, timeout=100)
     return done.stdout + done.stderr, done.returncode, time.monotonic() - begin
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "settings"),
+    ("launcher", "workers", "settings"),
     [
-        (2, {}),
-        (3, {"backend": "gloo"}),
-        (2, {"outer": True}),
-        (2, {"caught": True}),
-        (1, {"launcher": "torchrun"}),
-        (2, {"launcher": "torchrun", "debug": True}),
+        (TESSEL_RUN, 3, [{}, {"backend": "gloo"}, {"caught": True}, {"outer": True}]),
+        (TORCHRUN, 2, [{"debug": True}, {"caught": True}]),
+        (TORCHRUN, 1, [{}]),
     ],
-    ids=str,
+    ids=["tessel run", "torchrun", "torchrun of one"],
 )
-def test_contexts_follow_each_other(tmp_path: Path, workers: int, settings: dict[str, Any]) -> None:
+def test_contexts_follow_each_other(
+    tmp_path: Path, launcher: tuple[str, ...], workers: int, settings: list[dict[str, Any]]
+) -> None:
     """Each joins the job and leaves it, also on the way of an error that all workers raise."""
-    text, code, _ = launched(tmp_path, workers, **settings)
+    text, code, _ = launched(tmp_path, launcher, workers, *settings)
     assert code == 0, text
-    for number in range(4):
+    for number in range(3 * len(settings)):
         for worker in range(workers):
             assert f"time {number} worker {worker} of {workers} 12.0" in text
 
@@ -345,7 +344,7 @@ def test_contexts_follow_each_other(tmp_path: Path, workers: int, settings: dict
 @pytest.mark.slow
 def test_a_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
     """With its own traceback, while the others wait for it in a movement."""
-    text, code, seconds = launched(tmp_path, 3, fails=True)
+    text, code, seconds = launched(tmp_path, TESSEL_RUN, 3, {"fails": True})
     assert code != 0
     assert "KeyError" in text and "worker 1 gives up" in text and "script.py" in text
     assert seconds < 60  # most of which is the start

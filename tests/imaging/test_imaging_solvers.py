@@ -7,9 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -574,51 +571,35 @@ def test_an_unfinished_checkpoint_is_not_taken(run: Run, tmp_path: Path) -> None
     assert run(half_written, str(tmp_path), nprocs=2) == [([5, 6, 7, 8], True)] * 2
 
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    import torch
-    import tessel
-    sys.path.insert(0, {tests!r})
-    from test_imaging_solvers import Problem, layout_of, method_of, values
-    from tessel.imaging import DistributedContext, FactoryConfig, make_distrib_bundle, solvers
+def solve_in_ten_iterations(folder: str, is_killed: bool) -> None:
+    """Keep the solution in a folder, unless worker 1 is killed in the seventh iteration."""
+    P, layout = tessel.world(), layout_of((2, 1))
 
-    P = tessel.world()
-    layout = layout_of((2, 1))
-    folder, dies = sys.argv[1], sys.argv[2] == "dies"
-
-    def each(k, x):
-        if dies and k == 7 and P.rank == 1:
+    def each(k: int, x: Tensor) -> None:
+        if is_killed and k == 7 and P.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     found = solvers.solve(
         method_of("ADMM", Problem(layout)), layout.local_part(values(3)), layout=layout,
         max_iterations=10, each=each, checkpoint=solvers.Checkpoint(folder, every=3),
-    )
-    torch.save((found.x, found.iterations), f"{{folder}}/result-{{P.rank}}.pt")
-"""
+    )  # fmt: skip
+    torch.save((found.x, found.iterations), f"{folder}/result-{P.rank}.pt")
 
 
-def test_a_killed_run_resumes(tmp_path: Path) -> None:
+@pytest.mark.ends_workers
+def test_a_killed_run_resumes(run: Run, tmp_path: Path) -> None:
     """Killed in the seventh iteration, it goes on from the sixth."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(KILLED.format(tests=str(Path(__file__).parent))))
-
-    def start(folder: str, how: str) -> int:
-        command = [sys.executable, "-m", "tessel", "run", "-n", "2", "--threads", "1"]
-        (tmp_path / folder).mkdir(exist_ok=True)
-        return subprocess.run(
-            [*command, str(script), str(tmp_path / folder), how],
-            env=dict(os.environ), capture_output=True, timeout=100,
-        ).returncode  # fmt: skip
-
-    assert start("whole", "lives") == 0
-    assert start("killed", "dies") == 128 + signal.SIGKILL
-    left = {path.parent.name for path in (tmp_path / "killed").rglob("worker-*")}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    run(solve_in_ten_iterations, str(whole), False, nprocs=2)
+    with pytest.raises(tessel.WorkerLost, match="SIGKILL"):
+        run(solve_in_ten_iterations, str(killed), True, nprocs=2)
+    left = {path.parent.name for path in killed.rglob("worker-*")}
     assert left == {"iteration-00000006"}
-    assert start("killed", "lives") == 0
+    run(solve_in_ten_iterations, str(killed), False, nprocs=2)
     for rank in range(2):
-        want, found = (torch.load(tmp_path / f / f"result-{rank}.pt") for f in ("whole", "killed"))
+        want, found = (torch.load(each / f"result-{rank}.pt") for each in (whole, killed))
         assert torch.equal(want[0], found[0]) and want[1] == found[1] == 10
 
 

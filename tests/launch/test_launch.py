@@ -24,6 +24,8 @@ from tessel.errors import WorkerLost
 from tessel.launch import Workers, launch
 from tessel.machine import HUGE_PAGES, has_huge_pages, keep_freed_memory
 
+pytestmark = pytest.mark.ends_workers
+
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -336,6 +338,32 @@ def test_time_limit_shows_where_each_worker_is(run):
 # Nothing is left behind
 
 
+def modules_there(*names):
+    return os.getpid(), [name in sys.modules for name in names]
+
+
+def test_modules_are_imported_before_workers_are_forked():
+    """Once, and not in the process that asks for it; one that is absent is for its user to miss."""
+    names = "wave", "absent.module"
+    with Workers(2, preload=names) as workers:
+        before = workers.run(modules_there, *names)
+        os.kill(before[0][0], signal.SIGKILL)
+        while Path(f"/proc/{before[0][0]}").exists():
+            time.sleep(0.01)
+        after = workers.run(modules_there, *names)
+    assert [found for _, found in before + after] == [[True, False]] * 4
+    assert before[0][0] != after[0][0]
+    with Workers(2) as workers:
+        assert [found for _, found in workers.run(modules_there, *names)] == [[False, False]] * 2
+    assert "wave" not in sys.modules
+
+
+@pytest.mark.parametrize("names", ["", "two names", ["-c"], [3]])
+def test_names_of_modules_are_checked(names):
+    with pytest.raises(ValueError, match="preload must have names of modules"):
+        Workers(2, preload=names)
+
+
 def test_close_ends_the_workers():
     with Workers(3) as workers:
         pids = workers.run(os.getpid)
@@ -410,6 +438,7 @@ def test_workers_end_on_keyboard_interrupt_and_with_their_parent(tmp_path):
 # Scripts
 
 
+@pytest.mark.slow
 def test_script_shares_its_classes_and_is_told_to_guard_its_calls(tmp_path):
     text = """
         import os

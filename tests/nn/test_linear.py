@@ -33,6 +33,7 @@ Run = Callable[..., list[Any]]
 FOUR = (0, 1, 2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_layers_are_exact(run: Run, seed: int) -> None:
     """Weights in blocks or whole, over equal, other and overlapping workers.

@@ -53,6 +53,7 @@ def test_a_grid_of_eighteen_workers_is_exact(run: Run, nprocs: int, tmp_path: Pa
         run(check_against_file, case, compute_to_file(case, tmp_path), nprocs=nprocs, timeout=110)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_many_channels_is_exact(run: Run, tmp_path: Path) -> None:
     for case in BIG_PEER.pools():
         run(check_against_file, case, compute_to_file(case, tmp_path), nprocs=4, timeout=100)

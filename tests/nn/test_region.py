@@ -330,6 +330,7 @@ def cuts(draw: st.DrawFn, length: int, parts: int) -> Shape:
     return tuple(b - a for a, b in zip([0, *bounds], [*bounds, length], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("nprocs", [2, 3, 4])
 def test_any_chain_is_exact(run: Run, nprocs: int) -> None:

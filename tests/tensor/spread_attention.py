@@ -177,7 +177,7 @@ TABLES = {
 
 @lru_cache
 def layer(kind: Callable[..., nn.Module], *args: Any, **settings: Any) -> nn.Module:
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     return kind(*args, **settings).double()
 
 

@@ -128,7 +128,7 @@ SIGNALS = {
 
 @lru_cache
 def recurrent(kind: str) -> torch.nn.Module:
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     name, _, nonlinearity = kind.partition(" ")
     settings = {"nonlinearity": nonlinearity} if nonlinearity else {}
     layer: torch.nn.Module = getattr(torch.nn, name)(6, 3, batch_first=True, **settings).double()

@@ -12,7 +12,7 @@ from spread_cases import Case
 
 
 def layer(kind: str, *args: Any, **settings: Any) -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     made: nn.Module = getattr(nn, kind)(*args, **settings).double()
     return made
 

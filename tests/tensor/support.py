@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))  # when run as a scri
 import spread_elements as elements
 from spread_cases import Case
 from tessel import Layout, Partition
-from tessel.tensor import gathering
+from tessel.tensor import call, gathering
 from tessel.tensor.gathering import GatherWarning
 from tessel.tensor.table import RULES
 from test_spread import CASES, Verdict, check, partition
@@ -485,7 +485,7 @@ def shortened(said: str) -> str:
 def find(section: str) -> tuple[dict[str, Line], set[str]]:
     """A section of the matrix, and the rules of the table that were followed for it."""
     followed: set[str] = set()
-    rules = dict(RULES)
+    rules, known = dict(RULES), dict(call._known)
     RULES.update({name: _noting(name, rule, followed) for name, rule in rules.items()})
     try:
         lines: dict[str, Line] = {}
@@ -497,6 +497,8 @@ def find(section: str) -> tuple[dict[str, Line], set[str]]:
                 (look_at_chance if is_random else look)(line, name)
     finally:
         RULES.update(rules)
+        call._known.clear()  # functions that were first met here are known by rules that note
+        call._known.update(known)
     return lines, followed
 
 

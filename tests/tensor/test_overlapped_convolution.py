@@ -125,6 +125,7 @@ def check_by_strips(cases: list[Case]) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_strips_give_what_torch_gives(run: Run, seed: int) -> None:
     counts = run(check_by_strips, random_cases(80, seed), nprocs=4, timeout=100)

@@ -94,9 +94,9 @@ class Body(nn.Module):
 
 def bodies(place: Place) -> tuple[Body, Body]:
     """A model as it is, and converted."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     alone = Body(place.shape)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return alone, tessel.nn.distribute_module(
         Body(place.shape), place.layout().partition, fallback="raise"
     )
@@ -723,6 +723,7 @@ REFUSED = {
 RULES = ARITHMETIC | SHAPES | REDUCTIONS | LAYERS | FACTS | REFUSED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [tuple(each) for each in (ARITHMETIC, SHAPES, REDUCTIONS, LAYERS, FACTS, REFUSED)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -118,18 +119,27 @@ def derived(outputs: list[Any], inputs: list[Tensor], order: int) -> list[Tensor
     return [*grads, *second]
 
 
+@lru_cache(maxsize=1)  # the layouts of a case follow each other
+def alone(case: Any) -> tuple[list[Any], list[Tensor]]:
+    """What one process finds: the outputs, and the derivatives by all operands that have some."""
+    operands = [case.operand(k) for k in range(len(case.shapes))]
+    leaves = [each.requires_grad_(each.is_floating_point()) for each in map(torch.clone, operands)]
+    outputs = flat(case.does(*leaves))
+    wanted = [each for each in leaves if each.requires_grad]
+    return outputs, derived(outputs, wanted, case.order) if wanted and case.derives else []
+
+
 def check(name: str, case: Any, layouts: Sequence[Layout | None], verdict: Verdict) -> None:
     """One function of operands that lie so; None is a plain tensor."""
     what = f"{name} of {[each and [c.axes for c in each.cuts] for each in layouts]}"
     plain = [case.operand(k) for k in range(len(case.shapes))]
     roots = [each.clone().requires_grad_(each.is_floating_point()) for each in plain]
-    leaves = [each.clone().requires_grad_(each.is_floating_point()) for each in plain]
     spread = [
         root if layout is None else tessel.spread(root, layout)
         for root, layout in zip(roots, layouts, strict=True)
     ]
-    torch.manual_seed(0)
-    expected = flat(case.does(*leaves))
+    torch.default_generator.manual_seed(0)  # torch.manual_seed takes long: it sees to all devices
+    expected, theirs = alone(case)
     verdict.count += 1
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -148,11 +158,10 @@ def check(name: str, case: Any, layouts: Sequence[Layout | None], verdict: Verdi
                     verdict.wrong.append(f"{what}: gathered, {each.message}")
     for k, (a, b) in enumerate(zip(got, expected, strict=True)):
         verdict.compare(f"{what}: output {k}", a, b, case.tolerance)
-    wanted = [k for k, each in enumerate(leaves) if each.requires_grad]
+    wanted = [each for each in roots if each.requires_grad]
     if not wanted or not case.derives:
         return
-    ours = derived(got, [roots[k] for k in wanted], case.order)
-    theirs = derived(expected, [leaves[k] for k in wanted], case.order)
+    ours = derived(got, wanted, case.order)
     for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         verdict.compare(f"{what}: gradient {k}", a, b, case.tolerance)
 
@@ -164,6 +173,9 @@ def check_all(names: Sequence[str]) -> int:
     for name in names:
         case = CASES[name]
         firsts = [*ways(case.shapes[0], workers), *grids(case.shapes[0], workers)]
+        if workers == 4 and len(case.shapes[0]) > 1:
+            # three workers have split each dimension, and four have for the support matrix
+            firsts = firsts[len(case.shapes[0]) + 1 :]
         for number, first in enumerate(firsts):
             others: list[Layout | None] = []
             for k, shape in enumerate(case.shapes[1:]):
@@ -182,7 +194,7 @@ def check_all(names: Sequence[str]) -> int:
     return verdict.count
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [1, 3, 4])  # two have no part that is empty and no grid
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_functions(run: Run, nprocs: int, family: str) -> None:
     names = list(FAMILIES[family])

@@ -137,6 +137,7 @@ def check_layouts(names: list[str]) -> dict[str, list[Tensor]]:
     return first
 
 
+@pytest.mark.slow
 def test_numbers_are_the_same_for_every_layout_and_number_of_workers(run: Run) -> None:
     names = list(FUNCTIONS)
     alone = run(check_layouts, names, nprocs=1, timeout=100)[0]

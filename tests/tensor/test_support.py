@@ -21,6 +21,7 @@ def found(run: Run, section: str) -> list[Any]:
     return _found[section]
 
 
+@pytest.mark.slow
 @pytest.mark.limit(330)  # some ten seconds, on a machine that does nothing else
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_page_says_what_is_found(run: Run, section: str) -> None:
@@ -35,6 +36,7 @@ def test_the_page_has_these_sections() -> None:
     assert heads == list(SECTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(900)  # if no section was found before
 def test_every_rule_of_the_table_has_a_row(run: Run) -> None:
     followed = {name for section in SECTIONS for name in found(run, section)[0][1]}

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 import tessel
 from movements import case, me, mine
+from scripts import python
 from tessel import nn, transport
 
 Run = Callable[..., list[Any]]
@@ -26,6 +26,8 @@ Run = Callable[..., list[Any]]
 LOST = 1  # the worker that dies
 SECONDS = 20  # of a call to the pool, which takes less than two
 SOON = 5.0  # within which a survivor must have noticed
+
+pytestmark = pytest.mark.ends_workers
 
 
 def die(*args: object, **kwargs: object) -> NoReturn:
@@ -161,14 +163,8 @@ def tessel_run(
     script = folder / "script.py"
     script.write_text("import os, signal, time, torch, tessel\nP = tessel.world()\n" + body)
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "tessel", "run", "-n", "3", script.name],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    command = "-m", "tessel", "run", "-n", "3", script.name
+    done = python(*command, cwd=folder, env={**os.environ, **env})
     return done, time.monotonic() - begin
 
 
@@ -193,20 +189,6 @@ def test_run_shows_a_worker_that_was_killed_inside_a_movement(tmp_path: Path) ->
     # the launcher may end the others before they notice; what they say names the worker
     noticed = done.stdout
     assert not noticed or "lost contact with worker 1" in noticed, noticed + done.stderr
-
-
-@pytest.mark.slow
-def test_run_shows_the_traceback_of_a_worker_that_raised(tmp_path: Path) -> None:
-    done, _ = tessel_run(
-        tmp_path,
-        "layer = tessel.nn.AllSumReduce(P, [0])\n"
-        "if P.rank == 2:\n"
-        "    raise KeyError('my own mistake')\n"
-        "layer(torch.ones(6))\n",
-    )
-    assert done.returncode != 0
-    assert done.stderr.rstrip().endswith("KeyError: 'my own mistake'"), done.stderr
-    assert "script.py" in done.stderr and "worker 2" in done.stderr
 
 
 def wait_for_a_stopped_worker(folder: str, port: int, workers: list[int]) -> None:

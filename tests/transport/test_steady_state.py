@@ -195,6 +195,7 @@ SMALL = [  # movements, bytes and calls
 LARGE = [("all-reduce", 2 * MIB, 200)]
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say")
 @pytest.mark.parametrize("transport_name", ["shared", "gloo"])

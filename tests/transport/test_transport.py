@@ -36,6 +36,7 @@ def whole_sum(shape: tuple[int, ...]) -> tuple[Move, torch.Tensor]:
     return Move(layout, layout), torch.full(shape, transport.this_worker() + 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [2, 4, 8])
 def test_random_movements_are_the_same_both_ways(run: Any, nprocs: int) -> None:
     assert run(stress.movements, 400, nprocs, nprocs=nprocs) == [[]] * nprocs
@@ -331,6 +332,7 @@ def die_at_random(folder: str, seed: int) -> None:
         os._exit(3)
 
 
+@pytest.mark.ends_workers
 @pytest.mark.parametrize("seed", range(6))
 def test_a_worker_killed_at_a_random_moment_is_noticed(run: Any, tmp_path: Path, seed: int) -> None:
     before = set(os.listdir("/dev/shm"))

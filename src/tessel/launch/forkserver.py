@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
 import torch
@@ -33,8 +34,8 @@ STATUS = struct.Struct("<i")
 _ORDER = struct.Struct("<ii")
 _BOOT = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "fd, *sys.path = sys.argv[1:]; "
-    "from tessel.launch.forkserver import run_forkserver; run_forkserver(int(fd))"
+    "fd, preload, *sys.path = sys.argv[1:]; "
+    "from tessel.launch.forkserver import run_forkserver; run_forkserver(int(fd), preload.split())"
 )
 
 
@@ -68,22 +69,32 @@ class ForkServer:
             time.sleep(1e-3)
 
 
-def shared_forkserver() -> ForkServer:
-    """The forkserver of this process, started by its first use, as long as the process lives."""
-    forkserver = _spawn_forkserver(os.getpid())
+def shared_forkserver(preload: tuple[str, ...] = ()) -> ForkServer:
+    """The forkserver of this process that has imported these modules besides torch.
+
+    It is started by its first use, and lives as long as the process.
+    """
+    forkserver = _spawn_forkserver(os.getpid(), preload)
     if not forkserver.is_running():
         _spawn_forkserver.cache_clear()
-        forkserver = _spawn_forkserver(os.getpid())
+        forkserver = _spawn_forkserver(os.getpid(), preload)
     return forkserver
 
 
-@functools.lru_cache(maxsize=1)
-def _spawn_forkserver(pid: int) -> ForkServer:
+@functools.cache
+def _spawn_forkserver(pid: int, preload: tuple[str, ...]) -> ForkServer:
     """A forkserver in a new interpreter; a fork of this process has another `pid`, so its own."""
     mine, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, str(theirs.fileno()), *map(str, sys.path)],
+            [
+                sys.executable,
+                "-c",
+                _BOOT,
+                str(theirs.fileno()),
+                " ".join(preload),
+                *map(str, sys.path),
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
@@ -92,8 +103,11 @@ def _spawn_forkserver(pid: int) -> ForkServer:
     return forkserver
 
 
-def run_forkserver(fd: int) -> None:
+def run_forkserver(fd: int, preload: Sequence[str]) -> None:
     """Be the forkserver at the other end of a socket, in a new interpreter."""
+    for name in preload:
+        with contextlib.suppress(ImportError):  # the function that needs it will say so
+            importlib.import_module(name)
     gc.freeze()  # memory that the workers share is then not copied by their garbage collection
     _Server(socket.socket(fileno=fd), None).run()
 

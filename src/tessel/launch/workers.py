@@ -9,7 +9,7 @@ import operator
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
@@ -92,6 +92,7 @@ class Workers:
         nprocs: the number of workers of a call that does not say otherwise.
         threads: torch threads of each worker; by default the cores are shared out evenly.
         backend: of the process group, as for `torch.distributed.init_process_group`.
+        preload: names of modules that are imported once for all workers, before these are forked.
 
     Example:
         >>> import torch.distributed as dist
@@ -103,10 +104,18 @@ class Workers:
         ([0, 1], [3, 3, 3])
     """
 
-    def __init__(self, nprocs: int, *, threads: int | None = None, backend: str = "gloo") -> None:
+    def __init__(
+        self,
+        nprocs: int,
+        *,
+        threads: int | None = None,
+        backend: str = "gloo",
+        preload: Iterable[str] = (),
+    ) -> None:
         self.nprocs = _count("nprocs", nprocs)
         self.threads = None if threads is None else _count("threads", threads)
         self.backend = backend
+        self.preload = _names(preload)
         self._processes: list[WorkerProcess] = []
         self._world: _World | None = None
         self._lock = threading.Lock()
@@ -172,7 +181,7 @@ class Workers:
         self._disband()
         self._remove([process for process in self._processes if not process.is_reachable()])
         while len(self._processes) < nprocs:
-            self._processes.append(WorkerProcess(forkserver or shared_forkserver()))
+            self._processes.append(WorkerProcess(forkserver or shared_forkserver(self.preload)))
         processes = self._processes[:nprocs]
         await_starts(processes)
         return processes
@@ -228,6 +237,15 @@ class _World:
 
     def is_usable(self, nprocs: int) -> bool:
         return len(self.members) == nprocs and all(p.is_in_world() for p in self.members)
+
+
+def _names(preload: Iterable[str]) -> tuple[str, ...]:
+    """Names of modules; a single text would be taken for one name per letter."""
+    names = (preload,) if isinstance(preload, str) else tuple(preload)
+    for name in names:
+        if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
+            raise ValueError(f"preload must have names of modules, as 'torch.func', got {name!r}")
+    return names
 
 
 def _count(name: str, value: int) -> int:

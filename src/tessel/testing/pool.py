@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from tessel.launch import Workers
@@ -30,6 +30,8 @@ class WorkerPool:
         timeout: seconds that a call may take if it does not say otherwise.
         threads: torch threads of each worker; by default the cores are shared out evenly.
         backend: of the process group, as for `torch.distributed.init_process_group`.
+        preload: names of modules that are imported once for all workers, before these are forked:
+            those which tests need and which take long, as `torch._dynamo`.
 
     Example:
         >>> import torch.distributed as dist
@@ -46,9 +48,10 @@ class WorkerPool:
         timeout: float | None = 60.0,
         threads: int | None = None,
         backend: str = "gloo",
+        preload: Iterable[str] = (),
     ) -> None:
         self.timeout = timeout
-        self._workers = Workers(nprocs, threads=threads, backend=backend)
+        self._workers = Workers(nprocs, threads=threads, backend=backend, preload=preload)
 
     def run(
         self,

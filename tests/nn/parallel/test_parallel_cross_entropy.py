@@ -242,11 +242,12 @@ def all_equal(run: Run, cases: list[Case], nprocs: int) -> None:
     assert run(check_cases, cases, nprocs=nprocs, timeout=SECONDS) == [len(cases)] * nprocs
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [1, 3, 4])
 def test_all_options_are_those_of_one_process(run: Run, nprocs: int) -> None:
     all_equal(run, grid(), nprocs)
 
 
+@pytest.mark.slow
 def test_all_options_on_two_and_two_workers(run: Run) -> None:
     all_equal(run, grid(workers="pairs"), 4)
 
@@ -286,6 +287,7 @@ def extremes(**more: Any) -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nprocs", "dtype"), [(2, torch.float32), (4, torch.float64)])
 def test_extreme_logits(run: Run, nprocs: int, dtype: torch.dtype) -> None:
     """±1000, −inf, inf and nan: torch's numbers, and torch's nan at the same places."""
