@@ -217,6 +217,7 @@ def train(name: str, args: tuple[int, ...], grid: Shape, shape: Shape) -> list[l
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", TRAININGS)
 def test_models_have_the_gradients_of_one_process(run: Run, nprocs: int) -> None:
     for case in TRAININGS[nprocs]:

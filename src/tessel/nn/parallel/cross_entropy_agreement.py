@@ -55,7 +55,15 @@ class ShardedLoss:
 
     def whole(self, x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """Torch's own loss of whole logits."""
-        return F.cross_entropy(x, target, weight, **asdict(self.measure))
+        measure = self.measure
+        return F.cross_entropy(
+            x,
+            target,
+            weight,
+            ignore_index=measure.ignore_index,
+            reduction=measure.reduction,
+            label_smoothing=measure.label_smoothing,
+        )
 
 
 @dataclass(frozen=True)

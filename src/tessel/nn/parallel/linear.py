@@ -201,9 +201,10 @@ def multiply(
     """The product of an input with a weight in shards, which are those of the whole `sizes`."""
     if not partition.active:
         return x.clone()
-    needs, is_off = needs_of([weight] if bias is None else [weight, bias])
-    device, alone = weight.device.type, partition.size == 1
-    with torch._C.DisableTorchFunctionSubclass():  # what the result is, is known here
+    # what the result is, is known here; and to ask a shard for its kind takes microseconds
+    with torch._C.DisableTorchFunctionSubclass():
+        needs, is_off = needs_of([weight] if bias is None else [weight, bias])
+        device, alone = weight.device.type, partition.size == 1
         product = ShardedProduct(
             name=name,
             partition=partition,
