@@ -78,3 +78,29 @@ def make_equal() -> torch.Tensor:
 
 def test_workers_get_what_the_first_of_a_partition_has(run: Run) -> None:
     assert [float(each.mean()) for each in run(make_equal, nprocs=3)] == [0.0, 1.0, 1.0]
+
+
+def use_after_a_call_of_some(ranks: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """Gradients of a value that all use, after an agreement in which only some took part."""
+    world = tessel.world()
+    some = world.create_partition_inclusive(ranks)
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    y = tessel.nn.AllSumReduce(some, [0])(x if some.active else tessel.zero_volume_tensor())
+    P = world.create_cartesian_topology_partition([2, 2])
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    used = replicate(w, Layout.whole(P, (3,), shared=True), [1])
+    used.sum().backward()
+    if some.active:
+        y.sum().backward()
+    assert w.grad is not None
+    return w.grad.tolist(), [] if x.grad is None else x.grad.tolist()
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 3), (1, 2, 3)])
+def test_workers_that_agreed_with_others_before_are_waited_for(
+    run: Run, ranks: tuple[int, ...]
+) -> None:
+    found = run(use_after_a_call_of_some, ranks, nprocs=4, timeout=30)
+    for worker, (of_w, of_x) in enumerate(found):
+        assert of_w == [2.0] * 3
+        assert of_x == ([float(len(ranks))] * 2 if worker in ranks else [])

@@ -380,6 +380,11 @@ def record_local(operator: LocalMap, x: Tensor) -> Tensor:
 class BilinearMap(Protocol):
     """What maps a tensor, linearly, with the help of other tensors that it is linear in, too."""
 
+    @property
+    def group(self) -> transport.Group:
+        """All workers between whom something moves in a backward pass."""
+        ...
+
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor: ...
 
     def vjp(
@@ -405,6 +410,11 @@ def record_product(product: BilinearMap, x: Tensor, *factors: Tensor | None) -> 
 
 class Several(Protocol):
     """What maps several tensors to several, linearly; None is a zero that nobody computed."""
+
+    @property
+    def group(self) -> transport.Group:
+        """All workers between whom something moves."""
+        ...
 
     @property
     def H(self) -> Several:
@@ -434,6 +444,19 @@ def record_several(
     return found[:-1]
 
 
+def _number_of_call(operator: Any) -> int:
+    """The number of the last call that the workers of an operator agreed on, all of them.
+
+    It is not that of the last agreement of this worker, which the others may have had no part in.
+    """
+    if torch.compiler.is_compiling():
+        return 0
+    if isinstance(operator, LinearOperator):
+        return operator.prepare().num_calls
+    group = getattr(operator, "group", None)  # what moves nothing has none
+    return 0 if group is None else group.num_calls
+
+
 class _Apply(torch.autograd.Function):
     """The gradient of A is A.H, itself recorded, so that derivatives of every order exist.
 
@@ -454,7 +477,7 @@ class _Apply(torch.autograd.Function):
         ctx.operator = inputs[2]
         # By the number of its call a backward exchange is told apart from others, as threads and
         # checkpoints run them in orders that differ between workers.
-        ctx.call = 0 if torch.compiler.is_compiling() else transport.current_call()
+        ctx.call = _number_of_call(ctx.operator)
         ctx.save_for_backward(output[1])
 
     @staticmethod
@@ -497,7 +520,7 @@ class _ApplyProduct(_ApplyAnyMode):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, _, ctx.product, *factors = inputs
-        ctx.call = transport.current_call()
+        ctx.call = _number_of_call(ctx.product)
         ctx.save_for_backward(output[1], x, *factors)
 
     @staticmethod
@@ -521,7 +544,7 @@ class _ApplySeveral(_ApplyAnyMode):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.operator = inputs[0]
-        ctx.call = transport.current_call()
+        ctx.call = _number_of_call(ctx.operator)
         ctx.set_materialize_grads(False)  # a missing gradient is told to the others as missing
         ctx.save_for_backward(output[-1])
 

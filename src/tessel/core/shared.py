@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tessel import transport
 from tessel.core import boxes
 from tessel.core.agreement import TensorMeta
 from tessel.core.layout import Cut, Layout, Shape
@@ -188,6 +189,7 @@ class GradientBucket:
         self._lengths = [prod(shape) for shape in self.shapes]
         marks = len(self.shapes) if len(self.shapes) > 1 else 0
         self._sum = _sum(partition, axes, sum(self._lengths) + marks)
+        self.group = partition.group
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
         """What `use` takes. In a backward pass the sums are waited for here."""
@@ -238,6 +240,10 @@ class _BucketStep:
     """A step of a bucket. What it carries goes with the token that stands for it in the graph."""
 
     bucket: GradientBucket
+
+    @property
+    def group(self) -> transport.Group:
+        return self.bucket.group
 
     def empty(self) -> Tensor:
         return self.bucket.empty()

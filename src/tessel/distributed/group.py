@@ -151,7 +151,7 @@ def _checked(group_size: int | None, workers: int) -> int:
 
 
 def _choice() -> _Choice:
-    transport.current_call()  # notices that the job is another one: what was kept ends with it
+    transport.look_for_job()
     return _kept()
 
 

@@ -32,7 +32,7 @@ from tessel.core.layout import Layout
 from tessel.core.linop import record_product
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.transport import kept_in_job, this_worker
+from tessel.transport import group_of, kept_in_job, num_workers, this_worker
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -236,6 +236,8 @@ class _History:
 
     def __init__(self, result: Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.result, self.inputs = result, inputs
+        # inputs may lie on other workers than the result: all workers of the job pass here
+        self.group = group_of(range(num_workers()))
 
     def _apply(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
         return self.result._part.detach()

@@ -20,10 +20,10 @@ from tessel.transport.group import packed_words as packed_words
 from tessel.transport.job import can_share_memory as can_share_memory
 from tessel.transport.job import checks_calls as checks_calls
 from tessel.transport.job import chosen_transport as chosen_transport
-from tessel.transport.job import current_call as current_call
 from tessel.transport.job import group_of as group_of
 from tessel.transport.job import kept_in_job as kept_in_job
 from tessel.transport.job import leave as leave
+from tessel.transport.job import look_for_job as look_for_job
 from tessel.transport.job import shares_memory as shares_memory
 from tessel.transport.job import start as start
 from tessel.transport.job import tagged as tagged

@@ -53,7 +53,8 @@ class Group:
     def __init__(self, workers: tuple[int, ...], handle: Any, membership: Membership) -> None:
         self.workers = workers
         self.handle = handle
-        self.num_calls = 0
+        self.num_calls = 0  # that were agreed on here, or in a group that has all these workers
+        self.within = [self]  # the groups of the job that have no other workers
         self._membership = membership
         self._code = code_of(repr(workers))
 
@@ -212,9 +213,13 @@ class Group:
         return f"worker {first} calls {call}{also}"
 
     def number_call(self) -> None:
-        """Count a call that all workers agreed on; they all have the same count."""
-        self.num_calls += 1
-        self._membership.call = self.num_calls
+        """Count a call that all workers agreed on; those of each group have the same count.
+
+        A group inside of this one counts it, too: some of its workers may agree with others at
+        times, and what they count alone must not be in its number.
+        """
+        for group in self.within:
+            group.num_calls += 1
 
     def share_objects(self, item: Any) -> list[Any]:
         """Every worker's item in group order; slow, for set-up and for the text of errors."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -61,9 +61,9 @@ def traffic() -> Traffic:
     return _job().membership.traffic
 
 
-def current_call() -> int:
-    """The number of the call that the workers last agreed on."""
-    return _job().membership.call
+def look_for_job() -> None:
+    """Notice that the job is another one: what was kept of the last ends with it."""
+    _job()
 
 
 def shares_memory() -> bool:
@@ -145,6 +145,7 @@ class Supposed:
     """
 
     workers: tuple[int, ...]
+    num_calls: ClassVar[int] = 0
 
     @property
     def size(self) -> int:
@@ -164,7 +165,13 @@ class _Job:
 
     def group(self, workers: tuple[int, ...]) -> Group:
         if workers not in self.groups:
-            self.groups[workers] = Group(workers, self._handle(workers), self.membership)
+            made = Group(workers, self._handle(workers), self.membership)
+            for other in self.groups.values():
+                if {*workers} < {*other.workers}:
+                    other.within.append(made)
+                elif {*other.workers} < {*workers}:
+                    made.within.append(other)
+            self.groups[workers] = made
         return self.groups[workers]
 
     def end(self) -> None:

@@ -23,14 +23,12 @@ class Membership:
     """Who the workers are, and what passed between them.
 
     Attributes:
-        call: the number of the last call that was agreed on, in its group.
         tag: what messages of this thread carry now, so that they cannot be taken for others.
         traffic: the running totals of this worker.
         processes: of all workers, in their order.
         host: those with whom this worker shares memory, if any.
     """
 
-    call: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     processes: list[PeerProcess] = field(default_factory=list)
     host: Host | None = None

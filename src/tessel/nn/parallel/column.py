@@ -27,6 +27,7 @@ class ColumnProduct:
 
     def __init__(self, spread: Replicate) -> None:
         self.spread = spread
+        self.group = spread.group
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor:
         weight, bias = factors
