@@ -98,6 +98,9 @@ class LinearOperator(HasHandle):
         if self._group is None:
             # not by an attribute: moves are frozen
             self.__dict__["_group"] = transport.group_of(self._members())
+            for part in [*vars(self).values()]:  # those that it is made of, if it is a copy
+                if isinstance(part, LinearOperator):
+                    part.prepare()
         return self.group
 
     def plan_ahead(self) -> None:
