@@ -34,6 +34,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.stage",),
     ("core.plan",),
     ("core.linop",),
+    ("core.checksum",),
     ("core.agreement",),
     ("core.layout",),
     ("core.partition",),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tessel
 from parity import close, values
+from tessel.core.checksum import checksum, checksum_of, mixed_sum
 from tessel.imaging import (
     DistributedContext,
     DistributedDataFidelity,
@@ -19,7 +20,6 @@ from tessel.imaging import (
     DistributedPhysics,
     DistributedSignal,
 )
-from tessel.imaging.checksum import checksum, checksum_of, mixed_sum
 from tessel.imaging.parts import operator_grid
 from tessel.testing import count_traffic
 

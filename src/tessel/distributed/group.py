@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from operator import index as as_int
 
 from tessel import transport
+from tessel.core.agreement import agree_on_call
 from tessel.core.partition import Partition, world
-from tessel.distributed.agreeing import agree_on_call
 from tessel.transport import kept_in_job
 
 

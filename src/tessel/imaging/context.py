@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.backends import cudnn
 
 from tessel import transport
+from tessel.core.agreement import agree_on_call
+from tessel.core.checksum import checksum, checksum_of
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
-from tessel.distributed.agreeing import agree_on_call
 from tessel.errors import WorkerLost
 from tessel.imaging import sharding as shardings
-from tessel.imaging.checksum import checksum, checksum_of
 from tessel.imaging.random import SHARED, drawing
 from tessel.transport import NUM_WORDS, code_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tessel.distributed.agreeing import agree_on_call
+from tessel.core.agreement import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.factory import on_device

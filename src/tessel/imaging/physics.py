@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, Signature, TensorMeta, same
+from tessel.core.agreement import Agreement, Signature, TensorMeta, agree, agree_on_call, same
 from tessel.core.layout import Layout, Shape
 from tessel.core.move import Move
 from tessel.core.shared import anchored_zeros, total
-from tessel.distributed.agreeing import agree, agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
 from tessel.imaging.parameters import (

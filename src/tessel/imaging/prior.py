@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from tessel.core import boxes
+from tessel.core.agreement import agree
 from tessel.core.boxes import Box, Interval
 from tessel.core.layout import Cut, Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.core.shared import anchored_zeros, grad_alike
-from tessel.distributed.agreeing import agree
 from tessel.distributed.movements import copying
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import (

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tessel.core.agreement import Agreement, Signature, TensorMeta
+from tessel.core.checksum import checksum
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.imaging.checksum import checksum
 from tessel.imaging.context import DistributedContext, drifted
 from tessel.imaging.parts.kernel import is_whole
 from tessel.transport import NUM_WORDS, code_of

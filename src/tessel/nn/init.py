@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tessel.core.agreement import agree_on_call
 from tessel.core.layout import Layout
-from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import get_group
 from tessel.errors import WorkerLost
 from tessel.nn.parallel.drawing import draw_, layout_of

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, remember
+from tessel.core.checksum import checksum, is_dense
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.shared import grad_alike
-from tessel.distributed.agreeing import checksum, is_dense
 from tessel.nn.layer import Layer, Result
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn import Module
 
+from tessel.core.agreement import agree_on_call
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import gathering, shard_layout
 from tessel.distributed.shards import sharding_of, shared_by, unmarked

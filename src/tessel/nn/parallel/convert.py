@@ -11,8 +11,8 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from tessel.core.agreement import agree_on_call
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import agree_on_call
 from tessel.nn.parallel.drawing import equalize_, keep_part_
 from tessel.nn.parallel.sharded import ShardedLayer
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from tessel import transport
-from tessel.core.agreement import TensorMeta, as_agreed
+from tessel.core.agreement import TensorMeta, agree_on_call, as_agreed
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
-from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import scattering
 from tessel.distributed.shards import (

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, same
+from tessel.core.agreement import Numbers, TensorMeta, agree_and_tell, same
+from tessel.core.checksum import checksum, is_dense, range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import Numbers, agree_and_tell, checksum, is_dense, range_of
 from tessel.distributed.movements import layout_of_shards
 from tessel.distributed.shards import Sharding
 from tessel.tensor.rules.losses import Kind, loss_dtype

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.agreement import agree
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import agree
 from tessel.distributed.movements import layout_of_parts, shard_layout
 from tessel.distributed.shards import sharding_of, shared_by, unmarked
 

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import same
+from tessel.core.agreement import agree_and_tell, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Shape
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import agree_and_tell
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import layout_of_parts
 from tessel.distributed.shards import Sharding, State, check_known, describe, traced_state

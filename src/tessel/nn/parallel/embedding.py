@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import as_agreed
+from tessel.core.agreement import agree_on_call, as_agreed
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import gathering, shard_layout
 from tessel.distributed.shards import (

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, same
+from tessel.core.agreement import Held, Numbers, TensorMeta, agree_and_tell, same
+from tessel.core.checksum import range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import Held, Numbers, agree_and_tell, range_of
 from tessel.distributed.movements import shard_layout
 from tessel.distributed.shardings import Sharding, State, check_known, describe
 from tessel.tensor.rules.split_tables import EmbeddingOptions

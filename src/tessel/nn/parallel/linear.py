@@ -11,13 +11,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tessel.core import boxes
-from tessel.core.agreement import TensorMeta, same
+from tessel.core.agreement import TensorMeta, agree, agree_on_call, conclude, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
 from tessel.core.partition import Partition
 from tessel.core.shared import Replicate, grad_alike
-from tessel.distributed.agreeing import agree, agree_on_call, conclude
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import (
     copying,

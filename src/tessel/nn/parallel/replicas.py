@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tessel.core.agreement import agree_on_call
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition, world
-from tessel.distributed.agreeing import agree_on_call
 from tessel.distributed.group import get_group, row_of
 from tessel.distributed.movements import gather
 from tessel.distributed.shards import sharding_of

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessel.core.agreement import tell
 from tessel.core.layout import Layout
 from tessel.core.move import Move
-from tessel.distributed.agreeing import tell
 from tessel.distributed.shards import unmarked
 from tessel.nn.parallel.state_places import Places
 

@@ -10,10 +10,10 @@ from itertools import chain
 from torch import Tensor
 from torch.nn import Module
 
+from tessel.core.agreement import agree_on_call, agree_on_items
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.distributed.agreeing import agree_on_call, agree_on_items
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, shared_by, state_of
 from tessel.nn.parallel.drawing import layout_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -17,8 +18,8 @@ _STEP = 1 << 24
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
-def checksum(tensor: Tensor) -> int:
-    """A number that depends on every bit of a tensor and on its place.
+def checksum(tensor: Any) -> int:
+    """A number that depends on every bit of a tensor and on its place; 0 for what has no values.
 
     Tensors that differ in order, in signs (also that of zero) or in NaNs have other numbers, but
     for one in four billion. What is on a GPU stays there: only the number comes to the host.
@@ -29,6 +30,8 @@ def checksum(tensor: Tensor) -> int:
     >>> checksum(torch.tensor([0.0])) == checksum(torch.tensor([-0.0]))
     False
     """
+    if not is_dense(tensor):
+        return 0
     with _DisableFuncTorch():  # which would wrap all that is made from values again
         # The values alone, without derivatives and the wrappers of torch.func.
         while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -37,7 +40,7 @@ def checksum(tensor: Tensor) -> int:
             tensor = forward_ad.unpack_dual(tensor).primal
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         if flat.device.type == "cpu":
-            return zlib.crc32(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            return zlib.crc32(flat.view(torch.uint8).numpy())
         return mixed_sum(flat)
 
 
@@ -69,3 +72,29 @@ def mixed_sum(flat: Tensor) -> int:
         places = torch.arange(start, start + words.numel(), device=words.device) * 2 + 1
         total += int(((places * _ODD) * (words * _ODD ^ (words >> 32))).sum())
     return (total ^ (total >> 32)) & 0xFFFFFFFF
+
+
+def range_of(
+    values: Any, dtypes: Sequence[torch.dtype], ignored: int | None = None
+) -> tuple[int, int, int]:
+    """The least and the greatest of some integers, and a checksum; (0, -1, …) if there are none.
+
+    Copies that must be equal are compared by it, and ids that must be in range.
+
+    Args:
+        values: a tensor of one of the dtypes; anything else counts as none.
+        dtypes: those that are looked at.
+        ignored: a value that counts in the checksum alone.
+    """
+    if not is_dense(values) or values.dtype not in dtypes:
+        return 0, -1, 0
+    with _DisableFuncTorch():  # what is only looked at belongs to no transform
+        found = values.detach().to("cpu", torch.int64).contiguous().numpy()
+    said = zlib.crc32(found.data) if found.size else 0
+    counted = found if ignored is None else found[found != ignored]
+    return (int(counted.min()), int(counted.max()), said) if counted.size else (0, -1, said)
+
+
+def is_dense(value: Any) -> bool:
+    """Whether values can be looked at; what the workers agree on says what else is wrong."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
