@@ -1,7 +1,7 @@
 """The `tessel` command: `demo`, `run`, `plan`, `doctor`, `bench`.
 
 A command is a module of this package with `SUMMARY` (one line), `add_arguments(parser)` and
-`execute(args) -> int` (the exit code); `COMMANDS` lists them.
+`execute(args) -> int` (the exit code); `COMMANDS` lists them. It may import everything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tensor parallelism: the group of workers, its four movements, and marks on shards."""
+"""Tensor parallelism: the group of workers, its four movements, and shards.
+
+It may import `tensor`, whose table says what torch's functions do to shards, and what is below.
+"""
 
 from tessel.distributed import (
     spreading as _spreading,  # noqa: F401  (shards can meet spread tensors)

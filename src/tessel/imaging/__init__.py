@@ -1,4 +1,7 @@
-"""Imaging: large inverse problems, their operators, measurements and image over workers."""
+"""Imaging: large inverse problems, their operators, measurements and image over workers.
+
+It may import all but `cli`, `viz` and `examples`; nothing but these imports it.
+"""
 
 from tessel.imaging import solvers as solvers
 from tessel.imaging.context import DistributedContext as DistributedContext

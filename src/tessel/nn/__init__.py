@@ -1,4 +1,7 @@
-"""Data movements and layers as torch modules, and the conversion of torch models."""
+"""Data movements and layers as torch modules, and the conversion of torch models.
+
+It may import `distributed`, `tensor`, `operators`, `primitives` and what is below them.
+"""
 
 from tessel.nn import functional as functional
 from tessel.nn import init as init

@@ -1,1 +1,4 @@
-"""The movements of data between workers, each a thin face of `tessel.Move`."""
+"""The movements of data between workers, each a thin face of `tessel.Move`.
+
+It may import `core` and `transport`.
+"""

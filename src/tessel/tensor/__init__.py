@@ -1,4 +1,7 @@
-"""The spread tensor, and the table that says what torch's functions do with it."""
+"""The spread tensor, and the table that says what torch's functions do with it.
+
+It may import `operators` (for transforms), `primitives`, `core` and `transport`.
+"""
 
 from tessel.tensor import call as _call  # noqa: F401  (torch's functions are called through it)
 from tessel.tensor import comparing as _comparing  # noqa: F401  (it reads TESSEL_CHECK)

@@ -1,4 +1,7 @@
-"""Proofs for operators, and local workers to run them on."""
+"""Proofs for operators and for converted models, and local workers to run them on.
+
+It may import `nn`, `launch` and what is below them.
+"""
 
 from tessel.tensor.comparing import check_calls as check_calls
 from tessel.testing.checks import check_adjoint as check_adjoint

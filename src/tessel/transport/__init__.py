@@ -1,7 +1,8 @@
 """What travels between processes, and how: the only package that calls `torch.distributed`.
 
 A `Group` is a set of workers that can talk to each other. CPU tensors of workers of one host travel
-through memory that these share, all else through `torch.distributed`.
+through memory that these share, all else through `torch.distributed`. It
+may import `core.boxes` and what says facts about the machine.
 """
 
 from tessel.transport.buffers import ReceiveBuffer as ReceiveBuffer
