@@ -1,6 +1,6 @@
 """A user's program, which `mypy --strict` accepts: the types of what is public are of use.
 
-`make types` checks it, and `tests/test_release.py` runs it. `assert_type` says what a user sees.
+`make types` checks it, and `tests/test_typed_user.py` runs it. `assert_type` says what a user sees.
 """
 
 from __future__ import annotations
