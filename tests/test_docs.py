@@ -34,6 +34,7 @@ import pytest
 
 import tessel
 from scripts import main_program
+from tessel.tensor import table
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -114,12 +115,26 @@ def execute(sources: list[tuple[str, int, str]]) -> list[str]:
     module = types.ModuleType("page")
     sys.modules["page"] = module
     printed = []
-    for page, line, source in sources:
-        code = compile("\n" * line + source, page, "exec")
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            exec(code, module.__dict__)
-        printed.append(output.getvalue())
+    with rules_kept():
+        for page, line, source in sources:
+            code = compile("\n" * line + source, page, "exec")
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(code, module.__dict__)
+            printed.append(output.getvalue())
     return printed
+
+
+@contextlib.contextmanager
+def rules_kept() -> Iterator[None]:
+    """Leave the table as it was: the pages enter rules, which other workers of a pool lack."""
+    rules, plain = dict(table.RULES), set(table.PLAIN)
+    try:
+        yield
+    finally:
+        for each, before in ((table.RULES, rules), (table.PLAIN, plain)):
+            each.clear()  # type: ignore[attr-defined]
+            each.update(before)  # type: ignore[attr-defined]
+        table.FOUND.clear()
 
 
 def check_output(block: Block, printed: str) -> None:

@@ -177,19 +177,19 @@ def test_one_autograd_function() -> None:
 
 def test_gradients_that_are_no_adjoints() -> None:
     """Those that docs/architecture.md names: gradients that are written out, and hooks."""
-    slopes, hooks = set(), set()
+    gradients, hooks = set(), set()
     for path in FILES:
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef) and node.name in ("slopes", "backward", "vjp"):
-                slopes.add((path.name, node.name))
+            if isinstance(node, ast.FunctionDef) and node.name in ("backward", "vjp"):
+                gradients.add((path.name, node.name))
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Attribute) and called.attr == "register_hook":
                 hooks.add(path.name)
-    # `backward` of facts.py is the method of a spread tensor, `vjp` that of a user's physics
-    slopes -= {("facts.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
-    assert slopes == {("linop.py", "slopes"), ("column.py", "slopes"), ("tensor.py", "slopes")}
-    # facts.py has that of a spread tensor, which its user registers
-    assert hooks == {"distribute.py", "facts.py", "replicas.py"}
+    # `backward` of attributes.py is the method of a spread tensor, `vjp` that of a user's physics
+    gradients -= {("attributes.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
+    assert gradients == {("linop.py", "vjp"), ("column.py", "vjp"), ("tensor.py", "vjp")}
+    # attributes.py has that of a spread tensor, which its user registers
+    assert hooks == {"distribute.py", "attributes.py", "replicas.py"}
 
 
 def test_splits_are_computed_in_boxes() -> None:

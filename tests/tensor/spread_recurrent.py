@@ -91,6 +91,9 @@ RECURRENT = {
     "GRU of few samples": Case(sequence("GRU"), ((5, 1, 6),), order=1),
     "GRU of packed sequences": Case(packed, ((4, 5, 6),), order=1, may_gather=True),
     "RNNCell": Case(lambda x, h: layer("RNNCell", 6, 3)(x, h), ((4, 6), (4, 3))),
+    "RNNCell of relu": Case(
+        lambda x, h: layer("RNNCell", 6, 3, nonlinearity="relu")(x, h), ((4, 6), (4, 3))
+    ),
     "GRUCell": Case(lambda x, h: layer("GRUCell", 6, 3)(x, h), ((4, 6), (4, 3))),
     "GRUCell from zero": Case(lambda x: layer("GRUCell", 6, 3)(x), ((4, 6),)),
     "GRUCell of one sample": Case(lambda x: layer("GRUCell", 6, 3)(x), ((6,),)),

@@ -22,9 +22,9 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))  # when run as a scri
 import spread_elements as elements
 from spread_cases import Case
 from tessel import Layout, Partition
-from tessel.tensor import call, gathering
+from tessel.tensor import gathering
 from tessel.tensor.gathering import GatherWarning
-from tessel.tensor.table import RULES
+from tessel.tensor.table import FOUND, RULES
 from test_spread import CASES, Verdict, check, partition
 from test_spread_random import FUNCTIONS, SHAPE, drawn
 
@@ -248,7 +248,7 @@ LAYERS: Rows = {
     "nn.RNN nn.LSTM nn.GRU": [
         *("RNN of one layer", "RNN of relu", "LSTM of one layer", "GRU of one layer"),
     ],
-    "nn.RNNCell nn.LSTMCell nn.GRUCell": ["RNNCell", "LSTMCell", "GRUCell"],
+    "nn.RNNCell nn.LSTMCell nn.GRUCell": ["RNNCell", "RNNCell of relu", "LSTMCell", "GRUCell"],
     "bucketize searchsorted": ["bucketize", "searchsorted*"],
 }
 
@@ -485,7 +485,7 @@ def shortened(said: str) -> str:
 def find(section: str) -> tuple[dict[str, Line], set[str]]:
     """A section of the matrix, and the rules of the table that were followed for it."""
     followed: set[str] = set()
-    rules, known = dict(RULES), dict(call._known)
+    rules, known = dict(RULES), dict(FOUND)
     RULES.update({name: _noting(name, rule, followed) for name, rule in rules.items()})
     try:
         lines: dict[str, Line] = {}
@@ -497,8 +497,8 @@ def find(section: str) -> tuple[dict[str, Line], set[str]]:
                 (look_at_chance if is_random else look)(line, name)
     finally:
         RULES.update(rules)
-        call._known.clear()  # functions that were first met here are known by rules that note
-        call._known.update(known)
+        FOUND.clear()  # functions that were first met here are known by rules that note
+        FOUND.update(known)
     return lines, followed
 
 

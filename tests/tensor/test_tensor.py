@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tessel
 from parity import close, values
 from tessel import Layout, Partition
-from tessel.tensor import gathering
+from tessel.tensor import gathering, table
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -447,3 +447,18 @@ CHECKS = (
 @pytest.mark.parametrize("check", CHECKS, ids=[each.__name__[6:] for each in CHECKS])
 def test_tensor(run: Run, check: Callable[[], None], nprocs: int) -> None:
     run(check, nprocs=nprocs, timeout=60)
+
+
+def test_a_rule_that_comes_later_is_followed() -> None:
+    """Also one for a function that was called before without it."""
+    x = tessel.spread(torch.ones(3), tessel.world())
+    name, rules = "erfcx", dict(table.RULES)
+    try:
+        assert torch.special.erfcx(x).local.sum() < 3
+        table.rule("special_erfcx", name)(lambda name, func, args, kwargs: args[0] * 7)
+        assert torch.equal(torch.special.erfcx(x).local, torch.full((3,), 7.0))
+    finally:
+        table.RULES.clear()
+        table.RULES.update(rules)
+        table.FOUND.clear()
+    assert torch.special.erfcx(x).local.sum() < 3

@@ -19,7 +19,7 @@ import tessel
 from models import ResNet18, UNet
 from tessel import Layout
 from tessel.tensor import call
-from tessel.tensor.table import RULES
+from tessel.tensor.table import FOUND, RULES
 from tessel.testing import ModelReport, check_model
 
 Run = Callable[..., list[Any]]
@@ -336,12 +336,12 @@ def rule_instead(name: str, rule: Any) -> Iterator[None]:
     """Another rule for a torch function, meanwhile."""
     before = RULES[name]
     RULES[name] = rule
-    call._known.clear()
+    FOUND.clear()
     try:
         yield
     finally:
         RULES[name] = before
-        call._known.clear()
+        FOUND.clear()
 
 
 def wrong_rule() -> tuple[str, list[str]]:

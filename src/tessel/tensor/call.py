@@ -38,6 +38,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
 from tessel.tensor.rules.pointwise import is_in_place, is_pointwise, pointwise
 from tessel.tensor.shared_random import common_number, common_seed
 from tessel.tensor.table import (
+    FOUND,
     PLAIN,
     RULES,
     Arguments,
@@ -55,17 +56,15 @@ from tessel.tensor.table import (
 )
 from tessel.tensor.tensor import Tensor, converters, move
 
-_known: dict[Any, tuple[str, Rule]] = {}
-
 
 def above(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Call a torch function on spread tensors by its rule."""
     try:
-        name, rule = _known[func]
+        name, rule = FOUND[func]
     except KeyError:
         name = name_of(func)
         rule = rule_of(name)
-        _known[func] = name, rule
+        FOUND[func] = name, rule
     return rule(name, func, args, kwargs)
 
 

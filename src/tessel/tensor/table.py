@@ -29,6 +29,7 @@ Settings = dict[str, Any]
 Rule = Callable[[str, Any, Arguments, Settings], Any]
 
 RULES: dict[str, Rule] = {}
+FOUND: dict[Any, tuple[str, Rule]] = {}  # by torch's functions, what was found for them before
 PLAIN: set[str] = set()  # names of functions whose rules take a plain tensor as the first argument
 
 # the workers of the converted model that runs now
@@ -52,6 +53,7 @@ def rule(*names: str, plain: bool = False) -> Callable[[Rule], Rule]:
     def enter(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
         PLAIN.update(names if plain else ())
+        FOUND.clear()
         return function
 
     return enter
