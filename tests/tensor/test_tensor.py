@@ -212,6 +212,7 @@ def check_round_ways() -> None:
         lambda: x.data_ptr(),
         lambda: x.untyped_storage(),
         lambda: np.from_dlpack(x),
+        lambda: torch.utils.dlpack.to_dlpack(x),
     ):
         with pytest.raises((ValueError, RuntimeError, TypeError, BufferError)):
             taken()
