@@ -76,7 +76,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.list:
         wide.print(_listing(chosen))
         return 0
-    results = _results_folder(chosen[0].folder, args.quick)
+    folder = chosen[0].folder
+    results = folder.parent / "build" / "bench" if args.quick else folder / "results"
     found = [measure(claim, options, results) for claim in chosen]
     wide.print(_table(chosen, found))
     return 1 if any(each["verdict"] == _FAILED for each in found) else 0
@@ -132,10 +133,6 @@ def _options(args: argparse.Namespace) -> list[str]:
     options = [] if args.rounds is None else ["--rounds", str(args.rounds)]
     options += ["--quick"] if args.quick else []
     return options + (["--without-peers"] if args.without_peers else [])
-
-
-def _results_folder(benchmarks: Path, quick: bool) -> Path:
-    return benchmarks.parent / "build" / "bench" if quick else benchmarks / "results"
 
 
 def _listing(claims: list[Claim]) -> Table:

@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         reporter.record_exception(error)
         return _end_soon(_exit_code(error))
-    _leave_the_job()
+    transport.leave()  # a thread of a group that runs when Python ends aborts the process
     return 0
 
 
@@ -110,11 +110,6 @@ def _execute(argv: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     runpy.run_path(path, run_name="__main__")
-
-
-def _leave_the_job() -> None:
-    """End all groups with their threads: one that runs when Python ends aborts the process."""
-    transport.leave()
 
 
 def _exit_code(error: BaseException) -> int:

@@ -177,7 +177,7 @@ def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
     own, box = source.partition.coordinates(worker), source.box(worker)
     if own is None or box is None:
         return
-    place = _without_shared(source, own)
+    place = tuple(0 if axis in source.shared else at for axis, at in enumerate(own))
     for there, part in target.agreement(box):
         for taker in target.holders(there):
             if _giver(source, place, target, taker) == worker:
@@ -198,10 +198,6 @@ def _giver(source: Layout, place: Coordinates, target: Layout, taker: int) -> in
     turn = target.partition.place(taker)  # so that no holder has to answer all of them
     assert turn is not None
     return holders[turn % len(holders)]
-
-
-def _without_shared(layout: Layout, coordinates: Coordinates) -> Coordinates:
-    return tuple(0 if axis in layout.shared else at for axis, at in enumerate(coordinates))
 
 
 def _is_silent(source: Layout, target: Layout) -> bool:

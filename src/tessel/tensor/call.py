@@ -294,7 +294,11 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     name = func._schema.name.partition("::")[2]
     found = list(spread_among(args, kwargs))
     first = found[0]
-    if name in _ALIASES and len(found) == 1 and _keeps_shape(name, first, args):
+    if (
+        name in _ALIASES
+        and len(found) == 1
+        and (len(args) < 2 or tuple(args[1]) == first._layout.shape)
+    ):
         part = first._part.detach() if name == "detach" else first._part
         return Tensor(part, first._layout, records=False)
     if func._schema.is_mutable:
@@ -316,10 +320,6 @@ _ALIASES = frozenset(
     ("alias", "view", "view_as", "detach", "_unsafe_view", "reshape", "lift_fresh")
 )
 _LIKE = frozenset(("zeros_like", "ones_like", "empty_like", "full_like", "clone", "_to_copy"))
-
-
-def _keeps_shape(name: str, x: Tensor, args: Arguments) -> bool:
-    return len(args) < 2 or tuple(args[1]) == x._layout.shape
 
 
 def _values(value: Any) -> Any:

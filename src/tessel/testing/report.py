@@ -145,7 +145,10 @@ class ModelReport:
             )
         yield ""
         # what differs first: it is what a reader looks for
-        rows = [(each.name, *_figures(each)) for each in sorted(self.values, key=_is_right)]
+        rows = [
+            (each.name, *_figures(each))
+            for each in sorted(self.values, key=lambda each: not each.differs)
+        ]
         yield from _table(("value", "error", "allowed", ""), rows)
         if self.modules:
             yield ""
@@ -162,10 +165,6 @@ class ModelReport:
             f"process, {_bytes(self.peak_alone)}."
         )
         yield from self.remarks
-
-
-def _is_right(each: Difference) -> bool:
-    return not each.differs
 
 
 def _named(module: ModuleUse) -> str:

@@ -147,16 +147,13 @@ def check_exact(layout: Layout, fields: tuple[Interpolation, ...], x: Tensor, mo
             f"supported, got {layout}; convert the tensor to torch.float32, or split its first two "
             f"dimensions only"
         )
-    if not x.is_cpu and any(_ignores_scale(field) for field in fields):
+    equal = [each for each in fields if each.inputs == each.outputs]
+    if not x.is_cpu and any(each.scale not in (None, 1.0) for each in equal):
         raise NotImplementedError(
             f"a scale other than 1 between equal lengths in the mode {mode!r} along split "
             f"dimensions is not supported on {x.device.type}, where torch ignores it at times, got "
             f"{layout}; pass the size, or recompute_scale_factor=True"
         )
-
-
-def _ignores_scale(field: Interpolation) -> bool:
-    return field.inputs == field.outputs and field.scale not in (None, 1.0)
 
 
 @lru_cache(maxsize=1024)

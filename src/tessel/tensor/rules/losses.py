@@ -340,7 +340,10 @@ def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = arguments_of(name, func, args, kwargs)
     x, targets = given["log_probs"], given["targets"]
     reduction = _reduction_of(given)
-    lengths = [_whole_numbers(given[f"{key}_lengths"]) for key in ("input", "target")]
+    lengths = [
+        torch.as_tensor(whole_of(given[f"{key}_lengths"]), device="cpu")
+        for key in ("input", "target")
+    ]
     if x.dim() == 2:  # one sample
         x = x.unsqueeze(1)
         lengths = [each.reshape(1) for each in lengths]
@@ -382,11 +385,6 @@ def _check_times(
     is_used = torch.arange(targets.shape[1]) < lengths[:, None]
     if holds_anywhere(((targets < 0) | (targets >= classes)) & is_used.to(targets.device)):
         raise RuntimeError(f"ctc_loss: a target is none of the {classes} classes")
-
-
-def _whole_numbers(value: Any) -> torch.Tensor:
-    """Numbers that a caller gave as a tensor or as a list, on all workers."""
-    return torch.as_tensor(whole_of(value), device="cpu")
 
 
 def _in_rows(targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,9 @@ _FILLS: dict[str, tuple[dict[str, Any], _Draw]] = {
     ),
     "log_normal_": (
         {"mean": 1.0, "std": 2.0},
-        lambda s, at, like, mean, std: (mean + std * _normal(s, at, like)).exp(),
+        lambda s, at, like, mean, std: (
+            mean + std * normal(s, at, torch.float64, like.device)
+        ).exp(),
     ),
     "cauchy_": (
         {"median": 0.0, "sigma": 1.0},
@@ -164,10 +166,6 @@ def _kind(like: torch.Tensor) -> torch.dtype:
 
 def _unit(seed: int, layout: Layout, like: torch.Tensor) -> torch.Tensor:
     return uniform(seed, layout, torch.float64, like.device)
-
-
-def _normal(seed: int, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-    return normal(seed, layout, torch.float64, like.device)
 
 
 @rule(*_FILLS)
@@ -247,7 +245,8 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if "feature" in name or name[-1] == "d":
-        outlines(func, args, {**kwargs, **_in_copies(kwargs)})  # torch's own errors and warnings
+        in_copies = {"inplace": False} if "inplace" in kwargs else {}
+    outlines(func, args, {**kwargs, **in_copies})  # torch's own errors and warnings
     x, layout = opened(target)
     in_place = is_in_place(name) or bool(kwargs.get("inplace", args[3:4] == (True,)))
     if in_place:
@@ -281,10 +280,6 @@ def _dropout_arguments(name: str, args: Arguments, kwargs: Settings) -> tuple[fl
         args, kwargs, place + 1, "train" if "train" in kwargs else "training", usual
     )
     return p, training is None or bool(training)
-
-
-def _in_copies(kwargs: Settings) -> Settings:
-    return {"inplace": False} if "inplace" in kwargs else {}
 
 
 _SATURATION = 1.7580993408473766  # of SELU, with the sign turned round
