@@ -73,7 +73,7 @@ class Tensor(torch.Tensor):
             device=part.device,
             requires_grad=records and part.requires_grad,
         )
-        # Code in C++ that asks for the memory of the wrapper gets an error instead of a null pointer.
+        # C++ code that asks for the memory of the wrapper gets an error, and not a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(new)
         new._part = part
         new._layout = layout
