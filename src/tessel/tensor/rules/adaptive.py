@@ -427,7 +427,7 @@ def _fitting_maximum(x: Tensor, all_spans: Sequence[Spans], with_places: bool) -
 
 
 def _equal_windows_maximum(x: Tensor, all_spans: Sequence[Spans], with_places: bool) -> Any:
-    """Torch's pool over windows that lie beside each other, so that it takes the same of ties."""
+    """Torch's pool over adjacent windows, so that it takes the same of ties."""
     D = len(all_spans)
     for dim, spans in enumerate(all_spans, x.ndim - D):
         x = x.index_select(dim, _constant(spans.indices, torch.int64, x.device))

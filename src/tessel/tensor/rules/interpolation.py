@@ -255,7 +255,7 @@ def _shifts(field: Interpolation, factor: int, read: Interval, outputs: Interval
 def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
     """The lines that torch's own function cannot do: those first that become shorter.
 
-    Of others the last, whose values lie beside each other, for then there are fewest of them.
+    Of others the last, whose values are adjacent, for then there are fewest of them.
     """
     each = [(dim, line) for dim, line in enumerate(lines, 2) if line.length is None]
     each.sort(key=lambda entry: (entry[1].field.outputs / entry[1].field.inputs, -entry[0]))
