@@ -246,7 +246,7 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if "feature" in name or name[-1] == "d":
         in_copies = {"inplace": False} if "inplace" in kwargs else {}
-    outlines(func, args, {**kwargs, **in_copies})  # torch's own errors and warnings
+        outlines(func, args, {**kwargs, **in_copies})  # torch's own errors and warnings
     x, layout = opened(target)
     in_place = is_in_place(name) or bool(kwargs.get("inplace", args[3:4] == (True,)))
     if in_place:
