@@ -17,7 +17,7 @@ import torch
 
 import tessel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "common"))
 import models  # (the same models as in the tests)
 
 MODELS = {"ResNet18": (64, 1000), "UNet": (3, 16)}  # and their arguments

@@ -31,7 +31,7 @@ from values import check_close
 import tessel
 from tessel.models import FNO
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "common"))
 import models  # (the same models as in the tests)
 
 TORCH = "torch"

@@ -37,7 +37,7 @@ from values import check_close
 import tessel
 from tessel.testing import count_memory, count_traffic
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "common"))
 import models  # (the same models as in the tests)
 
 ALONE, APART = "torch, 1 process", "nothing exchanged"
