@@ -323,7 +323,7 @@ def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
     caller = object_of(handle)
     signature = Signature(tuple(lengths), *kind)
     operator, meta = caller._agreement.agree(replace(signature, compiles=True))
-    # Compilers take results of such functions as constants if they are text: so it is a name.
+    # Text, as handles are: what a graph keeps of this call.
     name = f"_agreed_{abs(hash(signature))}"
     caller.__dict__[name] = Compiled(operator, caller._agreement, signature), meta
     return name
@@ -353,8 +353,7 @@ def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None
         else:
             with torch.no_grad():
                 y = operator._apply(x)
-        # An operator may give its input back. The result of a call must not be the argument: with
-        # a graph autograd makes a view of it, and here nothing would.
+        # An operator may give its input back; the result of a call must not be the argument.
         return y.clone() if y is x else y
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
 
@@ -478,8 +477,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.operator = inputs[2]
-        # By the number of its call a backward exchange is told apart from others, as threads and
-        # checkpoints run them in orders that differ between workers.
+        # By the number of its call a backward exchange is told apart from those of other calls.
         ctx.call = _number_of_call(ctx.operator)
         ctx.save_for_backward(output[1])
 

@@ -146,8 +146,6 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
     # the others are added to what it wrote. Else the output is cleared before.
     first = takes if source.owns_once else takes[:1]
     return Plan(
-        # by worker, as the takers' pieces are: messages between two workers are told apart by
-        # their order alone
         gives=tuple(piece for piece in gives if piece.peer != worker),
         arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=_peer)),
         takes=takes,
@@ -166,8 +164,7 @@ def _takes(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
     box = target.box(worker)
     if box is None:
         return
-    # In the order of the source's grid, not of the workers: sums are the same on any partition
-    # that cuts alike, and the same on all workers that get a copy.
+    # In the order of the source's grid: so all workers that get a copy of a sum add in one order.
     for place, part in source.agreement(box):
         yield Piece.of(_giver(source, place, target, worker), part, box)
 

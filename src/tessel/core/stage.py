@@ -47,7 +47,7 @@ class Stage:
         """The output, in the room that is given for it."""
         plan = self.plan
         if plan.stays and room is None:
-            # a copy, as every other move gives: users write into results
+            # a copy, as every other move gives
             return x.clone(memory_format=torch.contiguous_format)
         if x.shape != plan.source_shape:
             x = x.reshape(plan.source_shape)
@@ -157,7 +157,7 @@ class Stage:
 
     def _remembered(self, key: Lies) -> CopyProgram | None:
         if len(self._programs) >= MOST_PROGRAMS:
-            self._programs.clear()  # strides change with every call: remembering does not pay
+            self._programs.clear()
         program = None if self.plan.silent else self._prepared(*key)
         self._programs[key] = program
         return program

@@ -92,7 +92,6 @@ class BucketSchedule:
     def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
         """Remember a call that followed a plan."""
         if uses:
-            # A gradient that never comes would hold up all others of its bucket.
             self.unsteady.update(n for bucket in plan for n in bucket.numbers if n not in uses)
             self.uses = {n: use for n, use in uses.items() if n not in self.unsteady}
 
