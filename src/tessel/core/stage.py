@@ -22,8 +22,8 @@ from tessel.transport import (
     is_plain,
 )
 
-# Slices that lie a multiple of STEP bytes apart fall into few sets of a processor's cache, and push
-# each other out when a transform goes through them one by one: GAP bytes between them end that.
+# bytes: slices that would lie a multiple of STEP apart get GAP between them, for transforms that
+# go through them one by one
 STEP, GAP = 2048, 128
 MOST_PROGRAMS = 64  # that a stage remembers
 # how tensors lie: dtype, strides of input and output, and whether the own part is there already
