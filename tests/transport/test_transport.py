@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import stress
 import tessel
 from tessel import Layout, Move, transport
 from tessel.testing import count_memory
 from tessel.transport import ReceiveBuffer, SendBuffer, channel
+from tessel.transport.constants import SLOTS
+from tessel.transport.group import NUM_WORDS
 from tessel.transport.host import Host
 from tessel.transport.membership import Membership
 from tessel.transport.process import PeerProcess
@@ -141,6 +144,40 @@ def unexpected_messages() -> list[float]:
 
 def test_messages_of_another_call_wait_their_turn(run: Any) -> None:
     assert run(unexpected_messages, nprocs=2) == [[17.0, 18.0], [7.0, 8.0]]
+
+
+def words_that_find_no_room() -> list[int]:
+    """An agreement behind a full channel, after which the sender waits where nothing is pushed."""
+    group, worker = tessel.world().group, transport.this_worker()
+    device, host = torch.device("cpu"), group._ways.host
+    assert host is not None
+    if worker == 1:
+        for number in range(SLOTS):
+            group.exchange_at_once([SendBuffer(0, torch.tensor([number]))], [], device)
+        push = host._push
+
+        def slow_push() -> bool:
+            moved = push()
+            time.sleep(0.3)  # in which the other worker takes all, and says its own words
+            return moved
+
+        host._push = slow_push  # type: ignore[method-assign]
+    else:
+        time.sleep(0.1)
+        places = torch.full((SLOTS, 1), -1)
+        for place in places:
+            group.exchange_at_once([], [ReceiveBuffer(1, place)], device)
+        assert places[:, 0].tolist() == list(range(SLOTS))
+    try:
+        heard = memoryview(group.share_words([10 + worker])).cast("q")[::NUM_WORDS].tolist()
+    finally:
+        vars(host).pop("_push", None)
+    dist.barrier()
+    return heard
+
+
+def test_words_are_on_their_way_when_an_agreement_ends(run: Any) -> None:
+    assert run(words_that_find_no_room, nprocs=2, timeout=30) == [[10, 11]] * 2
 
 
 def sums_under_way() -> list[float]:

@@ -287,26 +287,32 @@ class Host:
                 awaited.append((worker, request))
         return awaited
 
-    def say_words(self, key: Key, words: bytes, others: Sequence[int]) -> None:
-        """Give a few words to others."""
+    def say_words(self, key: Key, words: bytes, others: Sequence[int]) -> list[SendWords]:
+        """Give a few words to others, as far as there is room; `hear_words` waits for the rest."""
         self._check_owner()
+        said = [SendWords(key, other, memoryview(words).cast("q")) for other in others]
         with self._lock:
-            for other in others:
-                self._send(SendWords(key, other, memoryview(words).cast("q")))
+            for message in said:
+                self._send(message)
+        return said
 
-    def hear_words(self, key: Key, others: Sequence[int], group: Sequence[int]) -> list[bytes]:
-        """Get the words of others, in order, who get those of this worker."""
+    def hear_words(
+        self, key: Key, others: Sequence[int], said: Sequence[SendWords], group: Sequence[int]
+    ) -> list[bytes]:
+        """Get the words of others, in order, who get those that this worker said."""
         requests = [ReceiveWords(key) for _ in others]
         with self._lock:
             for other, request in zip(others, requests, strict=True):
                 self._incoming[other].expect(request)
-        self.wait(list(zip(others, requests, strict=True)), (), group)
+        # what was said must be on its way, too: who waits elsewhere next, say in a collective of
+        # torch, would keep it from somebody who still waits here
+        self.wait(list(zip(others, requests, strict=True)), said, group)
         return [request.words for request in requests]
 
     def wait(
         self,
         awaited: Sequence[Awaited],
-        messages: Sequence[SendRequest | Rendezvous],
+        messages: Sequence[SendRequest | SendWords | Rendezvous],
         group: Sequence[int],
     ) -> None:
         """Until all that is awaited has come and the messages are on their way.
