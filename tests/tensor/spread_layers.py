@@ -31,7 +31,6 @@ for _D in (1, 2, 3):
             ),
             (image(_D), kernel(_D, 6, 2 if "groups" in _settings else 4), (6,)),
             plain_others=True,
-            order=2 if _D < 3 else 1,
         )
     for _name, _settings in (
         ("", {}),
@@ -43,7 +42,6 @@ for _D in (1, 2, 3):
             ),
             (image(_D), kernel(_D, 4, 3), (3 * _settings.get("groups", 1),)),
             plain_others=True,
-            order=2 if _D < 3 else 1,
         )
 CONVOLUTIONS |= {
     "conv2d of one sample": Case(
@@ -52,18 +50,15 @@ CONVOLUTIONS |= {
     "conv2d by torch": Case(
         lambda x, w: torch.conv2d(x, w, None, 2), (image(2), (6, 4, 3, 3)), plain_others=True
     ),
-    "conv2d with a spread kernel": Case(
-        lambda x, w: F.conv2d(x, w), (image(2), (6, 4, 3, 3)), order=1
-    ),
+    "conv2d with a spread kernel": Case(lambda x, w: F.conv2d(x, w), (image(2), (6, 4, 3, 3))),
     "conv_transpose2d with a spread kernel": Case(
-        lambda x, w: F.conv_transpose2d(x, w), (image(2), (4, 6, 3, 3)), order=1
+        lambda x, w: F.conv_transpose2d(x, w), (image(2), (4, 6, 3, 3))
     ),
     "conv_tbc": Case(
         lambda x, w, b: torch.conv_tbc(x, w, b, 1),
         ((9, 3, 4), (3, 4, 5), (5,)),
         plain_others=True,
         may_gather=True,
-        order=1,
     ),
 }
 
@@ -76,7 +71,6 @@ for _D in (1, 2, 3):
                 getattr(F, name)(x, 3, 2, 1, ceil_mode=True),
             ),
             (image(_D, 2),),
-            order=1,
         )
         POOLS[f"adaptive_{_kind}_pool{_D}d"] = Case(
             lambda x, name=f"adaptive_{_kind}_pool{_D}d": (
@@ -84,30 +78,25 @@ for _D in (1, 2, 3):
                 getattr(F, name)(x, 1),
             ),
             (image(_D, 2),),
-            order=1,
         )
     POOLS[f"max_pool{_D}d with indices"] = Case(
         lambda x, name=f"max_pool{_D}d": getattr(F, f"{name}_with_indices")(x, 3, 2, 1),
         (image(_D, 2),),
-        order=1,
     )
     POOLS[f"adaptive_max_pool{_D}d with indices"] = Case(
         lambda x, name=f"adaptive_max_pool{_D}d": getattr(F, f"{name}_with_indices")(x, 3),
         (image(_D, 2),),
-        order=1,
     )
     POOLS[f"lp_pool{_D}d"] = Case(
         lambda x, name=f"lp_pool{_D}d": getattr(F, name)(x, 2.0, 2),
         (image(_D, 2),),
         make=positive,
-        order=1,
     )
     POOLS[f"max_unpool{_D}d"] = Case(
         lambda x, D=_D: getattr(F, f"max_unpool{D}d")(
             *getattr(F, f"max_pool{D}d_with_indices")(x, 2), 2, output_size=x.shape
         ),
         (image(_D, 2),),
-        order=1,
     )
 POOLS |= {
     "max_pool2d of one sample": Case(lambda x: F.max_pool2d(x, 2), ((4, 7, 8),)),
@@ -122,7 +111,7 @@ MODES: dict[int, tuple[str, ...]] = {
     3: ("nearest", "trilinear", "area"),
 }
 SAMPLING: dict[str, Case] = {
-    "upsample": Case(quiet(lambda x: F.upsample(x, scale_factor=2)), ((2, 2, 7, 8),), order=1),
+    "upsample": Case(quiet(lambda x: F.upsample(x, scale_factor=2)), ((2, 2, 7, 8),)),
     **{
         f"interpolate {mode} {D}": Case(
             lambda x, mode=mode: (
@@ -130,7 +119,6 @@ SAMPLING: dict[str, Case] = {
                 F.interpolate(x, size=[n + 2 for n in x.shape[2:]], mode=mode),
             ),
             ((2, 2, *SPACE[D]),),
-            order=1,
         )
         for D, modes in MODES.items()
         for mode in modes
@@ -139,7 +127,6 @@ SAMPLING: dict[str, Case] = {
         f"interpolate {mode} {D} with aligned corners": Case(
             lambda x, mode=mode: F.interpolate(x, scale_factor=1.5, mode=mode, align_corners=True),
             ((2, 2, *SPACE[D]),),
-            order=1,
         )
         for D, mode in ((1, "linear"), (2, "bilinear"), (2, "bicubic"), (3, "trilinear"))
     },
@@ -147,7 +134,6 @@ SAMPLING: dict[str, Case] = {
         f"interpolate {mode} with antialias": Case(
             lambda x, mode=mode: F.interpolate(x, size=(3, 12), mode=mode, antialias=True),
             ((2, 2, 7, 8),),
-            order=1,
         )
         for mode in ("bilinear", "bicubic")
     },
@@ -169,7 +155,6 @@ NORMS: dict[str, Case] = {
     "instance_norm": Case(
         lambda x, w, b: F.instance_norm(x, None, None, w, b),
         (image(2), (4,), (4,)),
-        order=1,
         plain_others=True,
     ),
     "group_norm": Case(
@@ -184,7 +169,7 @@ NORMS: dict[str, Case] = {
         lambda x, b: (F.layer_norm(x, (6,), None, b), F.layer_norm(x, (6,), eps=0.1)),
         ((4, 5, 6), (6,)),
         plain_others=True,
-        order=1,  # torch has no second derivative of a bias without a weight
+        order=1,
     ),
     "rms_norm": Case(
         lambda x, w: (F.rms_norm(x, (6,), w[0]), F.rms_norm(x, (5, 6), w, 0.1)),
@@ -198,16 +183,12 @@ NORMS: dict[str, Case] = {
             F.instance_norm(x, None, None, w, b),
         ),
         (image(2), (4,), (4,)),
-        order=1,
     ),
     "layer_norm with spread weights": Case(
         lambda x, w: (F.layer_norm(x, (5, 6), w, w), F.rms_norm(x, (5, 6), w)),
         ((4, 5, 6), (5, 6)),
-        order=1,
     ),
-    "local_response_norm": Case(
-        lambda x: F.local_response_norm(x, 3, 0.5), (image(2, 2),), order=1
-    ),
+    "local_response_norm": Case(lambda x: F.local_response_norm(x, 3, 0.5), (image(2, 2),)),
 }
 
 LINEAR: dict[str, Case] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -307,7 +306,7 @@ ROWS |= {
     ),
     **{
         f"cdist {p} of {a} and {b}": Case(
-            lambda x, y, p=p: torch.cdist(x, y, p=p), (a, b), order=1, tolerance=1e-9
+            lambda x, y, p=p: torch.cdist(x, y, p=p), (a, b), tolerance=1e-9, order=1
         )
         for p in (1.0, 2.0, 3.0)
         for a, b in (((4, 6), (5, 6)), ((3, 4, 6), (3, 5, 6)), ((3, 4, 6), (5, 6)))
@@ -343,21 +342,13 @@ ROWS |= {
 }
 
 
-def lighter(cases: dict[str, Case]) -> dict[str, Case]:
-    """Second derivatives of means only: sums and rows are made of the same terms."""
-    return {
-        name: replace(case, order=1) if name.endswith(("none", "sum")) else case
-        for name, case in cases.items()
-    }
-
-
 FAMILIES: dict[str, dict[str, Case]] = {
-    "losses of elements": lighter(ELEMENTS),
-    "losses of classes": lighter(
-        {name: case for name, case in CLASS_LOSSES.items() if "chances" not in name}
-    ),
-    "losses of probabilities": lighter(
-        {name: case for name, case in CLASS_LOSSES.items() if "chances" in name}
-    ),
-    "losses of rows": lighter(ROWS),
+    "losses of elements": ELEMENTS,
+    "losses of classes": {
+        name: case for name, case in CLASS_LOSSES.items() if "chances" not in name
+    },
+    "losses of probabilities": {
+        name: case for name, case in CLASS_LOSSES.items() if "chances" in name
+    },
+    "losses of rows": ROWS,
 }

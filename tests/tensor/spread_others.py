@@ -20,7 +20,7 @@ def matrices(shape: Shape, number: int) -> Tensor:
 
 def once(does: Any, *shapes: Shape, **settings: Any) -> Case:
     """With first derivatives."""
-    return Case(does, shapes or ((4, 5, 6),), order=1, **settings)
+    return Case(does, shapes or ((4, 5, 6),), **settings)
 
 
 def gathers(does: Any, *shapes: Shape, **settings: Any) -> Case:
@@ -115,7 +115,7 @@ MATRICES = {
     ),
     "inverse": once(lambda a: (torch.inverse(a), a.det(), a.slogdet()[1]), M, **LOOSE),
     "cartesian_prod": once(lambda a, b: torch.cartesian_prod(a, b), (4,), (5,)),
-    "pdist": gathers(lambda x: F.pdist(x), (6, 4)),
+    "pdist": gathers(lambda x: F.pdist(x), (6, 4), order=1),
     "vander": gathers(lambda x: torch.vander(x.detach(), 3), (5,), derives=False),
 }
 

@@ -67,7 +67,7 @@ def loop(x: Tensor) -> Any:
 SHAPE = (5, 4, 6)  # time, batch, features
 RECURRENT = {
     **{
-        f"{kind} {name}": Case(sequence(kind, **settings), (SHAPE,), order=1)
+        f"{kind} {name}": Case(sequence(kind, **settings), (SHAPE,))
         for kind in ("RNN", "LSTM", "GRU")
         for name, settings in {
             "of one layer": {},
@@ -77,7 +77,7 @@ RECURRENT = {
         }.items()
     },
     "RNN of relu": Case(sequence("RNN", nonlinearity="relu"), (SHAPE,)),
-    "LSTM with a projection": Case(sequence("LSTM", proj_size=3), (SHAPE,), order=1),
+    "LSTM with a projection": Case(sequence("LSTM", proj_size=3), (SHAPE,)),
     **{
         f"{kind} and its weights": Case(
             with_weights(kind),
@@ -86,10 +86,10 @@ RECURRENT = {
         )
         for kind in ("RNN", "LSTM", "GRU")
     },
-    "LSTM with states": Case(with_states, (SHAPE, (2, 4, 4), (2, 4, 4)), order=1),
-    "GRU of one sample": Case(sequence("GRU"), ((5, 6),), order=1),
-    "GRU of few samples": Case(sequence("GRU"), ((5, 1, 6),), order=1),
-    "GRU of packed sequences": Case(packed, ((4, 5, 6),), order=1, may_gather=True),
+    "LSTM with states": Case(with_states, (SHAPE, (2, 4, 4), (2, 4, 4))),
+    "GRU of one sample": Case(sequence("GRU"), ((5, 6),)),
+    "GRU of few samples": Case(sequence("GRU"), ((5, 1, 6),)),
+    "GRU of packed sequences": Case(packed, ((4, 5, 6),), may_gather=True),
     "RNNCell": Case(lambda x, h: layer("RNNCell", 6, 3)(x, h), ((4, 6), (4, 3))),
     "RNNCell of relu": Case(
         lambda x, h: layer("RNNCell", 6, 3, nonlinearity="relu")(x, h), ((4, 6), (4, 3))

@@ -60,7 +60,7 @@ def assigned(key: Any, value: Any = None) -> Any:
 
 RESHAPES = {
     **{
-        f"all reshapes of {shape}": Case(all_reshapes, (shape,), order=1)
+        f"all reshapes of {shape}": Case(all_reshapes, (shape,))
         for shape in (
             (12,),
             (4, 3),
@@ -98,7 +98,7 @@ RESHAPES = {
     "moveaxis": Case(lambda x: (x.moveaxis(0, 1), x.swapdims(0, 2), x.transpose(1, 2))),
     "transposed": Case(lambda x: (x.t(), x.T, x.mT, x.H, x.mH, x.adjoint()), ((4, 5),)),
     "adjoint of complex matrices": Case(
-        lambda x: (torch.complex(x, 2 * x).adjoint(), torch.complex(x, x).mH), order=1
+        lambda x: (torch.complex(x, 2 * x).adjoint(), torch.complex(x, x).mH)
     ),
     "view": Case(
         lambda x, y: (x.view(20, 6), x.view(-1), x.view_as(y), x.reshape_as(y), x.ravel()),
@@ -110,9 +110,7 @@ RESHAPES = {
     "unflatten": Case(lambda x: (x.unflatten(0, (2, 2)), x.unflatten(-1, (2, -1)))),
     "expand": Case(lambda x: (x.expand(3, 4, 5), x.expand(2, 3, -1, 5)), ((1, 4, 1),)),
     "expand to another": Case(lambda x, y: x.expand_as(y) * y, ((1, 4, 1), (3, 4, 5))),
-    "broadcast_tensors": Case(
-        lambda x, y: torch.broadcast_tensors(x, y), ((1, 4, 1), (5, 1, 6)), order=1
-    ),
+    "broadcast_tensors": Case(lambda x, y: torch.broadcast_tensors(x, y), ((1, 4, 1), (5, 1, 6))),
     "broadcast_to": Case(lambda x: torch.broadcast_to(x, (3, 4, 6)), ((4, 1),)),
     "meshgrid": Case(
         lambda x, y: (
@@ -155,12 +153,10 @@ RESHAPES = {
     "view_as_complex": Case(lambda x: torch.view_as_complex(x).abs(), ((4, 5, 2),)),
     "Tensor.unfold": Case(lambda x: (x.unfold(1, 3, 1), x.unfold(-1, 2, 3), x.unfold(0, 4, 2))),
     "Tensor.unfold of many": Case(lambda x: x.unfold(0, 2, 2).unfold(1, 3, 1), ((7, 6),)),
-    "F.unfold": Case(
-        lambda x: (F.unfold(x, 2), F.unfold(x, (3, 2), 1, 1, 2)), ((2, 3, 6, 7),), order=1
-    ),
-    "F.unfold without batch": Case(lambda x: F.unfold(x, 2), ((3, 6, 7),), order=1),
-    "F.fold": Case(lambda x: F.fold(x, (4, 5), 2), ((2, 12, 12),), order=1),
-    "F.fold without batch": Case(lambda x: F.fold(x, (4, 5), 2, padding=1), ((8, 30),), order=1),
+    "F.unfold": Case(lambda x: (F.unfold(x, 2), F.unfold(x, (3, 2), 1, 1, 2)), ((2, 3, 6, 7),)),
+    "F.unfold without batch": Case(lambda x: F.unfold(x, 2), ((3, 6, 7),)),
+    "F.fold": Case(lambda x: F.fold(x, (4, 5), 2), ((2, 12, 12),)),
+    "F.fold without batch": Case(lambda x: F.fold(x, (4, 5), 2, padding=1), ((8, 30),)),
 }
 
 JOINTS = {
@@ -227,12 +223,11 @@ JOINTS = {
                 *torch.tensor_split(x, (3, 1, -1), dim),
                 *x.unbind(dim),
             ),
-            order=1,
         )
         for dim in (0, 1, -1)
     },
     "hsplit and others": Case(
-        lambda x: (*x.hsplit(2), *x.vsplit([1, 3]), *torch.dsplit(x, 3)), ((4, 6, 6),), order=1
+        lambda x: (*x.hsplit(2), *x.vsplit([1, 3]), *torch.dsplit(x, 3)), ((4, 6, 6),)
     ),
     "split_with_sizes": Case(
         lambda x: (
@@ -241,11 +236,8 @@ JOINTS = {
             *torch.unsafe_chunk(x, 2, 2),
             *torch.unsafe_split_with_sizes(x, [2, 3], 1),
         ),
-        order=1,
     ),
-    "tensor_split by a tensor": Case(
-        lambda x: torch.tensor_split(x, torch.tensor([1, 3]), 1), order=1
-    ),
+    "tensor_split by a tensor": Case(lambda x: torch.tensor_split(x, torch.tensor([1, 3]), 1)),
     "hsplit of a row": Case(lambda x: x.hsplit([2, 9]), ((6,),)),
     "iteration": Case(lambda x: tuple(x), ((4, 5),)),
     "roll": Case(
@@ -262,9 +254,7 @@ JOINTS = {
     ),
     "flipud": Case(lambda x: (x.flipud(), torch.fliplr(x)), ((4, 5),)),
     **{
-        f"pad {mode}": Case(
-            lambda x, mode=mode: F.pad(x, (2, 1, 3, 1), mode), ((2, 3, 5, 4),), order=1
-        )
+        f"pad {mode}": Case(lambda x, mode=mode: F.pad(x, (2, 1, 3, 1), mode), ((2, 3, 5, 4),))
         for mode in ("reflect", "replicate", "circular", "constant")
     },
     **{
@@ -316,7 +306,7 @@ INDEXING = {
         lambda x: (x[None], x[:, None, 1:], x[..., None], x[1, None, ::2, None])
     ),
     "numpy numbers": Case(lambda x: x[torch.arange(3).numpy()[1]]),
-    "truth values": Case(lambda x: (x[True], x[None, False]), may_gather=True, order=1),
+    "truth values": Case(lambda x: (x[True], x[None, False]), may_gather=True),
     "lists": Case(lambda x: (x[[0, 2, 2]], x[:, [4, -1, 0]], x[..., [1]], x[:, (0, 1)])),
     "tensors of indices": Case(lambda x: (x[INDEX], x[:, INDEX], x[..., INDEX], x[1, :, INDEX])),
     "tensors of indices of two dims": Case(
@@ -332,7 +322,6 @@ INDEXING = {
             x[INDEX, None, INDEX],
             x[INDEX, 1:3, 0],
         ),
-        order=1,
     ),
     "spread index": Case(
         lambda x, i: (x[i], x[:, i], x.index_select(1, i)),
@@ -382,12 +371,11 @@ INDEXING = {
                 torch.scatter_add(x, dim, (y[:2, :3] > 0).long(), y.detach()),
             ),
             ((4, 5), (4, 5)),
-            order=1,
         )
         for dim in (0, 1)
     },
     "scatter_reduce": Case(
-        lambda x, y: x.scatter_reduce(1, (y > 0).long(), y, "amax"), ((4, 5), (4, 5)), order=1
+        lambda x, y: x.scatter_reduce(1, (y > 0).long(), y, "amax"), ((4, 5), (4, 5))
     ),
     "scatter_reduce in place": Case(
         written(
@@ -396,7 +384,6 @@ INDEXING = {
             )
         ),
         ((4, 5), (4, 5)),
-        order=1,
     ),
     "scatter in place": Case(
         written(lambda y, z: y.scatter_add_(1, (z > 0).long(), z)), ((4, 5), (4, 5))
@@ -434,7 +421,6 @@ INDEXING = {
             x.index_put((INDEX % 4, INDEX), y[0], accumulate=True),
         ),
         ((5, 4), (4, 4)),
-        order=1,
     ),
     "index_put in place": Case(
         written(lambda y, z: y.index_put_((INDEX % 4, INDEX), z, accumulate=True)),
@@ -446,15 +432,13 @@ INDEXING = {
             x.slice_scatter(y[:2], 0, 1, 3),
         ),
         ((5, 4), (5, 4)),
-        order=1,
     ),
     "masked_scatter": Case(
-        lambda x, y: x.masked_scatter(x > 0, y), ((5, 4), (5, 4)), order=1, may_gather=True
+        lambda x, y: x.masked_scatter(x > 0, y), ((5, 4), (5, 4)), may_gather=True
     ),
     "put": Case(
         lambda x, y: x.put(torch.tensor([3, 7]), y[0, :2]),
         ((5, 4), (5, 4)),
-        order=1,
         may_gather=True,
     ),
     "index_fill in place": Case(written(lambda y: y.index_fill_(1, INDEX, 3.0)), ((5, 4),)),

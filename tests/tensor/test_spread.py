@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from math import prod
@@ -199,6 +199,14 @@ def check_all(names: Sequence[str]) -> int:
 def test_functions(run: Run, nprocs: int, family: str) -> None:
     names = list(FAMILIES[family])
     assert run(check_all, names, nprocs=nprocs, timeout=100)[0] >= len(names)
+
+
+def test_second_derivatives_are_left_out_only_where_torch_has_none() -> None:
+    for name, case in CASES.items():
+        if case.order == 1 and case.derives:
+            with pytest.raises((RuntimeError, TypeError)):
+                alone(replace(case, order=2))
+                raise AssertionError(f"torch derives {name} twice")
 
 
 def check_classes_that_stay() -> int:
