@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -201,11 +201,16 @@ def test_functions(run: Run, nprocs: int, family: str) -> None:
     assert run(check_all, names, nprocs=nprocs, timeout=100)[0] >= len(names)
 
 
+def squares(does: Callable[..., Any], *operands: Tensor) -> list[Tensor]:
+    """Of what a function gives: the second derivative of a linear one is none of its own."""
+    return [each.square() for each in flat(does(*operands)) if each.is_floating_point()]
+
+
 def test_second_derivatives_are_left_out_only_where_torch_has_none() -> None:
     for name, case in CASES.items():
         if case.order == 1 and case.derives:
             with pytest.raises((RuntimeError, TypeError)):
-                alone(replace(case, order=2))
+                alone(replace(case, does=partial(squares, case.does), order=2))
                 raise AssertionError(f"torch derives {name} twice")
 
 
