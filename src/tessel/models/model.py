@@ -11,7 +11,7 @@ from tessel.core.agreement import Agreement
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.nn import buckets
-from tessel.nn.layer import ComputingLayer, Entry, Layer, needs_of
+from tessel.nn.layer import ComputingLayer, Entry, Layer, needs_of, parts_agreement
 
 
 class Model(ComputingLayer):
@@ -46,8 +46,8 @@ class Model(ComputingLayer):
         agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
         if kinds not in agreements:
             label = f"{self.label} under torch.no_grad()" if is_off else self.label
-            agreements[kinds] = Agreement(
-                self.prepare(), label, self.P_x.ranks, self._conclude, f"{self!r} {kinds}"
+            agreements[kinds] = parts_agreement(
+                self.prepare(), self.P_x, label, f"{self!r} {kinds}"
             )
         return agreements[kinds]
 

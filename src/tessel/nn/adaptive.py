@@ -42,11 +42,7 @@ class DistributedAdaptiveAvgPool1d(Layer, torch.nn.AdaptiveAvgPool1d):
 class DistributedAdaptiveAvgPool2d(Layer, torch.nn.AdaptiveAvgPool2d):
     """The means of windows of a tensor that is spread over `P_x`: `torch.nn.AdaptiveAvgPool2d`.
 
-    Forward:  y[i] = mean_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along each of the last 2 dimensions.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        output_size: the length m of the output along each dimension, or None for that of the input.
+    As `DistributedAdaptiveAvgPool1d`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -62,11 +58,7 @@ class DistributedAdaptiveAvgPool2d(Layer, torch.nn.AdaptiveAvgPool2d):
 class DistributedAdaptiveAvgPool3d(Layer, torch.nn.AdaptiveAvgPool3d):
     """The means of windows of a tensor that is spread over `P_x`: `torch.nn.AdaptiveAvgPool3d`.
 
-    Forward:  y[i] = mean_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along each of the last 3 dimensions.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        output_size: the length m of the output along each dimension, or None for that of the input.
+    As `DistributedAdaptiveAvgPool1d`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])
@@ -103,12 +95,7 @@ class DistributedAdaptiveMaxPool1d(_MaximumBase, torch.nn.AdaptiveMaxPool1d):
 class DistributedAdaptiveMaxPool2d(_MaximumBase, torch.nn.AdaptiveMaxPool2d):
     """The largest values of windows of a tensor on `P_x`: `torch.nn.AdaptiveMaxPool2d`.
 
-    Forward:  y[i] = max_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along each of the last 2 dimensions.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        output_size: the length m of the output along each dimension, or None for that of the input.
-        return_indices: whether to give the places of the largest values too, in the whole tensor.
+    As `DistributedAdaptiveMaxPool1d`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -124,12 +111,7 @@ class DistributedAdaptiveMaxPool2d(_MaximumBase, torch.nn.AdaptiveMaxPool2d):
 class DistributedAdaptiveMaxPool3d(_MaximumBase, torch.nn.AdaptiveMaxPool3d):
     """The largest values of windows of a tensor on `P_x`: `torch.nn.AdaptiveMaxPool3d`.
 
-    Forward:  y[i] = max_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along each of the last 3 dimensions.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        output_size: the length m of the output along each dimension, or None for that of the input.
-        return_indices: whether to give the places of the largest values too, in the whole tensor.
+    As `DistributedAdaptiveMaxPool1d`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])

@@ -138,28 +138,7 @@ class DistributedConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
 class DistributedConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
     """The transposed convolution of a tensor over `P_x`: `torch.nn.ConvTranspose2d`.
 
-    Forward:  y[o, j] = b[o] + Σ w[c, o, t] x[c, i] over all c, i, t with s·i − p + d·t = j.
-
-    Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
-    blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.
-    The layer may be called with an `output_size`, as torch's, which is that of the whole tensor.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        in_channels: of the whole input.
-        out_channels: of the whole output.
-        kernel_size: the size of the window.
-        stride: how far apart windows are.
-        padding: how much is cut off on both sides.
-        output_padding: how much longer the output is behind.
-        groups: how many groups of channels are convolved on their own.
-        bias: whether to add one.
-        dilation: the distance of the values of a window.
-        padding_mode: "zeros".
-        device: of the parameters.
-        dtype: of the parameters.
-        P_y: where the result shall lie, by default on `P_x`.
-        P_w: where the blocks of the weight lie, if it is not whole on all workers.
+    As `DistributedConvTranspose1d`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -174,28 +153,7 @@ class DistributedConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
 class DistributedConvTranspose3d(_ConvTranspose, torch.nn.ConvTranspose3d):
     """The transposed convolution of a tensor over `P_x`: `torch.nn.ConvTranspose3d`.
 
-    Forward:  y[o, j] = b[o] + Σ w[c, o, t] x[c, i] over all c, i, t with s·i − p + d·t = j.
-
-    Batch, channels and space may be split, in any mixture. `P_w` is a grid of workers that store
-    blocks of the weight, as for a convolution: (outputs, inputs, *space), or batch before them.
-    The layer may be called with an `output_size`, as torch's, which is that of the whole tensor.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        in_channels: of the whole input.
-        out_channels: of the whole output.
-        kernel_size: the size of the window.
-        stride: how far apart windows are.
-        padding: how much is cut off on both sides.
-        output_padding: how much longer the output is behind.
-        groups: how many groups of channels are convolved on their own.
-        bias: whether to add one.
-        dilation: the distance of the values of a window.
-        padding_mode: "zeros".
-        device: of the parameters.
-        dtype: of the parameters.
-        P_y: where the result shall lie, by default on `P_x`.
-        P_w: where the blocks of the weight lie, if it is not whole on all workers.
+    As `DistributedConvTranspose1d`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])

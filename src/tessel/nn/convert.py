@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tessel.core.agreement import Agreement, Signature, TensorMeta, agree_on_all, as_agreed
+from tessel.core.agreement import Agreement, Signature, agree_on_all, as_agreed
 from tessel.core.graph import eagerly
-from tessel.core.layout import Layout, Shape, zero_volume_tensor
+from tessel.core.layout import Layout, zero_volume_tensor
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.distributed.shardings import state_of
 from tessel.nn import buckets
-from tessel.nn.layer import Entry, Layer, alone, needs_of
+from tessel.nn.layer import Entry, Layer, alone, needs_of, parts_agreement
 from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
@@ -173,8 +173,9 @@ class Entrance:
         if running.get() is not None or (spread and in_backward()):
             return self.forward(*args, **kwargs)  # inside of a model, or of a checkpoint
         if not self.P_x.active:
-            dtype, device = _kind(args, kwargs)
-            return zero_volume_tensor(dtype=dtype, device=device)
+            for first in tensors(args, kwargs):
+                return zero_volume_tensor(dtype=first.dtype, device=first.device)
+            return zero_volume_tensor()
         if self.P_x.size == 1 and not spread:
             with _set(alone, True):
                 return self.forward(*args, **kwargs)
@@ -225,13 +226,10 @@ class Entrance:
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
                 f"dimensions, and {buckets.described(plan)}"
             )
-            self._agreements[state] = Agreement(
-                self.P_x.group, label, self.P_x.ranks, self._conclude, f"{label} {state}"
+            self._agreements[state] = parts_agreement(
+                self.P_x.group, self.P_x, label, f"{label} {state}"
             )
         return self._agreements[state]
-
-    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
-        return Layout.from_local_shapes(self.P_x, shapes), meta
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_agreements": {}}
@@ -263,8 +261,3 @@ def outside(layout: Layout) -> Layout:
         return Layout.balanced(layout.partition, layout.shape)
     dims = (dim for dim, cut in enumerate(layout.cuts) if dim or cut.axes != (0,))
     return gathered(layout, tuple(dim for dim in dims if is_split(layout, dim)))
-
-
-def _kind(*values: Any) -> tuple[torch.dtype | None, torch.device | None]:
-    found = next(tensors(*values), None)
-    return (None, None) if found is None else (found.dtype, found.device)

@@ -136,28 +136,7 @@ class DistributedConv1d(_Convolution, torch.nn.Conv1d):
 class DistributedConv2d(_Convolution, torch.nn.Conv2d):
     """The convolution of a tensor that is spread over `P_x`: `torch.nn.Conv2d`.
 
-    Forward:  y[o, i] = b[o] + Σ_c Σ_t w[o, c, t] x[c, s·i − p + d·t].
-
-    Batch, channels and space may be split, in any mixture. Each worker fetches what its outputs
-    read and computes them; parameters are whole on all workers. With `P_w`, a grid of (outputs,
-    inputs, *space) or (batch, outputs, inputs, *space), each of its workers stores one block of
-    the weight, and results are summed over the inputs.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        in_channels: of the whole input.
-        out_channels: of the whole output.
-        kernel_size: the size of the window.
-        stride: how far apart windows are.
-        padding: how far the first window begins before the tensor; "same" or "valid".
-        dilation: the distance of the values of a window.
-        groups: how many groups of channels are convolved on their own.
-        bias: whether to add one.
-        padding_mode: "zeros", "reflect", "replicate" or "circular", around the whole tensor.
-        device: of the parameters.
-        dtype: of the parameters.
-        P_y: where the result shall lie, by default on `P_x`.
-        P_w: where the blocks of the weight lie, if it is not whole on all workers.
+    As `DistributedConv1d`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -172,28 +151,7 @@ class DistributedConv2d(_Convolution, torch.nn.Conv2d):
 class DistributedConv3d(_Convolution, torch.nn.Conv3d):
     """The convolution of a tensor that is spread over `P_x`: `torch.nn.Conv3d`.
 
-    Forward:  y[o, i] = b[o] + Σ_c Σ_t w[o, c, t] x[c, s·i − p + d·t].
-
-    Batch, channels and space may be split, in any mixture. Each worker fetches what its outputs
-    read and computes them; parameters are whole on all workers. With `P_w`, a grid of (outputs,
-    inputs, *space) or (batch, outputs, inputs, *space), each of its workers stores one block of
-    the weight, and results are summed over the inputs.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        in_channels: of the whole input.
-        out_channels: of the whole output.
-        kernel_size: the size of the window.
-        stride: how far apart windows are.
-        padding: how far the first window begins before the tensor; "same" or "valid".
-        dilation: the distance of the values of a window.
-        groups: how many groups of channels are convolved on their own.
-        bias: whether to add one.
-        padding_mode: "zeros", "reflect", "replicate" or "circular", around the whole tensor.
-        device: of the parameters.
-        dtype: of the parameters.
-        P_y: where the result shall lie, by default on `P_x`.
-        P_w: where the blocks of the weight lie, if it is not whole on all workers.
+    As `DistributedConv1d`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])

@@ -28,6 +28,17 @@ Result = tuple[Tensor, Layout]
 alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
+def parts_agreement(
+    group: transport.Group, P_x: Partition, label: str, identity: str
+) -> Agreement[Entry]:
+    """Where workers agree how the parts of a tensor lie on `P_x` that they pass."""
+
+    def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
+        return Layout.from_local_shapes(P_x, shapes), meta
+
+    return Agreement(group, label, P_x.ranks, conclude, identity)
+
+
 def spread_result(y: Any, layout: Layout) -> Any:
     """What a layer computed, as a spread tensor, or as several that lie alike."""
     if isinstance(y, tuple):
@@ -131,7 +142,7 @@ class Layer(HasHandle):
     def _agree(self, x: Tensor) -> tuple[Tensor, Layout]:
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
         if self.prepare().size == 1:
-            return x, _alone(self.P_x, tuple(x.shape))
+            return x, lies_alone(self.P_x, tuple(x.shape))
         layout, meta = self._agreement.agree_on(x)
         x = as_agreed(x, meta, self.P_x.active)
         return grad_alike(x, meta), layout
@@ -147,13 +158,8 @@ class Layer(HasHandle):
         if state not in agreements:
             mode = "training" if self.training else "evaluation"
             label = f"{self!r} in {mode}{', under torch.no_grad()' if is_off else ''}"
-            agreements[state] = Agreement(
-                self.prepare(), label, self.P_x.ranks, self._conclude, f"{label} {state}"
-            )
+            agreements[state] = parts_agreement(self.prepare(), self.P_x, label, f"{label} {state}")
         return agreements[state]
-
-    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
-        return Layout.from_local_shapes(self.P_x, shapes), meta
 
     def prepare(self) -> transport.Group:
         """Make the group, all workers together, here or in the first call of a copy; give it."""
@@ -219,5 +225,6 @@ def _signature(own: Callable[..., None], torchs: Callable[..., None]) -> Signatu
 
 
 @kept_in_job
-def _alone(partition: Partition, shape: Shape) -> Layout:
+def lies_alone(partition: Partition, shape: Shape) -> Layout:
+    """How a tensor lies that the only worker of a partition has."""
     return Layout.from_local_shapes(partition, {partition.ranks[0]: shape})

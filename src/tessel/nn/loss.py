@@ -139,7 +139,7 @@ class DistributedLossBase(Layer):
     def _agreement_on(self, name: str, note: str) -> Agreement[tuple[dict[int, Shape], TensorMeta]]:
         """One for each state of the loss, in which all workers must be alike."""
         key = (name, note, self._settings, *map(_version, self.weights))
-        agreements: dict[Any, Any] = self.__dict__.setdefault("_other_meetings", {})
+        agreements: dict[Any, Any] = self.__dict__.setdefault("_other_agreements", {})
         if key not in agreements:
             sums = ", ".join(f"{checksum(each):x}" for each in self.weights if each is not None)
             weights = f" with weights of checksum {sums}" if sums else ""
@@ -151,7 +151,7 @@ class DistributedLossBase(Layer):
         return found
 
     def _is_derived(self, name: str) -> bool:
-        return super()._is_derived(name) or name == "_other_meetings"
+        return super()._is_derived(name) or name == "_other_agreements"
 
     def extra_repr(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self._settings[0]]

@@ -79,13 +79,7 @@ class DistributedBatchNorm1d(Layer, torch.nn.BatchNorm1d):
 class DistributedBatchNorm2d(Layer, torch.nn.BatchNorm2d):
     """Batch norm of a tensor (N, C, H, W) over `P_x`: `torch.nn.BatchNorm2d`.
 
-    Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
-    the whole tensor.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        num_features: the number of channels of the whole tensor.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as `torch.nn.BatchNorm2d`.
+    As `DistributedBatchNorm1d`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -97,13 +91,7 @@ class DistributedBatchNorm2d(Layer, torch.nn.BatchNorm2d):
 class DistributedBatchNorm3d(Layer, torch.nn.BatchNorm3d):
     """Batch norm of a tensor (N, C, D, H, W) over `P_x`: `torch.nn.BatchNorm3d`.
 
-    Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
-    the whole tensor.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        num_features: the number of channels of the whole tensor.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as `torch.nn.BatchNorm3d`.
+    As `DistributedBatchNorm1d`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])
@@ -153,14 +141,7 @@ class DistributedInstanceNorm1d(Layer, torch.nn.InstanceNorm1d):
 class DistributedInstanceNorm2d(Layer, torch.nn.InstanceNorm2d):
     """Instance norm of a tensor (C, H, W) or (N, C, H, W) over `P_x`: `torch.nn.InstanceNorm2d`.
 
-    Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
-    one instance of the whole tensor.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        num_features: the number of channels of the whole tensor.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as
-            `torch.nn.InstanceNorm2d`.
+    As `DistributedInstanceNorm1d`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -172,14 +153,7 @@ class DistributedInstanceNorm2d(Layer, torch.nn.InstanceNorm2d):
 class DistributedInstanceNorm3d(Layer, torch.nn.InstanceNorm3d):
     """Instance norm of a tensor (C, D, H, W) or (N, C, D, H, W): `torch.nn.InstanceNorm3d`.
 
-    Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
-    one instance of the whole tensor.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        num_features: the number of channels of the whole tensor.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as
-            `torch.nn.InstanceNorm3d`.
+    As `DistributedInstanceNorm1d`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])

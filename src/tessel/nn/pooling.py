@@ -100,17 +100,11 @@ class DistributedAvgPool1d(_AvgPool, torch.nn.AvgPool1d):
 class DistributedAvgPool2d(_AvgPool, torch.nn.AvgPool2d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool2d`.
 
-    Forward:  y[i] = (Σ_t x[s·i − p + t]) / n along each of the last 2 dimensions.
-    n is the size of the window, or without padding the number of its values that exist.
+    As `DistributedAvgPool1d`, along two dimensions of space.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        kernel_size: the size of the window.
-        stride: how far apart windows are; by default the size of the window.
-        padding: how far the first window begins before the tensor.
-        ceil_mode: whether a last window may stick out.
-        count_include_pad: whether padding counts as values of zero.
-        divisor_override: what to divide by, if not by the number of values.
+        divisor_override: what to divide by, if not by the number of values; the others are those
+            of `DistributedAvgPool1d`.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -124,17 +118,11 @@ class DistributedAvgPool2d(_AvgPool, torch.nn.AvgPool2d):
 class DistributedAvgPool3d(_AvgPool, torch.nn.AvgPool3d):
     """The mean of each window of a tensor that is spread over `P_x`: `torch.nn.AvgPool3d`.
 
-    Forward:  y[i] = (Σ_t x[s·i − p + t]) / n along each of the last 3 dimensions.
-    n is the size of the window, or without padding the number of its values that exist.
+    As `DistributedAvgPool1d`, along three dimensions of space.
 
     Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        kernel_size: the size of the window.
-        stride: how far apart windows are; by default the size of the window.
-        padding: how far the first window begins before the tensor.
-        ceil_mode: whether a last window may stick out.
-        count_include_pad: whether padding counts as values of zero.
-        divisor_override: what to divide by, if not by the number of values.
+        divisor_override: what to divide by, if not by the number of values; the others are those
+            of `DistributedAvgPool1d`.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])
@@ -171,16 +159,7 @@ class DistributedMaxPool1d(_MaxPool, torch.nn.MaxPool1d):
 class DistributedMaxPool2d(_MaxPool, torch.nn.MaxPool2d):
     """The largest value of each window of a tensor that is spread over `P_x`: `torch.nn.MaxPool2d`.
 
-    Forward:  y[i] = max_t x[s·i − p + d·t] along each of the last 2 dimensions.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        kernel_size: the size of the window.
-        stride: how far apart windows are; by default the size of the window.
-        padding: how far the first window begins before the tensor.
-        dilation: the distance of the values of a window.
-        return_indices: whether to give the places of the largest values too, in the whole tensor.
-        ceil_mode: whether a last window may stick out.
+    As `DistributedMaxPool1d`, along two dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1])
@@ -194,16 +173,7 @@ class DistributedMaxPool2d(_MaxPool, torch.nn.MaxPool2d):
 class DistributedMaxPool3d(_MaxPool, torch.nn.MaxPool3d):
     """The largest value of each window of a tensor that is spread over `P_x`: `torch.nn.MaxPool3d`.
 
-    Forward:  y[i] = max_t x[s·i − p + d·t] along each of the last 3 dimensions.
-
-    Args:
-        P_x: where the tensor lies; axis d splits dimension d.
-        kernel_size: the size of the window.
-        stride: how far apart windows are; by default the size of the window.
-        padding: how far the first window begins before the tensor.
-        dilation: the distance of the values of a window.
-        return_indices: whether to give the places of the largest values too, in the whole tensor.
-        ceil_mode: whether a last window may stick out.
+    As `DistributedMaxPool1d`, along three dimensions of space.
 
     >>> import tessel, torch
     >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1, 1, 1])

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tessel.core.agreement import Agreement, TensorMeta, as_agreed
+from tessel.core.agreement import Agreement, as_agreed
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
@@ -31,7 +31,15 @@ from tessel.nn.conv_transpose import (
     DistributedConvTranspose3d,
 )
 from tessel.nn.convolution import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from tessel.nn.layer import Entry, Layer, Result, needs_of, spread_result
+from tessel.nn.layer import (
+    Entry,
+    Layer,
+    Result,
+    lies_alone,
+    needs_of,
+    parts_agreement,
+    spread_result,
+)
 from tessel.nn.norm import (
     DistributedBatchNorm,
     DistributedBatchNorm1d,
@@ -150,7 +158,7 @@ class HaloRegion(nn.Sequential):
     def _agree(self, x: Tensor, P_x: Partition) -> tuple[Tensor, Layout]:
         """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
         if P_x.size == 1:
-            return x, _alone(P_x, tuple(x.shape))
+            return x, lies_alone(P_x, tuple(x.shape))
         layout, meta = self._agreement(P_x).agree_on(x)
         return grad_alike(as_agreed(x, meta, True), meta), layout
 
@@ -169,20 +177,11 @@ class HaloRegion(nn.Sequential):
                 f"{len(needs)} parameters to train{', under torch.no_grad()' if is_off else ''}"
             )
             identity = f"{label} {state[1:]} {[each.extra_repr() for each in _chain(self)]}"
-
-            def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Entry:
-                return Layout.from_local_shapes(P_x, shapes), meta
-
-            agreements[state] = Agreement(P_x.group, label, P_x.ranks, conclude, identity)
+            agreements[state] = parts_agreement(P_x.group, P_x, label, identity)
         return agreements[state]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_agreements"}
-
-
-@kept_in_job
-def _alone(partition: Partition, shape: Shape) -> Layout:
-    return Layout.from_local_shapes(partition, {partition.ranks[0]: shape})
 
 
 def _chain(module: nn.Module) -> Iterator[nn.Module]:
@@ -237,15 +236,11 @@ def planned(
                 source = wraps[-1].target
     stages: list[Windowed] = []
     for shape, field in zip(reversed(inputs), reversed(fields), strict=True):
-        held = source if len(stages) + 1 == len(fields) else _read(source, shape, target, field)
+        is_first = len(stages) + 1 == len(fields)
+        held = source if is_first else Windowed(source.resized(shape), target, field).read
         stages.insert(0, Windowed(held, target, field))
         target = stages[0].read
     return RegionPlan(tuple(wraps), tuple(stages))
-
-
-def _read(source: Layout, shape: Shape, target: Layout, field: ReceptiveFields) -> Layout:
-    """What the workers read of a tensor of this shape."""
-    return Windowed(source.resized(shape), target, field).read
 
 
 Bends = list[tuple[int, int]]  # for each stage that wraps around, what its input goes on by
