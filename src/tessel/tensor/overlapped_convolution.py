@@ -101,7 +101,15 @@ def stripped(
     if prod(source.shape) < least * source.partition.size:
         return None
     split = [d for d in range(D) if source.is_split(lead + d)]
-    sides = {d: _sides(source, target, windows[d], lead + d) for d in split}
+    sides = {
+        d: [
+            _side(windows[d], part, outputs, source.shape[lead + d])
+            for part, outputs in zip(
+                source.cuts[lead + d].intervals, target.cuts[lead + d].intervals, strict=True
+            )
+        ]
+        for d in split
+    }
     if not split or any(each is None for parts in sides.values() for each in parts):
         return None
     if sum(_concerned(sides[d]) / max(1, target.shape[lead + d]) for d in split) > share:
@@ -127,12 +135,6 @@ class _Side:
     padding: int
     left: Interval
     right: Interval
-
-
-def _sides(source: Layout, target: Layout, window: Window, dim: int) -> list[_Side | None]:
-    length = source.shape[dim]
-    parts = zip(source.cuts[dim].intervals, target.cuts[dim].intervals, strict=True)
-    return [_side(window, part, outputs, length) for part, outputs in parts]
 
 
 def _side(window: Window, part: Interval, outputs: Interval, length: int) -> _Side | None:

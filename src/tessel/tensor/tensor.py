@@ -147,7 +147,9 @@ class Tensor(torch.Tensor):
     @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = _like_parameter(self, Tensor(deepcopy(self._part, memo), self._layout))
+            memo[id(self)] = new = Tensor(deepcopy(self._part, memo), self._layout)
+            if getattr(self, "_is_param", False):  # torch's way to say that it is a Parameter
+                new._is_param = True
         found: Tensor = memo[id(self)]
         return found
 
@@ -170,13 +172,6 @@ def restored(part: torch.Tensor, layout: Layout, is_parameter: bool) -> Tensor:
     """A spread tensor as it was written into a file."""
     new = Tensor(part, layout)
     if is_parameter:
-        new._is_param = True
-    return new
-
-
-def _like_parameter(old: Tensor, new: Tensor) -> Tensor:
-    """The new one is a `torch.nn.Parameter`, in torch's way of saying so, if the old one is."""
-    if getattr(old, "_is_param", False):
         new._is_param = True
     return new
 
@@ -222,7 +217,8 @@ def _bridged(x: Tensor) -> torch.Tensor:
     # The node holds an alias: what held `x` itself would be held by it, too, for ever.
     alias = x.view_as(x)
     assert isinstance(alias, Tensor)
-    inputs = list(_inputs(alias.grad_fn))
+    # where the history between wrappers starts
+    inputs = [each.variable for each in _nodes(alias.grad_fn) if hasattr(each, "variable")]
     first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
     x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
     return bridge
@@ -303,11 +299,6 @@ def _gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     if isinstance(grad, Tensor):
         return open_part(grad.move_to(of._layout)) if isinstance(of, Tensor) else grad.full()
     return of._layout.local_part(grad) if isinstance(of, Tensor) else grad
-
-
-def _inputs(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors from which a history between wrappers starts."""
-    return (each.variable for each in _nodes(node) if hasattr(each, "variable"))
 
 
 def _nodes(node: Any) -> Iterator[Any]:

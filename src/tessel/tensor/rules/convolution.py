@@ -35,16 +35,14 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> A
     x, layout = opened(args[0])
     weight, bias = given.pop("weight"), given.pop("bias", None)
     check_dtype(x, weight)
-    settings = settings_of(tuple(weight.shape), **{k: _hashable(v) for k, v in given.items()})
+    settings = settings_of(
+        tuple(weight.shape), **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    )
     shared = used(weight, layout), used(bias, layout)
     return made(*convolve_parts(x, layout, *shared, settings))  # type: ignore[arg-type]
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "dilation", "groups")
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def check_dtype(x: Tensor, weight: Tensor) -> None:
@@ -242,18 +240,14 @@ def convolve_parts(
     shape = convolved(layout.shape, settings)
     target = layout.resized(shape)
     channel = len(shape) - settings.num_dims - 1
-    if _is_whole(layout, channel) and layout.cuts[0] == target.cuts[0]:
+    only_batch = not any(map(layout.is_split, range(channel, len(shape))))
+    if only_batch and layout.cuts[0] == target.cuts[0]:
         return _of_whole(x, weight, bias, settings), target
     y = _by_strips(x, layout, target, weight, bias, settings)
     if y is None:
         plan = planned(layout, target, settings.channels, settings)
         y = of_read(plan.fetch(x), weight, bias, plan.padding, target, settings)
     return y, target
-
-
-def _is_whole(layout: Layout, first: int) -> bool:
-    """Whether no dimension from `first` on is split."""
-    return all(len(cut.intervals) == 1 for cut in layout.cuts[first:])
 
 
 def _of_whole(

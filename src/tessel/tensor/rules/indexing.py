@@ -488,7 +488,12 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
     for dim, each in enumerate(items):
         if isinstance(each, torch.Tensor):
             _check_range(each, dim, layout.shape[dim], negative=True)
-    named = tuple(d for d, each in enumerate(items) if not _is_everything(each, layout, d))
+    everything = [(0, length, 1) for length in layout.shape]  # a slice of all of a dimension
+    named = tuple(
+        dim
+        for dim, each in enumerate(items)
+        if not isinstance(each, tuple) or each != everything[dim]
+    )
     there = hosted(layout, named) if any(is_split(layout, d) for d in named) else layout
     key = tuple(
         slice(None)
@@ -557,10 +562,6 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     origin = _origin(name, x, there)
     y = made(origin.index_put(indices, value, given.get("accumulate", False)), there)
     return _replaced(name, x, y.move_to(layout))
-
-
-def _is_everything(item: Any, layout: Layout, dim: int) -> bool:
-    return isinstance(item, tuple) and item == (0, layout.shape[dim], 1)
 
 
 @rule("copy_", plain=True)

@@ -108,8 +108,10 @@ def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = arguments_of(name, func, args, kwargs)
     _check_elements(name, func, given)
     reduction = _reduction_of(given)
-    if name == "binary_cross_entropy":
-        _check_probabilities(given["input"])
+    if name == "binary_cross_entropy" and not checked.get():
+        x = given["input"]
+        if holds_anywhere(~((x >= 0) & (x <= 1))):  # a worker with good values would not raise
+            raise RuntimeError("all elements of input should be between 0 and 1")
     if name == "gaussian_nll_loss":
         given["var"] = _variance(given["var"], given["input"])
     operands = {
@@ -173,12 +175,6 @@ def _weight_of_l1() -> Any:
         if frame.f_code is F.l1_loss.__code__:
             return frame.f_locals.get("weight")
     return None
-
-
-def _check_probabilities(x: torch.Tensor) -> None:
-    """Torch's own error, which a worker with good values would not raise."""
-    if not checked.get() and holds_anywhere(~((x >= 0) & (x <= 1))):
-        raise RuntimeError("all elements of input should be between 0 and 1")
 
 
 def _variance(var: Any, x: torch.Tensor) -> Any:

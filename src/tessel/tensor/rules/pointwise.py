@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.table import (
     Arguments,
@@ -97,7 +96,7 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     in_place = is_in_place(name) or bool(kwargs.get("inplace"))
     if in_place:
         return _in_place(name, func, args, kwargs)
-    target = _target(name, args, kwargs)
+    target = common_layout(name, [*args, *kwargs.values()] if kwargs else args)
     result = func(
         *[fitted(each, target) for each in args],
         **{key: fitted(each, target) for key, each in kwargs.items()},
@@ -145,11 +144,6 @@ def changed(target: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             target.requires_grad_()
     return target
-
-
-def _target(name: str, args: Arguments, kwargs: Settings) -> Layout:
-    """How the result lies: as an operand of its shape, a balanced one if there is one."""
-    return common_layout(name, [*args, *kwargs.values()] if kwargs else args)
 
 
 def common_layout(name: str, values: Sequence[Any]) -> Layout:
@@ -209,14 +203,12 @@ def broadcast(layout: Layout, target: Layout) -> Layout:
     """Where an operand must lie: as the result, but dimensions of length one are everywhere."""
     first = len(target.shape) - len(layout.shape)
     cuts = tuple(
-        cut if length > 1 else Cut(cut.axes, _everywhere(cut.intervals))
+        cut
+        if length > 1  # else one value, on every worker that has some of the target
+        else Cut(cut.axes, tuple((0, min(1, stop - start)) for start, stop in cut.intervals))
         for cut, length in zip(target.cuts[first:], layout.shape, strict=True)
     )
     return replace(target, shape=layout.shape, cuts=cuts)
-
-
-def _everywhere(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    return tuple((0, min(1, stop - start)) for start, stop in intervals)
 
 
 @rule("to", "type_as", plain=True)

@@ -223,12 +223,6 @@ def _features(layout: Layout, channel: int) -> Layout:
     return replace(layout, shape=tuple(shape), cuts=tuple(cuts))
 
 
-def _channel(name: str, ndim: int) -> int:
-    """Which dimension has the channels: the second, the first of a single sample."""
-    single = {"dropout1d": 2, "dropout3d": 4}
-    return 0 if single.get(name) == ndim else 1
-
-
 @rule(
     *("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "native_dropout"),
     *("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout"),
@@ -255,7 +249,8 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         everything = made(torch.ones_like(x, dtype=torch.bool), layout)
         return (target, everything) if name == "native_dropout" else target
     of_channels = name.startswith("feature") or name[-1] == "d"
-    at = _features(layout, _channel(name, x.dim())) if of_channels else layout
+    is_single = (name, x.dim()) in (("dropout1d", 2), ("dropout3d", 4))  # its channels come first
+    at = _features(layout, 0 if is_single else 1) if of_channels else layout
     kept = _even(at, x.device) >= p
     scale, shift = _alpha(p) if "alpha" in name else (1 / (1 - p) if p < 1 else 0.0, None)
     factors = kept.to(x.dtype) * scale
