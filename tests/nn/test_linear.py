@@ -319,6 +319,20 @@ def test_a_layer_can_be_copied_and_pickled(run: Run) -> None:
     run(copied, nprocs=4)
 
 
+def with_an_infinite_bias() -> list[float]:
+    """The outputs of a layer whose inputs lie in two blocks: the bias counts once."""
+    P_x = tessel.world().create_cartesian_topology_partition([1, 2])
+    layer = tessel.nn.DistributedLinear(P_x, P_x, P_x, 4, 2)
+    assert layer.bias is not None
+    with torch.no_grad():
+        layer.bias.fill_(float("inf"))
+    return layer(torch.ones(3, 2)).flatten().tolist()
+
+
+def test_an_infinite_bias_is_added_once(run: Run) -> None:
+    assert run(with_an_infinite_bias, nprocs=2) == [[float("inf")] * 3] * 2
+
+
 def test_one_worker_multiplies_alone() -> None:
     P = tessel.world().create_cartesian_topology_partition([1, 1])
     for P_w in (None, P):

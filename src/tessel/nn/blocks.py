@@ -14,7 +14,7 @@ from tessel import transport
 from tessel.core.layout import Layout, Shape
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.core.shared import equalize, replicate
+from tessel.core.shared import anchored_zeros, equalize, replicate
 from tessel.nn.layer import ComputingLayer, Layer, Result
 from tessel.tensor.rules.convolution import check_dtype
 from tessel.tensor.use import used
@@ -172,7 +172,8 @@ class Weighted(ComputingLayer):
         if bias is not None:
             bias = replicate(bias, layouts["bias"], layouts["bias"].shared)
             index = self.P_w.index
-            bias = bias if index is None or index[self._grid().into] == 0 else bias * 0
+            if index is not None and index[self._grid().into]:
+                bias = anchored_zeros(tuple(bias.shape), bias)  # not bias * 0, of inf that is nan
         return weight, bias
 
     def onto_P_y(self, y: Tensor, layout: Layout) -> Result:
