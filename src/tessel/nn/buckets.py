@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core.agreement import in_forward_mode
+from tessel.core.context import setting
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.core.shared import GradientBucket, Replicate, current_buckets
@@ -164,11 +165,8 @@ def in_buckets(schedule: BucketSchedule, parameters: Iterable[Tensor]) -> Iterat
         yield
         return
     call = BucketedCall(schedule, parameters)
-    mark = current_buckets.set(call)
-    try:
+    with setting(current_buckets, call):
         yield
-    finally:
-        current_buckets.reset(mark)
     schedule.learn(call.plan, call.uses)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tessel.core.agreement import Agreement, Signature, agree_on_all, as_agreed
+from tessel.core.context import setting
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, zero_volume_tensor
 from tessel.core.partition import Partition
@@ -177,12 +177,12 @@ class Entrance:
                 return zero_volume_tensor(dtype=first.dtype, device=first.device)
             return zero_volume_tensor()
         if self.P_x.size == 1 and not spread:
-            with _set(alone, True):
+            with setting(alone, True):
                 return self.forward(*args, **kwargs)
         with (
             buckets.in_buckets(self.schedule, self.module.parameters()),
             self.stream.flowing(),
-            _set(running, self.P_x),
+            setting(running, self.P_x),
             choose_fallback(self.fallback),
         ):
             args, kwargs = self._entered(args, kwargs)
@@ -233,16 +233,6 @@ class Entrance:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_agreements": {}}
-
-
-@contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """A variable has a value meanwhile."""
-    mark = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(mark)
 
 
 def _left(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, remember
 from tessel.core.checksum import checksum, is_dense
+from tessel.core.context import setting
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.shared import grad_alike
 from tessel.nn.layer import Layer, Result
@@ -70,11 +71,8 @@ class DistributedLossBase(Layer):
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
         others = self.agree_on_others(x, layout, *args)
-        known = checked.set(True)  # that no value is wrong
-        try:
+        with setting(checked, True):  # no value is wrong
             return super().compute(x, layout, *others, **settings)
-        finally:
-            checked.reset(known)
 
     def fits(self, layout: Layout, *others: Any) -> bool:
         """Whether what goes with an input that one worker has is of its shape."""

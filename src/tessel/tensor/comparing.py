@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tessel import transport
+from tessel.core.context import setting
 from tessel.core.halo import Halo
 from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
@@ -95,11 +96,8 @@ def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
         compare(group, f"`{name}`({_arguments(name, args, kwargs)})", exactly)
     if name in ("backward", "grad"):  # whose hooks and checkpoints call functions of the user's
         return call.above(func, args, kwargs)
-    mark = _inside.set(True)
-    try:
+    with setting(_inside, True):
         return call.above(func, args, kwargs)
-    finally:
-        _inside.reset(mark)
 
 
 def _counts(name: str) -> bool:

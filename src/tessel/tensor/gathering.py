@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tessel.core.context import setting
 from tessel.tensor.call_site import CallSite, current_place
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import (
@@ -53,11 +54,8 @@ def fallback(choice: str) -> Iterator[None]:
     ...     pass
     """
     check_choice(choice)
-    mark = _choice.set(choice)
-    try:
+    with setting(_choice, choice):
         yield
-    finally:
-        _choice.reset(mark)
 
 
 def may_gather() -> bool:
@@ -132,11 +130,8 @@ _notes: ContextVar[list[Gather] | None] = ContextVar("notes", default=None)
 def noted_gathers() -> Iterator[list[Gather]]:
     """All that is gathered inside of the `with` block, also what was said before; no warnings."""
     notes: list[Gather] = []
-    mark = _notes.set(notes)
-    try:
+    with setting(_notes, notes):
         yield notes
-    finally:
-        _notes.reset(mark)
 
 
 def say(name: str, spread: list[Tensor]) -> None:

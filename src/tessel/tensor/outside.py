@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map
 
 from tessel import transport
+from tessel.core.context import setting
 from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.partition import Outline, Partition
@@ -68,16 +69,13 @@ def outlined(
         return Tensor(part, layout)
 
     hanging = _hanging(args, kwargs)
-    mark = outlining.set(True)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with setting(outlining, True), FakeTensorMode(allow_non_fake_inputs=True):
             given, settings = tree_map(without_values, (args, kwargs))
             result = follow(name, func, given, settings)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         held = next(each for each in held_layouts(args, kwargs) if each.is_outside)
         raise absent(f"torch's `{name}`", held) from error
-    finally:
-        outlining.reset(mark)
     found = tree_map(with_history, result)
     target = next(tensors(args), None)
     if is_in_place(name) and isinstance(target, Tensor) and given[0]._part.requires_grad:
