@@ -252,21 +252,26 @@ class Host:
     ) -> None:
         """Take what comes, in order; `own` is what this worker gives itself."""
         for buffer in receives:
-            worker, place, adds = buffer
-            if worker == self.worker:
-                if own is not None:
-                    buffer.put(own)
-                continue
-            channel, num_bytes, taken = self._incoming[worker], place.nbytes, None
-            for _ in range(self._looks):
-                with self._lock:
-                    taken = channel.take(key, place, adds, num_bytes)
-                if taken is not False:
-                    break
-                if not self._spins:
-                    os.sched_yield()
-            if not taken:  # something else came, or nothing so soon
-                self.wait(self.expect(key, [buffer], False), (), group)
+            if buffer.worker != self.worker:
+                self._take(key, buffer, group)
+            elif own is not None:
+                buffer.put(own)
+
+    def _take(self, key: Key, buffer: ReceiveBuffer, group: Sequence[int]) -> None:
+        """Wait for what fits a slot most likely, and put it into its place."""
+        # By itself, since benchmarks count its time as waiting.
+        worker, place, adds = buffer
+        channel, num_bytes = self._incoming[worker], place.nbytes
+        for _ in range(self._looks):
+            with self._lock:
+                taken = channel.take(key, place, adds, num_bytes)
+            if taken:
+                return
+            if taken is None:  # something else came first
+                break
+            if not self._spins:
+                os.sched_yield()
+        self.wait(self.expect(key, [buffer], False), (), group)
 
     def expect(self, key: Key, receives: Iterable[ReceiveBuffer], ordered: bool) -> list[Awaited]:
         """Name the places for what is to come, all open at once, or closed until opened."""
