@@ -144,6 +144,7 @@ def _step(model: classes.Classifier, x: Tensor, target: Tensor) -> TrainingStep:
             _, loss = model(x, target)
             loss.backward()
         seconds = time.perf_counter() - begin
+    # Apart from the time, since to count takes some.
     model.zero_grad()
     with count_memory() as memory:
         model(x, target)[1].backward()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from tessel import viz
 from tessel.cli.demos.movements import grid
@@ -107,6 +106,7 @@ def perform(size: int, note: Note) -> Reconstructed | None:
         result = deblur.reconstruct(
             ctx, bundle, settings, lambda _, psnr: note(f"{TITLE}: PSNR {psnr:.2f} dB")
         )
+        # One more iteration, for what it sends and holds: to count takes time.
         with count_traffic() as traffic, count_memory() as memory, torch.no_grad():
             x = bundle.signal.data
             bundle.prior.prox(x - bundle.data_fidelity.grad(x))
@@ -117,22 +117,17 @@ def perform(size: int, note: Note) -> Reconstructed | None:
         begin = time.perf_counter()
         expected = deblur.in_plain_torch(settings)
         before = time.perf_counter() - begin
+        numbers = range(len(deblur.WIDTHS))
+        blurs = [deblur.physics(settings, number) for number in numbers]
+        measured = [deblur.measurement(settings, number) for number in numbers]
+        with count_memory() as memory:  # of one iteration, as that of the workers is
+            deblur.iterate_in_plain_torch(expected, blurs, measured, settings)
         return Reconstructed(
             error=largest(result.reconstruction - expected),
             result=result,
-            alone=_memory_alone(expected, settings),
+            alone=memory.peak,
             peaks=peaks,
             sent=sent,
             seconds=(before, result.seconds),
             layout=bundle.signal.layout,
         )
-
-
-def _memory_alone(x: Tensor, settings: deblur.Settings) -> int:
-    """The peak of the tensors' bytes in an iteration of one process."""
-    numbers = range(len(deblur.WIDTHS))
-    blurs = [deblur.physics(settings, number) for number in numbers]
-    measured = [deblur.measurement(settings, number) for number in numbers]
-    with count_memory() as memory:
-        deblur.iterate_in_plain_torch(x, blurs, measured, settings)
-    return memory.peak
