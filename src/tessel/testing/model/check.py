@@ -162,6 +162,7 @@ def _agree(
     for worker, (text, _) in zip(everyone.workers, said, strict=True):
         if text:
             raise ValueError(f"check_model on worker {worker}: {text}")
+    # Only what differs from the first worker is looked for: all come to the same text.
     first = said[0][1]
     for worker, (_, theirs) in zip(everyone.workers, said, strict=True):
         for what in {**first, **theirs}:
@@ -187,6 +188,7 @@ def _merged(
     model: str, where: str, told: list[Findings], rtol: float | None, atol: float | None
 ) -> ModelReport:
     """The report of all workers: of each figure the largest."""
+    # Workers have the same values and modules in the same order, since they ran the same calls.
     first = told[0]
     values = [worst(v.name, [each.values[k] for each in told]) for k, v in enumerate(first.values)]
     gradients = [each.scale for each in values if each.name.startswith("gradient")]

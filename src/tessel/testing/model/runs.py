@@ -215,7 +215,7 @@ def _derived(result: Any, loss: Loss) -> Outputs:
         raise ValueError(f"there are no tensors in the output, a {type(result).__name__}")
     found = [value for _, value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if loss is not None:
-        seed_all(0)
+        seed_all(0)  # a loss may draw, and what was drawn before it differs
         value = loss(result)
         if value.requires_grad:
             value.backward()
