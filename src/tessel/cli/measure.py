@@ -61,14 +61,14 @@ def measure_rates() -> list[Rate]:
     ['all-sum-reduce', 'broadcast', 'repartition', 'halo exchange']
     """
     rates = []
-    for seen in zip(*launch(_times_of_movements, 2, timeout=_TIME_LIMIT), strict=True):
+    for seen in zip(*launch(times_of_movements, 2, timeout=_TIME_LIMIT), strict=True):
         # The movement ends when the slower worker has done its part.
         names, small, large, sent = zip(*seen, strict=True)
         rates.append(Rate(names[0], max(small), max(sent) / max(large), max(sent)))
     return rates
 
 
-def _times_of_movements() -> list[tuple[str, float, float, int]]:
+def times_of_movements() -> list[tuple[str, float, float, int]]:
     """What this worker sees: the seconds of a small and of a large message, and its bytes."""
     cases = zip(_movements(_SMALL), _movements(_LARGE), strict=True)
     return [

@@ -97,7 +97,7 @@ def execute(args: argparse.Namespace) -> int:
         try:
             launch("-m", "tessel.cli.worker", *target)
         except ChildFailedError as error:
-            failures = [_read(rank, failure) for rank, failure in error.failures.items()]
+            failures = [WorkerFailure.of(*each) for each in error.failures.items()]
             return report(failures, world_size=n * args.nnodes)
         except SignalException as error:
             _stderr().print(f"tessel run: stopped by {error.sigval.name}")
@@ -174,6 +174,26 @@ class WorkerFailure:
     traceback: str = ""
     consequence: bool = False
 
+    @classmethod
+    def of(cls, rank: int, failure: ProcessFailure) -> WorkerFailure:
+        """What elastic knows of a worker's end, with the worker's own report if it left one."""
+        # Elastic ends the others by this signal when a worker has failed.
+        ended_by_launcher = failure.exitcode == -signal.SIGTERM
+        message = failure.message
+        if not isinstance(message, dict):
+            time = failure.timestamp - _NOTICED_LATE_SECONDS
+            return cls(rank, failure.exitcode, failure.pid, time, consequence=ended_by_launcher)
+        info = message["extraInfo"]
+        return cls(
+            rank,
+            info["exitcode"],  # the process may have been ended on its way out
+            failure.pid,
+            time=info["time"],
+            error=message["message"],
+            traceback=info["py_callstack"],
+            consequence=info["consequence"],
+        )
+
     @property
     def end(self) -> str:
         """What happened, without the worker's name."""
@@ -220,28 +240,6 @@ def report(failures: Sequence[WorkerFailure], world_size: int) -> int:
         console.print(first.traceback.rstrip("\n"), markup=False)
     # As shells say it: 128, and the number of the signal.
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-
-
-def _read(rank: int, failure: ProcessFailure) -> WorkerFailure:
-    """Return what elastic knows of a worker's end, with the worker's own report if it left one."""
-    # Elastic ends the others by this signal when a worker has failed.
-    ended_by_launcher = failure.exitcode == -signal.SIGTERM
-    message = failure.message
-    if not isinstance(message, dict):
-        time = failure.timestamp - _NOTICED_LATE_SECONDS
-        return WorkerFailure(
-            rank, failure.exitcode, failure.pid, time, consequence=ended_by_launcher
-        )
-    info = message["extraInfo"]
-    return WorkerFailure(
-        rank,
-        info["exitcode"],  # the process may have been ended on its way out
-        failure.pid,
-        time=info["time"],
-        error=message["message"],
-        traceback=info["py_callstack"],
-        consequence=info["consequence"],
-    )
 
 
 def _stderr() -> Console:

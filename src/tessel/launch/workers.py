@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, Self, SupportsIndex, TypeVar
 
 from tessel.launch.environment import Environment
 from tessel.launch.forkserver import GRACE, ForkServer, fork_forkserver, shared_forkserver
@@ -157,7 +157,7 @@ class Workers:
             self._remove(self._processes)
             self._world = []
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -184,16 +184,7 @@ class Workers:
         """The first `nprocs` workers, with their process group or ready to make one."""
         if len(self._world) == nprocs and all(process.is_in_world() for process in self._world):
             return self._world
-        self._disband()
-        self._remove([process for process in self._processes if not process.is_reachable()])
-        while len(self._processes) < nprocs:
-            self._processes.append(WorkerProcess(forkserver or shared_forkserver(self.preload)))
-        processes = self._processes[:nprocs]
-        await_starts(processes)
-        return processes
-
-    def _disband(self) -> None:
-        """Destroy the process group of the present world; end a worker that cannot in time."""
+        # Leave the process group of the present world; a worker that cannot in time is ended.
         world, self._world = self._world, []
         members = [process for process in world if process.is_reachable()]
         deadline = time.monotonic() + GRACE
@@ -203,6 +194,12 @@ class Workers:
             collect(members, deadline)
         finally:
             kill(process for process in members if process.reply is None)
+        self._remove([process for process in self._processes if not process.is_reachable()])
+        while len(self._processes) < nprocs:
+            self._processes.append(WorkerProcess(forkserver or shared_forkserver(self.preload)))
+        processes = self._processes[:nprocs]
+        await_starts(processes)
+        return processes
 
     def _remove(self, processes: list[WorkerProcess]) -> None:
         kill(processes)

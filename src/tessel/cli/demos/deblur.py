@@ -11,7 +11,14 @@ from rich.table import Table
 
 from tessel import viz
 from tessel.cli.demos.movements import grid
-from tessel.cli.demos.report import Note, Report, as_text, largest, new_table
+from tessel.cli.demos.report import (
+    Note,
+    Report,
+    as_text,
+    largest,
+    sizes_of_parts,
+    workers_table,
+)
 from tessel.core.layout import Layout
 from tessel.core.partition import world
 from tessel.examples import deblur
@@ -58,23 +65,16 @@ class Reconstructed(Report):
 
     def tables(self) -> list[tuple[Table, str]]:
         """One process and every worker, a line each."""
-        height, width = self.layout.shape[2:]
-        title = f"{TITLE} of a picture of {height} × {width} from {len(deblur.WIDTHS)} blurs"
-        table = new_table(title, "who", "part", "in an iteration", "share", "sent", "time")
-        before, after = (f"{seconds:.2f} s" for seconds in self.seconds)
-        table.add_row(
-            "one process", f"{height} × {width}", viz.num_bytes(self.alone), "100%", "", before
-        )
-        for place, (peak, sent) in enumerate(zip(self.peaks, self.sent, strict=True)):
-            rows, columns = self.layout.shape_on(self.layout.partition.ranks[place])[2:]
-            table.add_row(
-                f"worker {place}",
-                f"{rows} × {columns}",
-                viz.num_bytes(peak),
-                f"{peak / self.alone:.0%}",
-                viz.num_bytes(sent),
-                "" if place else after,
-            )
+        sizes = sizes_of_parts(self.layout)
+        title = f"{TITLE} of a picture of {sizes[0]} from {len(deblur.WIDTHS)} blurs"
+        cells = [
+            (size, viz.num_bytes(peak), f"{peak / self.alone:.0%}")
+            for size, peak in zip(sizes, (self.alone, *self.peaks), strict=True)
+        ]
+        before, after = self.seconds
+        times = f"{before:.2f} s", f"{after:.2f} s"
+        columns = ("part", "in an iteration", "share")
+        table = workers_table(title, columns, cells, self.sent, times)
         first, *_, last = self.result.psnr
         legend = (
             "in an iteration: bytes of tensors that it makes, at most at once; time of all "

@@ -18,7 +18,9 @@ from tessel.cli.demos.report import (
     largest,
     median_seconds,
     new_table,
+    sizes_of_parts,
     wave,
+    workers_table,
     worst_of,
 )
 from tessel.core.layout import Layout
@@ -141,21 +143,16 @@ class Training:
 
     def table(self) -> tuple[Table, str]:
         """One process and every worker, a line each."""
-        height, width = self.layout.shape[2:]
-        title = f"{TITLE_OF_STEP} on fields of {height} × {width}"
-        table = new_table(title, "who", "part", "parameters", "sent", "time")
+        sizes = sizes_of_parts(self.layout)
         alone, everyones = self.stored
-        before, after = (f"{1e3 * seconds:.0f} ms" for seconds in self.seconds)
-        table.add_row("one process", f"{height} × {width}", viz.num_bytes(alone), "", before)
-        for place, (stored, sent) in enumerate(zip(everyones, self.sent, strict=True)):
-            rows, columns = self.layout.shape_on(self.layout.partition.ranks[place])[2:]
-            table.add_row(
-                f"worker {place}",
-                f"{rows} × {columns}",
-                viz.num_bytes(stored),
-                viz.num_bytes(sent),
-                "" if place else after,
-            )
+        cells = [
+            (size, viz.num_bytes(stored))
+            for size, stored in zip(sizes, (alone, *everyones), strict=True)
+        ]
+        before, after = self.seconds
+        times = f"{1e3 * before:.0f} ms", f"{1e3 * after:.0f} ms"
+        title = f"{TITLE_OF_STEP} on fields of {sizes[0]}"
+        table = workers_table(title, ("part", "parameters"), cells, self.sent, times)
         legend = (
             f"largest difference from one process: output {as_text(self.value_error)}, all "
             f"parameters after two steps {as_text(self.parameter_error)}"

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from tessel import tensor, viz
 from tessel.cli.demos.movements import grid
-from tessel.cli.demos.report import Note, Report, as_text, largest, new_table, worst_of
+from tessel.cli.demos.report import (
+    Note,
+    Report,
+    as_text,
+    largest,
+    sizes_of_parts,
+    workers_table,
+    worst_of,
+)
 from tessel.core.layout import Layout
 from tessel.core.partition import world
 from tessel.examples import check
@@ -68,30 +76,17 @@ class Cleaned(Report):
 
     def tables(self) -> list[tuple[Table, str]]:
         """One process and every worker, a line each."""
-        height, width = self.layout.shape[2:]
-        title = f"{TITLE} on a picture of {height} × {width}, forward and backward, float64"
-        of_budget = f"of {viz.num_bytes(self.budget)}"
-        table = new_table(title, "who", "part", "tensors at most", of_budget, "sent", "time")
-        before, after = self.seconds
-        table.add_row(
-            "one process",
-            f"{height} × {width}",
-            viz.num_bytes(self.alone),
-            f"[red]{self.alone / self.budget:.0%}[/]",
-            "",
-            f"{before:.2f} s",
-        )
-        for place, (peak, sent) in enumerate(zip(self.peaks, self.sent, strict=True)):
-            rows, columns = self.layout.shape_on(self.layout.partition.ranks[place])[2:]
+        sizes = sizes_of_parts(self.layout)
+        title = f"{TITLE} on a picture of {sizes[0]}, forward and backward, float64"
+        cells = []
+        for size, peak in zip(sizes, (self.alone, *self.peaks), strict=True):
             share = peak / self.budget
-            table.add_row(
-                f"worker {place}",
-                f"{rows} × {columns}",
-                viz.num_bytes(peak),
-                f"[{'green' if share <= 1 else 'red'}]{share:.0%}[/]",
-                viz.num_bytes(sent),
-                f"{after:.2f} s" if place == 0 else "",
-            )
+            colour = "green" if share <= 1 else "red"
+            cells.append((size, viz.num_bytes(peak), f"[{colour}]{share:.0%}[/]"))
+        columns = ("part", "tensors at most", f"of {viz.num_bytes(self.budget)}")
+        before, after = self.seconds
+        times = f"{before:.2f} s", f"{after:.2f} s"
+        table = workers_table(title, columns, cells, self.sent, times)
         legend = (
             f"largest difference from one process: output {as_text(self.value_error)}, "
             f"gradients of all parameters {as_text(self.gradient_error)}; "

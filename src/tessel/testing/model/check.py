@@ -90,44 +90,13 @@ def check_model(
     check_choice(fallback)
     if calls < 1:
         raise ValueError(f"calls must be at least 1, got {calls}")
-    name = type(model).__name__
     everyone = transport.group_of(range(transport.num_workers()))
     with generators_restored(seed):
         copied = attempt(lambda: plain_copy(model, dtype))
         settings = (fallback, calls, seed, rtol, atol, str(dtype), loss is None)
         _agree(everyone, model, given, settings, copied.text)
-        converted: Any = distribute_module(copied.result, given.partition, fallback)
-        layouts, arguments = given.layouts(), given.wholes()
-        # here, since workers outside of the partition agree on spread tensors, too
-        entered = [arguments.entered(layouts) for _ in range(calls)]
-        stream = converted.forward.stream.seed if given.partition.active else 0
-        seeds = [stream + number for number in range(calls)]
-        # Conversion gave all workers the values of the first: one process starts from these.
-        values = {key: value.detach().clone() for key, value in _values(converted).items()}
-
-        def fresh() -> nn.Module:
-            copy = plain_copy(model, dtype)
-            with torch.no_grad():
-                for key, value in _values(copy).items():
-                    value.copy_(values[key])
-            return copy
-
-        def alone() -> OneProcess | None:
-            if not given.partition.active:
-                return None
-            is_spread = [layout is not None for layout in layouts]
-            return run_alone(fresh, arguments, is_spread, loss, seeds)
-
-        def compared() -> Findings:
-            return run_converted(converted, arguments, entered, tried.result, loss, seeds)
-
-        # Whatever raises in one process must not leave workers alone in the exchanges that follow.
-        tried = attempt(alone)
-        tried.raise_together(everyone, f"{name} raises in one process")
-        found = attempt_together(compared, given.partition, everyone)
-        found.raise_together(everyone, f"{name}, converted, raises")
-        told = [each for each in everyone.share_objects(found.result) if each is not None]
-    report = _merged(name, str(where), told, rtol, atol)
+        told = _run_both(model, copied.result, given, loss, fallback, calls, everyone)
+    report = _merged(type(model).__name__, str(where), told, rtol, atol)
     if not report.passed:
         error = AssertionError(str(report))
         error.report = report  # type: ignore[attr-defined]
@@ -135,8 +104,46 @@ def check_model(
     return report
 
 
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    return dict((*model.named_parameters(), *model.named_buffers()))
+def _run_both(
+    model: nn.Module,
+    copy: nn.Module,
+    given: Arguments,
+    loss: Callable[[Any], Tensor] | None,
+    fallback: str,
+    calls: int,
+    everyone: transport.Group,
+) -> list[Findings]:
+    """What each worker of the partition found: the model in one process, and a copy converted."""
+    name, partition = type(model).__name__, given.partition
+    converted: Any = distribute_module(copy, partition, fallback)
+    layouts, arguments = given.layouts(), given.wholes()
+    # here, since workers outside of the partition agree on spread tensors, too
+    entered = [arguments.entered(layouts) for _ in range(calls)]
+    first = converted.forward.stream.seed if partition.active else 0
+    seeds = [first + number for number in range(calls)]
+
+    def in_one_process() -> OneProcess | None:
+        if not partition.active:
+            return None
+        template = plain_copy(model, given.dtype)
+        # Conversion gave all workers the values of the first: one process starts from these.
+        values = dict((*converted.named_parameters(), *converted.named_buffers()))
+        with torch.no_grad():
+            for key, value in (*template.named_parameters(), *template.named_buffers()):
+                value.copy_(values[key])
+        is_spread = [layout is not None for layout in layouts]
+        return run_alone(template, arguments, is_spread, loss, seeds)
+
+    # Whatever raises in one process must not leave workers alone in the exchanges that follow.
+    alone = attempt(in_one_process)
+    alone.raise_together(everyone, f"{name} raises in one process")
+    found = attempt_together(
+        lambda: run_converted(converted, arguments, entered, alone.result, loss, seeds),
+        partition,
+        everyone,
+    )
+    found.raise_together(everyone, f"{name}, converted, raises")
+    return [each for each in everyone.share_objects(found.result) if each is not None]
 
 
 def _agree(

@@ -57,27 +57,27 @@ class Findings:
 
 
 def run_alone(
-    fresh: Callable[[], nn.Module],
+    template: nn.Module,
     given: Arguments,
     is_spread: list[bool],
     loss: Loss,
     seeds: list[int],
     mark: bool = False,
 ) -> OneProcess:
-    """Run a fresh copy of the model in plain torch.
+    """Run a copy of a model in plain torch.
 
     If it draws random numbers it runs once more, with tensors that draw as spread ones do: so a
     model that draws none sees torch's own tensors alone.
 
     Args:
-        fresh: makes the copy.
+        template: the model, which stays as it is.
         given: its arguments, whole.
         is_spread: which of the tensors among them are spread in the converted model.
         loss: of the output, by which it is derived.
         seeds: of the random numbers, one for each call.
         mark: whether tensors draw as spread ones do.
     """
-    model, arguments, outputs = fresh(), given.wholes(), []
+    model, arguments, outputs = deepcopy(template), given.wholes(), []
 
     def enter(number: int, value: Tensor) -> Tensor:
         copy = value.clone()  # the model may change it
@@ -96,7 +96,7 @@ def run_alone(
             draws = draws or _random_state() != before
             outputs.append(_derived(result, loss))
     if draws and not mark:
-        return run_alone(fresh, given, is_spread, loss, seeds, mark=True)
+        return run_alone(template, given, is_spread, loss, seeds, mark=True)
     # The peak is that of the last call, as it is of the converted model.
     return OneProcess(model, arguments, trace, outputs, memory.peak, draws)
 
