@@ -8,7 +8,7 @@ the first two dimensions that are split.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -17,7 +17,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from tessel.core import boxes
-from tessel.core.boxes import Box, Interval
+from tessel.core.boxes import Box
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.plan import plan, route
@@ -160,46 +160,45 @@ def draw_exchange(
     dims = _drawn_dims(domain, codomain)
     start = _Stage(before, _Paper(domain, dims), titles[0])
     end = _Stage(after, _Paper(codomain, dims), titles[1])
-    parcels = list(_parcels(domain, codomain))
-    moved = [parcel for parcel in parcels if parcel.giver != parcel.taker]
+    pieces = []
+    for taker in codomain.partition.ranks:
+        box = codomain.box(taker)
+        assert box is not None
+        for taken in plan(domain, codomain, taker).takes:
+            part = tuple(
+                (origin + region.start, origin + region.stop)
+                for (origin, _), region in zip(box, taken.region, strict=True)
+            )
+            pieces.append(_Piece(taken.peer, taker, part))
+    moved = [piece for piece in pieces if piece.giver != piece.taker]
     start.show_owners()
-    for parcel in moved:
-        start.mark(parcel.giver, parcel.box)
-    end.show_origins(parcels)
+    for piece in moved:
+        start.mark(piece.giver, piece.box)
+    end.show_origins(pieces)
     # With a halo, neighbours give each other what both hold afterwards: one drawing shows it.
-    _draw_arrows(end if _keeps_boxes(domain, codomain) else start, end, moved, element_size)
-    end.caption(_summary(_sizes(domain, codomain, element_size)))
+    has_halo = domain.partition == codomain.partition and all(
+        wide[0] <= own[0] and own[1] <= wide[1]
+        for worker in domain.partition.ranks
+        for own, wide in zip(domain.box(worker) or (), codomain.box(worker) or (), strict=True)
+    )
+    _draw_arrows(end if has_halo else start, end, moved, element_size)
+    # Messages are those of the route, which may have several stages.
+    sizes = [
+        element_size * sent.numel
+        for worker in {*domain.partition.ranks, *codomain.partition.ranks}
+        for exchange in route(domain, codomain, worker)
+        for sent in exchange.gives
+    ]
+    end.caption(_summary(sizes))
 
 
 @dataclass(frozen=True)
-class _Parcel:
+class _Piece:
     """What one worker takes from one worker: a box of the global tensor."""
 
     giver: int
     taker: int
     box: Box
-
-
-def _parcels(domain: Layout, codomain: Layout) -> Iterator[_Parcel]:
-    for taker in codomain.partition.ranks:
-        box = codomain.box(taker)
-        assert box is not None
-        for piece in plan(domain, codomain, taker).takes:
-            part = tuple(
-                (origin + region.start, origin + region.stop)
-                for (origin, _), region in zip(box, piece.region, strict=True)
-            )
-            yield _Parcel(piece.peer, taker, part)
-
-
-def _sizes(domain: Layout, codomain: Layout, element_size: int) -> list[int]:
-    """The bytes of every message."""
-    return [
-        element_size * piece.numel
-        for worker in {*domain.partition.ranks, *codomain.partition.ranks}
-        for exchange in route(domain, codomain, worker)
-        for piece in exchange.gives
-    ]
 
 
 def _summary(sizes: Sequence[int]) -> str:
@@ -215,15 +214,6 @@ def _summary(sizes: Sequence[int]) -> str:
     if len(counts) > 3:
         return total
     return total + ": " + ", ".join(f"{count} of {num_bytes(size)}" for size, count in counts)
-
-
-def _keeps_boxes(domain: Layout, codomain: Layout) -> bool:
-    """Whether every worker's box in the codomain holds its box in the domain, as with a halo."""
-    return domain.partition == codomain.partition and all(
-        wide[0] <= own[0] and own[1] <= wide[1]
-        for worker in domain.partition.ranks
-        for own, wide in zip(domain.box(worker) or (), codomain.box(worker) or (), strict=True)
-    )
 
 
 def _drawn_dims(*layouts: Layout) -> tuple[int, ...]:
@@ -245,7 +235,7 @@ class _Paper:
         longest = max((layout.shape[d] for d in dims), default=0) or 1
         self.scales = [max(1 / longest, 1 / (3 * max(layout.shape[d], 1))) for d in dims]
         disjoint = all(boxes.disjoint(layout.cuts[d].intervals) for d in dims)
-        self.gap = 0.02 if disjoint else 0.11
+        self.gap = 0.02 if disjoint else 0.11  # boxes that overlap are drawn apart
         used = {axis for d in dims for axis in layout.cuts[d].axes}
         self.copy_axes = [axis for axis in range(layout.partition.dim) if axis not in used]
 
@@ -253,12 +243,9 @@ class _Paper:
     def starts(self) -> list[list[float]]:
         """For each drawn dimension where its intervals start, and where the row of them ends."""
         return [
-            [0.0, *accumulate(scale * (stop - start) + self.gap for start, stop in intervals)]
-            for scale, intervals in zip(self.scales, self._intervals(), strict=True)
+            [0.0, *accumulate(scale * (b - a) + self.gap for a, b in self.layout.cuts[d].intervals)]
+            for d, scale in zip(self.dims, self.scales, strict=True)
         ]
-
-    def _intervals(self) -> Iterator[Sequence[Interval]]:
-        return (self.layout.cuts[d].intervals for d in self.dims)
 
     @cached_property
     def size(self) -> tuple[float, float]:
@@ -293,20 +280,17 @@ class _Paper:
         places = self.layout.places(coordinates)
         at = [starts[places[d]] for d, starts in zip(self.dims, self.starts, strict=True)]
         top, left = at if len(at) == 2 else (0.0, *(at or [0.0]))
-        copies = (len(self.layout.partition.ranks), self._copies_in_a_row())
-        row, column = boxes.unravel(self._copy(coordinates), copies)
         height, width = self.size
+        # As many copies in a row as make the drawing about square.
+        count = self._copy([size - 1 for size in self.layout.partition.shape]) + 1
+        in_a_row = max(1, round(sqrt(count * height / max(width, 1e-9))))
+        rows = len(self.layout.partition.ranks)
+        row, column = boxes.unravel(self._copy(coordinates), (rows, in_a_row))
         return top + row * (height + 3 * self.gap), left + column * (width + 3 * self.gap)
 
     def _copy(self, coordinates: Sequence[int]) -> int:
         sizes = [self.layout.partition.shape[axis] for axis in self.copy_axes]
         return boxes.ravel([coordinates[axis] for axis in self.copy_axes], sizes)
-
-    def _copies_in_a_row(self) -> int:
-        """As many as make the drawing about square."""
-        last = self._copy([size - 1 for size in self.layout.partition.shape])
-        height, width = self.size
-        return max(1, round(sqrt((last + 1) * height / max(width, 1e-9))))
 
     def middle(self, worker: int, part: Box) -> _Point:
         """The middle of a part of a worker's box."""
@@ -333,11 +317,12 @@ class _Stage:
             self._add(self.paper.rectangle(worker), facecolor=colour(worker), **_FILL)
             self._name(worker)
 
-    def show_origins(self, parcels: Iterable[_Parcel]) -> None:
+    def show_origins(self, pieces: Iterable[_Piece]) -> None:
         """Paint every worker's box in the colours of those from whom it came."""
-        large_first = sorted(parcels, key=lambda p: (p.taker, -boxes.volume(p.box), p.box))
+        # Small pieces lie upon large ones, so that both are seen.
+        large_first = sorted(pieces, key=lambda p: (p.taker, -boxes.volume(p.box), p.box))
         for (taker, box), group in groupby(large_first, key=lambda p: (p.taker, p.box)):
-            givers = [parcel.giver for parcel in group]
+            givers = [piece.giver for piece in group]
             left, top, width, height = self.paper.rectangle(taker, box)
             stripe = width / len(givers)  # one stripe for each term of a sum
             for k, giver in enumerate(givers):
@@ -374,20 +359,16 @@ class _Stage:
         wide, newline = width > 2 * height, "\n"
         shape = "×".join(map(str, self.paper.layout.shape_on(worker)))
         texts = (f"worker {worker}{'  ' if wide else newline}{shape}", f"worker {worker}")
-        text = next((t for t in texts if self._fits(t, width, height)), str(worker))
-        down = 0.25 if wide else 0.5
-        at = (left + width / 2, top + down * height)
+        # Points on paper; a character of this size takes about 5.4 across and 12 down.
+        corners = self.ax.transData.transform([(0, 0), (width, height)])
+        across, down = abs(corners[1] - corners[0]) * 72 / self.ax.figure.dpi
+        text = str(worker)
+        for longer in reversed(texts):
+            lines = longer.split("\n")
+            if max(map(len, lines)) * 5.4 + 14 < across and len(lines) * 12 + 8 < down:
+                text = longer
+        at = (left + width / 2, top + (0.25 if wide else 0.5) * height)
         _write(self.ax, at, text, fontsize=9 if len(text) > 3 else 7)
-
-    def _fits(self, text: str, width: float, height: float) -> bool:
-        """Whether a text, with some room around, is smaller than a box on paper."""
-        (x0, y0), (x1, y1) = self.ax.transData.transform([(0, 0), (width, height)])
-        points = 72 / self.ax.figure.dpi
-        lines = text.split("\n")
-        return (
-            max(map(len, lines)) * 5.4 + 14 < abs(x1 - x0) * points
-            and len(lines) * 12 + 8 < abs(y1 - y0) * points
-        )
 
 
 def _write(ax: Axes, at: _Point, text: str, **style: Any) -> None:
@@ -396,17 +377,17 @@ def _write(ax: Axes, at: _Point, text: str, **style: Any) -> None:
     ax.figure.text(at[0], at[1], text, transform=ax.transData, **style)
 
 
-def _draw_arrows(start: _Stage, end: _Stage, moved: Sequence[_Parcel], element_size: int) -> None:
-    """One arrow for each parcel, in the colour of its giver; those of one giver fan out."""
+def _draw_arrows(start: _Stage, end: _Stage, moved: Sequence[_Piece], element_size: int) -> None:
+    """One arrow for each piece, in the colour of its giver; those of one giver fan out."""
     for giver, group in groupby(sorted(moved, key=lambda p: p.giver), key=lambda p: p.giver):
-        parcels = list(group)
-        for k, parcel in enumerate(parcels):
-            bend = 0.28 if start is end else 0.1 * ((len(parcels) - 1) / 2 - k)
-            tail = start.paper.middle(giver, parcel.box)
-            head = end.paper.middle(parcel.taker, parcel.box)
+        pieces = list(group)
+        for k, piece in enumerate(pieces):
+            bend = 0.28 if start is end else 0.1 * ((len(pieces) - 1) / 2 - k)
+            tail = start.paper.middle(giver, piece.box)
+            head = end.paper.middle(piece.taker, piece.box)
             _draw_arrow(start.ax, end.ax, tail, head, bend, colour(giver))
             if len(moved) <= _MOST_LABELLED_ARROWS and start is not end:
-                label = num_bytes(element_size * boxes.volume(parcel.box))
+                label = num_bytes(element_size * boxes.volume(piece.box))
                 _write(end.ax, _between(start.ax, end.ax, tail, head, bend), label, fontsize=8)
 
 

@@ -18,7 +18,8 @@ import pytest
 
 from scripts import python
 from tessel.cli import build_parser, main
-from tessel.cli.doctor import CHECKS, Facts, check_rates, examine, gather_facts
+from tessel.cli.checks import CHECKS, check_rates, examine
+from tessel.cli.facts import Facts, gather_facts
 from tessel.cli.measure import Rate
 from tessel.cli.run import WorkerFailure, first_failure
 from tessel.cli.worker import is_consequence

@@ -508,6 +508,35 @@ def raises(when: str) -> tuple[str, float]:
     return text, after.passed
 
 
+class DrawingAndRaising(nn.Module):
+    """It draws random numbers, and raises on the last worker in one process."""
+
+    def forward(self, x: Any) -> Any:
+        last = tessel.world().rank == tessel.world().size - 1
+        if last and not isinstance(x, tessel.Tensor):
+            raise KeyError("on one worker")
+        return F.dropout(x, 0.5, True)
+
+
+def draws_and_raises() -> tuple[str, bool]:
+    P = grid(1, 1, 0, 1)
+    x = tessel.spread(values(1, 2, 6, 5), P)
+    text, _ = failure(lambda: check_model(DrawingAndRaising(), x, where=P))
+    after = check_model(seeded(Twice), values(1, 2, 6, 5), where=P)  # workers are in step
+    return text, after.passed
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_model_that_draws_and_raises_on_one_worker_leaves_nobody_waiting(
+    run: Run, nprocs: int
+) -> None:
+    found = run(draws_and_raises, nprocs=nprocs, timeout=60)
+    assert all(each == found[0] for each in found)
+    text, passed = found[0]
+    assert passed and f"on workers [{nprocs - 1}] KeyError: 'on one worker'" in text
+    assert "raises in one process" in text
+
+
 @pytest.mark.parametrize("when", WHENS)
 @WORKERS
 def test_a_model_that_raises_makes_all_raise(run: Run, when: str, nprocs: int) -> None:

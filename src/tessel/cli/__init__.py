@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.execute(args)
     except KeyboardInterrupt:
-        return 130
+        return 130  # as shells say it: 128, and the number of SIGINT
     return code
 
 

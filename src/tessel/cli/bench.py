@@ -67,16 +67,25 @@ def execute(args: argparse.Namespace) -> int:
     """Measure; return 2 for what makes no sense, and 1 if a claim could not be measured."""
     try:
         chosen = choose(find_claims(Path.cwd()), args.claims)
-        options = _options(args)
+        if args.rounds is not None and args.rounds < 1:
+            raise ValueError(f"--rounds is a number from 1 on, got {args.rounds}")
     except ValueError as error:
         print(f"tessel bench: {error}", file=sys.stderr)
         return 2
     console = Console(highlight=False)
+    # In a file nothing is as narrow as a terminal: no column has to be broken there.
     wide = console if console.is_terminal else Console(highlight=False, width=130)
     if args.list:
-        wide.print(_listing(chosen))
+        listing = Table("claim", "what is compared", "aim")
+        for claim in chosen:
+            listing.add_row(claim.name, claim.says, claim.aim)
+        wide.print(listing)
         return 0
+    options = [] if args.rounds is None else ["--rounds", str(args.rounds)]
+    options += ["--quick"] if args.quick else []
+    options += ["--without-peers"] if args.without_peers else []
     folder = chosen[0].folder
+    # Two short rounds must not take the place of what was measured with care.
     results = folder.parent / "build" / "bench" if args.quick else folder / "results"
     found = [measure(claim, options, results) for claim in chosen]
     wide.print(_table(chosen, found))
@@ -85,6 +94,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def find_claims(directory: Path) -> list[Claim]:
     """The claims of the checkout around a directory, or of the one that Tessel runs from."""
+    # The checkout around the user comes before the one that Tessel runs from.
     places = [directory, *directory.parents, _PACKAGE.parents[1]]
     folders = (place / "benchmarks" for place in places)
     folder = next((each for each in folders if (each / "claims.toml").is_file()), None)
@@ -127,22 +137,8 @@ def _written(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.is_file() else None
 
 
-def _options(args: argparse.Namespace) -> list[str]:
-    if args.rounds is not None and args.rounds < 1:
-        raise ValueError(f"--rounds is a number from 1 on, got {args.rounds}")
-    options = [] if args.rounds is None else ["--rounds", str(args.rounds)]
-    options += ["--quick"] if args.quick else []
-    return options + (["--without-peers"] if args.without_peers else [])
-
-
-def _listing(claims: list[Claim]) -> Table:
-    table = Table("claim", "what is compared", "aim")
-    for claim in claims:
-        table.add_row(claim.name, claim.says, claim.aim)
-    return table
-
-
 def _table(claims: list[Claim], found: list[dict[str, Any]]) -> Table:
+    """Of each claim how many aims are met, the ratio furthest from its aim, noise and seconds."""
     table = Table("claim", "aim", title="all claims")
     for heading in ("aims met", "worst ratio", "others' CPU", "time"):
         table.add_column(heading, justify="right")
@@ -150,22 +146,19 @@ def _table(claims: list[Claim], found: list[dict[str, Any]]) -> Table:
     for claim, result in zip(claims, found, strict=True):
         verdict = result["verdict"]
         colour = _COLOURS.get(verdict, "blue")
-        row = [claim.name, claim.aim, *_numbers(result)]
-        table.add_row(*row, f"[{colour}]{verdict}[/{colour}]")
+        numbers = ["–"] * 4
+        if verdict != _FAILED:
+            compared = [each for case in result["cases"] for each in case["comparisons"]]
+            aimed = [each for each in compared if each["aim"] is not None]
+            met = sum(each["verdict"] == "met" for each in aimed)
+            worst = max(
+                aimed, key=lambda each: max(each["p5"], each["median"]) / each["aim"], default=None
+            )
+            numbers = [
+                f"{met} of {len(aimed)}" if aimed else "–",
+                "–" if worst is None else f"{worst['median']:.2f} (≤ {worst['aim']:.3g})",
+                f"{100 * result['others']:.0f} %",
+                f"{result['seconds']:.0f} s",
+            ]
+        table.add_row(claim.name, claim.aim, *numbers, f"[{colour}]{verdict}[/{colour}]")
     return table
-
-
-def _numbers(result: dict[str, Any]) -> list[str]:
-    """How many aims are met, the ratio that is furthest from its aim, noise and seconds."""
-    if result["verdict"] == _FAILED:
-        return ["–"] * 4
-    compared = [each for case in result["cases"] for each in case["comparisons"]]
-    aimed = [each for each in compared if each["aim"] is not None]
-    met = sum(each["verdict"] == "met" for each in aimed)
-    worst = max(aimed, key=lambda each: max(each["p5"], each["median"]) / each["aim"], default=None)
-    return [
-        f"{met} of {len(aimed)}" if aimed else "–",
-        "–" if worst is None else f"{worst['median']:.2f} (≤ {worst['aim']:.3g})",
-        f"{100 * result['others']:.0f} %",
-        f"{result['seconds']:.0f} s",
-    ]

@@ -30,7 +30,7 @@ from tessel.launch import launch
 
 SUMMARY = "show that several workers compute what one process computes"
 
-_TIME_LIMIT = 300.0
+_TIME_LIMIT = 300.0  # seconds for all demos, after which it is shown where workers hang
 _POLL_SECONDS = 0.05
 
 
@@ -77,9 +77,11 @@ def execute(args: argparse.Namespace) -> int:
 def _perform(console: Console, workers: int, size: int) -> Sequence[Report]:
     """Run the demos on local workers; the reports of the first."""
     with tempfile.TemporaryDirectory() as folder:
+        # Workers answer when all is done: what is done meanwhile they say in a file.
         done = Path(folder) / "done"
         done.touch()
         with _progress(console, workers, done):
+            # The first worker alone has reports, which hold what all workers told it.
             reports = launch(_work, workers, size, str(done), timeout=_TIME_LIMIT)[0]
     found = [report for report in reports if report is not None]
     assert len(found) == len(DEMOS)
@@ -116,6 +118,7 @@ def _progress(console: Console, workers: int, done: Path) -> Iterator[None]:
                 text = lines[-1] if lines[-1].startswith(f"{name}:") else name
                 bar.update(task, completed=len(lines), description=text)
 
+    # This thread waits in `launch`, so another one looks into the file.
     thread = threading.Thread(target=follow, daemon=True)
     with bar:
         thread.start()

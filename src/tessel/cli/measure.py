@@ -54,35 +54,25 @@ class Rate:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class _Times:
-    """What one worker saw of a movement."""
-
-    movement: str
-    small: float
-    large: float
-    bytes_sent: int
-
-
 def measure_rates() -> list[Rate]:
     """Start two workers and measure every movement.
 
     >>> [rate.movement for rate in measure_rates()]  # doctest: +SKIP
     ['all-sum-reduce', 'broadcast', 'repartition', 'halo exchange']
     """
-    results = launch(_measure, 2, timeout=_TIME_LIMIT)
-    return [_rate(*times) for times in zip(*results, strict=True)]
+    rates = []
+    for seen in zip(*launch(times_of_movements, 2, timeout=_TIME_LIMIT), strict=True):
+        # The movement ends when the slower worker has done its part.
+        names, small, large, sent = zip(*seen, strict=True)
+        rates.append(Rate(names[0], max(small), max(sent) / max(large), max(sent)))
+    return rates
 
 
-def _rate(a: _Times, b: _Times) -> Rate:
-    sent = max(a.bytes_sent, b.bytes_sent)
-    return Rate(a.movement, max(a.small, b.small), sent / max(a.large, b.large), sent)
-
-
-def _measure() -> list[_Times]:
+def times_of_movements() -> list[tuple[str, float, float, int]]:
+    """What this worker sees: the seconds of a small and of a large message, and its bytes."""
     cases = zip(_movements(_SMALL), _movements(_LARGE), strict=True)
     return [
-        _Times(name, _median(module, x, 50)[0], *_median(same, large, 7))
+        (name, _median(module, x, 50)[0], *_median(same, large, 7))
         for (name, module, x), (_, same, large) in cases
     ]
 
@@ -92,7 +82,7 @@ def _median(module: torch.nn.Module, x: Tensor, repeats: int) -> tuple[float, in
     times = []
     with torch.no_grad():
         with count_traffic() as traffic:
-            module(x)
+            module(x)  # the first time also makes plans and buffers
         for _ in range(repeats):
             begin = time.perf_counter()
             module(x)
@@ -119,25 +109,24 @@ def measure_machine(rounds: int = 2) -> Machine:
     >>> measure_machine().cores  # doctest: +SKIP
     2
     """
-    return best_of([_measure_once() for _ in range(rounds)])
+    cores = usable_cores()
+    counts = [n for n in sorted({1, 2, cores, 2 * cores}) if n <= _MOST_WORKERS]
+    origin = f"measured on {platform.node()}, {date.today()}, {cores} cores"
+    machines = []
+    for _ in range(rounds):
+        found = [
+            _combined(launch(_worker_rates, n, timeout=_TIME_LIMIT, threads=1), max) for n in counts
+        ]
+        # One worker sends nothing: what two send stands for it, so that no rate is missing.
+        found[0] = replace(found[0], latency=found[1].latency, bandwidth=found[1].bandwidth)
+        machines.append(Machine(cores, tuple(found), origin))
+    return best_of(machines)
 
 
 def best_of(machines: Sequence[Machine]) -> Machine:
     """The best rates of several rounds: what else runs on a machine makes it slower only."""
     rates = zip(*(each.rates for each in machines), strict=True)
     return replace(machines[0], rates=tuple(_combined(each, min) for each in rates))
-
-
-def _measure_once() -> Machine:
-    cores = usable_cores()
-    counts = [n for n in sorted({1, 2, cores, 2 * cores}) if n <= _MOST_WORKERS]
-    found = [
-        _combined(launch(_worker_rates, n, timeout=_TIME_LIMIT, threads=1), max) for n in counts
-    ]
-    alone, pair = found[0], found[1]
-    found[0] = replace(alone, latency=pair.latency, bandwidth=pair.bandwidth)
-    origin = f"measured on {platform.node()}, {date.today()}, {cores} cores"
-    return Machine(cores, tuple(found), origin)
 
 
 def _combined(rates: Sequence[Rates], choose: Callable[..., float]) -> Rates:
@@ -163,23 +152,34 @@ def _worker_rates() -> Rates:
         across = _seconds(lambda: torch.fft.fft(x, dim=0))
         across += _seconds(lambda: torch.fft.fft(x, dim=1))
         y = torch.fft.fft(x, dim=0)
+        # A copy reads and writes: x once, and half of it twice, from rows that lie apart.
         copies = _seconds(x.clone) + 2 * _seconds(lambda: y[:, :64].contiguous())
         matrix = torch.randn(64, 64, dtype=torch.complex64)
         product = _seconds(lambda: x.reshape(-1, 64) @ matrix)
-        spectral, weights, modes = _spectral()
+        spectral = ParMultilinear(torch.complex64, 16, 16, [16, 16, 8])  # a matrix for each mode
+        weights = torch.randn(spectral.parameter_shape, dtype=torch.complex64)
+        modes = torch.randn(spectral.domain.shape, dtype=torch.complex64)
         weighing = _seconds(lambda: spectral.act(modes, 0, weights))
         memory = 4 * x.nbytes / copies
         call, latency, bandwidth = _message_rates(memory)
+        # A step with hardly any work: transforms and restrictions in turn.
+        F = ParDFT(torch.complex64, 4)
+        R = ParRestriction(torch.complex64, 4, [range(0, 1), range(3, 4)])
+        along = kron(ParIdentity(torch.complex64, P), F.H @ R.H @ R @ F)
+        operator = distribute(along, [P, 1])
+        assert isinstance(operator, Distributed)
+        small = torch.zeros(operator.layout_in.local_shape, dtype=torch.complex64)
+        step = _seconds(lambda: operator.run(small, {})) / len(operator.plan.steps)
     return Rates(
         P,
         call=call,
-        step=_step(),
+        step=step,
         latency=latency,
         bandwidth=bandwidth,
         memory=memory,
-        fft=1.5 * flops / fft,
+        fft=1.5 * flops / fft,  # a complex transform, and a real one, which takes half of it
         fft_across=5.0 * x.numel() * math.log2(_CUBE[0] * _CUBE[1]) / across,
-        matrix=8.0 * 64 * x.numel() / product,
+        matrix=8.0 * 64 * x.numel() / product,  # four products and four sums of real numbers
         weights=weights.nbytes / weighing,
     )
 
@@ -190,26 +190,6 @@ def _exchange(rows: int) -> tuple[Distributed, Tensor]:
     operator = ParRepartition(torch.complex64, (rows, P), [P, 1], [1, P])
     assert isinstance(operator, Distributed)
     return operator, torch.zeros(operator.layout_in.local_shape, dtype=torch.complex64)
-
-
-def _step() -> float:
-    """The seconds of a step with hardly any work: transforms and restrictions in turn."""
-    P = world().size
-    F = ParDFT(torch.complex64, 4)
-    R = ParRestriction(torch.complex64, 4, [range(0, 1), range(3, 4)])
-    along = kron(ParIdentity(torch.complex64, P), F.H @ R.H @ R @ F)
-    operator = distribute(along, [P, 1])
-    assert isinstance(operator, Distributed)
-    x = torch.zeros(operator.layout_in.local_shape, dtype=torch.complex64)
-    with torch.no_grad():
-        return _seconds(lambda: operator.run(x, {})) / len(operator.plan.steps)
-
-
-def _spectral() -> tuple[ParMultilinear, Tensor, Tensor]:
-    """A matrix for each of many modes, its parameters and an input."""
-    operator = ParMultilinear(torch.complex64, 16, 16, [16, 16, 8])
-    weights = torch.randn(operator.parameter_shape, dtype=torch.complex64)
-    return operator, weights, torch.randn(operator.domain.shape, dtype=torch.complex64)
 
 
 def _message_rates(memory: float) -> tuple[float, float, float]:
@@ -229,12 +209,14 @@ def _message_rates(memory: float) -> tuple[float, float, float]:
         return lambda: (work(), action())
 
     alone = _seconds(work)
+    # Never nothing, though it is the difference of two times that vary.
     bare = max(_seconds(after_work(lambda: small.run(x, {}))) - alone, 1e-6)
     call = _seconds(after_work(lambda: small.apply(x))) - alone - bare
     with count_traffic() as traffic:
         large.run(many, {})
     total = _seconds(lambda: large.run(many, {}))
     packing = 2 * (traffic.bytes_sent + many.nbytes) / memory
+    # Packing is estimated, and may come out longer than all of it took: sending takes some time.
     sending = max(total - bare - packing, 0.2 * total)
     agreeing = max(call, bare / 2)  # which is a small exchange itself
     return agreeing, bare / messages, max(traffic.bytes_sent, 1) / sending
@@ -246,10 +228,11 @@ def _seconds(action: Callable[[], object]) -> float:
     A turn is long enough for workers to share the cores in it. The best turn counts: what else
     runs on the machine makes them longer only.
     """
+    # The slowest worker decides, so that all repeat it as often: they exchange messages in it.
     first = max(world().group.share_objects(_timed(action, 3)))
     times = max(2, math.ceil(_TURN / first))
     turns = []
-    for _ in range(_TURNS):
+    for _ in range(_TURNS):  # each of them begins when all workers are there
         world().group.share_objects(None)
         turns.append(_timed(action, times))
     return min(turns)

@@ -70,7 +70,15 @@ def execute(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(_as_json(choice), indent=2))
         else:
-            _show(choice, seconds)
+            console = Console(highlight=False)
+            wide = console if console.is_terminal else Console(highlight=False, width=160)
+            wide.print(
+                f"[bold]{choice.workers} workers[/], {operator.domain} → {operator.codomain}: "
+                f"{len(choice.candidates)} partitions compared in {seconds:.2f} s"
+            )
+            wide.print(choice)
+            wide.print("\n[bold]the steps of the best[/]")
+            wide.print(choice.explanation)
         if args.picture:
             choice.explanation.save(args.picture)
     except (ValueError, ImportError) as error:
@@ -93,17 +101,25 @@ def build(
     """
     if modes is not None and name != "fno":
         raise ValueError(f"--modes belong to the operator fno, not to {name}")
+    # Unless something else is said, 20 channels, and 12 modes along each dimension.
+    kept = None
     if name == "fno":
         channels = 20 if channels is None else channels
+        kept = (12,) if modes is None else modes
+        kept = kept * len(shape) if len(kept) == 1 else kept
+        if len(kept) != len(shape):
+            raise ValueError(
+                f"--modes needs one number, or one for each of {len(shape)} dimensions"
+            )
     if name == "convolution" and channels is None:
         channels = 1
-    kept = _kept(shape, modes) if name == "fno" else None
     transform = _transform(name != "fft", shape, dtype, channels, kept)
     if name in ("fft", "rfft"):
         return transform
     assert channels is not None
     spectrum = transform.codomain
     weights = ParMultilinear(spectrum.dtype, channels, channels, spectrum.shape[1:])
+    # A restriction has no inverse; the adjoint costs what the inverse on its range would.
     back = transform.H if kept else transform.inv
     return back @ weights @ transform
 
@@ -123,26 +139,14 @@ def _transform(
         halves = is_real and dim == len(shape) - 1
         factor: ParOperator = ParDFT(real_of(dtype) if halves else complex_of(dtype), length)
         if kept is not None:
-            ranges = _low(factor.codomain.numel, kept[dim], halves)
-            factor = ParRestriction(complex_of(dtype), factor.codomain.numel, ranges) @ factor
+            # Low frequencies of both signs, unless only one is there or all are kept.
+            all_of_it, low = factor.codomain.numel, kept[dim]
+            ranges = [(0, low), (all_of_it - low, all_of_it)]
+            if halves or 2 * low >= all_of_it:
+                ranges = [(0, min(low, all_of_it) if halves else all_of_it)]
+            factor = ParRestriction(complex_of(dtype), all_of_it, ranges) @ factor
         factors.append(factor)
     return kron(*factors)
-
-
-def _low(length: int, kept: int, halves: bool) -> list[tuple[int, int]]:
-    """Where the low frequencies are, of both signs unless only one is there."""
-    if halves:
-        return [(0, min(kept, length))]
-    return [(0, kept), (length - kept, length)] if 2 * kept < length else [(0, length)]
-
-
-def _kept(shape: tuple[int, ...], modes: tuple[int, ...] | None) -> tuple[int, ...]:
-    modes = (12,) if modes is None else modes
-    if len(modes) == 1:
-        modes = modes * len(shape)
-    if len(modes) != len(shape):
-        raise ValueError(f"--modes needs one number, or one for each of {len(shape)} dimensions")
-    return modes
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -158,19 +162,6 @@ def _lengths(text: str) -> tuple[int, ...]:
     if any(number < 1 for number in numbers):
         raise argparse.ArgumentTypeError(f"expected whole numbers as 256,128, got {text!r}")
     return numbers
-
-
-def _show(choice: Choice, seconds: float) -> None:
-    console = Console(highlight=False)
-    wide = console if console.is_terminal else Console(highlight=False, width=160)
-    operator = choice.operator
-    wide.print(
-        f"[bold]{choice.workers} workers[/], {operator.domain} → {operator.codomain}: "
-        f"{len(choice.candidates)} partitions compared in {seconds:.2f} s"
-    )
-    wide.print(choice)
-    wide.print("\n[bold]the steps of the best[/]")
-    wide.print(choice.explanation)
 
 
 def _as_json(choice: Choice) -> dict[str, object]:

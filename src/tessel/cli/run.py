@@ -83,15 +83,21 @@ def execute(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     _check(args, command)
     n = args.workers or torch.cuda.device_count() or usable_cores()
-    _set_threads(args.threads, n)
-    _quieten_elastic()
+    # Workers inherit this. Torchrun would set one thread, however many cores there are.
+    if args.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // n)))
+    if "LOGLEVEL" not in os.environ:  # what elastic logs of a failure would hide its traceback
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
     target = ["-m", *command] if args.module else command
     with tempfile.TemporaryDirectory(prefix="tessel_run_") as reports:
         launch = elastic_launch(_config(args, n, reports), sys.executable)
         try:
             launch("-m", "tessel.cli.worker", *target)
         except ChildFailedError as error:
-            failures = [_read(rank, failure) for rank, failure in error.failures.items()]
+            failures = [WorkerFailure.of(*each) for each in error.failures.items()]
             return report(failures, world_size=n * args.nnodes)
         except SignalException as error:
             _stderr().print(f"tessel run: stopped by {error.sigval.name}")
@@ -107,30 +113,21 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
     error = args.parser.error
     if not command:
         error("nothing to run: give a script, or -m and a module")
-    if args.module and not _module_exists(command[0]):
-        error(f"no module named {command[0]!r}; modules are looked up from {os.getcwd()}")
+    if args.module:
+        path = sys.path[:]
+        sys.path.insert(0, os.getcwd())
+        try:  # the top-level package only: to look further would import it here
+            exists = importlib.util.find_spec(command[0].partition(".")[0]) is not None
+        except (ImportError, ValueError):
+            exists = False
+        finally:
+            sys.path[:] = path
+        if not exists:
+            error(f"no module named {command[0]!r}; modules are looked up from {os.getcwd()}")
     if not args.module and not os.path.exists(command[0]):
         error(f"no such script: {command[0]!r} (looked in {os.getcwd()})")
     if args.nnodes > 1 and not args.rdzv_endpoint:
         error(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every host")
-
-
-def _module_exists(name: str) -> bool:
-    """Look up the top-level package only: looking further would import it here."""
-    path = sys.path[:]
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.util.find_spec(name.partition(".")[0]) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path[:] = path
-
-
-def _set_threads(threads: int | None, n: int) -> None:
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // n)))
 
 
 def _config(args: argparse.Namespace, n: int, reports: str) -> LaunchConfig:
@@ -139,25 +136,20 @@ def _config(args: argparse.Namespace, n: int, reports: str) -> LaunchConfig:
         "min_nodes": args.nnodes,
         "max_nodes": args.nnodes,
         "nproc_per_node": n,
+        # Hosts that meet must have one name for the job; two jobs of one host must not have one.
         "run_id": str(uuid.uuid4()) if alone else args.rdzv_id,
         "rdzv_backend": "c10d",
+        # Port 0 lets the system choose a free one.
         "rdzv_endpoint": "localhost:0" if alone else args.rdzv_endpoint,
         "local_addr": "localhost" if alone else None,
         "max_restarts": 0,
-        "monitor_interval": 0.1,
+        "monitor_interval": 0.1,  # seconds until the end of a worker is noticed
         "logs_specs": DefaultLogsSpecs(log_dir=reports),
     }
+    # Not all versions of torch that are supported have this one.
     if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
         options["shutdown_timeout"] = _SECONDS_TO_END
     return LaunchConfig(**options)
-
-
-def _quieten_elastic() -> None:
-    """Silence what torch's launcher logs about failures, unless the user asked for its log."""
-    if "LOGLEVEL" not in os.environ:
-        logger = logging.getLogger("torch.distributed.elastic")
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
 
 
 @dataclass(frozen=True)
@@ -182,13 +174,35 @@ class WorkerFailure:
     traceback: str = ""
     consequence: bool = False
 
+    @classmethod
+    def of(cls, rank: int, failure: ProcessFailure) -> WorkerFailure:
+        """What elastic knows of a worker's end, with the worker's own report if it left one."""
+        # Elastic ends the others by this signal when a worker has failed.
+        ended_by_launcher = failure.exitcode == -signal.SIGTERM
+        message = failure.message
+        if not isinstance(message, dict):
+            time = failure.timestamp - _NOTICED_LATE_SECONDS
+            return cls(rank, failure.exitcode, failure.pid, time, consequence=ended_by_launcher)
+        info = message["extraInfo"]
+        return cls(
+            rank,
+            info["exitcode"],  # the process may have been ended on its way out
+            failure.pid,
+            time=info["time"],
+            error=message["message"],
+            traceback=info["py_callstack"],
+            consequence=info["consequence"],
+        )
+
     @property
     def end(self) -> str:
         """What happened, without the worker's name."""
         if self.error:
             return f"failed first: {self.error.splitlines()[0]}"
         if self.exitcode < 0:
-            return f"was killed by {_signal_name(-self.exitcode)} (pid {self.pid})"
+            known = {each.value: each.name for each in signal.Signals}
+            name = known.get(-self.exitcode, f"signal {-self.exitcode}")
+            return f"was killed by {name} (pid {self.pid})"
         return f"ended with exit code {self.exitcode} (pid {self.pid})"
 
 
@@ -210,57 +224,22 @@ def report(failures: Sequence[WorkerFailure], world_size: int) -> int:
     """Show the failures, the first one last with its traceback, and return its exit code."""
     first = first_failure(failures)
     console = _stderr()
-    for line in _others(failures, first):
-        console.print(line, style="dim", markup=False)
+    ranks: dict[str, list[int]] = {}  # one line for each error that followed the first one
+    for failure in failures:
+        if failure is not first and failure.error:
+            lost = "they lost a worker" if failure.consequence else failure.error.splitlines()[0]
+            ranks.setdefault(lost, []).append(failure.rank)
+    for error, who in ranks.items():
+        *head, last = map(str, sorted(who))
+        names = f"workers {', '.join(head)} and {last}" if head else f"worker {last}"
+        console.print(f"{names} failed later: {error}", style="dim", markup=False)
     console.print(
         f"worker {first.rank} of {world_size} {first.end}", style="bold red", markup=False
     )
     if first.traceback:
         console.print(first.traceback.rstrip("\n"), markup=False)
+    # As shells say it: 128, and the number of the signal.
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-
-
-def _others(failures: Sequence[WorkerFailure], first: WorkerFailure) -> list[str]:
-    """One line for each error that followed the first one, with the workers that ended with it."""
-    ranks: dict[str, list[int]] = {}
-    for failure in failures:
-        if failure is not first and failure.error:
-            lost = "they lost a worker" if failure.consequence else failure.error.splitlines()[0]
-            ranks.setdefault(lost, []).append(failure.rank)
-    return [f"{_workers(who)} failed later: {error}" for error, who in ranks.items()]
-
-
-def _workers(ranks: list[int]) -> str:
-    *head, last = map(str, sorted(ranks))
-    return f"workers {', '.join(head)} and {last}" if head else f"worker {last}"
-
-
-def _read(rank: int, failure: ProcessFailure) -> WorkerFailure:
-    """Return what elastic knows of a worker's end, with the worker's own report if it left one."""
-    ended_by_launcher = failure.exitcode == -signal.SIGTERM
-    message = failure.message
-    if not isinstance(message, dict):
-        time = failure.timestamp - _NOTICED_LATE_SECONDS
-        return WorkerFailure(
-            rank, failure.exitcode, failure.pid, time, consequence=ended_by_launcher
-        )
-    info = message["extraInfo"]
-    return WorkerFailure(
-        rank,
-        info["exitcode"],  # the process may have been ended on its way out
-        failure.pid,
-        time=info["time"],
-        error=message["message"],
-        traceback=info["py_callstack"],
-        consequence=info["consequence"],
-    )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _stderr() -> Console:

@@ -6,8 +6,6 @@ a report of a failure where the launcher finds it, so that the launcher can show
 
 from __future__ import annotations
 
-import ctypes
-import io
 import json
 import os
 import re
@@ -17,13 +15,14 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
 
 from tessel import transport
 from tessel.errors import WorkerLost
+from tessel.launch.fork import die_with
+from tessel.launch.outputs import keep_lines_whole
 from tessel.machine import keep_freed_memory
 
 # An exception that says that another worker went away, in the words of Gloo, NCCL and the store.
@@ -42,12 +41,15 @@ class Reporter(errors.ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         """Write `e` to the error file, or print it when there is no such file."""
-        text = "".join(traceback.format_exception(e.with_traceback(_trim(e.__traceback__))))
+        trace = e.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename in _FRAMES_BEFORE_THE_SCRIPT:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(e.with_traceback(trace)))
         path = self._get_error_file_path()
         if not path:
             sys.stderr.write(text)
             return
-        now = time.time()
+        now = time.time()  # elastic's own time has whole seconds: too few to tell who was first
         info = {
             "py_callstack": text,
             "timestamp": str(int(now)),
@@ -67,26 +69,28 @@ def is_consequence(error: BaseException | None) -> bool:
             return True
         if isinstance(error, RuntimeError | OSError) and _LOST.search(str(error)):
             return True
+        # Whoever catches it and raises something else has still lost a worker.
         error = error.__cause__ or error.__context__
     return False
 
 
-def _trim(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames that lead to the first line of the script."""
-    while trace and trace.tb_frame.f_code.co_filename in _FRAMES_BEFORE_THE_SCRIPT:
-        trace = trace.tb_next
-    return trace
-
-
 def main(argv: list[str]) -> int:
     """Run `[-m] TARGET ARGS…` and return this worker's exit code."""
-    _end_with_the_launcher()
-    _write_whole_lines()
+    die_with(os.getppid())  # when the launcher is gone, even by SIGKILL
+    keep_lines_whole()
     keep_freed_memory()
     reporter = Reporter()
     reporter.initialize()
     try:
-        _execute(argv)
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            path = os.path.abspath(argv[0])
+            sys.argv = [path, *argv[1:]]
+            if not sys.flags.safe_path:  # where python looks for modules first, as for any script
+                sys.path[0] = os.path.dirname(os.path.realpath(path))
+            runpy.run_path(path, run_name="__main__")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as end:
@@ -98,18 +102,6 @@ def main(argv: list[str]) -> int:
         return _end_soon(_exit_code(error))
     transport.leave()  # a thread of a group that runs when Python ends aborts the process
     return 0
-
-
-def _execute(argv: list[str]) -> None:
-    if argv[0] == "-m":
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        return
-    path = os.path.abspath(argv[0])
-    sys.argv = [path, *argv[1:]]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-    runpy.run_path(path, run_name="__main__")
 
 
 def _exit_code(error: BaseException) -> int:
@@ -124,24 +116,11 @@ def _exit_code(error: BaseException) -> int:
 def _end_soon(code: int) -> int:
     """Return `code`, and end the process with it even if a thread of the script goes on."""
     sys.stdout.flush()
+    # A thread that is not a daemon would keep the process, and with it all others, waiting.
     timer = threading.Timer(_SECONDS_TO_END, os._exit, (code,))
     timer.daemon = True
     timer.start()
     return code
-
-
-def _write_whole_lines() -> None:
-    """Write each line at once and in one piece, so that lines of several workers don't mix."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _end_with_the_launcher() -> None:
-    """Ask the kernel to end this process when its launcher is gone, even by SIGKILL."""
-    if sys.platform == "linux":
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,12 @@ import torch
 
 from tessel.machine import keep_freed_memory
 
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+
 
 class Environment(NamedTuple):
     """The surroundings of a call."""
@@ -24,8 +30,11 @@ class Environment(NamedTuple):
     @classmethod
     def present(cls, threads: int) -> Environment:
         """The surroundings of this process, but for the number of torch threads."""
+        # Gloo would connect to the address of the machine's name, which may be none of its own.
+        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        gloo = {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
         return cls(
-            environ={**_loopback(), **os.environ, "OMP_NUM_THREADS": str(threads)},
+            environ={**gloo, **os.environ, "OMP_NUM_THREADS": str(threads)},
             path=[str(entry) for entry in sys.path],
             argv=list(sys.argv),
             directory=os.getcwd(),
@@ -37,36 +46,22 @@ class Environment(NamedTuple):
 
         `known` are the environment variables of the environment before, and then those of this one.
         """
-        environ = {k: v for k, v in self.environ.items() if not _is_torchrun_variable(k)}
-        _follow(known, {**environ, **variables})
+        environ = {
+            name: value
+            for name, value in self.environ.items()
+            if not name.startswith("TORCHELASTIC_") and name not in _OF_TORCHRUN
+        } | variables
+        # Only what has changed since the last call: what the worker has set itself stays.
+        for name in known.keys() - environ.keys():
+            os.environ.pop(name, None)
+        for name, value in environ.items():
+            if known.get(name) != value:
+                os.environ[name] = value
+        known.clear()
+        known.update(environ)
         sys.path[:] = self.path
         sys.argv[:] = self.argv
         os.chdir(self.directory)
         keep_freed_memory()
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
-
-
-def _loopback() -> dict[str, str]:
-    """The variable that keeps Gloo to this machine, whatever its name resolves to."""
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
-
-
-def _is_torchrun_variable(name: str) -> bool:
-    return name.startswith("TORCHELASTIC_") or name in (
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
-        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *("MASTER_ADDR", "MASTER_PORT"),
-    )
-
-
-def _follow(known: dict[str, str], environ: dict[str, str]) -> None:
-    """Make the changes from `known` to `environ`, and leave what the worker has set itself."""
-    for name in known.keys() - environ.keys():
-        os.environ.pop(name, None)
-    for name, value in environ.items():
-        if known.get(name) != value:
-            os.environ[name] = value
-    known.clear()
-    known.update(environ)

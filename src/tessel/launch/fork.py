@@ -10,7 +10,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
 
 from tessel.launch.outputs import flush_outputs
 
@@ -21,9 +20,22 @@ def fork(body: Callable[[], object]) -> int:
         # Python warns of the threads that the fork will lack: see `worker.work`.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
-    if pid == 0:
-        _exit_after(body)
-    return pid
+    if pid:
+        return pid
+    code = 1
+    try:
+        body()
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            flush_outputs()
+        os._exit(code)  # a fork must not return to the code of its parent, nor run its exit hooks
 
 
 def poll_fork(pid: int) -> int | None:
@@ -42,21 +54,3 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-
-
-def _exit_after(body: Callable[[], object]) -> NoReturn:
-    """Run `body` and exit: a fork must not return to the code of its parent."""
-    code = 1
-    try:
-        body()
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        if isinstance(leaving.code, str):
-            print(leaving.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            flush_outputs()
-        os._exit(code)

@@ -86,18 +86,9 @@ def _spawn_forkserver(pid: int, preload: tuple[str, ...]) -> ForkServer:
     """A forkserver in a new interpreter; a fork of this process has another `pid`, so its own."""
     mine, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                _BOOT,
-                str(theirs.fileno()),
-                " ".join(preload),
-                *map(str, sys.path),
-            ],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
+        fd = theirs.fileno()
+        command = [sys.executable, "-c", _BOOT, str(fd), " ".join(preload), *map(str, sys.path)]
+        process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
     forkserver = ForkServer(mine, process.pid, process.poll)
     atexit.register(forkserver.close)
     return forkserver
@@ -149,58 +140,48 @@ class _Server:
         signal.set_wakeup_fd(self._ringer.fileno())
         parent = os.getppid()
         with self._control, self._bell, self._ringer:
-            while os.getppid() == parent and self._serve_once():
-                pass
+            order = b"something"  # nothing, when the process that this one serves has hung up
+            while os.getppid() == parent and order:
+                ready = wait([self._control, self._bell], timeout=1.0)
+                if self._bell in ready:
+                    self._bell.recv(4096)
+                for pid in list(self._reports):
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        report = self._reports.pop(pid)
+                        _write_status(report, os.waitstatus_to_exitcode(status))
+                        os.close(report)
+                if self._control in ready:
+                    order, fds = receive_fds(self._control, _ORDER.size)
+                    pid, number = _ORDER.unpack(order) if order else (-1, 0)
+                    if pid in self._reports:  # else it has ended: another may have its number
+                        os.kill(pid, number)
+                    elif pid == 0:
+                        self._start(*fds)
             for pid in self._reports:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
-    def _serve_once(self) -> bool:
-        """Wait for something to do and do it; False if there are no more orders to come."""
-        ready = wait([self._control, self._bell], timeout=1.0)
-        if self._bell in ready:
-            self._bell.recv(4096)
-        self._report_ends()
-        if self._control not in ready:
-            return True
-        order, fds = receive_fds(self._control, _ORDER.size)
-        if order:
-            self._obey(fds, *_ORDER.unpack(order))
-        return bool(order)
-
-    def _report_ends(self) -> None:
-        for pid in list(self._reports):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                report = self._reports.pop(pid)
-                _write_status(report, os.waitstatus_to_exitcode(status))
-                os.close(report)
-
-    def _obey(self, fds: list[int], pid: int, number: int) -> None:
-        if pid in self._reports:
-            os.kill(pid, number)
-        elif pid == 0:
-            self._start(*fds)
-
     def _start(self, fd: int, report: int, stacks: int) -> None:
+        """Fork a worker, which lets go of what is the forkserver's."""
+        forkserver = os.getpid()
+
+        def become_worker() -> None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for owned in (self._control, self._bell, self._ringer):
+                owned.close()
+            # An end of another's pipe that is open here would hide that its worker has ended.
+            for other in (report, *self._reports.values()):
+                os.close(other)
+            die_with(forkserver)
+            work(channel, stacks, self._inherited)
+
         with socket.socket(fileno=fd) as channel:  # in the fork it is open until the very end
-            pid = fork(functools.partial(self._become_worker, os.getpid(), channel, report, stacks))
+            pid = fork(become_worker)
         os.close(stacks)
         self._reports[pid] = report
         _write_status(report, pid)
-
-    def _become_worker(
-        self, forkserver: int, channel: socket.socket, report: int, stacks: int
-    ) -> None:
-        """In a fork, let go of what is the forkserver's, and work."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for owned in (self._control, self._bell, self._ringer):
-            owned.close()
-        for other in (report, *self._reports.values()):
-            os.close(other)
-        die_with(forkserver)
-        work(channel, stacks, self._inherited)
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:

@@ -69,7 +69,13 @@ class Failure(NamedTuple):
         while trace and os.path.dirname(trace.tb_frame.f_code.co_filename) == _PACKAGE:
             trace = trace.tb_next
         lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
-        return cls(when, _pickle_exception(error), summary, "".join(lines))
+        try:
+            pickled = pickle.dumps(error)
+            if type(pickle.loads(pickled)) is not type(error):  # as it would be on the other side
+                pickled = b""
+        except Exception:  # an exception's own code may raise anything here
+            pickled = b""
+        return cls(when, pickled, summary, "".join(lines))
 
     def exception(self) -> BaseException:
         """The exception itself, or one that says the same if it cannot be had here."""
@@ -121,12 +127,3 @@ def parse(data: bytearray) -> tuple[Any, memoryview] | None:
         return None
     view = memoryview(data)[_LENGTHS.size :]
     return pickle.loads(view[:head]), view[head:]
-
-
-def _pickle_exception(error: BaseException) -> bytes:
-    """The exception as bytes, empty if it would not be the same on the other side."""
-    try:
-        pickled = pickle.dumps(error)
-        return pickled if type(pickle.loads(pickled)) is type(error) else b""
-    except Exception:  # an exception's own code may raise anything here
-        return b""

@@ -26,7 +26,7 @@ class WorkerProcess:
         self._pid = 0  # until it has started
         self._body = memoryview(b"")  # the result that came with the reply
         self._inbox = bytearray()
-        self._template = forkserver
+        self._forkserver = forkserver
         self._channel, channel = socket.socketpair()
         status, report = os.pipe()
         os.set_blocking(status, False)
@@ -114,7 +114,7 @@ class WorkerProcess:
 
     def signal(self, number: int) -> None:
         if self._pid and self.end is None:
-            self._template.signal(self._pid, number)
+            self._forkserver.signal(self._pid, number)
 
     def stacks(self) -> str:
         """The Python stacks that it dumped on a signal, or on a crash."""
@@ -138,11 +138,9 @@ class WorkerProcess:
             elif not self._pid:
                 (self._pid,) = STATUS.unpack(record)
             else:
-                self.end = _describe_end(*STATUS.unpack(record))
-
-
-def _describe_end(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"ended with exit code {exitcode}"
-    hint = " (as the system does when memory runs out)" if exitcode == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-exitcode).name}{hint}"
+                (exitcode,) = STATUS.unpack(record)
+                self.end = f"ended with exit code {exitcode}"
+                if exitcode < 0:
+                    is_kill = exitcode == -signal.SIGKILL
+                    hint = " (as the system does when memory runs out)" if is_kill else ""
+                    self.end = f"was killed by {signal.Signals(-exitcode).name}{hint}"

@@ -1,4 +1,4 @@
-"""Team: the workers that make a call together, in the order of ranks."""
+"""Processes: the workers that make a call together, in the order of ranks."""
 
 from __future__ import annotations
 
@@ -84,24 +84,20 @@ def raise_timeout(processes: Sequence[WorkerProcess], name: str, timeout: float 
     stuck = {rank: process for rank, process in enumerate(processes) if process.reply is None}
     if not stuck:
         return
-    _dump_stacks(list(stuck.values()))
+    for process in stuck.values():
+        process.signal(DUMP_STACKS)
+    # The stacks are there when all have written something, and nothing was added since.
+    before: list[str] = []
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = [process.stacks() for process in stuck.values()]
+        if all(found) and found == before:
+            break
+        before = found
     ranks = ", ".join(map(str, stuck))
     stacks = [f"Worker {rank}:\n{p.stacks() or 'no answer'}" for rank, p in stuck.items()]
     raise TimeoutError(
         f"{name} ran longer than its limit of {timeout} s on worker(s) {ranks} of "
         f"{len(processes)}, which were ended; this is where they were\n\n" + "\n".join(stacks)
     )
-
-
-def _dump_stacks(processes: Sequence[WorkerProcess]) -> None:
-    """Let workers write their stacks, and wait until these are there and grow no more."""
-    for process in processes:
-        process.signal(DUMP_STACKS)
-    before: list[str] = []
-    deadline = time.monotonic() + GRACE
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        stacks = [process.stacks() for process in processes]
-        if all(stacks) and stacks == before:
-            return
-        before = stacks

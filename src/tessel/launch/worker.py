@@ -34,18 +34,13 @@ def work(channel: socket.socket, stacks: int, inherited: Callable[[], object] | 
     faulthandler.register(DUMP_STACKS, stacks)
     keep_lines_whole()
     if inherited is None:
-        _reseed_numpy()
+        if "numpy.random" in sys.modules:  # a state of its own, as processes have that were spawned
+            sys.modules["numpy.random"].seed()
         _answer_calls(channel, None)
     else:
         # OpenMP's threads did not survive the fork, and the thread that forked would wait for
         # them forever. A new thread gets new ones.
         ThreadPoolExecutor(1).submit(_answer_calls, channel, inherited).result()
-
-
-def _reseed_numpy() -> None:
-    """Give each worker its own random state, as processes have that do not come from a fork."""
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
 
 
 def _answer_calls(channel: socket.socket, inherited: Callable[[], object] | None) -> None:
@@ -72,35 +67,25 @@ def _answer(
             return Reply(), b""
         redirect_outputs(fds[: len(OUTPUTS)])
         call.environment.enter(known, call.variables())
-        if call.fresh:
-            _join_world(call, fds[len(OUTPUTS) :])
+        if call.fresh:  # the worker with the listener serves the rendezvous
+            serve: dict[str, Any] = {}
+            if listener := fds[len(OUTPUTS) :]:
+                serve = {"is_master": True, "master_listen_fd": listener[0]}
+            size, limit = call.nprocs, time_limit()
+            store = dist.TCPStore("127.0.0.1", call.port, size, wait_for_workers=False, **serve)
+            dist.init_process_group(
+                call.backend, store=store, rank=call.rank, world_size=size, timeout=limit
+            )
         result = (inherited or load_task(pickled, call.main))()
-        body = _pickle_result(call.rank, result)
+        try:
+            body = pickle.dumps(result)
+        except UNPICKLABLE as error:
+            raise TypeError(
+                f"the result of worker {call.rank}, of type {type(result).__name__}, cannot be "
+                f"pickled: {error}; return tensors, numbers, or containers of these"
+            ) from error
         return Reply(in_world=dist.is_initialized() == (call.nprocs > 1)), body
     except SystemExit:
         raise
     except BaseException as error:
         return Reply(Failure.of(error)), b""
-
-
-def _join_world(call: Call, listener: list[int]) -> None:
-    """Make the process group; the worker with the listener serves the rendezvous."""
-    serve: dict[str, Any] = {"is_master": True, "master_listen_fd": listener[0]} if listener else {}
-    store = dist.TCPStore("127.0.0.1", call.port, call.nprocs, wait_for_workers=False, **serve)
-    dist.init_process_group(
-        call.backend,
-        store=store,
-        rank=call.rank,
-        world_size=call.nprocs,
-        timeout=time_limit(),
-    )
-
-
-def _pickle_result(rank: int, result: object) -> bytes:
-    try:
-        return pickle.dumps(result)
-    except UNPICKLABLE as error:
-        raise TypeError(
-            f"the result of worker {rank}, of type {type(result).__name__}, cannot be pickled: "
-            f"{error}; return tensors, numbers, or containers of these"
-        ) from error

@@ -10,8 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, Self, SupportsIndex, TypeVar
 
 from tessel.launch.environment import Environment
 from tessel.launch.forkserver import GRACE, ForkServer, fork_forkserver, shared_forkserver
@@ -115,9 +114,16 @@ class Workers:
         self.nprocs = _count("nprocs", nprocs)
         self.threads = None if threads is None else _count("threads", threads)
         self.backend = backend
-        self.preload = _names(preload)
+        # A single text would be taken for one name per letter.
+        self.preload = (preload,) if isinstance(preload, str) else tuple(preload)
+        for name in self.preload:
+            if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
+                raise ValueError(
+                    f"preload must have names of modules, as 'torch.func', got {name!r}"
+                )
         self._processes: list[WorkerProcess] = []
-        self._world: _World | None = None
+        self._world: list[WorkerProcess] = []  # who share a process group, in the order of ranks
+        self._port = 0  # of their rendezvous
         self._lock = threading.Lock()
 
     def run(
@@ -149,9 +155,9 @@ class Workers:
                 process.hang_up()
             await_ends(self._processes, GRACE)
             self._remove(self._processes)
-            self._world = None
+            self._world = []
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -176,20 +182,11 @@ class Workers:
 
     def _gather(self, nprocs: int, forkserver: ForkServer | None) -> list[WorkerProcess]:
         """The first `nprocs` workers, with their process group or ready to make one."""
-        if self._world and self._world.is_usable(nprocs):
-            return self._world.members
-        self._disband()
-        self._remove([process for process in self._processes if not process.is_reachable()])
-        while len(self._processes) < nprocs:
-            self._processes.append(WorkerProcess(forkserver or shared_forkserver(self.preload)))
-        processes = self._processes[:nprocs]
-        await_starts(processes)
-        return processes
-
-    def _disband(self) -> None:
-        """Destroy the process group of the present world; end a worker that cannot in time."""
-        world, self._world = self._world, None
-        members = [process for process in world.members if process.is_reachable()] if world else []
+        if len(self._world) == nprocs and all(process.is_in_world() for process in self._world):
+            return self._world
+        # Leave the process group of the present world; a worker that cannot in time is ended.
+        world, self._world = self._world, []
+        members = [process for process in world if process.is_reachable()]
         deadline = time.monotonic() + GRACE
         try:
             for process in members:
@@ -197,6 +194,12 @@ class Workers:
             collect(members, deadline)
         finally:
             kill(process for process in members if process.reply is None)
+        self._remove([process for process in self._processes if not process.is_reachable()])
+        while len(self._processes) < nprocs:
+            self._processes.append(WorkerProcess(forkserver or shared_forkserver(self.preload)))
+        processes = self._processes[:nprocs]
+        await_starts(processes)
+        return processes
 
     def _remove(self, processes: list[WorkerProcess]) -> None:
         kill(processes)
@@ -205,47 +208,27 @@ class Workers:
             process.release()
 
     def _send(self, processes: list[WorkerProcess], task: Task, deadline: float) -> None:
-        """Send a task to the processes, with a agreement point if they have no world yet."""
+        """Send a task to the processes, with a rendezvous if they have no world yet."""
         with contextlib.ExitStack() as stack:
             listener = []
             if not self._world:
-                self._world = _World(processes)
+                self._world, self._port = processes, 0
                 if len(processes) > 1:
                     # Worker 0 serves the rendezvous on this very socket: nobody can take its port.
                     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-                    self._world.port = server.getsockname()[1]
+                    self._port = server.getsockname()[1]
                     listener = [server.fileno()]
-            world, fresh = self._world, bool(listener)
+            fresh = bool(listener)
             environment = Environment.present(
                 self.threads or max(1, usable_cores() // len(processes))
             )
             flush_outputs()
             for rank, process in enumerate(processes):
                 call = Call(
-                    rank, len(processes), world.port, fresh, self.backend, environment, task.main
+                    rank, len(processes), self._port, fresh, self.backend, environment, task.main
                 )
                 fds = OUTPUTS + listener if rank == 0 else OUTPUTS
                 process.send(call, task.pickled, fds, deadline)
-
-
-@dataclass
-class _World:
-    """The workers that share a process group, in the order of ranks."""
-
-    members: list[WorkerProcess]
-    port: int = 0
-
-    def is_usable(self, nprocs: int) -> bool:
-        return len(self.members) == nprocs and all(p.is_in_world() for p in self.members)
-
-
-def _names(preload: Iterable[str]) -> tuple[str, ...]:
-    """Names of modules; a single text would be taken for one name per letter."""
-    names = (preload,) if isinstance(preload, str) else tuple(preload)
-    for name in names:
-        if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
-            raise ValueError(f"preload must have names of modules, as 'torch.func', got {name!r}")
-    return names
 
 
 def _count(name: str, value: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,7 +88,16 @@ class FNO(Model, torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
-        _check_partition(P_x)
+        if not 1 <= P_x.dim - 2 <= MAX_DIMS:
+            raise ValueError(
+                f"FNO: a partition with axes for the batch, the channels and 1 to {MAX_DIMS} "
+                f"dimensions of space is needed, got {P_x}"
+            )
+        if P_x.shape[1] > 1:
+            raise ValueError(
+                f"FNO: channels cannot be split, got {P_x}; let the second axis have one worker, "
+                f"and split space or the batch"
+            )
         self.in_channels = checked_length("FNO", "in_channels", in_channels)
         self.out_channels = checked_length("FNO", "out_channels", out_channels)
         self.width = checked_length("FNO", "width", width)
@@ -104,12 +113,14 @@ class FNO(Model, torch.nn.Module):
     def _draw(self, blocks: int, dtype: torch.dtype) -> None:
         """Make the parameters, from random numbers that all workers have."""
         usual = usual_convolution(self.P_x, self.width, self.modes, dtype).operator
+        # Of the first worker: all have the same parameters then, whatever their random seeds.
         seed = usual.agreed_number(int(torch.randint(2**62, ())))
         generator = torch.Generator().manual_seed(seed)
 
         def mixing(m: int, n: int) -> Mixing:
             return Mixing(m, n, generator, dtype)
 
+        # Each spectral weight draws by a generator of its own, of which workers keep their parts.
         def block(number: int) -> Block:
             spectral = SpectralWeight(self.P_x, self.width, self.modes, seed + 1 + number, dtype)
             return Block(spectral, mixing(self.width, self.width))
@@ -120,20 +131,7 @@ class FNO(Model, torch.nn.Module):
         self.projection = Projection(inner, outer)
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
-        self._check(x, layout)
-        place = _place(layout, self.dtype)
-        if place.layout != layout:
-            x = Move(layout, place.layout).apply(x)
-        v = place.mix(x.movedim(0, -1), self.lift)  # (channels, *space, batch) from here
-        for number, block in enumerate(self.blocks, 1):
-            assert isinstance(block, Block)
-            v = place.convolve(v, block.spectral, self.modes) + place.mix(v, block.mix)
-            v = gelu(v) if number < len(self.blocks) else v
-        v = place.mix(gelu(place.mix(v, self.projection.inner)), self.projection.outer)
-        return v.movedim(-1, 0), place.with_channels(self.out_channels)
-
-    def _check(self, x: Tensor, layout: Layout) -> None:
-        """Raise, on all workers, for what the model does not take."""
+        # Workers have agreed on the layout and the dtype: what is wrong raises on all of them.
         channels = layout.shape[1]
         if channels != self.in_channels:
             raise ValueError(f"{self.label}: expected {self.in_channels} channels, got {channels}")
@@ -143,6 +141,16 @@ class FNO(Model, torch.nn.Module):
                 f"must be float32 or float64"
             )
         self.modes.check(layout.shape[2:])
+        place = field_layout(layout, self.dtype)
+        if place.layout != layout:  # operators are planned for balanced parts of space
+            x = Move(layout, place.layout).apply(x)
+        v = place.mix(x.movedim(0, -1), self.lift)  # (channels, *space, batch) from here
+        for number, block in enumerate(self.blocks, 1):
+            assert isinstance(block, Block)
+            v = place.convolve(v, block.spectral, self.modes) + place.mix(v, block.mix)
+            v = gelu(v) if number < len(self.blocks) else v  # the projection has one of its own
+        v = place.mix(gelu(place.mix(v, self.projection.inner)), self.projection.outer)
+        return v.movedim(-1, 0), place.with_channels(self.out_channels)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,25 +191,23 @@ class FNO(Model, torch.nn.Module):
         square = torch.zeros((), dtype=self.dtype, device=self.lift.weight.device)
         if not self.P_x.active:
             return square
-        grads = list(self._gradients())
-        for grad, layout in grads:
-            square = square + layout.local_inner(grad, grad)
-        norm = total(square, self.P_x).sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-        for grad, _ in grads:
-            grad.mul_(factor)
-        return norm
-
-    def _gradients(self) -> Iterator[tuple[Tensor, Layout]]:
-        """The gradients, and how they lie on the workers."""
+        grads = []
         for module in self.modules():
             for parameter in module.parameters(recurse=False):
-                if parameter.grad is None:
+                if (grad := parameter.grad) is None:
                     continue
                 if isinstance(module, SpectralWeight):
-                    yield parameter.grad, module.layout
+                    layout = module.layout
                 else:
-                    yield parameter.grad, _shared(self.P_x, tuple(parameter.shape))
+                    layout = Layout.whole(self.P_x, tuple(grad.shape), shared=True)
+                # An inner product counts what several workers store once.
+                square = square + layout.local_inner(grad, grad)
+                grads.append(grad)
+        norm = total(square, self.P_x).sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        for grad in grads:
+            grad.mul_(factor)
+        return norm
 
     def extra_repr(self) -> str:
         counts = ", ".join(map(str, self.modes.counts))
@@ -232,8 +238,9 @@ class FieldLayout:
 
     def mix(self, x: Tensor, mixing: Mixing) -> Tensor:
         """A v + b, at each point."""
+        # `run` asks nobody: the workers have agreed once, for the whole model.
         m, n = mixing.weight.shape
-        matrix, operator = _mixing(self.layout.partition, m, n, self.space, self.dtype)
+        matrix, operator = mixing_operator(self.layout.partition, m, n, self.space, self.dtype)
         y = operator.run(x, {matrix: mixing.weight}, self.columns, batch_first(x))
         bias = used(mixing.bias, self.layout)
         assert bias is not None
@@ -247,12 +254,7 @@ class FieldLayout:
 
 
 @kept_in_job
-def _shared(P_x: Partition, shape: Shape) -> Layout:
-    return Layout.whole(P_x, shape, shared=True)
-
-
-@kept_in_job
-def _place(layout: Layout, dtype: torch.dtype) -> FieldLayout:
+def field_layout(layout: Layout, dtype: torch.dtype) -> FieldLayout:
     """As a tensor lies, in balanced parts of space; the batch may be in any."""
     cuts = tuple(
         cut if dim < 2 else Cut(cut.axes, boxes.balanced(length, len(cut.intervals)))
@@ -262,21 +264,9 @@ def _place(layout: Layout, dtype: torch.dtype) -> FieldLayout:
 
 
 @kept_in_job
-def _mixing(
+def mixing_operator(
     P_x: Partition, m: int, n: int, space: Shape, dtype: torch.dtype
 ) -> tuple[ParMatrix, Distributed]:
+    """A matrix over the channels at each point, and the operator that it is a factor of."""
     matrix = ParMatrix(dtype, m, n)
     return matrix, spread(kron(matrix, *(ParIdentity(dtype, length) for length in space)), P_x)
-
-
-def _check_partition(P_x: Partition) -> None:
-    if not 1 <= P_x.dim - 2 <= MAX_DIMS:
-        raise ValueError(
-            f"FNO: a partition with axes for the batch, the channels and 1 to {MAX_DIMS} "
-            f"dimensions of space is needed, got {P_x}"
-        )
-    if P_x.shape[1] > 1:
-        raise ValueError(
-            f"FNO: channels cannot be split, got {P_x}; let the second axis have one worker, and "
-            f"split space or the batch"
-        )

@@ -31,7 +31,7 @@ class Model(ComputingLayer):
     @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
         """As a layer does; gradients of shared parameters travel in few messages."""
-        if self.P_x.size == 1:
+        if self.P_x.size == 1:  # whose gradients need no messages
             return super().forward(input, *args, **settings)
         assert isinstance(self, torch.nn.Module)
         with buckets.in_buckets(self.schedule, self.parameters()):
@@ -42,6 +42,7 @@ class Model(ComputingLayer):
         """One for each state of the model, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
         needs, is_off = needs_of(self.parameters())
+        # Whether parameters need gradients decides on messages of the backward pass.
         kinds = (is_off, buckets.foreseen(), *needs, *(each.dtype for each in self.parameters()))
         agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
         if kinds not in agreements:

@@ -112,20 +112,17 @@ class SpectralConvolution:
         values: dict[Leaf, Tensor] = {self.weights: weights}
         if self.doubling is None:
             return self.operator.run(x, values, columns, batch_first(x))
-        values[self.doubling] = _pair_counts(self.doubling, x.device)
+        # One for the mode zero, two for those that stand for a pair of modes.
+        kind = self.doubling.source
+        numbers = torch.full(kind.shape, 2, dtype=kind.dtype, device=x.device)
+        numbers[0] = 1
+        values[self.doubling] = numbers
         return self.operator.run(x.to(weights.dtype), values, columns, batch_first(x)).real
 
 
 def batch_first(x: Tensor) -> Shape:
     """How dimensions lie in memory: the last one, the batch, before the others."""
     return x.dim() - 1, *range(x.dim() - 1)
-
-
-def _pair_counts(leaf: ParDiagonal, device: torch.device) -> Tensor:
-    """One for the mode zero, two for those that stand for a pair of modes."""
-    numbers = torch.full(leaf.source.shape, 2, dtype=leaf.source.dtype, device=device)
-    numbers[0] = 1
-    return numbers
 
 
 @kept_in_job
@@ -142,10 +139,10 @@ def spectral_convolution(
     How these are stored does not depend on the number of points.
     """
     stored = None
-    if space != _usual(P_x, modes):
+    if space != _usual(P_x, modes):  # weights are stored as the usual number of points needs them
         usual = usual_convolution(P_x, width, modes, dtype)
         stored = usual.operator.storage[usual.weights]
-    expressions = (make(width, modes, space, dtype) for make in (_by_real, _by_complex))
+    expressions = (make(width, modes, space, dtype) for make in (by_real, by_complex))
     ways = [SpectralConvolution(each, P_x, stored) for each in expressions]
     return min(ways, key=lambda each: each.operator.plan.num_transfers)  # the first if equal
 
@@ -162,7 +159,8 @@ def _usual(P_x: Partition, modes: Modes) -> Shape:
     return tuple(4 * count * P_x.size for count in modes.counts)
 
 
-def _by_real(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
+def by_real(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
+    """With a real transform along the last dimension, which halves what all others have to do."""
     kind = complex_of(dtype)
     spectrum = (*space[:-1], space[-1] // 2 + 1)
     transforms = [*(ParDFT(kind, n) for n in space[:-1]), ParDFT(dtype, space[-1])]
@@ -172,7 +170,8 @@ def _by_real(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expr
     return Expression(F.inv @ R.H @ W @ R @ F, W, None)
 
 
-def _by_complex(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
+def by_complex(width: int, modes: Modes, space: Shape, dtype: torch.dtype) -> Expression:
+    """With complex transforms only, in any order."""
     kind = complex_of(dtype)
     channels = ParIdentity(kind, width)
     F = kron(channels, *(ParDFT(kind, n) for n in space))

@@ -78,6 +78,7 @@ class SpectralWeight(torch.nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         is_split = any(self.layout.is_split(dim) for dim in range(len(self.layout.shape)))
+        # Where everybody stores all of it, there is nothing to collect.
         if is_split and self.layout.partition.active:
             whole = Layout.whole(self.layout.partition, self.layout.shape)
             part = self.weight.detach()
@@ -86,6 +87,7 @@ class SpectralWeight(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         whole = state_dict.get(prefix + "weight")
         if whole is not None and tuple(whole.shape) == self.layout.shape:
+            # A copy: a view of the whole would keep all of it, where torch assigns what it loads.
             state_dict[prefix + "weight"] = self.layout.local_part(whole).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
 

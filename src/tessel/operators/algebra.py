@@ -321,14 +321,34 @@ class Kronecker(ParOperator):
 
     def __init__(self, *factors: ParOperator) -> None:
         self.factors = factors
-        _check_precision(factors)
         turns = [_turn(each) for each in factors]
         self.domain = _joint([each.domain for each in factors], 0 in turns)
         self.codomain = _joint([each.codomain for each in factors], 2 in turns)
-        self._check_there_and_back()
+        self._check_numbers_fit(turns)
 
-    def _check_there_and_back(self) -> None:
-        """What passes through the other kind of numbers needs its own kind on some side."""
+    def _check_numbers_fit(self, turns: list[int]) -> None:
+        """The numbers of a tensor are of one precision, and become complex, or real, once."""
+        first = self.factors[0]
+        for other in self.factors[1:]:
+            if real_of(first.domain.dtype) != real_of(other.domain.dtype):
+                raise ValueError(
+                    f"cannot combine in kron: {first} is of {first.domain.dtype}, {other} of "
+                    f"{other.domain.dtype}"
+                )
+        if 0 in turns and 2 in turns:
+            raise ValueError(
+                f"cannot combine in kron: {self.factors[turns.index(0)]} goes from real to complex "
+                f"numbers, {self.factors[turns.index(2)]} from complex to real"
+            )
+        for turn, what in ((0, "from real to complex"), (2, "from complex to real")):
+            changing = [each for each in self.factors if _turn(each) == turn]
+            if len(changing) > 1:
+                raise ValueError(
+                    f"cannot combine in kron: {changing[0]} and {changing[1]} both go {what} "
+                    f"numbers; only one can, the others need {complex_of(first.domain.dtype)} on "
+                    f"both sides"
+                )
+        # What passes through the other kind of numbers needs its own kind on some side.
         for factor in self.factors:
             if not _goes_there_and_back(factor):
                 continue
@@ -487,15 +507,13 @@ def kron(*factors: ParOperator, order: str = "tensor") -> ParOperator:
         if not isinstance(each, ParOperator):
             raise ValueError(f"kron takes operators, got {each!r}")
     factors = factors[::-1] if order == "julia" else factors
-    return lift(lambda *each: each[0] if len(each) == 1 else Kronecker(*_flat(each)), *factors)
 
+    def make(*each: ParOperator) -> ParOperator:
+        # A product of products is one: all its factors are planned together.
+        flat = [f for one in each for f in (one.factors if isinstance(one, Kronecker) else (one,))]
+        return each[0] if len(each) == 1 else Kronecker(*flat)
 
-def _flat(factors: tuple[ParOperator, ...]) -> list[ParOperator]:
-    return [
-        inner
-        for each in factors
-        for inner in (each.factors if isinstance(each, Kronecker) else (each,))
-    ]
+    return lift(make, *factors)
 
 
 def _joined(kind: Any, left: ParOperator, right: ParOperator, parts: Any) -> ParOperator:
@@ -519,6 +537,7 @@ def _joint(spaces: Sequence[TensorSpace], changes_numbers: bool) -> TensorSpace:
 
 
 def _turn(factor: ParOperator) -> int:
+    """When a factor acts: 0 if it makes numbers complex, 2 if it makes them real, 1 otherwise."""
     if factor.codomain.is_complex and not factor.domain.is_complex:
         return 0
     return 2 if factor.domain.is_complex and not factor.codomain.is_complex else 1
@@ -529,29 +548,6 @@ def _goes_there_and_back(factor: ParOperator) -> bool:
     if factor.domain.is_complex != factor.codomain.is_complex:
         return False
     return any(task.changes_numbers for task in factor.expand(0))
-
-
-def _check_precision(factors: tuple[ParOperator, ...]) -> None:
-    first = factors[0]
-    for other in factors[1:]:
-        if real_of(first.domain.dtype) != real_of(other.domain.dtype):
-            raise ValueError(
-                f"cannot combine in kron: {first} is of {first.domain.dtype}, {other} of "
-                f"{other.domain.dtype}"
-            )
-    turns = [_turn(each) for each in factors]
-    if 0 in turns and 2 in turns:
-        raise ValueError(
-            f"cannot combine in kron: {factors[turns.index(0)]} goes from real to complex numbers, "
-            f"{factors[turns.index(2)]} from complex to real"
-        )
-    for turn, what in ((0, "from real to complex"), (2, "from complex to real")):
-        changing = [each for each in factors if _turn(each) == turn]
-        if len(changing) > 1:
-            raise ValueError(
-                f"cannot combine in kron: {changing[0]} and {changing[1]} both go {what} numbers; "
-                f"only one can, the others need {complex_of(first.domain.dtype)} on both sides"
-            )
 
 
 def _bracketed(operator: ParOperator) -> str:

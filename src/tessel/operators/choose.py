@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 from operator import index as as_int
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,7 +14,6 @@ from rich.text import Text
 
 from tessel.core.partition import HypotheticalPartition
 from tessel.operators.algebra import Bound, ParOperator
-from tessel.operators.cost import Cost, Counter, lines_of
 from tessel.operators.explain import Explanation, explain_plan
 from tessel.operators.layouts import ANYWHERE, on_common_grids, on_grid, representatives
 from tessel.operators.planning import OperatorPlan, make_plan
@@ -151,68 +149,40 @@ def best_partition(
     >>> choice.partition, choice.bytes
     ([1, 1, 1], 0)
     """
-    workers, operator = checked_length("best_partition", "workers", workers), _plain(operator)
-    columns = checked_length("best_partition", "columns", columns)
-    out = _grid_of_result(partition_out, workers, operator)
-    machine = known_machine() if machine is None else machine
-    judge = _Judge(operator, machine, out, columns)
-    # Planning takes time in proportion to tasks and grids: large expressions try fewer grids.
-    num_tasks = max(1, sum(1 for _ in operator.expand(0)))
-    grids = _grids(workers, operator.domain.shape)[: max(16, MOST_TASKS // num_tasks)]
-    candidates = [judge.candidate(grid) for grid in grids]
-    ranked = sorted(candidates, key=lambda each: (each.time, each.memory, each.bytes))
-    return Choice(operator, workers, tuple(ranked), machine, columns)
-
-
-def _grid_of_result(given: Any, workers: int, operator: ParOperator) -> Shape | str | None:
-    if given is None or given == ANYWHERE:
-        return given
-    try:
-        sizes = tuple(as_int(size) for size in given)
-    except TypeError:
-        sizes = ()
-    ndim = len(operator.codomain.shape)
-    if len(sizes) != ndim or min(sizes) < 1 or prod(sizes) != workers:
-        raise ValueError(
-            f"partition_out must be None, {ANYWHERE!r}, or numbers of workers along {ndim} "
-            f"dimensions, {workers} in all; got {given!r}"
-        )
-    return sizes
-
-
-def _plain(operator: Any) -> ParOperator:
+    workers = checked_length("best_partition", "workers", workers)
     if isinstance(operator, Bound):
         operator = operator.operator
     if hasattr(operator, "plan") or not isinstance(operator, ParOperator):
         raise ValueError(f"expected an operator that is not distributed, got {operator!r}")
     if operator.reductions:
         raise ValueError(f"{operator} sums over workers by itself: it cannot be distributed")
-    return operator
-
-
-@dataclass(frozen=True)
-class _Judge:
-    operator: ParOperator
-    machine: Machine
-    out: Shape | str | None
-    columns: int
-
-    def candidate(self, grid: Shape) -> Candidate:
-        plan = plan_on(self.operator, grid, self.out)
-        workers = prod(grid)
-        rates = self.machine.rates_for(workers)
-        counter = Counter(rates, storage_of(plan), self.columns)
-        lines = list(lines_of(plan, self.operator.domain.dtype))
-        costs = [counter.costs(lines, at) for at in representatives(plan.source.partition)]
-        totals = [sum(each, Cost()) for each in costs]
-        steps = sum(max(cost.time for cost in step) for step in zip(*costs, strict=True))
-        return Candidate(
-            grid,
-            rates.call + steps,
-            max(total.memory for total in totals),
-            max(total.bytes_sent for total in totals),
-            plan,
-        )
+    columns = checked_length("best_partition", "columns", columns)
+    out: Shape | str | None = ANYWHERE if partition_out == ANYWHERE else None
+    if partition_out is not None and out is None:
+        try:
+            out = tuple(as_int(size) for size in partition_out)  # type: ignore[arg-type]
+        except TypeError:
+            out = ()
+        ndim = len(operator.codomain.shape)
+        if len(out) != ndim or min(out) < 1 or prod(out) != workers:
+            raise ValueError(
+                f"partition_out must be None, {ANYWHERE!r}, or numbers of workers along {ndim} "
+                f"dimensions, {workers} in all; got {partition_out!r}"
+            )
+    machine = known_machine() if machine is None else machine
+    dtype = operator.domain.dtype
+    # Planning takes time in proportion to tasks and grids: large expressions try fewer grids.
+    num_tasks = max(1, sum(1 for _ in operator.expand(0)))
+    grids = _grids(workers, operator.domain.shape)[: max(16, MOST_TASKS // num_tasks)]
+    candidates = []
+    for grid in grids:
+        plan = plan_on(operator, grid, out)
+        # A few workers stand for all: to count what thousands send would take longer than to plan.
+        some = representatives(plan.source.partition)
+        found = explain_plan(plan, dtype, storage_of(plan), columns, machine, some)
+        candidates.append(Candidate(grid, found.time, found.memory, found.bytes_sent, plan))
+    ranked = sorted(candidates, key=lambda each: (each.time, each.memory, each.bytes))
+    return Choice(operator, workers, tuple(ranked), machine, columns)
 
 
 def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) -> OperatorPlan:

@@ -84,17 +84,17 @@ class TrigonometricKernel:
         if x.is_complex():
             return torch.complex(self._apply(x.real), self._apply(x.imag))
         if self.type == 1:
-            return self._sines_extended(x) if self.is_sine else self._cosines_extended(x)
+            return self.dst_1(x) if self.is_sine else self.dct_1(x)
         if self.type == 4:
-            return self._odd_numbers(x) if self.n % 2 else self._halved(x)
-        return self._forth(x) if self.type == 2 else self._back(x)
+            return self.type_4_odd(x) if self.n % 2 else self.type_4_even(x)
+        return self.type_2(x) if self.type == 2 else self.type_3(x)
 
     def _tables(self, x: Tensor) -> tuple[Tensor, ...]:
         """Indices and factors; kept, unless a tracer would find them among its own tensors."""
         is_traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
         return (_make_tables if is_traced else _kept_tables)(self, x.dtype, x.device)
 
-    def _forth(self, x: Tensor) -> Tensor:
+    def type_2(self, x: Tensor) -> Tensor:
         """Type 2 of n numbers by the real transform of as many.
 
         With v = (x[0], x[2], …, x[3], x[1]) and V its transform, y[k] = 2 Re(e^{-iπk/2n} V[k]) and
@@ -107,7 +107,7 @@ class TrigonometricKernel:
             v[..., 1 : self.n // 2 + 1].neg_()  # where the odd ones are
         return _picked(_split(torch.fft.rfft(v).mul_(factors)), places)
 
-    def _back(self, x: Tensor) -> Tensor:
+    def type_3(self, x: Tensor) -> Tensor:
         """Type 3, which undoes type 2: all steps of it backwards."""
         indices, factors, places = self._tables(x)
         pairs = _picked(x, indices)
@@ -118,7 +118,7 @@ class TrigonometricKernel:
             v[..., 1 : self.n // 2 + 1].neg_()
         return _picked(v, places)
 
-    def _halved(self, x: Tensor) -> Tensor:
+    def type_4_even(self, x: Tensor) -> Tensor:
         """Type 4 of an even length by a complex transform of half of it.
 
         With z[j] = x[2j] + i x[n-1-2j] and c[k] = 2 Σ z[j] e^{-iπ(4k+1)(4j+1)/4n}, y[2k] is the
@@ -130,13 +130,13 @@ class TrigonometricKernel:
         c = torch.fft.fft(z) if self.is_sine else torch.fft.ifft(z, norm="forward")
         return _picked(_split(c.mul_(behind)), places)
 
-    def _odd_numbers(self, x: Tensor) -> Tensor:
-        """Type 4 of an odd length by the real transform of as many numbers: see `_by_residues`."""
+    def type_4_odd(self, x: Tensor) -> Tensor:
+        """Type 4 of an odd length by the real transform of as many numbers: see `tables_4_odd`."""
         indices, signs, factor, places, signs_behind = self._tables(x)
         spectrum = torch.fft.rfft(_picked(x, indices).mul_(signs)).mul_(factor)
         return _picked(_split(spectrum), places).mul_(signs_behind)
 
-    def _cosines_extended(self, x: Tensor) -> Tensor:
+    def dct_1(self, x: Tensor) -> Tensor:
         """DCT-1 by the real transform of x and its mirror image.
 
         There are ways with half of the length, but their errors grow with the root of n.
@@ -148,7 +148,7 @@ class TrigonometricKernel:
             v[..., self.n - 1].mul_(self.right)
         return torch.fft.rfft(v).real * weights
 
-    def _sines_extended(self, x: Tensor) -> Tensor:
+    def dst_1(self, x: Tensor) -> Tensor:
         """DST-1 by the real transform of 0, x, 0 and minus its mirror image."""
         zero = torch.zeros_like(x[..., :1])
         v = torch.cat([zero, x, zero, -x.flip(-1)], -1)
@@ -176,19 +176,20 @@ def _make_tables(
     kernel: TrigonometricKernel, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
     """What a kernel needs beside its input, worked out in double precision."""
-    makers = {1: _mirrored, 2: _interleaved, 3: _paired, 4: _turned}
-    make = _by_residues if kernel.type == 4 and kernel.n % 2 else makers[kernel.type]
+    makers = {1: tables_1, 2: tables_2, 3: tables_3, 4: tables_4_even}
+    make = tables_4_odd if kernel.type == 4 and kernel.n % 2 else makers[kernel.type]
+    found = []
     with torch.inference_mode(False), torch.no_grad():  # others will use them, too
-        return tuple(_as(each, dtype, device) for each in make(kernel))
+        for table in make(kernel):
+            if table.is_complex():
+                table = table.to(complex_of(dtype))
+            elif table.is_floating_point():
+                table = table.to(dtype)
+            found.append(table.to(device))
+    return tuple(found)
 
 
 _kept_tables = lru_cache(maxsize=64)(_make_tables)
-
-
-def _as(table: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if table.is_complex():
-        return table.to(complex_of(dtype)).to(device)
-    return (table.to(dtype) if table.is_floating_point() else table).to(device)
 
 
 def _count(n: int) -> Tensor:
@@ -199,7 +200,8 @@ def _phases(angles: Tensor) -> Tensor:
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def _mirrored(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+def tables_1(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+    """DCT-1: the order of x and its mirror image, and the weights of results. DST-1: none."""
     n = kernel.n
     if kernel.is_sine:
         return ()
@@ -213,7 +215,8 @@ def _evens_and_odds(n: int) -> Tensor:
     return torch.cat([_count(n)[::2], _count(n)[1::2].flip(0)]).flip(0).roll(1)
 
 
-def _interleaved(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+def tables_2(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+    """Type 2: the order of v, the factors of V, and where each result is found in it."""
     n, half = kernel.n, kernel.n // 2 + 1
     factors = 2 * kernel.scale * _phases(_count(half).double() * (pi / (2 * n)))
     factors[0] *= kernel.left
@@ -222,7 +225,8 @@ def _interleaved(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     return _evens_and_odds(n), factors, places.flip(0) if kernel.is_sine else places
 
 
-def _paired(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+def tables_3(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+    """Type 3: which two numbers make a complex one, its factor, and the order of results."""
     n, half = kernel.n, kernel.n // 2 + 1
     k = _count(half)
     pairs = torch.stack([k, (n - k) % n], -1).flatten()
@@ -231,7 +235,8 @@ def _paired(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     return n - 1 - pairs if kernel.is_sine else pairs, factors, _evens_and_odds(n).argsort()
 
 
-def _turned(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+def tables_4_even(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+    """Type 4 of an even length: the pairs of z, factors before and behind, and the order."""
     n = kernel.n
     j = _count(n // 2)
     pairs = torch.stack([n - 1 - 2 * j, 2 * j], -1).flatten()
@@ -244,7 +249,7 @@ def _turned(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     return pairs, before, 2 * kernel.scale * behind, torch.where(k % 2 == 0, k, n - k)
 
 
-def _by_residues(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
+def tables_4_odd(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     """DCT-4 of an odd length n as a real Fourier transform of length n.
 
     It is y(b) = 2 Σ x(a) cos(2π ab / 8n) of odd numbers a = 2j + 1 and b = 2k + 1. For odd b the
@@ -257,7 +262,10 @@ def _by_residues(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
     where V is the transform of x in the order of a mod n.
     """
     n = kernel.n
-    residues, signs = _ones_modulo_eight(n)
+    a = 2 * _count(n) + 1
+    ways = torch.stack([a, -a, 4 * n - a, 4 * n + a])
+    way = (ways % 8 == 1).int().argmax(0, keepdim=True)  # the one of the four that is 1 modulo 8
+    residues, signs = ways.gather(0, way)[0] % n, torch.where(way[0] < 2, 1, -1)
     indices = residues.argsort()
     signs_before = signs[indices]
     u = n % 8  # n n is 1 modulo 8, as the square of any odd number
@@ -270,11 +278,3 @@ def _by_residues(kernel: TrigonometricKernel) -> tuple[Tensor, ...]:
         indices, signs = n - 1 - indices, signs * (1 - 2 * (_count(n) % 2))
     factor = 2 * kernel.scale * _phases(torch.tensor(-pi * u / 4, dtype=torch.float64))
     return indices, signs_before.double(), factor, places, signs.double()
-
-
-def _ones_modulo_eight(n: int) -> tuple[Tensor, Tensor]:
-    """For a = 1, 3, 5, …, the number for it that is 1 modulo 8, modulo n, and its sign."""
-    a = 2 * _count(n) + 1
-    ways = torch.stack([a, -a, 4 * n - a, 4 * n + a])
-    way = (ways % 8 == 1).int().argmax(0, keepdim=True)
-    return ways.gather(0, way)[0] % n, torch.where(way[0] < 2, 1, -1)

@@ -20,11 +20,11 @@ from tessel.operators.dft import ParDFT
 from tessel.operators.layouts import box_of, num_messages, numel_sent
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrices import ParMatrix, ParMultilinear
-from tessel.operators.planning import Branches, Local, OperatorPlan, Transfer
+from tessel.operators.planning import Local, OperatorPlan, Transfer
 from tessel.operators.rates import Rates
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import leaves_of, needed, parameters_sent
-from tessel.operators.tasks import OperatorTask, Summands, count_flops, dtype_after
+from tessel.operators.tasks import OperatorTask, Scaling, Summands, count_flops, dtype_after
 
 Held = tuple[Layout, torch.dtype]  # a tensor that is kept during a step
 
@@ -60,7 +60,14 @@ class ExplainedStep:
         if self.num_terms:
             return f"sum of {self.num_terms}"
         if self.group:
-            return ", ".join(map(_name, self.group))
+            names = []
+            for task in self.group:
+                kind = {Scaling: "multiple", Summands: "sum"}.get(type(task.actor), "")
+                if isinstance(task.actor, Leaf):
+                    kind = type(task.actor).__name__ + task.actor.mode
+                dims = ",".join(map(str, task.dims))
+                names.append(f"{kind} along {dims}" if dims else kind)
+            return ", ".join(names)
         before, after = self.before.partition.shape, self.after.partition.shape
         grid = "×".join(map(str, after))
         return "transfer" if before == after else f"transfer to the grid {grid}"
@@ -108,15 +115,18 @@ class Counter:
     def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
         """What each step costs a worker."""
         parameters = self.parameter_bytes(worker)
-        return [self._cost(line, worker, parameters) for line in lines]
-
-    def _cost(self, line: ExplainedStep, at: int, parameters: int) -> Cost:
-        if line.num_terms:
-            cost = self._sum(line, at)
-        else:
-            cost = self._local(line, at) if line.group else self._transfer(line, at)
-        kept = sum(self._bytes(here, dtype, at) for here, dtype in line.held)
-        return replace(cost, memory=cost.memory + kept + parameters)
+        found = []
+        for line in lines:
+            if line.num_terms:
+                result = self._bytes(line.after, line.dtype_after, worker)
+                additions = (line.num_terms - 1) * result // line.dtype_after.itemsize
+                seconds = 3 * (line.num_terms - 1) * result / self.rates.memory  # read two, write
+                cost = Cost(float(additions), 0, 0, (line.num_terms + 1) * result, seconds)
+            else:
+                cost = self._local(line, worker) if line.group else self._transfer(line, worker)
+            kept = sum(self._bytes(here, dtype, worker) for here, dtype in line.held)
+            found.append(replace(cost, memory=cost.memory + kept + parameters))
+        return found
 
     def parameter_bytes(self, worker: int) -> int:
         """What a worker stores of the parameters."""
@@ -143,17 +153,19 @@ class Counter:
         )
         return Cost(0.0, messages, sent, source + target + sent + received, seconds)
 
-    def _sum(self, line: ExplainedStep, at: int) -> Cost:
-        result = self._bytes(line.after, line.dtype_after, at)
-        additions = (line.num_terms - 1) * result // line.dtype_after.itemsize
-        seconds = 3 * (line.num_terms - 1) * result / self.rates.memory
-        return Cost(float(additions), memory=(line.num_terms + 1) * result, time=seconds)
-
     def _local(self, line: ExplainedStep, at: int) -> Cost:
         shape = (*line.before.shape_on(at), self.columns)
         source = prod(shape) * line.dtype_before.itemsize
         target = self._bytes(line.after, line.dtype_after, at)
-        messages, sent, weights = self._parameters(line, at)
+        # Messages and bytes bring parameters to where they are used; weights are the bytes used.
+        messages = sent = weights = 0
+        for task in line.group:
+            for leaf in leaves_of(task):
+                width = leaf.source.dtype.itemsize
+                here = needed(leaf, task, line.before)
+                values, times = parameters_sent(self.storage[leaf], here, at)
+                messages, sent = messages + times, sent + values * width
+                weights += boxes.volume(box_of(here, at)) * width
         flops = count_flops(line.group, shape) if source else 0.0
         seconds = self.rates.step + sent / self.rates.bandwidth + messages * self.rates.latency
         if source or target:
@@ -161,18 +173,6 @@ class Counter:
         # A sum inside of a step holds the results of all terms, and their total.
         results = sum(len(t.actor.operators) for t in line.group if isinstance(t.actor, Summands))
         return Cost(flops, messages, sent, source + (1 + results) * target, seconds)
-
-    def _parameters(self, line: ExplainedStep, at: int) -> tuple[int, int, int]:
-        """Messages and bytes that bring parameters to where they are used, and bytes used."""
-        messages = sent = used = 0
-        for task in line.group:
-            for leaf in leaves_of(task):
-                width = leaf.source.dtype.itemsize
-                here = needed(leaf, task, line.before)
-                values, times = parameters_sent(self.storage[leaf], here, at)
-                messages, sent = messages + times, sent + values * width
-                used += boxes.volume(box_of(here, at)) * width
-        return messages, sent, used
 
     def _work(
         self, line: ExplainedStep, flops: float, source: int, target: int, weights: int
@@ -198,9 +198,8 @@ class Counter:
             return passing + flops / rates.matrix
         if isinstance(actor, ParRestriction):
             return (min(source, target) + target) / rates.memory
-        if isinstance(
-            actor, Summands
-        ):  # of all kinds: its transforms and matrices are not told apart
+        if isinstance(actor, Summands):
+            # Of all kinds: its transforms and matrices are not told apart.
             return len(actor.operators) * passing + flops / rates.fft
         return passing
 
@@ -234,34 +233,16 @@ def _lines(
             yield replace(line, takes_input=takes_input)
             dtype = after
         else:
-            *lines, total = _branching(step, dtype, held, takes_input)
-            yield from lines
-            yield total
-            dtype = total.dtype_after
+            result = dtype
+            kept = () if takes_input else ((step.before, dtype),)  # else it counts anyway
+            for number, branch in enumerate(step.plans):
+                # All terms have the input, and their results wait for each other.
+                waiting = (*held, *[(step.after, result)] * number)
+                inner = list(_lines(branch, dtype, (*waiting, *kept), takes_input))
+                if inner:  # the first one's input is that of the sum
+                    yield replace(inner[0], held=waiting)
+                    yield from inner[1:]
+                    result = inner[-1].dtype_after
+            yield ExplainedStep(step.after, step.after, result, result, (), len(step.plans), held)
+            dtype = result
         takes_input = False
-
-
-def _branching(
-    step: Branches, dtype: torch.dtype, held: tuple[Held, ...], takes_input: bool
-) -> Iterator[ExplainedStep]:
-    """All terms have the input, and their results wait for each other."""
-    result = dtype
-    kept = () if takes_input else ((step.before, dtype),)  # else it counts in every step anyway
-    for number, plan in enumerate(step.plans):
-        waiting = (*held, *[(step.after, result)] * number)
-        inner = list(_lines(plan, dtype, (*waiting, *kept), takes_input))
-        if inner:  # the first one's input is that of the sum
-            yield replace(inner[0], held=waiting)
-            yield from inner[1:]
-            result = inner[-1].dtype_after
-    yield ExplainedStep(step.after, step.after, result, result, (), len(step.plans), held)
-
-
-def _name(task: OperatorTask) -> str:
-    actor = task.actor
-    if isinstance(actor, Leaf):
-        name = type(actor).__name__ + actor.mode
-    else:
-        name = {"Scaling": "multiple", "Summands": "sum"}.get(type(actor).__name__, "")
-    dims = ",".join(map(str, task.dims))
-    return f"{name} along {dims}" if dims else name

@@ -28,7 +28,15 @@ class Trigonometric(Leaf):
         name = self.__class__.__name__
         dtype = checked_dtype(name, T)
         length = checked_length(name, "n", n)
-        self.type, self.norm = _checked_type(name, type), _checked_norm(name, norm)
+        try:
+            self.type = as_int(type)
+        except TypeError:
+            self.type = 0
+        if self.type not in (1, 2, 3, 4) or isinstance(type, bool):
+            raise ValueError(f"{name}: type must be 1, 2, 3 or 4, got {type!r}")
+        self.norm = "backward" if norm is None else norm
+        if self.norm not in NORMS:
+            raise ValueError(f"{name}: norm must be one of {', '.join(NORMS)}, got {norm!r}")
         if self.type == 1 and length == 1 and not self.is_sine:
             raise ValueError(f"{name}: type 1 needs a length n of at least 2, got 1")
         self.source = self.target = TensorSpace((length,), dtype)
@@ -115,20 +123,3 @@ class ParDST(Trigonometric):
     """
 
     is_sine = True
-
-
-def _checked_type(name: str, given: Any) -> int:
-    try:
-        number = as_int(given)
-    except TypeError:
-        number = 0
-    if number not in (1, 2, 3, 4) or isinstance(given, bool):
-        raise ValueError(f"{name}: type must be 1, 2, 3 or 4, got {given!r}")
-    return number
-
-
-def _checked_norm(name: str, given: Any) -> str:
-    norm = "backward" if given is None else given
-    if norm not in NORMS:
-        raise ValueError(f"{name}: norm must be one of {', '.join(NORMS)}, got {given!r}")
-    return str(norm)

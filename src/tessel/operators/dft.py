@@ -47,7 +47,16 @@ class ParDFT(Leaf):
         if dtype is torch.bfloat16:
             raise ValueError("ParDFT: torch has no complex numbers of bfloat16; use float32")
         self.modes = checked_length("ParDFT", "n", n)
-        self.source = TensorSpace((_num_points(self.modes, padding),), dtype)
+        is_number = isinstance(padding, int | float) and not isinstance(padding, bool)
+        if not is_number or not 1 <= padding < inf:
+            raise ValueError(
+                f"ParDFT: padding must be a number from 1 on (1.5 for the 3/2 rule), got "
+                f"{padding!r}"
+            )
+        # 1.15 · 100 is 114.99999999999999 in floating point: where padding · n is a whole number,
+        # rounding must not take a point away.
+        points = floor(padding * self.modes + 1e-9)
+        self.source = TensorSpace((points,), dtype)
         half = self.modes if self.source.is_complex else self.modes // 2 + 1
         self.target = TensorSpace((half,), complex_of(dtype))
         self.is_real = not self.source.is_complex
@@ -61,12 +70,9 @@ class ParDFT(Leaf):
         return self.is_real and self.is_adjoint
 
     def act(self, x: Tensor, first: int, value: Tensor | None) -> Tensor:
-        if self.is_padded:
-            return self._act_padded(x, first)
-        return self.act_together([(self, first)], x)
-
-    def _act_padded(self, x: Tensor, first: int) -> Tensor:
-        """Modes are cut, or filled up, where they lie one behind the other."""
+        if not self.is_padded:
+            return self.act_together([(self, first)], x)
+        # Modes are cut, or filled up, where they lie one behind the other.
         order = self.order_after(order_of(x), [first])
         rows, last = x.permute(order), x.dim() - 1
         spectrum = Spectrum(self.modes, self.source.numel, self.is_real, self.is_inverse)
@@ -129,16 +135,6 @@ class ParDFT(Leaf):
         n = self.source.numel  # points, from which or to which it goes
         columns = prod(shape) / max(1, shape[dims[0]])
         return 5.0 * n * log2(max(2, n)) * columns * (0.5 if self.is_real else 1.0)
-
-
-def _num_points(modes: int, padding: Any) -> int:
-    """⌊padding · modes⌋, where padding · modes is a whole number up to rounding that one."""
-    is_number = isinstance(padding, int | float) and not isinstance(padding, bool)
-    if not is_number or not 1 <= padding < inf:
-        raise ValueError(
-            f"ParDFT: padding must be a number from 1 on (1.5 for the 3/2 rule), got {padding!r}"
-        )
-    return floor(padding * modes + 1e-9)
 
 
 def _weighted(y: Tensor, dim: int, n: int, weight: float) -> Tensor:

@@ -32,7 +32,6 @@ from tessel.operators.layouts import (
     on_grid,
     position,
     refined,
-    refinement,
     without_ones,
 )
 from tessel.operators.leaf import Leaf
@@ -118,14 +117,25 @@ class Distributed(ParOperator):
                     f"operator; distribute both, or their combination"
                 )
         spread = [each for each in operators if isinstance(each, Distributed)]
-        _check_workers(spread)
-        expression = make(*(each.expression for each in spread))
         first, last = spread[0], spread[-1]
-        source, target = _on_fine_grids(last.plan.source, first.plan.target, spread)
+        for each in spread[1:]:
+            if each.partition.ranks != first.partition.ranks:
+                raise ValueError(
+                    f"cannot combine operators on different workers: {first.partition} and "
+                    f"{each.partition}"
+                )
+        expression = make(*(each.expression for each in spread))
+        ends = [end for each in spread for end in (each.plan.source, each.plan.target)]
+        source, target = on_common_grids(last.plan.source, first.plan.target, ends)
         if len(source.shape) != len(expression.domain.shape):
             raise ValueError("cannot combine distributed operators in kron: distribute the product")
-        if isinstance(expression, OperatorSum):
-            _check_terms(spread)
+        if isinstance(expression, OperatorSum):  # results are added part by part
+            for other in spread[1:]:
+                starts_alike = alike(first.plan.source, other.plan.source)
+                if not (starts_alike and alike(first.plan.target, other.plan.target)):
+                    raise ValueError(
+                        f"cannot add operators whose tensors lie apart: {first} and {other}"
+                    )
         # A parameter stays where it is stored, wherever the combination needs it: θ that was drawn
         # for one of the operators fits. Of several places the first operator's counts.
         storage = {leaf: here for each in reversed(spread) for leaf, here in each.storage.items()}
@@ -235,7 +245,15 @@ class Distributed(ParOperator):
             signature = Signature.of(x)
             meta = TensorMeta(x.dtype, x.device.type, signature.needs_grad, signature.has_tangent)
             return self._conclude({transport.this_worker(): tuple(x.shape)}, meta)
-        return self._agreement(self._state(theta) if self.leaves else "").agree_on(x)
+        state = self._state(theta) if self.leaves else ""
+        if state not in self._agreements:
+            label = f"{self._label} with {state}" if state else self._label
+            ends = self.plan.source, self.plan.target
+            identity = f"{label} {[(each.partition.shape, each.cuts) for each in ends]}"
+            self._agreements[state] = Agreement(
+                self.prepare(), label, self.partition.ranks, self._conclude, identity
+            )
+        return self._agreements[state].agree_on(x)
 
     def _state(self, theta: Parameters | None) -> str:
         """What must be alike on all workers: which parameters there are, and what they need."""
@@ -247,21 +265,21 @@ class Distributed(ParOperator):
                 given.check(self)
             except ValueError as error:
                 return f"a wrong θ: {error}"
-        return ", ".join(_kind(leaf, given.get(leaf)) for leaf in self.leaves)
-
-    def _agreement(self, state: str) -> Agreement[Entry]:
-        if state not in self._agreements:
-            label = f"{self._label} with {state}" if state else self._label
-            ends = self.plan.source, self.plan.target
-            identity = f"{label} {[(each.partition.shape, each.cuts) for each in ends]}"
-            self._agreements[state] = Agreement(
-                self.prepare(), label, self.partition.ranks, self._conclude, identity
-            )
-        return self._agreements[state]
+        words = []
+        for leaf in self.leaves:
+            value = given.get(leaf)
+            if value is None:
+                words.append(f"no θ for {leaf}")
+                continue
+            part = "all" if tuple(value.shape) == leaf.parameter_shape else "a part"
+            needs_grad = value.requires_grad and torch.is_grad_enabled()
+            need = ", which needs a gradient" if needs_grad else ""
+            words.append(f"{part} of {leaf} on {value.device.type}{need}")
+        return ", ".join(words)
 
     @cached_property
     def _is_active(self) -> bool:
-        return self.partition.active
+        return self.partition.active  # kept: each call asks, and the partition asks torch each time
 
     @cached_property
     def _agreements(self) -> dict[str, Agreement[Entry]]:
@@ -280,13 +298,11 @@ class Distributed(ParOperator):
             raise ValueError(f"{self}: some workers pass a batch and others none: {shapes}")
         if next(iter(columns.values())) is None and not self.has_batch_axes:
             return None, meta, form
-        return self._columns({w: 1 if c is None else c for w, c in columns.items()}), meta, form
-
-    def _columns(self, columns: dict[int, int]) -> tuple[int, ...]:
-        """The number of columns for each place along the batch's axes, where all must agree."""
+        # The number of columns for each place along the batch's axes, where all must agree.
         runs = batch_runs(self.plan.source)
         found: dict[int, tuple[int, int]] = {}
-        for worker, count in columns.items():
+        for worker, given in columns.items():
+            count = 1 if given is None else given
             place = self.partition.place(worker)
             assert place is not None
             other, expected = found.setdefault(position(runs, place), (worker, count))
@@ -295,7 +311,7 @@ class Distributed(ParOperator):
                     f"{self}: workers {other} and {worker} have parts of the same columns, but "
                     f"{expected} and {count} of them"
                 )
-        return tuple(found[at][1] for at in sorted(found))
+        return tuple(found[at][1] for at in sorted(found)), meta, form
 
     @cached_property
     def _label(self) -> str:
@@ -305,52 +321,6 @@ class Distributed(ParOperator):
     def __repr__(self) -> str:
         plan = self.plan
         return f"distribute({self.expression!r}, {plan.source.brief} → {plan.target.brief})"
-
-
-def _check_workers(operators: Sequence[Distributed]) -> None:
-    first = operators[0].partition
-    for each in operators[1:]:
-        if each.partition.ranks != first.ranks:
-            raise ValueError(
-                f"cannot combine operators on different workers: {first} and {each.partition}"
-            )
-
-
-def _on_fine_grids(
-    source: Layout, target: Layout, operators: Sequence[Distributed]
-) -> tuple[Layout, Layout]:
-    """Both on one grid, finer than those of all operators, as far as there is one.
-
-    What is left out are other ways to arrange a tensor, and nothing that has to be.
-    """
-    source, target = on_common_grids(source, target)
-    if source.partition != target.partition:
-        return source, target
-    for each in operators:
-        for end in (each.plan.source, each.plan.target):
-            fine = refinement(source.partition.shape, end.partition.shape)
-            if fine is not None:
-                source, target = refined(source, fine), refined(target, fine)
-    return source, target
-
-
-def _check_terms(terms: Sequence[Distributed]) -> None:
-    """TensorMeta of a sum take and give tensors that lie in one way."""
-    first = terms[0]
-    for other in terms[1:]:
-        ends = (first.plan.source, other.plan.source), (first.plan.target, other.plan.target)
-        if not all(alike(*each) for each in ends):
-            raise ValueError(f"cannot add operators whose tensors lie apart: {first} and {other}")
-
-
-def _kind(leaf: Leaf, value: Tensor | None) -> str:
-    """A parameter in words, as far as workers must agree on it."""
-    if value is None:
-        return f"no θ for {leaf}"
-    part = "all" if tuple(value.shape) == leaf.parameter_shape else "a part"
-    needs_grad = value.requires_grad and torch.is_grad_enabled()
-    need = ", which needs a gradient" if needs_grad else ""
-    return f"{part} of {leaf} on {value.device.type}{need}"
 
 
 def distribute(

@@ -163,20 +163,17 @@ def explain(operator: Planned, *, columns: int = 1, machine: Machine | None = No
     explanation = explain_plan(
         operator.plan, operator.domain.dtype, operator.storage, columns, machine
     )
-    return replace(explanation, notes=_notes(operator))
-
-
-def _notes(operator: Planned) -> tuple[str, ...]:
-    """The order of factors, where it matters: on a `vec` another order would be taken as well."""
     products = [each for each in _parts_of(operator.expression) if isinstance(each, Kronecker)]
     factors = [[repr(factor) for factor in each.factors] for each in products]
     if all(each == each[::-1] for each in factors):
-        return ()
+        return explanation
+    # The order of factors matters, and on a `vec` another order would be taken as well.
     lengths = ", ".join(f"{dim} of length {n}" for dim, n in enumerate(operator.domain.shape))
-    return (
+    note = (
         f"dimensions: {lengths}; kron has its factors in this order, those written as "
-        f'Fz ⊗ Fy ⊗ Fx need kron(Fz, Fy, Fx, order="julia")',
+        f'Fz ⊗ Fy ⊗ Fx need kron(Fz, Fy, Fx, order="julia")'
     )
+    return replace(explanation, notes=(note,))
 
 
 def _parts_of(operator: ParOperator) -> Iterator[ParOperator]:
@@ -191,23 +188,19 @@ def explain_plan(
     storage: Mapping[Leaf, Layout],
     columns: int = 1,
     machine: Machine | None = None,
+    workers: Sequence[int] | None = None,
 ) -> Explanation:
-    """The same for a plan, which needs no workers that run."""
+    """The same for a plan, which needs no workers that run, or for some of its workers."""
     if columns < 1:
         raise ValueError(f"a batch has at least one column, got {columns}")
     machine = known_machine() if machine is None else machine
     P = plan.source.partition
-    workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
+    if workers is None:
+        workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
     lines = tuple(lines_of(plan, dtype))
     counter = Counter(machine.rates_for(P.size), storage, columns)
-    each = [counter.costs(lines, at) for at in workers]
-    return Explanation(
-        lines,
-        tuple(workers),
-        tuple(zip(*each, strict=True)),
-        P.size,
-        machine,
-    )
+    costs = tuple(zip(*(counter.costs(lines, at) for at in workers), strict=True))
+    return Explanation(lines, tuple(workers), costs, P.size, machine)
 
 
 def _numbers(cost: Cost) -> tuple[str, ...]:

@@ -7,10 +7,10 @@ does. Dimensions lie in `Balanced` parts, which are equal to listed ones and tak
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import gcd, prod
 
 from tessel.core import boxes
@@ -189,15 +189,21 @@ def refined(layout: Layout, grid: Shape) -> Layout:
     return replace(layout, partition=partition, cuts=tuple(cuts))
 
 
-def on_common_grids(some: Layout, other: Layout) -> tuple[Layout, Layout]:
+def on_common_grids(
+    some: Layout, other: Layout, also: Iterable[Layout] = ()
+) -> tuple[Layout, Layout]:
     """Both on one grid that is finer than theirs, if there is one; else each on its own.
 
-    On one grid a plan can keep some dimensions as they lie and move the axes of others.
+    On one grid a plan can keep some dimensions as they lie and move the axes of others. The grid is
+    finer than those of further layouts, too, as far as there is such a grid: where there is none,
+    what is left out are other ways to arrange a tensor, and nothing that has to be.
     """
     grids = some.partition.shape, other.partition.shape
     fine = refinement(*grids)
     if fine is None:
         return refined(some, without_ones(grids[0])), refined(other, without_ones(grids[1]))
+    for each in also:
+        fine = refinement(fine, each.partition.shape) or fine
     return refined(some, fine), refined(other, fine)
 
 
@@ -215,6 +221,65 @@ def axes_in(grid: Shape, fine: Shape) -> tuple[tuple[int, ...], ...]:
             axes, at = (*axes, at), at + 1
         found.append(axes)
     return tuple(found)
+
+
+# -- other ways to lie ----------------------------------------------------------------------------
+
+
+def like(target: Layout, here: Layout) -> Layout:
+    """As a target lies, for a tensor whose dimensions still have other lengths."""
+    cuts = tuple(
+        cut if end == length else balanced_cut(target.partition, length, cut.axes)
+        for cut, end, length in zip(target.cuts, target.shape, here.shape, strict=True)
+    )
+    return replace(target, shape=here.shape, cuts=cuts)
+
+
+def hostings(here: Layout) -> Iterator[Layout]:
+    """The axes of the grid on some dimensions that are long enough for them, the others whole."""
+    D = len(here.shape)
+    axes = [axis for cut in here.cuts for axis in cut.axes]
+    for count in range(1, min(len(axes), D) + 1):
+        for hosts in combinations(range(D), count):
+            if (there := hosted(here, hosts, axes)) is not None:
+                yield there
+
+
+def hosted(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout | None:
+    """With all axes on these dimensions; those that are there stay.
+
+    None if the dimensions are too short, or if all lies so already.
+    """
+    grid = here.partition.shape
+    own = {dim: list(cut.axes) if dim in hosts else [] for dim, cut in enumerate(here.cuts)}
+    sizes = {dim: prod(grid[axis] for axis in own[dim]) for dim in own}
+    placed = {axis for each in own.values() for axis in each}
+    for axis in axes:
+        if axis in placed:  # moving it would send a dimension that could stay
+            continue
+        free = [dim for dim in hosts if sizes[dim] * grid[axis] <= here.shape[dim]]
+        if not free:
+            return None
+        # A dimension that divides evenly leaves no worker waiting for another.
+        dim = min(free, key=lambda d: (here.shape[d] % (sizes[d] * grid[axis]) > 0, d))
+        own[dim].append(axis)
+        sizes[dim] *= grid[axis]
+    cuts = tuple(
+        cut
+        if list(cut.axes) == own[dim] and dim in hosts
+        else Cut(tuple(own[dim]), Balanced(here.shape[dim], sizes[dim]))
+        for dim, cut in enumerate(here.cuts)
+    )
+    return replace(here, cuts=cuts) if cuts != here.cuts else None
+
+
+def unevenness(there: Layout) -> float:
+    """The largest part against the mean: the first parts of a balanced split are the largest."""
+    ratio = 1.0
+    for cut, length in zip(there.cuts, there.shape, strict=True):
+        start, stop = cut.intervals[0]
+        ratio *= (stop - start) * len(cut.intervals) / max(1, length)
+    return ratio
 
 
 # -- what is sent ---------------------------------------------------------------------------------
@@ -244,20 +309,17 @@ def num_messages(before: Layout, after: Layout, worker: int) -> int:
     own = box_of(before, worker)
     if not boxes.volume(own):
         return 0
-    takers = prod(_num_meeting(*each) for each in zip(after.cuts, own, strict=True))
+    takers = 1
+    for cut, (start, stop) in zip(after.cuts, own, strict=True):  # parts that meet the own interval
+        if isinstance(cut.intervals, Balanced):
+            length, count = cut.intervals.length, cut.intervals.parts
+            last = boxes.balanced_place(length, count, stop - 1)
+            takers *= last - boxes.balanced_place(length, count, start) + 1
+        else:
+            filled = _filled(cut)
+            first = bisect_right(filled, start, key=lambda each: each[1])
+            takers *= bisect_left(filled, stop, key=lambda each: each[0]) - first
     return takers - (common_numel(own, box_of(after, worker)) > 0)
-
-
-def _num_meeting(cut: Cut, interval: Interval) -> int:
-    """How many parts share an index with an interval."""
-    start, stop = interval
-    if isinstance(cut.intervals, Balanced):
-        length, count = cut.intervals.length, cut.intervals.parts
-        last = boxes.balanced_place(length, count, stop - 1)
-        return last - boxes.balanced_place(length, count, start) + 1
-    filled = _filled(cut)
-    first = bisect_right(filled, start, key=lambda each: each[1])
-    return bisect_left(filled, stop, key=lambda each: each[0]) - first
 
 
 @lru_cache(maxsize=1024)

@@ -58,10 +58,6 @@ class Leaf(ParOperator):
     def inv(self) -> Self:
         if not self.is_invertible:
             raise ValueError(f"{self} has no inverse")
-        return self._inv
-
-    @cached_property
-    def _inv(self) -> Self:
         return self._other(adjoint=self.is_adjoint, inverse=not self.is_inverse)
 
     def _other(self, adjoint: bool, inverse: bool) -> Self:

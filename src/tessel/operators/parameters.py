@@ -86,27 +86,23 @@ class Parameters(dict[Any, Tensor]):
             )
         if missing:
             raise ValueError(f"θ has no value for {missing[0]}, a part of {operator}")
+        parts = getattr(operator, "part_boxes", {})
         for leaf in shapes:
             value = self[leaf]
-            self._check_part(operator, leaf)
+            drawn, used = self.boxes.get(leaf), parts.get(leaf)
+            is_part = tuple(value.shape) != leaf.parameter_shape
+            # Parts of one length are not told apart by their shape, but by where they lie.
+            if is_part and drawn is not None and used not in (None, drawn):
+                raise ValueError(
+                    f"θ was drawn for another distribution of {leaf}, whose parts are not those of "
+                    f"{operator}; draw it with init() of this one, or give it whole"
+                )
             if tuple(value.shape) not in shapes[leaf] or value.dtype != leaf.source.dtype:
                 expected = " or ".join(map(str, dict.fromkeys(shapes[leaf])))
                 raise ValueError(
                     f"θ does not fit {leaf}: expected {leaf.source.dtype} of shape {expected}, "
                     f"got {value.dtype} of shape {tuple(value.shape)}"
                 )
-
-    def _check_part(self, operator: Any, leaf: Any) -> None:
-        """ValueError if this is another part than the one that an operator uses here."""
-        needed = getattr(operator, "part_boxes", {}).get(leaf)
-        given = self.boxes.get(leaf)
-        if given is None or needed in (None, given):
-            return
-        if tuple(self[leaf].shape) != leaf.parameter_shape:
-            raise ValueError(
-                f"θ was drawn for another distribution of {leaf}, whose parts are not those of "
-                f"{operator}; draw it with init() of this one, or give it whole"
-            )
 
     def joined(self, other: Mapping[Any, Tensor]) -> Parameters:
         """These and others, which may not say something else."""
@@ -240,21 +236,16 @@ def own_parameters(operator: Any) -> dict[str, torch.nn.Parameter]:
                 leaf.own = torch.nn.Parameter(value.detach())
                 leaf.own_box = drawn.boxes.get(leaf)
                 leaf.shared_by = getattr(operator, "partition", None)
-    _share(operator)
+    partition: Any = getattr(operator, "partition", None)
     found = {}
     for number, leaf in enumerate(operator.leaves):
         assert leaf.own is not None
-        found[f"{type(leaf).__name__}_{number}"] = leaf.own
-    return found
-
-
-def _share(operator: Any) -> None:
-    """What a worker drew for itself becomes that of all when a distributed operator uses it."""
-    partition: Any = getattr(operator, "partition", None)
-    for leaf in operator.leaves if partition is not None else ():
-        if leaf.own_box is None and leaf.shared_by != partition:
+        # What a worker drew for itself becomes that of all when a distributed operator uses it.
+        if partition is not None and leaf.own_box is None and leaf.shared_by != partition:
             equalize([leaf.own], partition)
             leaf.shared_by = partition
+        found[f"{type(leaf).__name__}_{number}"] = leaf.own
+    return found
 
 
 class OperatorModule(torch.nn.Module):
@@ -274,8 +265,9 @@ class OperatorModule(torch.nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The whole parameters, which all workers collect together."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, layout in self._split_parameters():
-            if not layout.partition.active:
+        for name, layout in self._stored_parameters():
+            is_split = len(layout.shared) < layout.partition.dim  # else every worker has it whole
+            if not is_split or not layout.partition.active:
                 continue
             move = Move(layout, Layout.whole(layout.partition, layout.shape))
             destination[prefix + name] = move.apply(getattr(self, name).detach())
@@ -290,12 +282,6 @@ class OperatorModule(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         for leaf, value in zip(self.operator.leaves, self.parameters(), strict=True):
             leaf.own = value  # another one, if it was assigned
-
-    def _split_parameters(self) -> Iterator[tuple[str, Layout]]:
-        """The parameters of which workers store parts, and how they lie."""
-        for name, layout in self._stored_parameters():
-            if len(layout.shared) < layout.partition.dim:
-                yield name, layout
 
     def _stored_parameters(self) -> Iterator[tuple[str, Layout]]:
         """The parameters of a distributed operator, and how they lie."""

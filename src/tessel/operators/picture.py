@@ -57,11 +57,19 @@ def draw_steps(
         1, len(widths), gridspec_kw={"width_ratios": widths, "wspace": 0.08}
     )
     for ax in (layout, *others):
-        _prepare(ax, len(lines))
-    layout.set_yticks(
-        range(len(lines)),
-        [f"{k}  {_wrapped(line.title)}\n{line.layout}" for k, line in enumerate(lines, 1)],
-    )
+        ax.set_xlim(0, 1)
+        ax.set_ylim(len(lines) - 0.4, -0.6)
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.tick_params(length=0, labelsize=9, labelcolor=_INK)
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+    titles = [
+        line.title if len(line.title) <= 34 else line.title.replace(", ", ",\n", 1)
+        for line in lines
+    ]
+    labels = [f"{k + 1}  {title}\n{lines[k].layout}" for k, title in enumerate(titles)]
+    layout.set_yticks(range(len(lines)), labels)
     layout.set_title("how the tensor lies then", color=_INK, fontsize=10)
     for row, line in enumerate(lines):
         _draw_layout(layout, row, line.after, _colour(line))
@@ -70,20 +78,6 @@ def draw_steps(
         _draw_bars(ax, lines, [[value(cost) for cost in step] for step in costs], write)
     figure.text(0.5, 0.04, summary, ha="center", va="bottom", color=_FAINT, fontsize=9.5)
     return figure
-
-
-def _prepare(ax: Axes, rows: int) -> None:
-    ax.set_xlim(0, 1)
-    ax.set_ylim(rows - 0.4, -0.6)
-    ax.set_xticks([])
-    ax.set_yticks([])
-    ax.tick_params(length=0, labelsize=9, labelcolor=_INK)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-
-
-def _wrapped(title: str) -> str:
-    return title if len(title) <= 34 else title.replace(", ", ",\n", 1)
 
 
 def _colour(line: ExplainedStep) -> str:

@@ -8,10 +8,10 @@ pencils, there and back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -20,10 +20,13 @@ from tessel.core.layout import Cut, Layout
 from tessel.operators.layouts import (
     alike,
     balanced_cut,
+    hostings,
     is_whole,
+    like,
     num_different,
     numel_sent,
     representatives,
+    unevenness,
     with_cut,
     with_length,
 )
@@ -136,18 +139,13 @@ def _plan(
         here = there
     if target is not None and not alike(here, target):
         steps.append(Transfer(here, target))
-    end = here if target is None else target
-    return OperatorPlan(source, end, tuple(_travelling_small(steps)))
-
-
-def _travelling_small(steps: list[Step]) -> list[Step]:
-    """The same steps, but what makes a tensor grow comes after it travelled, where it can."""
+    # What makes a tensor grow comes after it travelled, where it can.
     found: list[Step] = []
     for step in steps:
         found.append(step)
         if isinstance(step, Transfer):
             found = _transferred_earlier(found)
-    return found
+    return OperatorPlan(source, here if target is None else target, tuple(found))
 
 
 def _transferred_earlier(steps: list[Step]) -> list[Step]:
@@ -164,10 +162,20 @@ def _transferred_earlier(steps: list[Step]) -> list[Step]:
         local = steps[number]
         if not isinstance(local, Local):
             break
-        if not _can_follow(local, there) or _is_needed(local, stay):
+        is_needed = any(
+            task.follows(earlier)
+            for later in stay
+            for task in later.group
+            for earlier in local.group
+        )
+        if is_needed or not _can_follow(local, there):
             stay = [local, *stay]
             continue
-        there, behind = _before(local, there), [local, *behind]
+        behind = [local, *behind]
+        for task in reversed(local.group):  # how the tensor lies before what leaves it so
+            lengths = zip(task.dims, task.source.shape, task.target.shape, strict=True)
+            for dim, before, after in lengths:
+                there = with_length(there, dim, before) if before != after else there
         growth *= prod(task.growth for task in local.group)
         if growth > most:
             most, best = growth, (number, stay, behind, there)
@@ -179,13 +187,6 @@ def _transferred_earlier(steps: list[Step]) -> list[Step]:
     here = first[-1].after if first else steps[number].before
     moves = [Transfer(here, there)] if not alike(here, there) else []
     return [*steps[:number], *first, *moves, *_replayed(behind, there)]
-
-
-def _is_needed(local: Local, later: list[Local]) -> bool:
-    """Whether some later tasks have to come after these."""
-    return any(
-        task.follows(earlier) for other in later for task in other.group for earlier in local.group
-    )
 
 
 def _replayed(steps: list[Local], here: Layout) -> list[Local]:
@@ -210,20 +211,19 @@ def _can_follow(local: Local, end: Layout) -> bool:
     )
 
 
-def _before(local: Local, end: Layout) -> Layout:
-    """How a tensor lies before tasks that leave it so."""
-    for task in reversed(local.group):
-        for dim, before, after in zip(task.dims, task.source.shape, task.target.shape, strict=True):
-            if before != after:
-                end = with_length(end, dim, before)
-    return end
-
-
 def _drain(
     waiting: Waiting, here: Layout, target: Layout | None, patient: bool
 ) -> tuple[Layout, list[Step]]:
     """Do all that can be done here."""
-    early = _early(waiting.copy(), here) if patient else set()
+    early: set[OperatorTask] = set()
+    if patient:
+        # What would only add zeros, along dimensions with which nothing else can be done here.
+        left = waiting.copy()
+        tried = [task for task, *_ in _possible(left, here, None)]
+        for number, task in enumerate(tried):
+            is_used = any(later.follows(task) for later in tried[number + 1 :])
+            if left and _adds_zeros(task) and not is_used:
+                early.add(task)
     # Which task is next depends on how the tensor lies after the last one; which tasks are one
     # call is known only when all are in order. So layouts are kept for each task, grouped later.
     done = list(_possible(waiting, here, target, early))
@@ -247,27 +247,21 @@ def _possible(
     state = here
 
     def is_possible(task: OperatorTask) -> bool:
-        return task not in without and (_is_local(task, state) or _is_branching(task, state))
+        # A sum along all dimensions is possible anywhere: its terms are planned on their own.
+        is_sum = isinstance(task.actor, Summands) and len(task.dims) == len(state.shape)
+        return task not in without and (_is_local(task, state) or is_sum)
 
     for task in cheapest(waiting, is_possible):
         branches = None
         if not _is_local(task, state):
             # The last sum can end where the result shall lie; others leave that to what follows.
-            branches = _branches(task, state, None if waiting else target)
+            # The first term decides where all results lie: they are added there, part by part.
+            plans = [make_plan(task.actor.operators[0], state, None if waiting else target)]
+            for operator in task.actor.operators[1:]:
+                plans.append(make_plan(operator, state, plans[0].target))
+            branches = Branches(state, plans[0].target, tuple(plans))
         state = _after(task, state) if branches is None else branches.after
         yield task, state, branches
-
-
-def _early(waiting: Waiting, here: Layout) -> set[OperatorTask]:
-    """What would only add zeros, along dimensions with which nothing else can be done here."""
-    done = [task for task, *_ in _possible(waiting, here, None)]
-    return {
-        task
-        for number, task in enumerate(done)
-        if waiting
-        and _adds_zeros(task)
-        and not any(later.follows(task) for later in done[number + 1 :])
-    }
 
 
 def _adds_zeros(task: OperatorTask) -> bool:
@@ -278,19 +272,6 @@ def _is_local(task: OperatorTask, here: Layout) -> bool:
     if isinstance(task.actor, ParRestriction):
         return True
     return all(is_whole(here, dim) for dim in task.mixed)
-
-
-def _is_branching(task: OperatorTask, here: Layout) -> bool:
-    """Whether a sum acts along all dimensions: its terms are planned on their own."""
-    return isinstance(task.actor, Summands) and len(task.dims) == len(here.shape)
-
-
-def _branches(task: OperatorTask, here: Layout, target: Layout | None) -> Branches:
-    plans: list[OperatorPlan] = []
-    # The first term decides where all results lie: they are added there, part by part.
-    for operator in task.actor.operators:
-        plans.append(make_plan(operator, here, plans[0].target if plans else target))
-    return Branches(here, plans[0].target, tuple(plans))
 
 
 def _after(task: OperatorTask, here: Layout) -> Layout:
@@ -316,33 +297,34 @@ def _restricted(actor: ParRestriction, cut: Cut) -> Cut:
 
 def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) -> Layout:
     """Where to go so that the most can be done before the tensor has to be rearranged again."""
+    # As the result shall lie, or with axes on other dimensions. Where the result shall lie on
+    # another grid, axes of that one may be on other dimensions, too.
+    candidates: Iterable[Layout] = hostings(here)
+    changes_grid = target is not None and target.partition.shape != here.partition.shape
+    if target is not None:
+        goal = like(target, here)
+        candidates = chain([goal], hostings(goal) if changes_grid else (), candidates)
+    P = here.partition
+    workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
     best: tuple[Any, Layout] | None = None
-    for there in _candidates(here, target):
+    for there in candidates:
         left = waiting.copy()
         end, done = _drain(left, there, target, patient)
         if not done:  # to go there would not help
             continue
         more = _further(left, end, target, patient)
         tasks = len(left.tasks) - len(waiting.tasks)
-        # Transfers cost the most, so few of them come first; then few bytes, then even parts.
-        sent, changed = _sent(here, there, target), num_different(here, there)
-        key = more, tasks, sent, changed, _unevenness(there)
+        sent = 0
+        if target is not None and changes_grid:
+            legs = (here, there), (there, like(target, there))
+            sent = sum(numel_sent(*leg, worker) for leg in legs for worker in workers)
+        # Transfers cost the most, so few of them come first; then few values that travel, then even
+        # parts. On one grid the fewest dimensions that lie in another way say as much as the values
+        # do, and cost less to count.
+        key = more, tasks, sent, num_different(here, there), unevenness(there)
         if best is None or key < best[0]:
             best = key, there
     return best[1] if best is not None else _concentrated(waiting, here)
-
-
-def _candidates(here: Layout, target: Layout | None) -> Iterator[Layout]:
-    """Where the tensor may go: as the result shall lie, or with axes on other dimensions.
-
-    Where the result shall lie on another grid, axes of that one may be on other dimensions, too.
-    """
-    if target is not None:
-        there = _like(target, here)
-        yield there
-        if there.partition.shape != here.partition.shape:
-            yield from _hostings(there)
-    yield from _hostings(here)
 
 
 def _further(left: Waiting, end: Layout, target: Layout | None, patient: bool) -> int:
@@ -352,74 +334,8 @@ def _further(left: Waiting, end: Layout, target: Layout | None, patient: bool) -
     if target is None:
         return 2
     last = left.copy()
-    final, _ = _drain(last, _like(target, end), target, patient)
+    final, _ = _drain(last, like(target, end), target, patient)
     return 1 if not last and alike(final, target) else 2
-
-
-def _like(target: Layout, here: Layout) -> Layout:
-    """As the result shall lie, for a tensor whose dimensions still have other lengths."""
-    cuts = tuple(
-        cut if end == length else balanced_cut(target.partition, length, cut.axes)
-        for cut, end, length in zip(target.cuts, target.shape, here.shape, strict=True)
-    )
-    return replace(target, shape=here.shape, cuts=cuts)
-
-
-def _hostings(here: Layout) -> Iterator[Layout]:
-    """The axes of the grid on some dimensions that are long enough for them, the others whole."""
-    D = len(here.shape)
-    axes = [axis for cut in here.cuts for axis in cut.axes]
-    for count in range(1, min(len(axes), D) + 1):
-        for hosts in combinations(range(D), count):
-            if (there := _hosted(here, hosts, axes)) is not None:
-                yield there
-
-
-def _hosted(here: Layout, hosts: Sequence[int], axes: Sequence[int]) -> Layout | None:
-    """With all axes on these dimensions; those that are there stay."""
-    grid = here.partition.shape
-    own = {dim: list(cut.axes) if dim in hosts else [] for dim, cut in enumerate(here.cuts)}
-    sizes = {dim: prod(grid[axis] for axis in own[dim]) for dim in own}
-    placed = {axis for each in own.values() for axis in each}
-    for axis in axes:
-        if axis in placed:  # moving it would send a dimension that could stay
-            continue
-        free = [dim for dim in hosts if sizes[dim] * grid[axis] <= here.shape[dim]]
-        if not free:
-            return None
-        # A dimension that divides evenly leaves no worker waiting for another.
-        dim = min(free, key=lambda d: (here.shape[d] % (sizes[d] * grid[axis]) > 0, d))
-        own[dim].append(axis)
-        sizes[dim] *= grid[axis]
-    cuts = tuple(
-        cut
-        if list(cut.axes) == own[dim] and dim in hosts
-        else Cut(tuple(own[dim]), Balanced(here.shape[dim], sizes[dim]))
-        for dim, cut in enumerate(here.cuts)
-    )
-    return replace(here, cuts=cuts) if cuts != here.cuts else None
-
-
-def _sent(here: Layout, there: Layout, target: Layout | None) -> int:
-    """The values that travel on the way to another grid, by `there`; 0 on one grid.
-
-    On one grid the fewest dimensions that lie in another way do as well, and cost less to count.
-    """
-    if target is None or target.partition.shape == here.partition.shape:
-        return 0
-    legs = (here, there), (there, _like(target, there))
-    P = here.partition
-    workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
-    return sum(numel_sent(*leg, worker) for leg in legs for worker in workers)
-
-
-def _unevenness(there: Layout) -> float:
-    """The largest part against the mean."""
-    ratio = 1.0
-    for cut, length in zip(there.cuts, there.shape, strict=True):
-        start, stop = cut.intervals[0]
-        ratio *= (stop - start) * len(cut.intervals) / max(1, length)
-    return ratio
 
 
 def _concentrated(waiting: Waiting, here: Layout) -> Layout:

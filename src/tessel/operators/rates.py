@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 VARIABLE = "TESSEL_MACHINE"
 
@@ -101,21 +99,18 @@ def known_machine(path: str | os.PathLike[str] | None = None) -> Machine:
     except FileNotFoundError:
         return built_in()
     try:
-        return _from_json(json.loads(text))
+        found = json.loads(text)
+        rates = tuple(Rates(**each) for each in found["rates"])
+        numbers = [number for each in rates for number in asdict(each).values()]
+        if not rates or not all(isinstance(n, int | float) and n > 0 for n in numbers):
+            raise ValueError("all rates must be positive numbers")
+        ascending = tuple(sorted(rates, key=lambda each: each.workers))
+        return Machine(int(found["cores"]), ascending, str(found["origin"]))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{source} is no machine model ({error}); measure again with tessel doctor --measure, "
             f"or remove the file"
         ) from error
-
-
-def _from_json(found: Mapping[str, Any]) -> Machine:
-    rates = tuple(Rates(**each) for each in found["rates"])
-    numbers = [number for each in rates for number in asdict(each).values()]
-    if not rates or not all(isinstance(n, int | float) and n > 0 for n in numbers):
-        raise ValueError("all rates must be positive numbers")
-    ascending = tuple(sorted(rates, key=lambda each: each.workers))
-    return Machine(int(found["cores"]), ascending, str(found["origin"]))
 
 
 def built_in() -> Machine:

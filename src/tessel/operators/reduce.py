@@ -108,15 +108,17 @@ class ParReduce(Leaf):
 
     @cached_property
     def _agreement(self) -> Agreement[tuple[LinearOperator, TensorMeta]]:
-        return Agreement(self.prepare(), f"{self!r}", self.partition.ranks, self._conclude)
+        def conclude(
+            shapes: dict[int, Shape], meta: TensorMeta
+        ) -> tuple[LinearOperator, TensorMeta]:
+            if meta.dtype != self.source.dtype:
+                raise ValueError(
+                    f"{self}: expected tensors of {self.source.dtype}, got {meta.dtype}"
+                )
+            shape: Shape = same(shapes, "shape", f"{self}")
+            return _reducing(self.partition, shape, self.is_adjoint), meta
 
-    def _conclude(
-        self, shapes: dict[int, Shape], meta: TensorMeta
-    ) -> tuple[LinearOperator, TensorMeta]:
-        if meta.dtype != self.source.dtype:
-            raise ValueError(f"{self}: expected tensors of {self.source.dtype}, got {meta.dtype}")
-        shape: Shape = same(shapes, "shape", f"{self}")
-        return _reducing(self.partition, shape, self.is_adjoint), meta
+        return Agreement(self.prepare(), f"{self!r}", self.partition.ranks, conclude)
 
     def __repr__(self) -> str:
         size = f"{self.source}" if self.is_sized else f"{self.source.dtype}"

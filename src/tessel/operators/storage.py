@@ -51,13 +51,11 @@ def storage_of(plan: OperatorPlan) -> Storage:
             for leaf in leaves_of(task):
                 if leaf not in found:  # later uses get it from there, by a movement
                     used = needed(leaf, task, step.before)
-                    found[leaf] = used if _is_worth_splitting(used) else whole(leaf, used)
+                    lengths = enumerate(used.shape)
+                    # Where some worker needs all of it anyway, splitting would only cost messages.
+                    is_all = all(length == 1 or is_whole(used, dim) for dim, length in lengths)
+                    found[leaf] = whole(leaf, used) if is_all else used
     return found
-
-
-def _is_worth_splitting(used: Layout) -> bool:
-    """Whether no worker would have all anyway."""
-    return not all(length == 1 or is_whole(used, dim) for dim, length in enumerate(used.shape))
 
 
 def parameters_sent(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
@@ -69,13 +67,18 @@ def parameters_sent(stored: Layout, used: Layout, worker: int) -> tuple[int, int
     if alike(stored, used):
         return 0, 0
     own = box_of(stored, worker)
-    count = _on_one_grid if stored.partition.shape == used.partition.shape else _taken
-    takers, numel = count(stored, used, worker)
+    if stored.partition.shape == used.partition.shape:
+        takers, numel = _taken_on_one_grid(stored, used, worker)
+    else:
+        along = [axis for cut in stored.cuts for axis in cut.axes]
+        everyone = _neighbours(stored.partition, worker, along)
+        taken = [common_numel(own, box_of(used, there)) for there in everyone]
+        takers, numel = sum(count > 0 for count in taken), sum(taken)
     stays = common_numel(own, box_of(used, worker))
     return numel - stays, takers - (stays > 0)
 
 
-def _on_one_grid(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
+def _taken_on_one_grid(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
     """How many take something of a worker's part, and how many values all in all.
 
     On one grid the dimensions can be counted one by one, which costs little on many workers.
@@ -93,15 +96,6 @@ def _on_one_grid(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
         lengths = [stop - start for start, stop in (each for each in common if each)]
         takers, numel = takers * len(lengths), numel * sum(lengths)
     return takers, numel
-
-
-def _taken(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
-    """The same on any two grids, worker by worker."""
-    along = [axis for cut in stored.cuts for axis in cut.axes]
-    own = box_of(stored, worker)
-    everyone = _neighbours(stored.partition, worker, along)
-    taken = [common_numel(own, box_of(used, there)) for there in everyone]
-    return sum(numel > 0 for numel in taken), sum(taken)
 
 
 def _neighbours(partition: Partition, worker: int, axes: list[int]) -> list[int]:

@@ -228,18 +228,14 @@ def grouped(tasks: Iterable[OperatorTask]) -> tuple[tuple[OperatorTask, ...], ..
     """Neighbours that one call can do together: Fourier transforms along several dimensions."""
     groups: list[tuple[OperatorTask, ...]] = []
     for task in tasks:
-        if groups and _joins(groups[-1], task):
-            groups[-1] = (*groups[-1], task)
+        join = getattr(task.actor, "joins", None)
+        group = groups[-1] if groups else ()
+        is_apart = not any(set(each.dims) & set(task.dims) for each in group)
+        if group and join is not None and is_apart and join([each.actor for each in group]):
+            groups[-1] = (*group, task)
         else:
             groups.append((task,))
     return tuple(groups)
-
-
-def _joins(group: tuple[OperatorTask, ...], task: OperatorTask) -> bool:
-    join = getattr(task.actor, "joins", None)
-    if join is None or any(set(each.dims) & set(task.dims) for each in group):
-        return False
-    return bool(join([each.actor for each in group]))
 
 
 def dtype_after(group: Iterable[OperatorTask], dtype: torch.dtype) -> torch.dtype:
@@ -270,14 +266,8 @@ def perform_group(group: tuple[OperatorTask, ...], x: Tensor, values: Values) ->
     if len(group) > 1:
         return actor.act_together([(each.actor, each.dims[0]) for each in group], x)
     if isinstance(actor, Summands):
-        return _total(actor, dims[0], x, values)
+        terms = (ordered(tuple(each.expand(dims[0]))) for each in actor.operators)
+        first, *others = [perform(groups, x, values) for groups in terms]
+        return sum(others, first)
     value = values.get(actor.base) if hasattr(actor, "base") else None
     return actor.act(x, dims[0] if dims else 0, value)
-
-
-def _total(terms: Summands, first: int, x: Tensor, values: Values) -> Tensor:
-    results = [perform(ordered(tuple(each.expand(first))), x, values) for each in terms.operators]
-    y = results[0]
-    for each in results[1:]:
-        y = y + each
-    return y

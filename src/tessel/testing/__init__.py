@@ -8,7 +8,7 @@ from tessel.testing.checks import check_adjoint as check_adjoint
 from tessel.testing.checks import check_gradient as check_gradient
 from tessel.testing.checks import random_in as random_in
 from tessel.testing.memory import count_memory as count_memory
+from tessel.testing.model import ModelReport as ModelReport
 from tessel.testing.model import check_model as check_model
 from tessel.testing.pool import WorkerPool as WorkerPool
-from tessel.testing.report import ModelReport as ModelReport
 from tessel.testing.traffic import count_traffic as count_traffic

@@ -37,6 +37,7 @@ def check_adjoint(
     before = x.clone()
     image = operator(x)
     _check_shape(operator, "A x", operator.codomain, image)
+    # Of the dtype of the image: an operator may make complex numbers of real ones.
     y = random_in(operator.codomain, image.dtype, seed + 2)
     back = operator.H(y)
     _check_shape(operator, "A.H y", operator.domain, back)
@@ -93,6 +94,7 @@ def check_gradient(
     with forward_ad.dual_level():
         dual = operator(forward_ad.make_dual(x.detach(), direction))
         tangent = forward_ad.unpack_dual(dual).tangent
+    # A tangent of zeros may be none at all.
     tangent = torch.zeros_like(dual) if tangent is None else tangent
     _check_equal(operator, "the derivative of A x", tangent, along)
 
@@ -107,7 +109,7 @@ def random_in(layout: Layout, dtype: torch.dtype = torch.float64, seed: int = 0)
     coordinates = layout.partition.index
     if coordinates is None:
         return torch.empty(0, dtype=dtype)
-    holder = min(layout.holders(coordinates))
+    holder = min(layout.holders(coordinates))  # who has the same copies draws the same numbers
     generator = torch.Generator().manual_seed(1_000_003 * seed + holder)
     return torch.randn(layout.local_shape, dtype=dtype, generator=generator)
 
@@ -129,17 +131,13 @@ def _check_copies(operator: LinearOperator, what: str, layout: Layout, value: Te
     if not layout.shared:
         return
     copies = len(layout.holders((0,) * layout.partition.dim))
-    apart = _apart(layout)
+    # Separate copies become different indices, along one more dimension.
+    count = prod(layout.partition.shape[axis] for axis in layout.separate)
+    places = Cut(layout.separate, tuple((k, k + 1) for k in range(count)))
+    cuts = (places, *layout.cuts)
+    apart = Layout(layout.partition, (count, *layout.shape), cuts, layout.shared)
     total = Move(replace(apart, shared=()), apart)(value.reshape(apart.local_shape))
     _check_equal(operator, f"the copies of {what}", total.reshape(value.shape), copies * value)
-
-
-def _apart(layout: Layout) -> Layout:
-    """Separate copies as different indices, along one more dimension."""
-    sizes = [layout.partition.shape[axis] for axis in layout.separate]
-    count = prod(sizes)
-    places = Cut(layout.separate, tuple((k, k + 1) for k in range(count)))
-    return Layout(layout.partition, (count, *layout.shape), (places, *layout.cuts), layout.shared)
 
 
 def _check_shape(operator: LinearOperator, what: str, layout: Layout, value: Tensor) -> None:

@@ -42,7 +42,7 @@ class Drawing(torch.Tensor):
 
 def plain(x: torch.Tensor) -> torch.Tensor:
     """The same tensor, as torch knows it."""
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():  # else the result would be a Drawing again
         return x.as_subclass(torch.Tensor) if isinstance(x, Drawing) else x
 
 
@@ -55,6 +55,7 @@ def drawing(x: torch.Tensor) -> torch.Tensor:
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function draws random numbers."""
     name = name_of(func)
+    # Attention draws inside of a function whose rule stands elsewhere, and only if it drops.
     if func is F.multi_head_attention_forward:
         given = _SIGNATURE.bind(*args, **kwargs).arguments
         return given["dropout_p"] > 0 and bool(given.get("training", True))

@@ -57,15 +57,13 @@ class _Counter(TorchDispatchMode):
         given = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            self._count(storage, given)
+            key, size = storage._cdata, storage.nbytes()
+            # A view has the storage of what it was made of, which counts once, or not at all.
+            if key not in self.known and key not in given:
+                self.known.add(key)
+                self.memory._add(size)
+                weakref.finalize(storage, self._forget, key, size)
         return result
-
-    def _count(self, storage: torch.UntypedStorage, given: set[int]) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.known and key not in given:
-            self.known.add(key)
-            self.memory._add(size)
-            weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         self.known.discard(key)

@@ -10,7 +10,7 @@ from tessel.launch import Workers
 T = TypeVar("T")
 
 
-class WorkerPool:
+class WorkerPool(Workers):
     """One set of local workers for all tests: a test costs a message to them, not their start.
 
     The function that a test runs on the workers stands at the top level of the test file. A failed
@@ -50,8 +50,8 @@ class WorkerPool:
         backend: str = "gloo",
         preload: Iterable[str] = (),
     ) -> None:
+        super().__init__(nprocs, threads=threads, backend=backend, preload=preload)
         self.timeout = timeout
-        self._workers = Workers(nprocs, threads=threads, backend=backend, preload=preload)
 
     def run(
         self,
@@ -65,14 +65,4 @@ class WorkerPool:
         The first failure of a worker is raised, as the exception that it was.
         """
         seconds = self.timeout if timeout is None else timeout
-        return self._workers.run(fn, *args, nprocs=nprocs, timeout=seconds)
-
-    def close(self) -> None:
-        """End all workers."""
-        self._workers.close()
-
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        return super().run(fn, *args, nprocs=nprocs, timeout=seconds)

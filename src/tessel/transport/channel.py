@@ -12,7 +12,7 @@ How far an end is lies in words, which the engine (engine.c) reads and writes as
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -74,13 +74,9 @@ class Ground:
         share = BUDGET // (SLOTS * max(1, self.num_workers - 1))
         return max(SMALLEST, min(LARGEST, share // PAGE * PAGE))
 
-    @property
-    def _control_size(self) -> int:
-        return 2 * SIZE + 8 * HEADER * SLOTS
-
     def control(self, place: int) -> int:
         """Where the semaphores and headers of the channel to a worker begin."""
-        return END + place * self._control_size
+        return END + place * (2 * SIZE + 8 * HEADER * SLOTS)
 
     def slots(self, place: int) -> int:
         """Where the slots of the channel to a worker begin."""
@@ -117,10 +113,9 @@ class Slot:
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """What is in the slot as a contiguous tensor."""
-        found = self._views.get((dtype, shape))
-        return self._view(dtype, shape) if found is None else found
-
-    def _view(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        # Kept, since a slice and two views take microseconds, as a small message does.
+        if (view := self._views.get((dtype, shape))) is not None:
+            return view
         if len(self._views) >= VIEWS // SLOTS:
             self._views.clear()
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
@@ -284,10 +279,27 @@ class Incoming(Channel):
         """Take what came, up to the end of one message; whether anything did."""
         moved = False
         while self.filled.try_wait():
-            moved = True
-            if self._accept(self._next_slot()):
+            moved, slot = True, self._next_slot()
+            try:
+                current = self._current or self._asked_for(slot)
+                current.read(slot)
+            finally:  # the slot is free again, also if what it held did not fit
+                self.emptied.post()
+                self.other.ring()
+            self._current = None if current.is_done else current
+            if current.is_done:
                 break
-        moved = self._hand_over() or moved if self._unexpected_messages else moved
+        waiting: dict[Key, int] = {}  # how many of each key still wait, before the next one
+        for unexpected in list(self._unexpected_messages):  # somebody may ask for them meanwhile
+            request = self._request(unexpected.key, waiting.get(unexpected.key, 0))
+            if unexpected.is_done and request is not None and request.is_open:
+                self._check(request, unexpected.values.nbytes)
+                request.read_all(unexpected.values)
+                self.expected.remove(request)
+                self._unexpected_messages.remove(unexpected)
+                moved = True
+            else:
+                waiting[unexpected.key] = waiting.get(unexpected.key, 0) + 1
         self.state[IS_ASTIR] = not self.is_quiet
         return moved
 
@@ -309,11 +321,12 @@ class Incoming(Channel):
             self.filled.post()  # it stays where it is
             return None
         self._put(self._next_slot(), place, adds)
-        self.emptied.post()
+        self.emptied.post()  # only now: the sender writes the next message there
         self.other.ring()
         return True
 
     def _put(self, slot: Slot, place: Tensor, adds: bool) -> None:
+        """Copy a message into its place; by itself, since benchmarks count its time as moving."""
         values = slot.tensor(place.dtype, place.shape)
         place.add_(values) if adds else place.copy_(values)
 
@@ -330,17 +343,6 @@ class Incoming(Channel):
         slot.header = header
         return slot
 
-    def _accept(self, slot: Slot) -> bool:
-        """Give what is in a slot to who waits for it; whether a message is complete."""
-        try:
-            current = self._current or self._asked_for(slot)
-            current.read(slot)
-        finally:  # the slot is free again, also if what it held did not fit
-            self.emptied.post()
-            self.other.ring()
-        self._current = None if current.is_done else current
-        return current.is_done
-
     @property
     def has_something(self) -> bool:
         """Whether something came that was not taken yet."""
@@ -349,9 +351,9 @@ class Incoming(Channel):
     def _asked_for(self, slot: Slot) -> ReceiveRequest | ReceiveWords | UnexpectedMessage:
         """The request for the message that begins in a slot; an unexpected one without it."""
         key: Key = (slot.header[GROUP], slot.header[CALL])
-        request = self._request(
-            key, sum(unexpected.key == key for unexpected in self._unexpected_messages)
-        )
+        # Unexpected messages of the same key came earlier, so they answer earlier requests.
+        earlier = sum(unexpected.key == key for unexpected in self._unexpected_messages)
+        request = self._request(key, earlier)
         if request is None or not request.is_open:
             unexpected = UnexpectedMessage(key, slot.header[WHOLE])
             self._unexpected_messages.append(unexpected)
@@ -364,22 +366,6 @@ class Incoming(Channel):
         """The one at this place among those with a key: messages come in the order of requests."""
         same = (request for request in self.expected if request.key == key)
         return next(islice(same, place, None), None)
-
-    def _hand_over(self) -> bool:
-        """Give unexpected_messages to those who ask for them meanwhile."""
-        moved = False
-        waiting: Counter[Key] = Counter()
-        for unexpected in list(self._unexpected_messages):
-            request = self._request(unexpected.key, waiting[unexpected.key])
-            if unexpected.is_done and request is not None and request.is_open:
-                self._check(request, unexpected.values.nbytes)
-                request.read_all(unexpected.values)
-                self.expected.remove(request)
-                self._unexpected_messages.remove(unexpected)
-                moved = True
-            else:
-                waiting[unexpected.key] += 1
-        return moved
 
     @staticmethod
     def _check(request: ReceiveRequest | ReceiveWords, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Tracks: exchanges between workers of one host whose copies are known in advance.
+"""Copy programs: exchanges between workers of one host whose copies are known in advance.
 
 A program says, in 64-bit words, which bytes of one tensor go into the slots of which channels, and
 where in another tensor belongs what comes. The engine, which is compiled, runs along it; without
@@ -170,7 +170,11 @@ class CopyProgram:
     ) -> None:
         self.readers = tuple(readers)
         is_large = any(each.reach for each in (*gives, *takes))
-        is_blocked = _is_blocked(takes)
+        # Terms of one sum that all lie together are added block by block, while a block of the
+        # result is in the cache.
+        ends = {(each.target.start, each.target.shape) for each in takes}
+        together = len(ends) == 1 and not any(each.num_loops for each in takes)
+        is_blocked = together and 1 < len(takes) <= MOST_TERMS
         backoff = [YIELD_NS if yields else SPIN_NS, yields, NAP_NS, *wakeup]
         head = [code, len(gives), len(takes), *backoff, is_large, is_blocked]
         assert len(head) == ENTRIES
@@ -187,13 +191,6 @@ class CopyProgram:
         totals.messages += self._messages
         totals.bytes_sent += self._bytes_sent
         totals.bytes_received += self._bytes_received
-
-
-def _is_blocked(takes: Sequence[CopyStep]) -> bool:
-    """Whether takes are terms of one sum, all of which lie together."""
-    ends = {(each.target.start, each.target.shape) for each in takes}
-    together = not any(each.num_loops for each in takes)
-    return 1 < len(takes) <= MOST_TERMS and len(ends) == 1 and together
 
 
 def _num_bytes(steps: Iterable[CopyStep], dtype: torch.dtype) -> int:

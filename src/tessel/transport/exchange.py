@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,64 +52,51 @@ class Exchange:
         self._own = [buffer.tensor for buffer in sends if buffer.worker == ways.worker]
         self._awaited: list[Awaited] = []
         self._messages: list[SendRequest | Rendezvous] = []
-        self._pending_receives: dict[int, wire.PendingReceive] = {}
-        self._pending_sends: list[wire.PendingSend] = []
+        self._pending_receives: dict[int, Callable[[], None]] = {}
+        self._pending_sends: list[Callable[[], None]] = []
         if ways.near:
-            self._start_near(key, sends)
+            assert ways.host is not None
+            come = [buffer for buffer in receives if buffer.worker in ways.near]
+            go = [buffer for buffer in sends if buffer.worker in ways.near]
+            # Places are named before anything is sent: what comes finds them, and is copied once.
+            if come:
+                self._awaited = ways.host.expect(key, come, self._ordered)
+            if go:
+                self._messages = ways.host.send(key, go)
         if not ways.all_near:
-            self._start_far(key, sends)
+            far, tag = set(ways.others) - ways.near, key[1]
+            for buffer in receives:
+                if buffer.worker in far:
+                    self._pending_receives[buffer.worker] = wire.receive(buffer, ways.handle, tag)
+            for sent in sends:
+                if sent.worker in far:
+                    self._pending_sends.append(wire.send(sent, ways.handle, tag))
         if self._own and not self._ordered:  # while the rest is on its way
-            self._put_own()
-
-    def _start_near(self, key: Key, sends: Sequence[SendBuffer]) -> None:
-        near, host = self._ways.near, self._ways.host
-        assert host is not None
-        come = [buffer for buffer in self._receives if buffer.worker in near]
-        go = [buffer for buffer in sends if buffer.worker in near]
-        if come:
-            self._awaited = host.expect(key, come, self._ordered)
-        if go:
-            self._messages = host.send(key, go)
-
-    def _start_far(self, key: Key, sends: Sequence[SendBuffer]) -> None:
-        ways, tag = self._ways, key[1]
-        far = set(ways.others) - ways.near
-        for buffer in self._receives:
-            if buffer.worker in far:
-                self._pending_receives[buffer.worker] = wire.receive(buffer, ways.handle, tag)
-        for each in sends:
-            if each.worker in far:
-                self._pending_sends.append(wire.send(each, ways.handle, tag))
-
-    def _put_own(self) -> None:
-        for buffer in self._receives:
-            if buffer.worker == self._ways.worker:
-                buffer.put(self._own[0])
+            for buffer in receives:
+                if buffer.worker == ways.worker:
+                    buffer.put(self._own[0])
 
     def __call__(self) -> None:
         """Wait until all has come and is in its place, and all was sent."""
-        if self._ordered:
-            self._land_in_order()
+        if self._ordered:  # so that a sum comes out the same each time, to the last bit
+            requests = dict(self._awaited)
+            for buffer in self._receives:
+                if buffer.worker == self._ways.worker:
+                    buffer.put(self._own[0])
+                elif buffer.worker in requests:
+                    request = requests[buffer.worker]
+                    request.is_open = True
+                    self._wait_near([(buffer.worker, request)], ())
+                else:
+                    self._pending_receives.pop(buffer.worker)()
+            if self._messages:
+                self._wait_near([])
         elif self._awaited or self._messages:
             self._wait_near(self._awaited)
         for receive in self._pending_receives.values():
             receive()
         for send in self._pending_sends:
-            send.work.wait()
-
-    def _land_in_order(self) -> None:
-        requests = dict(self._awaited)
-        for buffer in self._receives:
-            if buffer.worker == self._ways.worker:
-                buffer.put(self._own[0])
-            elif buffer.worker in requests:
-                request = requests[buffer.worker]
-                request.is_open = True
-                self._wait_near([(buffer.worker, request)], ())
-            else:
-                self._pending_receives.pop(buffer.worker)()
-        if self._messages:
-            self._wait_near([])
+            send()
 
     def _wait_near(self, awaited: Sequence[Awaited], messages: Sequence[Any] | None = None) -> None:
         host = self._ways.host
@@ -117,23 +104,21 @@ class Exchange:
         host.wait(awaited, self._messages if messages is None else messages, self._ways.others)
 
 
-class Swap:
-    """Messages that travelled in one collective; called, it puts them into their places."""
+def swap(
+    ways: Ways,
+    sends: Sequence[SendBuffer],
+    receives: Sequence[ReceiveBuffer],
+    device: torch.device,
+) -> Callable[[], None]:
+    """Let messages travel in one collective; what puts them into their places."""
+    own = [buffer.tensor for buffer in sends if buffer.worker == ways.worker]
+    others = [buffer for buffer in sends if buffer.worker != ways.worker]
+    come = [buffer for buffer in receives if buffer.worker != ways.worker]
+    parts = iter(wire.swap(ways.workers, others, come, device, ways.handle))
+    values = [own[0] if each.worker == ways.worker else next(parts) for each in receives]
 
-    def __init__(
-        self,
-        ways: Ways,
-        sends: Sequence[SendBuffer],
-        receives: Sequence[ReceiveBuffer],
-        device: torch.device,
-    ) -> None:
-        own = [buffer.tensor for buffer in sends if buffer.worker == ways.worker]
-        others = [buffer for buffer in sends if buffer.worker != ways.worker]
-        come = [buffer for buffer in receives if buffer.worker != ways.worker]
-        parts = iter(wire.swap(ways.workers, others, come, device, ways.handle))
-        self._values = [own[0] if a.worker == ways.worker else next(parts) for a in receives]
-        self._receives = receives
+    def land() -> None:
+        for buffer, value in zip(receives, values, strict=True):
+            buffer.put(value)
 
-    def __call__(self) -> None:
-        for buffer, values in zip(self._receives, self._values, strict=True):
-            buffer.put(values)
+    return land

@@ -18,7 +18,7 @@ from tessel.transport import wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.constants import NOTHING
 from tessel.transport.copy_program import CopyProgram, Place
-from tessel.transport.exchange import Exchange, Swap, Ways
+from tessel.transport.exchange import Exchange, Ways, swap
 from tessel.transport.host import Give, Take
 from tessel.transport.membership import Membership
 from tessel.transport.request import AGREED
@@ -84,7 +84,7 @@ class Group:
         ways, tag = self._ways, self._membership.tag
         # one collective is quickest, where messages go one by one; but it carries no tag
         if device.type == "cuda" or (dense and not tag and not ways.all_near):
-            return self.attempt(lambda: Swap(ways, sends, receives, device))
+            return self.attempt(lambda: swap(ways, sends, receives, device))
         wait = self.attempt(lambda: Exchange(ways, (self._code, tag), sends, receives))
         return lambda: self.attempt(wait)
 
@@ -157,25 +157,20 @@ class Group:
         if self.size == 1:
             return said
         self._membership.traffic.agreements += 1
-        if self._ways.all_near:
-            return self._share_near(said)
-        words, device = array("q", said), self._control_device
-        return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
-
-    def _share_near(self, said: bytes) -> bytes:
-        """Through memory: by the engine, and what it does not get, message by message."""
-        ways, key = self._ways, (self._code, _AGREEMENT)
-        host, landed = ways.host, -1
+        ways = self._ways
+        if not ways.all_near:
+            words, device = array("q", said), self._control_device
+            return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
+        # Through memory: by the engine, and what it does not get, message by message.
+        key, host, landed, heard = (self._code, _AGREEMENT), ways.host, NOTHING, b""
         assert host is not None
-        heard = b""
         if self._agreement is not None:
             landed, heard = host.share(self._agreement, said, self.size, _AGREEMENT)
             if landed == self.size:
                 return heard
         words = host.say_words(key, said, ways.others) if landed < 0 else []
-        parts = [
-            heard[at : at + len(said)] for at in range(0, max(landed, 0) * len(said), len(said))
-        ]
+        length = len(said)
+        parts = [heard[at : at + length] for at in range(0, max(landed, 0) * length, length)]
         missing = self.workers[len(parts) :]
         others = [each for each in missing if each != ways.worker]
         came = dict(zip(others, host.hear_words(key, others, words, ways.others), strict=True))
@@ -201,15 +196,14 @@ class Group:
         same: dict[int, list[int]] = {}  # places of the workers that make the same call
         for place, code in enumerate(codes.tolist()):
             same.setdefault(code, []).append(place)
-        said = ", ".join(self._said(places, calls[places[0]]) for places in same.values())
-        error = ValueError(f"{DIFFERENT}: {said}")
+        said = []
+        for places in same.values():
+            first, *others = (self.workers[place] for place in places)
+            also = f" (so do workers {listing(others)})" if others else ""
+            said.append(f"worker {first} calls {calls[places[0]]}{also}")
+        error = ValueError(f"{DIFFERENT}: {', '.join(said)}")
         error.workers = self.workers  # type: ignore[attr-defined]  # all of which raise it
         raise error
-
-    def _said(self, places: Sequence[int], call: str) -> str:
-        first, *others = (self.workers[place] for place in places)
-        also = f" (so do workers {listing(others)})" if others else ""
-        return f"worker {first} calls {call}{also}"
 
     def number_call(self) -> None:
         """Count a call that all workers agreed on; those of each group have the same count.
@@ -254,18 +248,18 @@ class Group:
         except WorkerLost:
             raise
         except RuntimeError as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: RuntimeError) -> RuntimeError:
-        line = str(error).strip().partition("\n")[0] or repr(error)
-        if not any(sign in line.lower() for sign in _SIGNS_OF_LOSS):
-            return error
-        reason = line.partition(". ")[0]
-        gone = self._membership.gone(self.workers, seconds=0.5)
-        who = f"worker {', '.join(map(str, gone))}" if gone else f"one of {listing(self.workers)}"
-        return WorkerLost(
-            f"worker {this_worker()} lost contact with {who} during a movement: {reason}"
-        )
+            line = str(error).strip().partition("\n")[0] or repr(error)
+            if not any(sign in line.lower() for sign in _SIGNS_OF_LOSS):
+                raise
+            # A process that ends closes its connections before the system says that it has ended.
+            gone = self._membership.gone(self.workers, seconds=0.5)
+            who = (
+                f"worker {', '.join(map(str, gone))}" if gone else f"one of {listing(self.workers)}"
+            )
+            raise WorkerLost(
+                f"worker {this_worker()} lost contact with {who} during a movement: "
+                f"{line.partition('. ')[0]}"
+            ) from error
 
 
 def listing(workers: Sequence[int]) -> str:

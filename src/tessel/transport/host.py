@@ -155,7 +155,8 @@ class Host:
         for worker, place in gives:
             if worker != self.worker:
                 offered = self._is_large(place, dtype)
-                if offered and not self._is_readable(place, dtype):
+                # Others can read it where it lies if it lies in long runs.
+                if offered and not (self._direct and place.run * dtype.itemsize >= SHORTEST):
                     return None
                 readers += [worker] if offered else []
                 channel = self._outgoing[worker].words
@@ -180,10 +181,6 @@ class Host:
     def _is_large(self, place: Place, dtype: torch.dtype) -> bool:
         """Whether the engine offers something rather than sends it."""
         return prod(place.shape) * dtype.itemsize > self._small_for_engine
-
-    def _is_readable(self, place: Place, dtype: torch.dtype) -> bool:
-        """Whether others can read it where it lies: in long runs."""
-        return self._direct and place.run * dtype.itemsize >= SHORTEST
 
     def follow(self, program: CopyProgram, y: int, x: int, call: int) -> int:
         """Let the engine make an exchange; how many of the takes landed, NOTHING or UNREAD."""
@@ -262,6 +259,7 @@ class Host:
 
     def _take(self, key: Key, buffer: ReceiveBuffer, group: Sequence[int]) -> None:
         """Wait for what fits a slot most likely, and put it into its place."""
+        # By itself, since benchmarks count its time as waiting.
         worker, place, adds = buffer
         channel, num_bytes = self._incoming[worker], place.nbytes
         for _ in range(self._looks):
@@ -269,7 +267,7 @@ class Host:
                 taken = channel.take(key, place, adds, num_bytes)
             if taken:
                 return
-            if taken is None:
+            if taken is None:  # something else came first
                 break
             if not self._spins:
                 os.sched_yield()
@@ -332,48 +330,10 @@ class Host:
                 backoff.end()
             elif backoff.pause() and not self._progresses(awaited):
                 needed = [*(worker for worker, _ in awaited), *(each.worker for each in messages)]
-                self._look_after(needed, group, backoff.seconds)
+                self.check_alive(needed, group, backoff.seconds)
         backoff.end()
 
-    def _progresses(self, awaited: Sequence[Awaited]) -> bool:
-        with self._lock:
-            return self._progress(awaited)
-
-    def _progress(self, awaited: Sequence[Awaited]) -> bool:
-        """Send what waits for room, and take what came; whether there was anything."""
-        moved = self._push() if self._held else False
-        for worker, _ in awaited:
-            if self._pull(worker):
-                moved = True
-        if not moved and self._direct:  # others may wait until this worker has read what they offer
-            for worker, incoming in self._incoming.items():
-                if incoming.is_asked and self._pull(worker):
-                    moved = True
-        return moved
-
-    def _pull(self, worker: int) -> bool:
-        try:
-            return self._incoming[worker].pull()
-        except OSError as error:  # the memory of a process that ends cannot be read
-            raise self._lost([worker], str(error)) from error
-
-    def _push(self) -> bool:
-        moved = False
-        for worker in list(self._held):
-            channel = self._outgoing[worker]
-            if channel.push():
-                moved = True
-            if not channel.is_busy:
-                self._held.discard(worker)
-        return moved
-
-    def _send(self, message: SendRequest | SendWords | Rendezvous) -> None:
-        channel = self._outgoing[message.worker]
-        channel.send(message)
-        if channel.is_busy:
-            self._held.add(message.worker)
-
-    def _look_after(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
+    def check_alive(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
         """Raise WorkerLost if what this worker waits for will not come."""
         for worker in needed:
             if self._wakeups[worker].has_left and not self._incoming[worker].has_something:
@@ -387,6 +347,36 @@ class Host:
             stopped = [worker for worker in needed if self._processes[worker].is_stopped]
             state = "stopped" if stopped else "silent"
             raise self._lost(stopped or needed, f"timed out, {state} for {seconds:.0f} s")
+
+    def _progresses(self, awaited: Sequence[Awaited]) -> bool:
+        """Send what waits for room, and take what came; whether there was anything."""
+        moved = False
+        with self._lock:
+            for worker in list(self._held):
+                channel = self._outgoing[worker]
+                moved = channel.push() or moved
+                if not channel.is_busy:
+                    self._held.discard(worker)
+            for worker, _ in awaited:
+                moved = self._pull(worker) or moved
+            # Others may wait until this worker has read what they offer.
+            if not moved and self._direct:
+                for worker, incoming in self._incoming.items():
+                    if incoming.is_asked:
+                        moved = self._pull(worker) or moved
+        return moved
+
+    def _pull(self, worker: int) -> bool:
+        try:
+            return self._incoming[worker].pull()
+        except OSError as error:  # the memory of a process that ends cannot be read
+            raise self._lost([worker], str(error)) from error
+
+    def _send(self, message: SendRequest | SendWords | Rendezvous) -> None:
+        channel = self._outgoing[message.worker]
+        channel.send(message)
+        if channel.is_busy:
+            self._held.add(message.worker)
 
     def _lost(self, workers: Iterable[int], reason: str) -> WorkerLost:
         names = ", ".join(map(str, sorted(set(workers))))

@@ -191,10 +191,12 @@ class _Job:
         if workers == everyone:
             self._introduce()
             return self.default
-        self._agree_to_make(workers, everyone)
-        handle = self.group(everyone).attempt(
-            lambda: dist.new_group(list(workers), timeout=time_limit())
-        )
+        # All workers of the job make a group together: with different ones in mind, each would wait
+        # for messages that nobody sends.
+        agreement = self.group(everyone)
+        call = f"for a partition of workers {listing(workers)}"
+        agreement.check_same_call(agreement.share_words([code_of(call)]), call)
+        handle = agreement.attempt(lambda: dist.new_group(list(workers), timeout=time_limit()))
         return handle if this_worker() in workers else None
 
     def _introduce(self) -> None:
@@ -202,28 +204,18 @@ class _Job:
         agreement = Group(tuple(range(num_workers())), self.default, self.membership)
         mine = PeerProcess.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
         said = agreement.share_objects(mine)
-        self._check_alike([check for _, _, check in said])
+        for number, (_, _, check) in enumerate(said):
+            if check != said[0][2]:
+                raise ValueError(
+                    f"{CHECK} must be the same on all workers: it is {said[0][2]!r} on worker 0 "
+                    f"and {check!r} on worker {number}"
+                )
+        checks_calls()  # raises, on all of them, if it is set to nonsense
         self.membership.processes = [process for process, _, _ in said]
         if all(shares for _, shares, _ in said):
             self.membership.host = _connected(agreement, self.membership.processes)
         for each in _listeners:
             each()
-
-    def _check_alike(self, choices: list[str]) -> None:
-        """Raise on every worker if only some of them would compare their calls, or wrongly set."""
-        for worker, choice in enumerate(choices):
-            if choice != choices[0]:
-                raise ValueError(
-                    f"{CHECK} must be the same on all workers: it is {choices[0]!r} on worker 0 "
-                    f"and {choice!r} on worker {worker}"
-                )
-        checks_calls()
-
-    def _agree_to_make(self, workers: tuple[int, ...], everyone: tuple[int, ...]) -> None:
-        """Raise on every worker when they are about to make different groups."""
-        agreement = self.group(everyone)
-        call = f"for a partition of workers {listing(workers)}"
-        agreement.check_same_call(agreement.share_words([code_of(call)]), call)
 
 
 def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:

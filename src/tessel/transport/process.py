@@ -58,17 +58,12 @@ def _status(pid: int) -> tuple[str, str]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except ProcessLookupError:
         return "gone", ""
-    except OSError:
-        return _without_status(pid), ""
+    except OSError:  # the system keeps no such files, or the process ended between two looks
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return "gone", ""
+        except OSError:
+            pass
+        return "running", ""
     return fields[0], fields[19]
-
-
-def _without_status(pid: int) -> str:
-    """The state where the system keeps no such files, or the process ended between two looks."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "gone"
-    except OSError:
-        pass
-    return "running"

@@ -24,17 +24,15 @@ _ALLOW_READER = 0x59616D61  # of prctl: who may look into this process
 _C = ctypes.CDLL(None, use_errno=True)
 
 
-def _reader() -> ctypes._NamedFuncPointer | None:
-    if not hasattr(_C, "process_vm_readv"):
-        return None
-    function = _C.process_vm_readv
-    function.restype = ctypes.c_ssize_t
-    pointer, count = ctypes.c_void_p, ctypes.c_ulong
-    function.argtypes = (ctypes.c_int, pointer, count, pointer, count, count)
-    return function
-
-
-_read = _reader()
+_read: ctypes._NamedFuncPointer | None = getattr(_C, "process_vm_readv", None)
+if _read is not None:
+    _read.restype = ctypes.c_ssize_t
+    _read.argtypes = (
+        ctypes.c_int,  # the other process
+        *(ctypes.c_void_p, ctypes.c_ulong),  # pieces of memory of this one
+        *(ctypes.c_void_p, ctypes.c_ulong),  # and of the other
+        ctypes.c_ulong,  # flags, of which there are none
+    )
 
 
 class Runs(NamedTuple):

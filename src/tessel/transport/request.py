@@ -1,4 +1,4 @@
-"""Letters: what travels from one worker of a host to another, and where it is put.
+"""Requests: what travels from one worker of a host to another, and where it is put.
 
 Both ends cut a tensor into the same pieces, each of which fits a slot of a channel. The sender
 copies a piece from where it lies into a slot, the receiver from the slot to where it belongs.
@@ -138,24 +138,20 @@ class ReceiveRequest:
 
     def read(self, slot: SlotLike) -> None:
         """Take the next piece out of a slot, or all that is offered."""
-        if slot.num_bytes == RENDEZVOUS:
-            self._read_offer(slot)
+        place = self._place
+        if slot.num_bytes != RENDEZVOUS:
+            region, shape = self._pieces[self._next]
+            part = place if len(self._pieces) == 1 else place[region]
+            values = slot.tensor(place.dtype, shape)
+            part.add_(values) if self.adds else part.copy_(values)
+            self._next += 1
+            self.is_done = self._next == len(self._pieces)
             return
-        region, shape = self._pieces[self._next]
-        self._put(self._place if len(self._pieces) == 1 else self._place[region], slot, shape)
-        self._next += 1
-        self.is_done = self._next == len(self._pieces)
-
-    def _put(self, place: Tensor, slot: SlotLike, shape: tuple[int, ...]) -> None:
-        values = slot.tensor(place.dtype, shape)
-        place.add_(values) if self.adds else place.copy_(values)
-
-    def _read_offer(self, slot: SlotLike) -> None:
-        source, place, reader = offered(slot), self._place, slot.reader
+        source, reader = offered(slot), slot.reader
         assert reader is not None
         if not self.adds and can_be_offered(place):
             reader.read(source, place)
-        else:
+        else:  # piece by piece: what is read has to lie somewhere before it is added or scattered
             begin = 0
             for region, shape in self._pieces:
                 part = place[region]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,39 +15,31 @@ from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 _NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
 
 
-class PendingReceive(NamedTuple):
-    """What waits for one message and puts it into its place."""
-
-    buffer: ReceiveBuffer
-    staged: Tensor
-    work: Any
-
-    def __call__(self) -> None:
-        self.work.wait()
-        if self.staged is not self.buffer.place:
-            self.buffer.put(self.staged)
-
-
-class PendingSend(NamedTuple):
-    """A message that this worker sends; the tensor is kept alive until it has left."""
-
-    tensor: Tensor
-    work: Any
-
-
-def receive(buffer: ReceiveBuffer, handle: Any, tag: int) -> PendingReceive:
-    """Ask for a message, in its place if that is possible."""
+def receive(buffer: ReceiveBuffer, handle: Any, tag: int) -> Callable[[], None]:
+    """Ask for a message, in its place if that is possible; what waits until it is there."""
     place = buffer.place
     in_place = not buffer.adds and place.is_contiguous() and not place.is_conj()
     staged = place if in_place else torch.empty_like(place, memory_format=torch.contiguous_format)
-    work = dist.irecv(wired(staged), src=buffer.worker, group=handle, tag=tag)
-    return PendingReceive(buffer, staged, work)
+    work: Any = dist.irecv(wired(staged), src=buffer.worker, group=handle, tag=tag)
+
+    def wait() -> None:
+        work.wait()
+        if staged is not place:
+            buffer.put(staged)
+
+    return wait
 
 
-def send(buffer: SendBuffer, handle: Any, tag: int) -> PendingSend:
-    """Start a message."""
+def send(buffer: SendBuffer, handle: Any, tag: int) -> Callable[[], None]:
+    """Start a message; what waits until it has left."""
     tensor = packed(buffer.tensor)
-    return PendingSend(tensor, dist.isend(wired(tensor), dst=buffer.worker, group=handle, tag=tag))
+    work: Any = dist.isend(wired(tensor), dst=buffer.worker, group=handle, tag=tag)
+
+    def wait(kept: Tensor = tensor) -> None:
+        # `kept` is the tensor itself: nobody else may hold it, and it must live until it has left.
+        work.wait()
+
+    return wait
 
 
 def swap(

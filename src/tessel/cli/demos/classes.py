@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tessel import viz
-from tessel.cli.demos.report import Note, Report, as_text, largest, new_table, worst_of
+from tessel.cli.demos.report import Note, Report, as_text, largest, workers_table, worst_of
 from tessel.core.partition import world
 from tessel.examples import classes
 from tessel.nn import ParallelLinear
@@ -74,28 +74,26 @@ class Classified(Report):
 
     def tables(self) -> list[tuple[Table, str]]:
         """One process and every worker, a line each."""
-        alone = self.alone
-        title = f"{TITLE} with {alone.classes} classes, of {SAMPLES} samples"
-        table = new_table(title, "who", "classes", "head", "share", "in a step", "sent", "time")
-        before, after = (f"{1e3 * seconds:.0f} ms" for seconds in self.seconds)
-        table.add_row("one process", *self._cells(alone), "", before)
-        for place, (each, sent) in enumerate(zip(self.holdings, self.sent, strict=True)):
-            cells = self._cells(each)
-            table.add_row(f"worker {place}", *cells, viz.num_bytes(sent), "" if place else after)
+        title = f"{TITLE} with {self.alone.classes} classes, of {SAMPLES} samples"
+        cells = [
+            (
+                str(each.classes),
+                viz.num_bytes(each.head),
+                f"{each.head / self.alone.head:.1%}",
+                viz.num_bytes(each.peak),
+            )
+            for each in (self.alone, *self.holdings)
+        ]
+        before, after = self.seconds
+        times = f"{1e3 * before:.0f} ms", f"{1e3 * after:.0f} ms"
+        columns = ("classes", "head", "share", "in a step")
+        table = workers_table(title, columns, cells, self.sent, times)
         legend = (
             "in a step: bytes of logits, gradients and all else that it makes, at most at once\n"
             f"largest difference from one process: loss {as_text(self.loss_error)}, gradients of "
             f"all parameters {as_text(self.gradient_error)}"
         )
         return [(table, legend)]
-
-    def _cells(self, holding: Holding) -> tuple[str, ...]:
-        return (
-            str(holding.classes),
-            viz.num_bytes(holding.head),
-            f"{holding.head / self.alone.head:.1%}",
-            viz.num_bytes(holding.peak),
-        )
 
 
 def perform(size: int, note: Note) -> Classified | None:
@@ -115,9 +113,16 @@ def perform(size: int, note: Note) -> Classified | None:
     P.group.share_objects(None)
     expected = expected or _step(alone, x, target)
     found = _step(split, x, target)
+    assert isinstance(split.head, ParallelLinear)
+    layouts = {f"head.{name}": layout for name, layout in split.head.layouts.items()}
+    errors = [0.0]  # of this worker's gradients, relative to the largest of each
+    for (name, p), q in zip(split.named_parameters(), alone.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        part = layouts[name].local_part(q.grad) if name in layouts else q.grad
+        errors.append(largest(p.grad - part) / largest(q.grad))
     mine = (
         largest(found.loss - expected.loss) / largest(expected.loss),
-        _gradient_error(split, alone),
+        worst_of(errors),
         found.holding,
         found.sent,
     )
@@ -144,21 +149,10 @@ def _step(model: classes.Classifier, x: Tensor, target: Tensor) -> TrainingStep:
             _, loss = model(x, target)
             loss.backward()
         seconds = time.perf_counter() - begin
+    # Apart from the time, since to count takes some.
     model.zero_grad()
     with count_memory() as memory:
         model(x, target)[1].backward()
     weight, bias = model.head.parameters()
     holding = Holding(len(weight), weight.nbytes + bias.nbytes, memory.peak)
     return TrainingStep(loss.detach(), holding, traffic.bytes_sent, seconds)
-
-
-def _gradient_error(split: classes.Classifier, alone: classes.Classifier) -> float:
-    """The largest difference of this worker's gradients, relative to the largest of each."""
-    assert isinstance(split.head, ParallelLinear)
-    layouts = {f"head.{name}": layout for name, layout in split.head.layouts.items()}
-    errors = [0.0]
-    for (name, p), q in zip(split.named_parameters(), alone.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
-        expected = layouts[name].local_part(q.grad) if name in layouts else q.grad
-        errors.append(largest(p.grad - expected) / largest(q.grad))
-    return worst_of(errors)

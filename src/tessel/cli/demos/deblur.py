@@ -8,11 +8,17 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from tessel import viz
 from tessel.cli.demos.movements import grid
-from tessel.cli.demos.report import Note, Report, as_text, largest, new_table
+from tessel.cli.demos.report import (
+    Note,
+    Report,
+    as_text,
+    largest,
+    sizes_of_parts,
+    workers_table,
+)
 from tessel.core.layout import Layout
 from tessel.core.partition import world
 from tessel.examples import deblur
@@ -59,23 +65,16 @@ class Reconstructed(Report):
 
     def tables(self) -> list[tuple[Table, str]]:
         """One process and every worker, a line each."""
-        height, width = self.layout.shape[2:]
-        title = f"{TITLE} of a picture of {height} × {width} from {len(deblur.WIDTHS)} blurs"
-        table = new_table(title, "who", "part", "in an iteration", "share", "sent", "time")
-        before, after = (f"{seconds:.2f} s" for seconds in self.seconds)
-        table.add_row(
-            "one process", f"{height} × {width}", viz.num_bytes(self.alone), "100%", "", before
-        )
-        for place, (peak, sent) in enumerate(zip(self.peaks, self.sent, strict=True)):
-            rows, columns = self.layout.shape_on(self.layout.partition.ranks[place])[2:]
-            table.add_row(
-                f"worker {place}",
-                f"{rows} × {columns}",
-                viz.num_bytes(peak),
-                f"{peak / self.alone:.0%}",
-                viz.num_bytes(sent),
-                "" if place else after,
-            )
+        sizes = sizes_of_parts(self.layout)
+        title = f"{TITLE} of a picture of {sizes[0]} from {len(deblur.WIDTHS)} blurs"
+        cells = [
+            (size, viz.num_bytes(peak), f"{peak / self.alone:.0%}")
+            for size, peak in zip(sizes, (self.alone, *self.peaks), strict=True)
+        ]
+        before, after = self.seconds
+        times = f"{before:.2f} s", f"{after:.2f} s"
+        columns = ("part", "in an iteration", "share")
+        table = workers_table(title, columns, cells, self.sent, times)
         first, *_, last = self.result.psnr
         legend = (
             "in an iteration: bytes of tensors that it makes, at most at once; time of all "
@@ -107,6 +106,7 @@ def perform(size: int, note: Note) -> Reconstructed | None:
         result = deblur.reconstruct(
             ctx, bundle, settings, lambda _, psnr: note(f"{TITLE}: PSNR {psnr:.2f} dB")
         )
+        # One more iteration, for what it sends and holds: to count takes time.
         with count_traffic() as traffic, count_memory() as memory, torch.no_grad():
             x = bundle.signal.data
             bundle.prior.prox(x - bundle.data_fidelity.grad(x))
@@ -117,22 +117,17 @@ def perform(size: int, note: Note) -> Reconstructed | None:
         begin = time.perf_counter()
         expected = deblur.in_plain_torch(settings)
         before = time.perf_counter() - begin
+        numbers = range(len(deblur.WIDTHS))
+        blurs = [deblur.physics(settings, number) for number in numbers]
+        measured = [deblur.measurement(settings, number) for number in numbers]
+        with count_memory() as memory:  # of one iteration, as that of the workers is
+            deblur.iterate_in_plain_torch(expected, blurs, measured, settings)
         return Reconstructed(
             error=largest(result.reconstruction - expected),
             result=result,
-            alone=_memory_alone(expected, settings),
+            alone=memory.peak,
             peaks=peaks,
             sent=sent,
             seconds=(before, result.seconds),
             layout=bundle.signal.layout,
         )
-
-
-def _memory_alone(x: Tensor, settings: deblur.Settings) -> int:
-    """The peak of the tensors' bytes in an iteration of one process."""
-    numbers = range(len(deblur.WIDTHS))
-    blurs = [deblur.physics(settings, number) for number in numbers]
-    measured = [deblur.measurement(settings, number) for number in numbers]
-    with count_memory() as memory:
-        deblur.iterate_in_plain_torch(x, blurs, measured, settings)
-    return memory.peak

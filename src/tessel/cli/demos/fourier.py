@@ -18,7 +18,9 @@ from tessel.cli.demos.report import (
     largest,
     median_seconds,
     new_table,
+    sizes_of_parts,
     wave,
+    workers_table,
     worst_of,
 )
 from tessel.core.layout import Layout
@@ -86,6 +88,33 @@ class Transform:
         """The bytes that the plan says are sent."""
         return sum(step.bytes_sent for step in self.steps)
 
+    def table(self) -> tuple[Table, str]:
+        """The plan, step by step, and what came of it."""
+        lengths, workers = (" × ".join(map(str, each)) for each in (self.shape, self.grid))
+        title = f"{TITLE} of {lengths} numbers on {workers} workers"
+        table = new_table(title, "its plan", "layout", "local shapes", "sent")
+        for number, step in enumerate(self.steps, 1):
+            shapes = dict.fromkeys(" × ".join(map(str, shape)) for shape in step.local_shapes)
+            table.add_row(
+                f"{number} {step.name}",
+                step.layout.replace("[", r"\["),
+                "\n".join(shapes),
+                viz.num_bytes(step.bytes_sent) if step.bytes_sent else "",
+            )
+        times = {0: "never", 1: "once", 2: "twice"}
+        stays, returns, both = (times.get(n, f"{n} times") for n in self.transfers)
+        before, after = (f"{1e3 * seconds:.2f} ms" for seconds in self.seconds)
+        legend = (
+            f"n/k is a length of n on k workers; the tensor is rearranged {stays}, {returns} if "
+            f"the result comes back, {both} with the inverse\n"
+            f"sent by all workers: {self.foretold} bytes by the plan, {self.bytes_sent} "
+            f"counted; time {after}, one process {before}\n"
+            f"largest difference from torch.fft in one process: values "
+            f"{as_text(self.value_error)}, gradient {as_text(self.gradient_error)}, "
+            f"inverse {as_text(self.inverse_error)}"
+        )
+        return table, legend
+
 
 @dataclass(frozen=True)
 class Training:
@@ -112,6 +141,24 @@ class Training:
         """The larger error."""
         return worst_of((self.value_error, self.parameter_error))
 
+    def table(self) -> tuple[Table, str]:
+        """One process and every worker, a line each."""
+        sizes = sizes_of_parts(self.layout)
+        alone, everyones = self.stored
+        cells = [
+            (size, viz.num_bytes(stored))
+            for size, stored in zip(sizes, (alone, *everyones), strict=True)
+        ]
+        before, after = self.seconds
+        times = f"{1e3 * before:.0f} ms", f"{1e3 * after:.0f} ms"
+        title = f"{TITLE_OF_STEP} on fields of {sizes[0]}"
+        table = workers_table(title, ("part", "parameters"), cells, self.sent, times)
+        legend = (
+            f"largest difference from one process: output {as_text(self.value_error)}, all "
+            f"parameters after two steps {as_text(self.parameter_error)}"
+        )
+        return table, legend
+
 
 @dataclass(frozen=True)
 class Transformed(Report):
@@ -127,20 +174,20 @@ class Transformed(Report):
     @property
     def wrong(self) -> list[str]:
         """What differs by too much, or does not send what its plan says."""
-        transform = self.transform
+        foretold, sent = self.transform.foretold, self.transform.bytes_sent
         is_wrong = {
-            TITLE: not transform.worst <= LIMIT or transform.foretold != transform.bytes_sent,
+            TITLE: not self.transform.worst <= LIMIT or foretold != sent,
             TITLE_OF_STEP: not self.training.worst <= LIMIT,
         }
         return [title for title, wrong in is_wrong.items() if wrong]
 
     def tables(self) -> list[tuple[Table, str]]:
-        return [_of_transform(self.transform), _of_training(self.training)]
+        return [self.transform.table(), self.training.table()]
 
 
 def perform(size: int, note: Note) -> Transformed | None:
     """Run on every worker; the report on the first."""
-    found = Transformed(_transform(max(4, size // 4)), _training(max(16, size // 4) + 3))
+    found = Transformed(transform(max(4, size // 4)), train_fno(max(16, size // 4) + 3))
     note(TITLE)
     return found if world().rank == 0 else None
 
@@ -148,7 +195,8 @@ def perform(size: int, note: Note) -> Transformed | None:
 # --- the transform
 
 
-def _transform(length: int) -> Transform:
+def transform(length: int) -> Transform:
+    """Transform a tensor in pencils, and compare with `torch.fft` in one process."""
     P = world()
     shape = (length, length + 2, length + 5)
     along = [ParDFT(torch.complex128, n) for n in shape[:-1]]
@@ -166,6 +214,7 @@ def _transform(length: int) -> Transform:
     with torch.no_grad():
         alone = median_seconds(lambda: torch.fft.rfftn(whole), REPEATS)
         spread = median_seconds(lambda: F * x, REPEATS)
+    # The same transform, planned to bring its result back, and together with its inverse.
     returning, both = _distributed(operator, workers, None), F.inv @ F
     assert isinstance(both, Distributed)
     return Transform(
@@ -174,7 +223,7 @@ def _transform(length: int) -> Transform:
         value_error,
         gradient_error,
         inverse_error,
-        steps=_steps(F.plan),
+        steps=steps_of(F.plan),
         transfers=(F.plan.num_transfers, returning.plan.num_transfers, both.plan.num_transfers),
         bytes_sent=sum(sent),
         seconds=(alone, spread),
@@ -203,7 +252,7 @@ def _errors(F: Distributed, whole: Tensor, x: Tensor, y: Tensor) -> tuple[float,
     )
 
 
-def _steps(plan: OperatorPlan) -> tuple[PlanStep, ...]:
+def steps_of(plan: OperatorPlan) -> tuple[PlanStep, ...]:
     """The steps, for all workers."""
     workers = plan.source.partition.ranks
     found = []
@@ -213,6 +262,7 @@ def _steps(plan: OperatorPlan) -> tuple[PlanStep, ...]:
             dims = ", ".join(str(dim) for task in step.group for dim in task.dims)
             name = f"transform along {dims}"
         elif isinstance(step, Transfer):
+            # Numbers travel as complex128: the real transform is done where the tensor lies.
             sent = 16 * sum(numel_sent(step.before, step.after, at) for at in workers)
         shapes = tuple(step.after.shape_on(worker) for worker in workers)
         found.append(PlanStep(name, step.after.brief, shapes, sent))
@@ -222,10 +272,11 @@ def _steps(plan: OperatorPlan) -> tuple[PlanStep, ...]:
 # --- the step of an FNO
 
 
-def _training(length: int) -> Training:
+def train_fno(length: int) -> Training:
+    """Train a model on all workers and on one, from the same parameters."""
     P = world()
     P_x = P.create_cartesian_topology_partition((1, 1, *grid(P.size)))
-    me = Partition((P.rank or 0,), (1, 1, 1, 1))
+    me = Partition((P.rank or 0,), (1, 1, 1, 1))  # each worker is one process, for itself
     settings = darcy.Settings(
         points=length, num_train=2, num_test=0, width=8, modes=6, blocks=2, rate=0.1
     )
@@ -271,59 +322,3 @@ def _train(
         optimizer.step()
         seconds = time.perf_counter() - begin
     return y.detach(), seconds, traffic.bytes_sent
-
-
-# --- what is shown
-
-
-def _of_transform(transform: Transform) -> tuple[Table, str]:
-    lengths, workers = (" × ".join(map(str, each)) for each in (transform.shape, transform.grid))
-    title = f"{TITLE} of {lengths} numbers on {workers} workers"
-    table = new_table(title, "its plan", "layout", "local shapes", "sent")
-    for number, step in enumerate(transform.steps, 1):
-        shapes = dict.fromkeys(" × ".join(map(str, shape)) for shape in step.local_shapes)
-        table.add_row(
-            f"{number} {step.name}",
-            step.layout.replace("[", r"\["),
-            "\n".join(shapes),
-            viz.num_bytes(step.bytes_sent) if step.bytes_sent else "",
-        )
-    stays, returns, both = map(_times, transform.transfers)
-    before, after = (f"{1e3 * seconds:.2f} ms" for seconds in transform.seconds)
-    legend = (
-        f"n/k is a length of n on k workers; the tensor is rearranged {stays}, {returns} if the "
-        f"result comes back, {both} with the inverse\n"
-        f"sent by all workers: {transform.foretold} bytes by the plan, {transform.bytes_sent} "
-        f"counted; time {after}, one process {before}\n"
-        f"largest difference from torch.fft in one process: values "
-        f"{as_text(transform.value_error)}, gradient {as_text(transform.gradient_error)}, "
-        f"inverse {as_text(transform.inverse_error)}"
-    )
-    return table, legend
-
-
-def _times(count: int) -> str:
-    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def _of_training(training: Training) -> tuple[Table, str]:
-    height, width = training.layout.shape[2:]
-    title = f"{TITLE_OF_STEP} on fields of {height} × {width}"
-    table = new_table(title, "who", "part", "parameters", "sent", "time")
-    alone, everyones = training.stored
-    before, after = (f"{1e3 * seconds:.0f} ms" for seconds in training.seconds)
-    table.add_row("one process", f"{height} × {width}", viz.num_bytes(alone), "", before)
-    for place, (stored, sent) in enumerate(zip(everyones, training.sent, strict=True)):
-        rows, columns = training.layout.shape_on(training.layout.partition.ranks[place])[2:]
-        table.add_row(
-            f"worker {place}",
-            f"{rows} × {columns}",
-            viz.num_bytes(stored),
-            viz.num_bytes(sent),
-            "" if place else after,
-        )
-    legend = (
-        f"largest difference from one process: output {as_text(training.value_error)}, all "
-        f"parameters after two steps {as_text(training.parameter_error)}"
-    )
-    return table, legend

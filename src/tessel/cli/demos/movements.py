@@ -192,7 +192,7 @@ def halo_width(size: int) -> int:
 def perform(size: int, note: Note) -> Movements | None:
     """Examine each movement of a `size` × `size` tensor, on every worker."""
     P = world()
-    cases = (_all_sum_reduce, _broadcast, _repartition, _halo_exchange)
+    cases = (all_sum_reduce, broadcast, repartition, halo_exchange)
     shares = []
     for name, case in zip(STEPS, cases, strict=True):
         shares.append(examine(*case(P, size)))
@@ -219,15 +219,22 @@ def examine(
     x = inputs[me].clone().requires_grad_()
     with count_traffic() as traffic:
         y = operator(x)
-    outputs, weights, gradient = _one_process(inputs, reference, me)
-    (adjoint,) = torch.autograd.grad(y, x, weights, retain_graph=True)
-    (spread,) = torch.autograd.grad(y, x, weights * y.detach())
-    with torch.no_grad():
+    # In one process: all outputs, and the gradient of ½ Σ w y² over all of them.
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    outputs = reference(leaves)
+    weights = [wave(each.shape, phase=1.0 + worker) for worker, each in enumerate(outputs)]
+    loss = sum((w * each * each).sum() / 2 for w, each in zip(weights, outputs, strict=True))
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
+    expected = torch.zeros_like(x) if gradients[me] is None else gradients[me]
+    # On the workers: Aᴴw for the dot-test, and the same gradient.
+    (adjoint,) = torch.autograd.grad(y, x, weights[me], retain_graph=True)
+    (gradient,) = torch.autograd.grad(y, x, weights[me] * y.detach())
+    with torch.no_grad():  # the time of the movement, without what is kept for a backward pass
         seconds = median_seconds(lambda: operator(x), REPEATS)
     return Share(
-        value_error=largest(y - outputs),
-        gradient_error=largest(spread - gradient),
-        forward_product=float((y.detach() * weights).sum()),
+        value_error=largest(y - outputs[me]),
+        gradient_error=largest(gradient - expected),
+        forward_product=float((y.detach() * weights[me]).sum()),
         adjoint_product=float((x.detach() * adjoint).sum()),
         bytes_sent=traffic.bytes_sent,
         messages=traffic.messages,
@@ -235,39 +242,25 @@ def examine(
     )
 
 
-def _one_process(
-    inputs: Sequence[Tensor], reference: Reference, me: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output of worker `me`, its weights w, and the gradient of ½ Σ w y² over all workers."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    outputs = reference(leaves)
-    weights = [wave(y.shape, phase=1.0 + worker) for worker, y in enumerate(outputs)]
-    loss = sum((w * y * y).sum() / 2 for w, y in zip(weights, outputs, strict=True))
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
-    gradient = gradients[me]
-    return (
-        outputs[me].detach(),
-        weights[me],
-        torch.zeros_like(leaves[me]) if gradient is None else gradient,
-    )
-
-
 # --- the movements: what each worker does, the inputs of all, and the same in one process
 
 
-def _all_sum_reduce(P: Partition, size: int) -> Case:
+def all_sum_reduce(P: Partition, size: int) -> Case:
+    """Every worker gets the sum of all tensors."""
     inputs = [wave((size, size), phase=worker) for worker in range(P.size)]
     return nn.AllSumReduce(P, [0]), inputs, lambda xs: [sum(xs, torch.zeros(()))] * P.size
 
 
-def _broadcast(P: Partition, size: int) -> Case:
+def broadcast(P: Partition, size: int) -> Case:
+    """Every worker gets the tensor of the first."""
     nothing = torch.zeros(0, dtype=torch.float64)
     inputs = [wave((size, size)), *[nothing] * (P.size - 1)]
     first = P.create_partition_inclusive([0])
     return nn.Broadcast(first, P), inputs, lambda xs: [xs[0]] * P.size
 
 
-def _repartition(P: Partition, size: int) -> Case:
+def repartition(P: Partition, size: int) -> Case:
+    """From rows of workers to the most square grid."""
     rows, tiles = _on_grids(P)
     inputs = _split(wave((size, size)), *rows.shape)
     return (
@@ -277,7 +270,8 @@ def _repartition(P: Partition, size: int) -> Case:
     )
 
 
-def _halo_exchange(P: Partition, size: int) -> Case:
+def halo_exchange(P: Partition, size: int) -> Case:
+    """Every worker gets what lies around its tile."""
     tiles = _on_grids(P)[1]
     height, width = tiles.shape
     halo = halo_width(size)

@@ -13,6 +13,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
+from tessel.core.layout import Layout
+from tessel.operators.units import num_bytes
+
 Note = Callable[[str], None]
 
 
@@ -56,6 +59,36 @@ def new_table(title: str, first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def workers_table(
+    title: str,
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    sent: Sequence[int],
+    times: tuple[str, str],
+) -> Table:
+    """A line for one process and one for each worker.
+
+    Args:
+        title: what to write above.
+        columns: the names of the cells.
+        cells: those of one process, then those of each worker.
+        sent: the bytes that each worker sent.
+        times: of one process, and of the workers, which is the same for all of them.
+    """
+    table = new_table(title, "who", *columns, "sent", "time")
+    alone, *others = cells
+    table.add_row("one process", *alone, "", times[0])
+    for place, (own, count) in enumerate(zip(others, sent, strict=True)):
+        table.add_row(f"worker {place}", *own, num_bytes(count), "" if place else times[1])
+    return table
+
+
+def sizes_of_parts(layout: Layout) -> list[str]:
+    """Height and width of the picture that a tensor holds, and of each worker's part of it."""
+    shapes = [layout.shape, *(layout.shape_on(worker) for worker in layout.partition.ranks)]
+    return [" × ".join(map(str, shape[2:])) for shape in shapes]
 
 
 def largest(values: Tensor) -> float:

@@ -9,11 +9,19 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from tessel import tensor, viz
 from tessel.cli.demos.movements import grid
-from tessel.cli.demos.report import Note, Report, as_text, largest, new_table, worst_of
+from tessel.cli.demos.report import (
+    Note,
+    Report,
+    as_text,
+    largest,
+    sizes_of_parts,
+    workers_table,
+    worst_of,
+)
 from tessel.core.layout import Layout
 from tessel.core.partition import world
 from tessel.examples import check
@@ -68,30 +76,17 @@ class Cleaned(Report):
 
     def tables(self) -> list[tuple[Table, str]]:
         """One process and every worker, a line each."""
-        height, width = self.layout.shape[2:]
-        title = f"{TITLE} on a picture of {height} × {width}, forward and backward, float64"
-        of_budget = f"of {viz.num_bytes(self.budget)}"
-        table = new_table(title, "who", "part", "tensors at most", of_budget, "sent", "time")
-        before, after = self.seconds
-        table.add_row(
-            "one process",
-            f"{height} × {width}",
-            viz.num_bytes(self.alone),
-            f"[red]{self.alone / self.budget:.0%}[/]",
-            "",
-            f"{before:.2f} s",
-        )
-        for place, (peak, sent) in enumerate(zip(self.peaks, self.sent, strict=True)):
-            rows, columns = self.layout.shape_on(self.layout.partition.ranks[place])[2:]
+        sizes = sizes_of_parts(self.layout)
+        title = f"{TITLE} on a picture of {sizes[0]}, forward and backward, float64"
+        cells = []
+        for size, peak in zip(sizes, (self.alone, *self.peaks), strict=True):
             share = peak / self.budget
-            table.add_row(
-                f"worker {place}",
-                f"{rows} × {columns}",
-                viz.num_bytes(peak),
-                f"[{'green' if share <= 1 else 'red'}]{share:.0%}[/]",
-                viz.num_bytes(sent),
-                f"{after:.2f} s" if place == 0 else "",
-            )
+            colour = "green" if share <= 1 else "red"
+            cells.append((size, viz.num_bytes(peak), f"[{colour}]{share:.0%}[/]"))
+        columns = ("part", "tensors at most", f"of {viz.num_bytes(self.budget)}")
+        before, after = self.seconds
+        times = f"{before:.2f} s", f"{after:.2f} s"
+        table = workers_table(title, columns, cells, self.sent, times)
         legend = (
             f"largest difference from one process: output {as_text(self.value_error)}, "
             f"gradients of all parameters {as_text(self.gradient_error)}; "
@@ -128,6 +123,7 @@ def perform(size: int, note: Note) -> Cleaned | None:
         x = tensor.spread(noisy, P)
         y, _ = check.step(converted, x, clean)
     seconds = time.perf_counter() - begin
+    # Dropout is off, and all workers made one model, so that the first has what one process has.
     parts = world().group.share_objects((memory.peak, traffic.bytes_sent))
     assert isinstance(y, tensor.Tensor)
     output = y.full().detach()
@@ -139,9 +135,13 @@ def perform(size: int, note: Note) -> Cleaned | None:
         expected, _ = check.step(alone, noisy.clone(), clean)
     before = time.perf_counter() - begin
     peaks, sent = zip(*parts, strict=True)
+    errors = []
+    for p, q in zip(alone.parameters(), converted.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        errors.append(largest(p.grad - q.grad) / max(1.0, largest(p.grad)))
     return Cleaned(
         value_error=largest(output - expected),
-        gradient_error=_gradient_error(converted, alone),
+        gradient_error=worst_of(errors),
         alone=memory_alone.peak,
         peaks=peaks,
         sent=sent,
@@ -150,11 +150,3 @@ def perform(size: int, note: Note) -> Cleaned | None:
         layout=y.layout,
         pictures=(noisy[0, 0], output[0, 0]),
     )
-
-
-def _gradient_error(converted: nn.Module, alone: nn.Module) -> float:
-    errors = []
-    for p, q in zip(alone.parameters(), converted.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
-        errors.append(largest(p.grad - q.grad) / max(1.0, largest(p.grad)))
-    return worst_of(errors)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tessel.tensor.gathering import Gather
+from tessel.testing.model.difference import Difference
 
 # relative to the largest value of a tensor: rounding of a deep model, and far less than any mistake
 TOLERANCES = {
@@ -21,33 +22,6 @@ TOLERANCES = {
     torch.complex32: 2e-2,
 }
 MOST = 5  # modules that are named as the first ones that differ
-
-
-@dataclass(frozen=True)
-class Difference:
-    """By how much a tensor of the converted model differs from that of one process.
-
-    Attributes:
-        name: of an output, parameter, input, buffer or module.
-        error: the largest difference of two values; infinite where they are of different kinds,
-            not a number where one process has nothing to compare with.
-        scale: the largest value in one process.
-        dtype: of the tensor, as text.
-        note: what else is different: a shape, a dtype.
-        allowed: the error that rounding may make.
-    """
-
-    name: str
-    error: float
-    scale: float = 0.0
-    dtype: str = ""
-    note: str = ""
-    allowed: float = 0.0
-
-    @property
-    def differs(self) -> bool:
-        """Whether the error is more than rounding."""
-        return bool(self.note) or self.error > self.allowed
 
 
 @dataclass(frozen=True)
@@ -153,7 +127,12 @@ class ModelReport:
         if self.modules:
             yield ""
             header = ("module", "class", "error", "sent", "kept", "stored", "")
-            yield from _table(header, [_row(each) for each in self.modules])
+            uses = []
+            for each in self.modules:
+                sizes = map(_bytes, (each.bytes_sent, each.bytes_kept, each.bytes_stored))
+                error, _, remark = _figures(each.output)
+                uses.append((_named(each), each.kind, error, *sizes, remark))
+            yield from _table(header, uses)
         if self.gathers:
             yield "\nFunctions without a rule, which gather their operands:"
             places = [(f"`{g.name}`", _bytes(g.num_bytes), str(g.place)) for g in self.gathers]
@@ -169,12 +148,6 @@ class ModelReport:
 
 def _named(module: ModuleUse) -> str:
     return module.name or "(the model)"
-
-
-def _row(module: ModuleUse) -> tuple[str, ...]:
-    sizes = map(_bytes, (module.bytes_sent, module.bytes_kept, module.bytes_stored))
-    error, _, remark = _figures(module.output)
-    return (_named(module), module.kind, error, *sizes, remark)
 
 
 def _figures(each: Difference) -> tuple[str, str, str]:

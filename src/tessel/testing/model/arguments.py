@@ -1,0 +1,97 @@
+"""Arguments: what a model is called with, whole in one process and spread over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor import spread
+from tessel.tensor.tensor import layout_on
+
+
+@dataclass
+class Arguments:
+    """Arguments of a model, in any nesting; tensors among them are whole, or spread ones.
+
+    Args:
+        args: of the call.
+        kwargs: the same by their names.
+        where: the layout of what is spread.
+        dtype: of floating tensors; None leaves theirs.
+    """
+
+    args: Any
+    kwargs: Any
+    where: Partition | Layout
+    dtype: torch.dtype | None = None
+
+    @property
+    def partition(self) -> Partition:
+        return self.where.partition if isinstance(self.where, Layout) else self.where
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors and what they are called."""
+        return [
+            (f"input{keystr(path)}", value)
+            for part in (self.args, self.kwargs)
+            for path, value in tree_flatten_with_path(part)[0]
+            if isinstance(value, Tensor)
+        ]
+
+    def layouts(self) -> list[Layout | None]:
+        """How each tensor is spread; None for one that stays whole."""
+        return [self._layout(value) for _, value in self.tensors()]
+
+    def _layout(self, value: Tensor) -> Layout | None:
+        if isinstance(value, SpreadTensor):
+            return value.layout
+        if value.dim() != self.partition.dim:
+            return None
+        if isinstance(self.where, Layout) and self.where.shape == tuple(value.shape):
+            return self.where
+        return layout_on(self.partition, value.shape)
+
+    def with_tensors(self, change: Callable[[int, Tensor], Tensor]) -> tuple[Any, Any]:
+        """Arguments and keyword arguments, with something else in the places of tensors."""
+        numbers = iter(range(len(self.tensors())))
+        return tree_map(
+            lambda value: change(next(numbers), value) if isinstance(value, Tensor) else value,
+            (self.args, self.kwargs),
+        )
+
+    def wholes(self) -> Arguments:
+        """The same with whole tensors of their own, which get gradients.
+
+        Spread ones are gathered for it, by all workers of the partition together; workers outside
+        have empty tensors.
+        """
+
+        def whole(number: int, value: Tensor) -> Tensor:
+            value = value.full().detach() if isinstance(value, SpreadTensor) else value.detach()
+            floating = value.is_floating_point() or value.is_complex()
+            if self.dtype is not None and floating:
+                value = value.to(self.dtype.to_complex() if value.is_complex() else self.dtype)
+            return value.clone().requires_grad_(floating and torch.is_grad_enabled())
+
+        def nothing(number: int, value: Tensor) -> Tensor:
+            return torch.empty(0)
+
+        args, kwargs = self.with_tensors(whole if self.partition.active else nothing)
+        return Arguments(args, kwargs, self.where)
+
+    def entered(self, layouts: list[Layout | None]) -> tuple[Any, Any]:
+        """What the converted model is called with: each tensor spread in its layout."""
+
+        def enter(number: int, value: Tensor) -> Tensor:
+            layout, copy = layouts[number], value.clone()  # the model may change it
+            return copy if layout is None else spread(copy, layout)
+
+        return self.with_tensors(enter)

@@ -1,0 +1,245 @@
+"""Runs: the same calls of a model in one process, and converted, with a backward pass each."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from tessel import transport
+from tessel.nn.convert import Entrance
+from tessel.nn.region import HaloRegion
+from tessel.tensor.gathering import Gather, noted_gathers
+from tessel.tensor.shared_random import common_seed
+from tessel.testing.drawing import drawing
+from tessel.testing.memory import count_memory
+from tessel.testing.model.arguments import Arguments
+from tessel.testing.model.difference import Difference, difference, worst
+from tessel.testing.model.modules import Trace, compared_with, measured, opened, recorded
+from tessel.testing.model.report import ModuleUse
+
+Loss = Callable[[Any], Tensor] | None
+Outputs = list[tuple[str, Any]]  # and the loss, if there is one, by their names
+
+
+@dataclass
+class OneProcess:
+    """What one process has: the model after its calls, arguments with gradients, and outputs."""
+
+    model: nn.Module
+    arguments: Arguments
+    trace: Trace
+    outputs: list[Outputs]
+    peak: int
+    draws: bool
+
+
+@dataclass
+class Findings:
+    """What one worker has to say: it is put together with what the others say."""
+
+    values: list[Difference]
+    modules: list[ModuleUse]
+    gathers: list[Gather]
+    sent: tuple[int, int]  # bytes, forward and backward
+    peak: int
+    peak_alone: int
+    draws: bool
+
+
+def run_alone(
+    template: nn.Module,
+    given: Arguments,
+    is_spread: list[bool],
+    loss: Loss,
+    seeds: list[int],
+    mark: bool = False,
+) -> OneProcess:
+    """Run a copy of a model in plain torch.
+
+    If it draws random numbers it runs once more, with tensors that draw as spread ones do: so a
+    model that draws none sees torch's own tensors alone.
+
+    Args:
+        template: the model, which stays as it is.
+        given: its arguments, whole.
+        is_spread: which of the tensors among them are spread in the converted model.
+        loss: of the output, by which it is derived.
+        seeds: of the random numbers, one for each call.
+        mark: whether tensors draw as spread ones do.
+    """
+    model, arguments, outputs = deepcopy(template), given.wholes(), []
+
+    def enter(number: int, value: Tensor) -> Tensor:
+        copy = value.clone()  # the model may change it
+        return drawing(copy) if mark and is_spread[number] else copy
+
+    draws = False
+    for number, seed in enumerate(seeds):
+        with ExitStack() as stack:
+            if number == 0:
+                trace = stack.enter_context(recorded(model))
+            memory = stack.enter_context(count_memory())
+            args, kwargs = arguments.with_tensors(enter)
+            seed_all(common_seed(seed))
+            before = _random_state()
+            result = model(*args, **kwargs)
+            draws = draws or _random_state() != before
+            outputs.append(_derived(result, loss))
+    if draws and not mark:
+        return run_alone(template, given, is_spread, loss, seeds, mark=True)
+    # The peak is that of the last call, as it is of the converted model.
+    return OneProcess(model, arguments, trace, outputs, memory.peak, draws)
+
+
+def run_converted(
+    model: nn.Module,
+    arguments: Arguments,
+    entered: list[tuple[Any, Any]],
+    alone: OneProcess,
+    loss: Loss,
+    seeds: list[int],
+) -> Findings:
+    """Run the converted model, and compare it with one process.
+
+    Args:
+        model: the converted one.
+        arguments: whole ones, which get the gradients.
+        entered: the same spread, for each call.
+        alone: what one process has.
+        loss: of the output.
+        seeds: of the random numbers, one for each call.
+    """
+    values: list[Difference] = []
+    for number, (args, kwargs) in enumerate(entered):
+        with ExitStack() as stack:
+            noted = stack.enter_context(noted_gathers())
+            memory = stack.enter_context(count_memory())
+            if number == 0:  # the trace has the first call alone
+                compared = stack.enter_context(compared_with(alone.trace, model))
+                gathers = noted
+            if number == len(entered) - 1:  # gradients travel in buckets from the second call on
+                uses = stack.enter_context(measured(model, memory))
+            seed_all(common_seed(seeds[number]))
+            start = transport.traffic().bytes_sent
+            result = model(*args, **kwargs)
+            middle = transport.traffic().bytes_sent
+            outputs = _derived(result, loss)
+            sent = middle - start, transport.traffic().bytes_sent - middle
+        values += _paired(outputs, alone.outputs[number])
+    values = [
+        worst(name, [each for each in values if each.name == name])
+        for name in dict.fromkeys(each.name for each in values)
+    ]
+    parameters, buffers = dict(alone.model.named_parameters()), dict(alone.model.named_buffers())
+    values += [
+        difference(f"gradient of {name}", parameter.grad, parameters[name].grad)
+        for name, parameter in model.named_parameters()
+    ]
+    values += [
+        difference(f"gradient of {name}", ours.grad, theirs.grad)
+        for (name, ours), (_, theirs) in zip(
+            arguments.tensors(), alone.arguments.tensors(), strict=True
+        )
+        if theirs.requires_grad
+    ]
+    values += [difference(f"buffer {name}", b, buffers[name]) for name, b in model.named_buffers()]
+    modules = dict(model.named_modules())
+    used = []
+    for name in dict.fromkeys((*alone.trace, *compared)):
+        output = worst(name, compared.get(name, [Difference(name, math.nan)]))
+        stored = sum(p.nbytes for p in (*modules[name].parameters(), *modules[name].buffers()))
+        kind = type(modules[name]).__name__
+        used.append(ModuleUse(output, kind, *uses.get(name, (0, 0)), stored))
+    return Findings(values, used, gathers, sent, memory.peak, alone.peak, alone.draws)
+
+
+def plain_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of the model without gradients, in which nothing is distributed."""
+    for name, module in model.named_modules():
+        ours = type(module).__module__.partition(".")[0] == "tessel"
+        region = isinstance(module, HaloRegion) and module.P_x is None
+        if isinstance(module.__dict__.get("forward"), Entrance) or (ours and not region):
+            what = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+            raise ValueError(
+                f"check_model needs a model of plain torch, which it converts itself: {what} is "
+                f"distributed already"
+            )
+    copy = deepcopy(model)
+    copy.zero_grad()
+    return copy if dtype is None else copy.to(dtype)
+
+
+@contextmanager
+def generators_restored(seed: int) -> Iterator[None]:
+    """Random generators begin with this seed, and are as they were afterwards."""
+    states = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def seed_all(number: int) -> None:
+    """Seed the generators from which models draw."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def _random_state() -> tuple[Any, ...]:
+    devices = torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state().tolist(), devices
+
+
+def _derived(result: Any, loss: Loss) -> Outputs:
+    """The outputs by name, after the backward pass of their loss."""
+    outputs: Outputs = [
+        (f"output{keystr(path)}", value)
+        for path, value in tree_flatten_with_path(opened(result))[0]
+    ]
+    if loss is None and not any(isinstance(value, Tensor) for _, value in outputs):
+        raise ValueError(f"there are no tensors in the output, a {type(result).__name__}")
+    found = [value for _, value in outputs if isinstance(value, Tensor) and value.requires_grad]
+    if loss is not None:
+        seed_all(0)  # a loss may draw, and what was drawn before it differs
+        value = loss(result)
+        if value.requires_grad:
+            value.backward()
+        outputs.append(("loss", value))
+    elif found:
+        # no function of the table takes part in this: what seeds the pass is right in any case
+        torch.autograd.backward(found, [_weights(each, k) for k, each in enumerate(found)])
+    return [(n, value.detach() if isinstance(value, Tensor) else value) for n, value in outputs]
+
+
+def _weights(like: Tensor, number: int) -> Tensor:
+    """Fixed random numbers for an output, the same on all workers."""
+    generator = torch.Generator().manual_seed(number)
+    kind = torch.complex128 if like.dtype.is_complex else torch.float64
+    weights = torch.randn(tuple(like.shape), generator=generator, dtype=kind)
+    return (weights / max(1, weights.numel()) ** 0.5).to(like.device, like.dtype)
+
+
+def _paired(outputs: Outputs, others: Outputs) -> Iterator[Difference]:
+    """The differences of outputs, by their names."""
+    ours, theirs = dict(outputs), dict(others)
+    for name in {**theirs, **ours}:
+        if name not in ours or name not in theirs:
+            where = "in one process" if name in theirs else "in the converted model"
+            yield Difference(name, math.inf, note=f"only {where}")
+        else:
+            yield difference(name, ours[name], theirs[name])
