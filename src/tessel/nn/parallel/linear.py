@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level
 
 from tessel.core import boxes
-from tessel.core.agreement import TensorMeta, agree, agree_on_call, conclude, same
+from tessel.core.agreement import (
+    TensorMeta,
+    agree,
+    agree_on_call,
+    as_agreed,
+    conclude,
+    in_forward_mode,
+    same,
+)
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
-from tessel.core.linop import LinearOperator
 from tessel.core.partition import Partition
-from tessel.core.shared import Replicate, grad_alike
+from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
-from tessel.distributed.movements import (
-    copying,
-    layout_of_shards,
-    reducing,
-    scattering,
-    shard_layout,
-)
+from tessel.distributed.movements import layout_of_shards, shard_layout
 from tessel.distributed.shards import (
     Sharding,
     State,
@@ -37,23 +40,14 @@ from tessel.distributed.shards import (
     unmarked,
 )
 from tessel.nn.layer import needs_of
-from tessel.nn.parallel.column import can_overlap, multiply_overlapping
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.table import opened
 from tessel.transport import kept_in_job
 
 COLUMN, ROW = 1, 0
-
-
-@dataclass(frozen=True)
-class ProductPlan:
-    """What all workers agreed on: how the input enters, and how the results become one."""
-
-    enter: LinearOperator | None
-    leave: LinearOperator | None
-    meta: TensorMeta
 
 
 @dataclass(frozen=True)
@@ -100,19 +94,16 @@ class ShardedProduct:
         """The label and all that it does not say."""
         return f"{self.label} {self.dtype} {self.device} {self.autocast} {self.needs}"
 
-    def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> ProductPlan:
+    def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Layout, TensorMeta]:
+        """How the whole input lies."""
         if self.problem:
             raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
         check_known(self.state, self.label)
         self._check_kind(meta)
         shape = self._whole_shape(shapes)
-        result = (*shape[:-1], self.sizes[1])
-        if self.dim == COLUMN:
-            return ProductPlan(copying(self.partition, shape), None, meta)
-        leave = reducing(self.partition, result)
-        if self.state is None and not self._are_shards(shapes):
-            return ProductPlan(scattering(self.partition, shape, len(shape) - 1), leave, meta)
-        return ProductPlan(None, leave, meta)
+        if self.dim == ROW and self._are_shards(shapes):
+            return shard_layout(self.partition, shape, len(shape) - 1), meta
+        return Layout.whole(self.partition, shape, shared=True), meta
 
     def _are_shards(self, shapes: dict[int, Shape]) -> bool:
         """Whether the lengths of inputs say that they are shards, where no mark does.
@@ -203,7 +194,7 @@ def multiply(
     # what the result is, is known here; and to ask a shard for its kind takes microseconds
     with torch._C.DisableTorchFunctionSubclass():
         needs, is_off = needs_of([weight] if bias is None else [weight, bias])
-        device, alone = weight.device.type, partition.size == 1
+        device = weight.device.type
         product = ShardedProduct(
             name=name,
             partition=partition,
@@ -220,23 +211,18 @@ def multiply(
             problem=_problem(weight, bias, partition, dim, sizes),
         )
         x = unmarked(x)
-        plan = conclude(product, x)
-        x = grad_alike(x, plan.meta)
-        if dim == COLUMN and not alone and can_overlap(x, weight):
-            assert isinstance(plan.enter, Replicate)
-            # plain ones: the graph's node keeps what it is given, and would derive with marks
-            plain = unmarked(weight), None if bias is None else unmarked(bias)
-            y = multiply_overlapping(plan.enter, x, *plain)
-            return marked(y, Sharding(x.ndim - 1, partition, sizes[1]))
-        if plan.enter is not None and not alone:
-            x = plan.enter.apply(x, plan.meta)
-        if dim == COLUMN:
-            return marked(F.linear(x, weight, bias), Sharding(x.ndim - 1, partition, sizes[1]))
-        if alone or plan.leave is None:
-            return F.linear(x, weight, bias)
-        # the bias is whole on all workers: it is added once, to what they summed
-        y = plan.leave.apply(F.linear(x, weight), plan.meta)
-        return y if bias is None else y + bias.to(y.dtype)
+        layout, meta = conclude(product, x)
+        if partition.size == 1:
+            y = F.linear(x, weight, bias)
+    if partition.size > 1:
+        layouts = layouts_of(partition, dim, sizes)
+        # where others carry tangents, this worker's are zeros, and travel with theirs
+        with dual_level() if meta.has_tangent and not in_forward_mode() else nullcontext():
+            given = SpreadTensor(as_agreed(grad_alike(x, meta), meta, True), layout)
+            own = SpreadTensor(unmarked(weight), layouts["weight"])
+            added = None if bias is None else SpreadTensor(unmarked(bias), layouts["bias"])
+            y = opened(F.linear(given, own, added))[0]
+    return marked(y, Sharding(x.ndim - 1, partition, sizes[1])) if dim == COLUMN else y
 
 
 def multiply_shards(

@@ -1,4 +1,4 @@
-"""The gradient of a column layer's input travels while that of its weight is computed."""
+"""The gradient of the input of a linear map travels while that of its weight is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tessel
 from tessel import Move
-from tessel.nn.parallel import column
+from tessel.tensor.rules import products
 
 
 class Log(TorchDispatchMode):
@@ -75,14 +75,13 @@ def ways(mode: str) -> tuple[bool, Tensor, Tensor]:
     layer = tessel.nn.ParallelLinear(6, 8, dim=-1).double()
     x = torch.randn(3, 6, dtype=torch.float64)
     used: list[bool] = []
-    multiply = column.multiply_overlapping
+    multiply = products.multiply_overlapping
 
     def noted(*args: Any) -> Tensor:
         used.append(True)
         return multiply(*args)
 
-    module = __import__("tessel.nn.parallel.linear", fromlist=["linear"])
-    module.multiply_overlapping = noted
+    products.multiply_overlapping = noted
     try:
         if mode == "forward mode":
             _, y = torch.func.jvp(lambda x: tessel.distributed.gather(layer(x)), (x,), (x,))
@@ -97,7 +96,7 @@ def ways(mode: str) -> tuple[bool, Tensor, Tensor]:
             y = tessel.distributed.gather(layer(x))
         return bool(used), y, y
     finally:
-        module.multiply_overlapping = multiply
+        products.multiply_overlapping = multiply
 
 
 def alone() -> tuple[Tensor, ...]:
@@ -144,3 +143,104 @@ def test_what_comes_of_a_column_layer_is_known_without_a_mark(run: Any, needs_gr
     """Each worker would take the loss of its own classes for that of all."""
     first, second = run(lost_marks, needs_grad, nprocs=2)
     assert first == second
+
+
+def spread_products(shape: list[int], x_axes: Any, weight_axes: Any) -> tuple[bool, Tensor]:
+    """Whether `F.linear` of spread tensors overlaps; its values and gradients are torch's."""
+    grid = tessel.world().create_cartesian_topology_partition(shape)
+    used: list[bool] = []
+    multiply = products.multiply_overlapping
+
+    def noted(*args: Any) -> Tensor:
+        used.append(True)
+        return multiply(*args)
+
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(n, dtype=torch.float64) for n in ((5, 2, 6), (7, 6), (7,)))
+    whole = [each.requires_grad_() for each in (x, weight, bias)]
+    expected = torch.nn.functional.linear(*whole)
+    expected.pow(3).sum().backward()
+    for with_bias in (True, False):
+        axes = (x_axes, weight_axes, weight_axes[:1])
+        spread = [
+            tessel.spread(
+                each.detach(),
+                tessel.Layout.split(grid, each.shape, at, {0, 1} - {*at}),
+            ).requires_grad_()
+            for each, at in zip(whole, axes, strict=True)
+        ]
+        products.multiply_overlapping = noted
+        try:
+            y = torch.nn.functional.linear(*spread[: 2 + with_bias])
+        finally:
+            products.multiply_overlapping = multiply
+        y = y if with_bias else y + spread[2]
+        torch.testing.assert_close(y.full(), expected, rtol=1e-12, atol=1e-12)
+        (slope,) = torch.autograd.grad(y.square().sum(), spread[0], create_graph=True)
+        assert slope.layout == spread[0].layout
+        y.pow(3).sum().backward()
+        for each, other in zip(spread, whole, strict=True):
+            assert each.grad is not None and other.grad is not None
+            torch.testing.assert_close(each.grad.full(), other.grad, rtol=1e-11, atol=1e-11)
+    return len(used) == 2, expected
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "shape", "x_axes", "weight_axes", "overlaps"),
+    [
+        (3, [3, 1], (None, None, None), (0, None), True),
+        (4, [2, 2], (0, None, None), (1, None), True),  # a batch in parts beside a weight in parts
+        (4, [2, 2], (None, None, 0), (1, 0), False),  # a sum: it moves forward
+        (2, [2, 1], (0, None, None), (0, None), False),  # both want the same axis
+    ],
+)
+def test_spread_tensors_overlap_too(
+    run: Any, nprocs: int, shape: list[int], x_axes: Any, weight_axes: Any, overlaps: bool
+) -> None:
+    for used, _ in run(spread_products, shape, x_axes, weight_axes, nprocs=nprocs):
+        assert used is overlaps
+
+
+def dtype_under_autocast() -> torch.dtype:
+    P = tessel.world()
+    x = tessel.spread(torch.ones(3, 6), tessel.Layout.split(P, (3, 6), (None, 0)))
+    weight = tessel.spread(torch.ones(5, 6), tessel.Layout.split(P, (5, 6), (None, 0)))
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.nn.functional.linear(x, weight, torch.ones(5)).dtype
+
+
+def test_a_bias_keeps_the_dtype_of_an_autocast_region(run: Any) -> None:
+    """What is added to a sum of terms made it float32 again."""
+    assert run(dtype_under_autocast, nprocs=2) == [torch.bfloat16] * 2
+
+
+def tangent_on_one(dim: int) -> tuple[Tensor, Tensor | None]:
+    """Only the first worker computes a derivative forward; the others have no tangents."""
+    torch.manual_seed(0)
+    layer = tessel.nn.ParallelLinear(6, 4, dim=dim).double()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    if tessel.world().rank:
+        return tessel.distributed.gather(layer(x), 1).detach() if dim else layer(x).detach(), None
+    with torch.autograd.forward_ad.dual_level():
+        y = layer(torch.autograd.forward_ad.make_dual(x, x))
+        y = tessel.distributed.gather(y, 1) if dim else y
+        value, tangent = torch.autograd.forward_ad.unpack_dual(y)
+        assert tangent is not None
+        return value.detach(), tangent.detach()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_worker_may_derive_forward(run: Any, dim: int) -> None:
+    (value, tangent), *others = run(tangent_on_one, dim, nprocs=3)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 4).double()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(value, layer(x), rtol=1e-12, atol=1e-12)
+    expected = x @ layer.weight.T
+    # the tangents of the others are zeros: of a sum the first worker has one term, of the outputs
+    # its own
+    mine = expected * torch.tensor([1, 1, 0, 0]) if dim else x[:, :2] @ layer.weight[:, :2].T
+    torch.testing.assert_close(tangent, mine, rtol=1e-12, atol=1e-12)
+    for other, none in others:
+        assert none is None
+        torch.testing.assert_close(other, value, rtol=0, atol=0)
