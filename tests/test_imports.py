@@ -187,7 +187,7 @@ def test_gradients_that_are_no_adjoints() -> None:
                 hooks.add(path.name)
     # `backward` of attributes.py is the method of a spread tensor, `vjp` that of a user's physics
     gradients -= {("attributes.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
-    assert gradients == {("linop.py", "vjp"), ("column.py", "vjp"), ("tensor.py", "vjp")}
+    assert gradients == {("linop.py", "vjp"), ("overlapped_linear.py", "vjp"), ("tensor.py", "vjp")}
     # attributes.py has that of a spread tensor, which its user registers
     assert hooks == {"distribute.py", "attributes.py", "replicas.py"}
 

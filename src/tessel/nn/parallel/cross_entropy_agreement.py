@@ -13,7 +13,7 @@ from tessel.core.agreement import Numbers, TensorMeta, agree_and_tell, same
 from tessel.core.checksum import checksum, is_dense, range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.distributed.movements import layout_of_shards
+from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import Sharding
 from tessel.tensor.rules.losses import Kind, loss_dtype
 from tessel.tensor.rules.split_classes import CrossEntropy

@@ -13,7 +13,7 @@ from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
-from tessel.distributed.movements import layout_of_parts
+from tessel.distributed.shard_layouts import layout_of_parts
 from tessel.distributed.shards import Sharding, State, check_known, describe, traced_state
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.counter_random import bits, places

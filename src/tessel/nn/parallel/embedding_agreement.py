@@ -11,7 +11,7 @@ from tessel.core.agreement import Held, Numbers, TensorMeta, agree_and_tell, sam
 from tessel.core.checksum import range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.distributed.movements import shard_layout
+from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shardings import Sharding, State, check_known, describe
 from tessel.tensor.rules.split_tables import EmbeddingOptions
 from tessel.transport import kept_in_job

@@ -27,7 +27,7 @@ from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
-from tessel.distributed.movements import layout_of_shards, shard_layout
+from tessel.distributed.shard_layouts import layout_of_shards, shard_layout
 from tessel.distributed.shards import (
     Sharding,
     State,
