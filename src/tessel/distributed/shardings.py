@@ -63,7 +63,7 @@ class Sharding:
         if self.size is None:
             raise ValueError(
                 f"{self}, of which the length of the whole is not known, meets a spread tensor; "
-                f"make it one first, by x.spread()"
+                f"make it one first, by x.spread() or tessel.spread(x, where)"
             )
         layout = _on_all_axes(workers, self.dim, shape, self.size)
         if workers.active and layout.local_shape != shape:
