@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level
 
-from tessel.core import boxes
+from tessel import transport
 from tessel.core.agreement import (
     TensorMeta,
     agree,
@@ -31,7 +31,6 @@ from tessel.distributed.shard_layouts import layout_of_shards, shard_layout
 from tessel.distributed.shards import (
     Sharding,
     State,
-    UnknownSharding,
     check_known,
     describe,
     marked,
@@ -40,6 +39,7 @@ from tessel.distributed.shards import (
     unmarked,
 )
 from tessel.nn.layer import needs_of
+from tessel.nn.parallel.agreed import check_parts, check_sharding, misfit
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_
 from tessel.nn.parallel.sharded import ShardedLayer
@@ -95,31 +95,10 @@ class ShardedProduct:
         return f"{self.label} {self.dtype} {self.device} {self.autocast} {self.needs}"
 
     def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Layout, TensorMeta]:
-        """How the whole input lies."""
+        """How the whole input lies; raises, as torch does, if it does not fit the weight."""
         if self.problem:
             raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
         check_known(self.state, self.label)
-        self._check_kind(meta)
-        shape = self._whole_shape(shapes)
-        if self.dim == ROW and self._are_shards(shapes):
-            return shard_layout(self.partition, shape, len(shape) - 1), meta
-        return Layout.whole(self.partition, shape, shared=True), meta
-
-    def _are_shards(self, shapes: dict[int, Shape]) -> bool:
-        """Whether the lengths of inputs say that they are shards, where no mark does.
-
-        Whole inputs are as long as the weight on every worker. So shards that are so, too, are
-        whole: those on one worker, and those of nothing.
-        """
-        if self.dim == COLUMN or isinstance(self.state, Sharding):
-            return self.dim == ROW
-        lengths = [shapes[worker][-1] for worker in self.partition.ranks]
-        parts = boxes.balanced(self.sizes[0], self.partition.size)
-        fits = lengths == [stop - start for start, stop in parts]
-        return fits and any(length != self.sizes[0] for length in lengths)
-
-    def _check_kind(self, meta: TensorMeta) -> None:
-        """Raise as torch does if the weight is of another kind than the input."""
         pairs: list[tuple[str, Any, Any]] = [("device", meta.device, self.device)]
         if self.autocast is None:
             pairs.append(("dtype", meta.dtype, self.dtype))
@@ -129,53 +108,35 @@ class ShardedProduct:
                     f"{self.label}: input and weight must have the same {what}, got {given} and "
                     f"{own}"
                 )
-
-    def _whole_shape(self, shapes: dict[int, Shape]) -> Shape:
-        """The shape of the whole input; raises if the inputs do not fit."""
-        length = self.sizes[0]
-        first = shapes[self.partition.ranks[0]]
-        if not first:
+        last = len(shapes[self.partition.ranks[0]]) - 1
+        if last < 0:
             raise ValueError(f"{self.label}: an input of at least one dimension is needed")
-        self._check_sharding(len(first))
-        same({w: shape[:-1] for w, shape in shapes.items()}, "shape before the last", self.label)
-        parts = boxes.balanced(length, self.partition.size)
-        for worker, (start, stop) in zip(self.partition.ranks, parts, strict=True):
-            expected = stop - start if self._are_shards(shapes) else length
-            if shapes[worker][-1] != expected:
-                raise ValueError(f"{self.label}: {self._sizes(worker, shapes[worker], expected)}")
-        return (*first[:-1], length)
-
-    def _sizes(self, worker: int, shape: Shape, expected: int) -> str:
-        text = (
-            f"worker {worker} expected an input with {expected} of {self.sizes[0]} features in its "
-            f"last dimension, got shape {shape}"
-        )
-        if self.state is None and self.dim == ROW:
-            text += (
+        expected = Sharding(last, self.partition, self.sizes[0]) if self.dim == ROW else None
+        check_sharding(self.state, expected, "the input", self.label)
+        batch = {worker: shape[:-1] for worker, shape in shapes.items()}
+        shape = (*same(batch, "shape before the last", self.label), self.sizes[0])
+        whole = Layout.whole(self.partition, shape, shared=True)
+        parts = shard_layout(self.partition, shape, last)
+        layout = parts if self.dim == ROW and self._are_parts(shapes, parts) else whole
+        hint = ""
+        if self.dim == ROW and self.state is None:
+            hint = (
                 "; all workers pass the whole input, or each its shard, which may be marked by "
                 "tessel.register_parallel_dim(x, -1)"
             )
-        return text
+        check_parts(shapes, layout, "the input", self.label, hint)
+        return layout, meta
 
-    def _check_sharding(self, ndim: int) -> None:
-        sharding = self.state
-        if not isinstance(sharding, Sharding):
-            return
-        if self.dim == COLUMN:
-            raise ValueError(
-                f"{self.label}: the outputs of this layer are split, and its input must be whole; "
-                f"write x = tessel.distributed.gather(x) before, or take a layer with dim=0"
-            )
-        if sharding.dim != ndim - 1 or sharding.partition.ranks != self.partition.ranks:
-            raise ValueError(
-                f"{self.label}: a shard along the last dimension, {ndim - 1}, over the same "
-                f"workers is needed; write x = tessel.distributed.gather(x) before"
-            )
-        if sharding.size not in (None, self.sizes[0]):
-            raise ValueError(
-                f"{self.label}: the layer has {self.sizes[0]} inputs, the whole tensor "
-                f"{sharding.size}"
-            )
+    def _are_parts(self, shapes: dict[int, Shape], parts: Layout) -> bool:
+        """Whether inputs are parts, by their lengths where no sharding says so.
+
+        Whole inputs are as long as the weight on every worker. So parts that are so, too, are
+        whole: those on one worker, and those of nothing.
+        """
+        if self.state is not None:
+            return True
+        fits = all(shapes[worker] == parts.shape_on(worker) for worker in self.partition.ranks)
+        return fits and any(shape != parts.shape for shape in shapes.values())
 
 
 def multiply(
@@ -237,16 +198,13 @@ def multiply_shards(
     [(shapes, _)] = agree(partition, label, weight)
     split = checked_dim(dim, name)
     assert split is not None
-    check_known(state, label)
     first, place = shapes[partition.ranks[0]], 1 - split
     if len(first) != 2:
         raise ValueError(f"{label}: a weight (outputs, inputs) is needed, got shape {first}")
     same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
     unit = f"along dim {place}"
     layout = layout_of_shards(partition, shapes, place, None, label, "the weight", unit)
-    expected = Sharding(place, partition, layout.shape[place])
-    if isinstance(state, Sharding) and state.merged(expected) is None:
-        raise ValueError(f"{label}: {expected} was expected")
+    check_sharding(state, Sharding.of(layout), "the weight", label)
     outputs, inputs = layout.shape
     sizes = inputs, outputs
     return multiply(x, weight, bias, name=name, partition=partition, dim=split, sizes=sizes)
@@ -259,35 +217,18 @@ def _problem(
 
     One that is computed from other values may be another shard than the one that is needed.
     """
-    given = ("weight", weight), ("bias", bias)
-    shardings, layouts = _shardings(partition, dim, sizes), layouts_of(partition, dim, sizes)
-    for name, value in given:
-        state = state_of(value)
-        if state is None or partition.size == 1:
-            continue
-        if isinstance(state, UnknownSharding):
-            return f"of the {name} {state.remedy}"
-        wanted = shardings[name]
-        if wanted is None or state.merged(wanted) is None:
-            return f"the {name} is {state}, where one that is {describe(wanted)} is needed"
-    for name, value in given:
+    layouts = layouts_of(partition, dim, sizes)
+    for name, value in (("weight", weight), ("bias", bias)):
         layout = layouts[name]
+        expected = Sharding.of(layout)
+        if partition.size > 1 and (problem := misfit(state_of(value), expected, f"the {name}")):
+            return problem
         if value is not None and tuple(value.shape) != layout.local_shape:
-            worker = partition.ranks[partition.rank or 0]
             return (
-                f"the {name} of worker {worker} has the shape {tuple(value.shape)}, where its "
-                f"shard of {layout.shape} has {layout.local_shape}"
+                f"the {name} of worker {transport.this_worker()} has the shape "
+                f"{tuple(value.shape)}, where its shard of {layout.shape} has {layout.local_shape}"
             )
     return ""
-
-
-@kept_in_job
-def _shardings(
-    partition: Partition, dim: int, sizes: tuple[int, int]
-) -> dict[str, Sharding | None]:
-    """What the weight and the bias are marked as, if they are."""
-    layouts = layouts_of(partition, dim, sizes)
-    return {name: Sharding.of(layout) for name, layout in layouts.items()}
 
 
 @kept_in_job
