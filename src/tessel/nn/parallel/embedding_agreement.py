@@ -12,7 +12,7 @@ from tessel.core.checksum import range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.distributed.shard_layouts import shard_layout
-from tessel.distributed.shardings import Sharding, State
+from tessel.distributed.shardings import Sharding, State, check_known
 from tessel.nn.parallel.agreed import Frozen, check_copies, check_parts, check_sharding, frozen
 from tessel.tensor.rules.split_tables import EmbeddingOptions
 from tessel.transport import kept_in_job
@@ -74,6 +74,7 @@ def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMe
 @kept_in_job
 def _concluded(lookup: Lookup, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
     """The table that follows from the shapes of all workers, once for the same shapes."""
+    check_known(lookup.weight, label)  # along which dimension it is split is its sharding's to say
     expected = Sharding(lookup.place, lookup.partition)
     check_sharding(lookup.weight, expected, "the weight", lookup.label)
     check_sharding(lookup.ids, None, "the ids", lookup.label)
