@@ -204,7 +204,10 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             label,
             self.dim,
             self.num_embeddings,
-            self._settings,
+            EmbeddingOptions(
+                *(self.padding_idx, self.max_norm, self.norm_type),
+                *(self.scale_grad_by_freq, self.sparse),
+            ),
             state_of(self.weight),
             state_of(input),
             self.embedding_dim,
@@ -261,12 +264,6 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         if self.dim is None or dim is None:
             return self.dim is dim
         return abs(self.dim) == abs(dim) and self.partition == partition
-
-    @property
-    def _settings(self) -> EmbeddingOptions:
-        return EmbeddingOptions(
-            self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-        )
 
 
 Embedding = ParallelEmbedding  # torchshard has both names
