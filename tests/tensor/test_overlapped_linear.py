@@ -244,3 +244,38 @@ def test_one_worker_may_derive_forward(run: Any, dim: int) -> None:
     for other, none in others:
         assert none is None
         torch.testing.assert_close(other, value, rtol=0, atol=0)
+
+
+def penalty(way: str) -> Tensor:
+    """The gradient, by the input, of a penalty on the gradient of the weight."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    if way == "shards":
+        layer = tessel.nn.ParallelLinear(6, 8, dim=-1).double()
+        y = tessel.distributed.gather(layer(x))
+        (slope,) = torch.autograd.grad(y.pow(3).sum(), layer.weight, create_graph=True)
+        loss = tessel.distributed.reduce(slope.square().sum())
+    else:
+        layer = torch.nn.Linear(6, 8).double()
+        P = tessel.world()
+        weight = tessel.spread(layer.weight, tessel.Layout.split(P, (8, 6), (0, None)))
+        whole = tessel.spread(x, tessel.Layout.whole(P, (3, 6), shared=True))
+        y = torch.nn.functional.linear(whole, weight, layer.bias)
+        (slope,) = torch.autograd.grad(y.pow(3).sum(), weight, create_graph=True)
+        loss = slope.square().sum()
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("way", ["shards", "spread"])
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_gradients_of_the_weight_can_be_derived(run: Any, nprocs: int, way: str) -> None:
+    """What they are derived by the input was not summed over the workers."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    layer = torch.nn.Linear(6, 8).double()
+    (slope,) = torch.autograd.grad(layer(x).pow(3).sum(), layer.weight, create_graph=True)
+    slope.square().sum().backward()
+    for got in run(penalty, way, nprocs=nprocs):
+        torch.testing.assert_close(got, x.grad, rtol=1e-11, atol=1e-11)

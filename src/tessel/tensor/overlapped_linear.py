@@ -54,6 +54,10 @@ class ColumnProduct:
         wait = None
         if share is not None and not records:
             wait, share = total.start(share), None  # freed as soon as it is sent
+        if needs_weight and records:
+            # each worker uses the shared x for the gradient of its own rows: what that is derived
+            # by x is summed again
+            x = record(self.use, x, False, anchor)
         of_weight = _rows(grad).t().mm(_rows(x).conj()) if needs_weight else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
         if share is not None:
