@@ -497,14 +497,14 @@ BAD = {
     "dim as a truth value": "dim must be None",
     "features of one": "same calls",
     "conversion dim": "dim must be None",
-    "width": "worker 0 expected a part of shape (2, 6) of the input",
-    "width of one": "worker 2 expected a part of shape (2, 6) of the input",
+    "width": "worker 0 expected a part of shape (2, 6) of an input of shape (2, 6)",
+    "width of one": "worker 2 expected a part of shape (2, 6) of an input of shape (2, 6)",
     "rows of one": "shape before the last",
     "no dimension": "at least one dimension",
     "whole and unmarked shard": "all workers pass the whole input, or each its shard",
     "shard of nobody": "all workers pass the whole input, or each its shard",
     "shard of another size": f"the input must be {NINE}, got a shard along dim 1, 10 long",
-    "shard of wrong length": "expected a part of shape (2, 3) of the input, which has shape (2, 9)",
+    "shard of wrong length": "expected a part of shape (2, 3) of an input of shape (2, 9)",
     "shard along rows": f"the input must be {NINE}, got a shard along dim 0",
     "shard into columns": "gather(x)",
     "shard of one": "same calls",
@@ -523,7 +523,7 @@ BAD = {
     "function: bias": "the bias of worker",
     "function: mark": "the weight must be a shard along dim 1",
     "function: vector": "(outputs, inputs)",
-    "function: input": "expected a part of shape (2, 6) of the input",
+    "function: input": "expected a part of shape (2, 6) of an input of shape (2, 6)",
 }
 DTYPE_ERRORS = ("other dtype",)
 

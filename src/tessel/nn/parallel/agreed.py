@@ -54,7 +54,7 @@ def check_parts(
         if shapes[worker] != layout.shape_on(worker):
             raise ValueError(
                 f"{label}: worker {worker} expected a part of shape {layout.shape_on(worker)} of "
-                f"{name}, which has shape {layout.shape}, got {shapes[worker]}{hint}"
+                f"{name} of shape {layout.shape}, got {shapes[worker]}{hint}"
             )
 
 

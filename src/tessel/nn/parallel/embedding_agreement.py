@@ -107,7 +107,7 @@ def _table(lookup: Lookup, shapes: dict[int, Shape]) -> Layout:
     wanted = lookup.num_embeddings, lookup.embedding_dim
     rows, columns = (n if given is None else given for n, given in zip(whole, wanted, strict=True))
     layout = shard_layout(lookup.partition, (rows, columns), dim)
-    check_parts(shapes, layout, "the table", label, "; shards are balanced parts of it")
+    check_parts(shapes, layout, "a table", label, "; shards are balanced parts of it")
     return layout
 
 

@@ -94,7 +94,7 @@ class ShardedProduct:
                 "; all workers pass the whole input, or each its shard, which may be marked by "
                 "tessel.register_parallel_dim(x, -1)"
             )
-        check_parts(shapes, layout, "the input", self.label, hint)
+        check_parts(shapes, layout, "an input", self.label, hint)
         return layout, meta
 
     def _are_parts(self, shapes: dict[int, Shape], parts: Layout) -> bool:
