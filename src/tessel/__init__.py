@@ -9,6 +9,7 @@ from tessel import interop as interop
 from tessel import models as models
 from tessel import nn as nn
 from tessel import operators as operators
+from tessel import state as state
 from tessel import testing as testing
 from tessel.core.layout import Layout as Layout
 from tessel.core.layout import zero_volume_tensor as zero_volume_tensor
@@ -22,11 +23,9 @@ from tessel.distributed import register_parallel_dim as register_parallel_dim
 from tessel.distributed.slices import slices as _slices
 from tessel.errors import WorkerLost as WorkerLost
 from tessel.launch import launch as launch
-from tessel.nn.parallel import collect_state_dict as collect_state_dict
 from tessel.nn.parallel import (
     register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore,
 )
-from tessel.nn.parallel import relocate_state_dict as relocate_state_dict
 from tessel.operators import ParDCT as ParDCT
 from tessel.operators import ParDFT as ParDFT
 from tessel.operators import ParDiagonal as ParDiagonal
@@ -48,6 +47,8 @@ from tessel.operators import vec as vec
 from tessel.primitives.repartition import all_gather as all_gather
 from tessel.primitives.repartition import gather as gather
 from tessel.primitives.repartition import scatter as scatter
+from tessel.state import collect_state_dict as collect_state_dict
+from tessel.state import relocate_state_dict as relocate_state_dict
 from tessel.tensor import Tensor as Tensor
 from tessel.tensor import arange as arange
 from tessel.tensor import empty as empty
@@ -68,5 +69,12 @@ from tessel.version import __version__ as __version__
 for _name in ("boxes", "windows", "partition", "layout", "plan", "move", "linop", "agreement"):
     _module = _importlib.import_module(f"tessel.core.{_name}")
     globals()[_name] = _sys.modules[f"tessel.{_name}"] = _module
+
+# Names that documents have in `nn`, for what works on whole models and stands above it.
+for _name in (
+    *("ParallelGradScaler", "clip_grad_norm_", "collect_state_dict", "relocate_state_dict"),
+    *("collect_optimizer_state_dict", "relocate_optimizer_state_dict"),
+):
+    setattr(nn, _name, getattr(state, _name))
 
 slice = _slices  # bound here alone, so that no module of the package loses the builtin

@@ -96,6 +96,12 @@ KEPT: dict[str, Function] = {
     "bmm": lambda x: torch.bmm(x.transpose(0, 1), x.permute(1, 2, 0)),
     "attention": lambda x: F.scaled_dot_product_attention(x.unsqueeze(2), *[x.unsqueeze(2)] * 2),
     "registered": lambda x: register_parallel_dim(x.sin(), 1) if isinstance(x, Shard) else x.sin(),
+    "einsum": lambda x: torch.einsum("abc->cab", x),
+    "einsum with dots": lambda x: torch.einsum("a...c->c...", x),
+    "einsum with a weight": lambda x: torch.einsum("abc,cd->dab", x, values((10, 3), 3)),
+    "einsum of two": lambda x: torch.einsum("abc,abd->bcd", x, x.square()),
+    "einsum in a list": lambda x: torch.einsum("abc,abc->ba", [x, x]),
+    "looked up": lambda x: values((5, 3), 3)[(x > 0).long()],
 }
 
 
@@ -161,7 +167,14 @@ LOST: dict[str, tuple[str, Function]] = {
     "squeezed": ("squeeze", lambda x: scatter(values((4, _workers()), 0), 1).squeeze()),
     "linear": ("linear", lambda x: F.linear(x.mT, torch.ones(3, x.shape[1]).double())),
     "matmul": ("matmul", lambda x: x.mT @ x),
-    "einsum": ("einsum", lambda x: torch.einsum("abc->cab", x)),
+    "einsum over it": ("einsum", lambda x: torch.einsum("abc,abd->acd", x, x)),
+    "einsum with its part": ("einsum", lambda x: torch.einsum("abc,b->ac", x, x[0, :, 0] * 1)),
+    "einsum of two": ("einsum", lambda x: torch.einsum("abc,adc->abd", x, x)),
+    "einsum with a plain part": (
+        "einsum",
+        lambda x: torch.einsum("abc,bd->acd", x, torch.ones(x.shape[1], 2).double()),
+    ),
+    "einsum that broadcasts": ("einsum", lambda x: _einsum_of_one()),
     "cumsum": ("cumsum", lambda x: x.cumsum(1)),
     "flip": ("flip", lambda x: x.flip(0, 1)),
     "cat": ("cat", lambda x: torch.cat([x, x], 1)),
@@ -253,6 +266,12 @@ def _turned(x: Tensor) -> Tensor:
 
 def _stretched() -> Tensor:
     return scatter(values((4, _workers(), 10), 0), 1) + torch.ones(4, 5, 10).double()
+
+
+def _einsum_of_one() -> Tensor:
+    """A part that is 1 long meets what may be the whole."""
+    x = scatter(values((4, _workers(), 10), 0), 1)
+    return torch.einsum("abc,b->abc", x, torch.ones(5).double())
 
 
 def _in_place_twice(x: Tensor) -> Tensor:
@@ -857,7 +876,10 @@ def parametrize() -> Any:
     turned = {"weight": register_parallel_dim(values((1, _workers()), 0), 1)}
     if _workers() > 1:
         turn = raised(lambda: torch.func.functional_call(square, turned, (values((3, 2), 0),)))
-        assert "the weight is a shard along dim 1" in turn[1]
+        assert (
+            "the weight must be a shard along dim 0" in turn[1]
+            and "got a shard along dim 1" in turn[1]
+        )
     return error, raised(lambda: other(x))
 
 

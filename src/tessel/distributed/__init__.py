@@ -3,9 +3,6 @@
 It may import `tensor`, whose table says what torch's functions do to shards, and what is below.
 """
 
-from tessel.distributed import (
-    spreading as _spreading,  # noqa: F401  (shards can meet spread tensors)
-)
 from tessel.distributed.group import destroy_process_group as destroy_process_group
 from tessel.distributed.group import get_group as get_group
 from tessel.distributed.group import get_group_size as get_group_size
@@ -17,6 +14,7 @@ from tessel.distributed.movements import copy as copy
 from tessel.distributed.movements import gather as gather
 from tessel.distributed.movements import reduce as reduce
 from tessel.distributed.movements import scatter as scatter
+from tessel.distributed.shards import Shard as Shard
 from tessel.distributed.shards import get_parallel_dim as get_parallel_dim
 from tessel.distributed.shards import register_parallel_attribute as register_parallel_attribute
 from tessel.distributed.shards import register_parallel_dim as register_parallel_dim

@@ -20,8 +20,6 @@ from tessel.transport import kept_in_job
 Answer = tuple[Layout, ...] | str
 _ATTENTION = "scaled_dot_product_attention"
 _IGNORED = ("out", "dropout_p")  # what says nothing of the result's layout
-# functions of at least so many tensors, where a plain one may well be that of one worker
-_UNASKED = {"__getitem__": 2, "einsum": 1}
 _BATCHED = frozenset(("matmul", "bmm"))  # a plain operand may have its part of the batch
 
 
@@ -34,8 +32,8 @@ def layouts_after(call: TorchCall) -> Answer:
         return "on a worker that has no shard"
     if is_random(call.base) and call.base != _ATTENTION:
         return "of which each worker draws numbers of its own"
-    if call.base in _UNASKED and len(tensors_in((call.args, call.kwargs))) >= _UNASKED[call.base]:
-        return "of tensors of which each worker may have its own"
+    if call.base == "__getitem__" and None in call.states[1:]:
+        return "at places of which each worker may have its own"  # as numbers that it drew
     given = {name: value for name, value in call.kwargs.items() if name not in _IGNORED}
     layouts = {id(each): _layout(call, k) for k, each in enumerate(call.tensors)}
     memory, key = _memory(), (call.function, _key(call.args, layouts), _key(given, layouts))

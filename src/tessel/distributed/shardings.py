@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tessel.core import boxes
-from tessel.core.layout import Layout
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
+from tessel.transport import kept_in_job
 
 ATTRIBUTE = "_tessel_sharding"
 
@@ -46,6 +47,33 @@ class Sharding:
             return None
         return boxes.balanced_part(self.size, self.partition.size, place)
 
+    def layout(self, shape: Shape, partition: Partition | None = None) -> Layout:
+        """How the whole lies of which this worker has a shard of this shape.
+
+        Args:
+            shape: of the shard.
+            partition: the same workers in the same order, on any grid; None for the row of them.
+        """
+        workers = self.partition if partition is None else partition
+        if workers.ranks != self.partition.ranks:
+            raise ValueError(
+                f"{self} meets a tensor that is spread on {workers}; both must be spread over the "
+                f"same workers in the same order"
+            )
+        if self.size is None:
+            raise ValueError(
+                f"{self}, of which the length of the whole is not known, meets a spread tensor; "
+                f"make it one first, by x.spread() or tessel.spread(x, where)"
+            )
+        layout = _on_all_axes(workers, self.dim, shape, self.size)
+        if workers.active and layout.local_shape != shape:
+            raise ValueError(
+                f"{self} has {layout.local_shape[self.dim]} of them on worker "
+                f"{workers.ranks[workers.rank or 0]}, got a tensor of shape {shape}; say what it "
+                f"is by tessel.register_parallel_dim(x, dim)"
+            )
+        return layout
+
     def merged(self, other: Sharding) -> Sharding | None:
         """The sharding of a tensor for which both hold; None if they contradict each other."""
         known = self if self.size is not None else other
@@ -74,6 +102,14 @@ class Sharding:
     def __str__(self) -> str:
         size = "" if self.size is None else f", {self.size} long as a whole,"
         return f"a shard along dim {self.dim}{size} over workers {self.partition.listing}"
+
+
+@kept_in_job
+def _on_all_axes(partition: Partition, dim: int, shape: Shape, size: int) -> Layout:
+    """All axes of the grid split the dimension, one after the other: so workers stay in order."""
+    cuts = [Cut((), ((0, length),)) for length in shape]
+    cuts[dim] = Cut(tuple(range(partition.dim)), boxes.balanced(size, partition.size))
+    return Layout(partition, (*shape[:dim], size, *shape[dim + 1 :]), tuple(cuts))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
-from tessel import tensor as spread
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
-from tessel.distributed import propagation
+from tessel.distributed import propagation, spreading
 from tessel.distributed import torch_call as calls
 from tessel.distributed.group import row_of
 from tessel.distributed.shardings import (
@@ -40,6 +39,9 @@ from tessel.distributed.sharing import (
     traced_state,
 )
 from tessel.distributed.wrapping import adapt_torch, check_optimizer
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.create import Where, owners
+from tessel.tensor.tensor import converters
 
 __all__ = [
     "Shard",
@@ -70,11 +72,16 @@ _CALLED = "_tessel_called"  # the `dim` of the layer that has a parameter, which
 
 
 class Shard(Tensor):
-    """A tensor with a mark, or with the note that its mark was lost.
+    """This worker's part of a tensor that is split along one dimension over a row of workers.
 
-    It computes as a plain tensor does; what torch's functions give of it has the mark that
-    follows, as `tessel.distributed.propagation` says. A parameter that is a shard is one of these,
-    and a `torch.nn.Parameter` in the way that torch has for tensors of other types.
+    It has the shape of the part and computes with the part alone, as a plain tensor does; what
+    torch's functions give of it is a shard as far as their rules for spread tensors say so. Where
+    they do not, the sharding is lost, and layers that need it say where. Parallel layers give
+    shards, and have them as parameters; `tessel.register_parallel_dim` makes one of a tensor.
+
+    >>> import tessel, torch
+    >>> isinstance(tessel.nn.ParallelLinear(4, 6, dim=-1)(torch.ones(4)), tessel.distributed.Shard)
+    True
     """
 
     _tessel_sharding: Sharding | UnknownSharding
@@ -105,6 +112,36 @@ class Shard(Tensor):
                         _become(each, sharding)
                 return result
         return _computed(func, args, kwargs or {})
+
+    @eagerly
+    def spread(self) -> SpreadTensor:
+        """The spread tensor of which this is the part, with the shape of the whole.
+
+        Both share memory, and gradients pass both ways. Nothing is sent where it is known how long
+        the whole is, as of what parallel layers have and give; all workers must then agree on
+        whether it needs a gradient. Else they tell each other their lengths, which may be any.
+
+        >>> import tessel, torch
+        >>> h = tessel.nn.ParallelLinear(4, 6, dim=-1)(torch.ones(3, 4))
+        >>> h.spread().softmax(1).shard().shape
+        torch.Size([3, 6])
+        """
+        sharding = _known(self, "x.spread()")
+        if sharding.size is None:
+            return spreading.agreed_part(unmarked(self), sharding, "x.spread()")
+        return spreading.spread_part(unmarked(self), sharding, None)
+
+    @eagerly
+    def full(self) -> Tensor:
+        """The whole tensor, plain, on every worker that has a shard, as one shared value.
+
+        Forward:  an all-gather.    Adjoint:  this worker's part, nothing moves.
+
+        >>> import tessel, torch
+        >>> tessel.nn.ParallelLinear(4, 6, dim=-1)(torch.ones(3, 4)).full().shape
+        torch.Size([3, 6])
+        """
+        return self.spread().full()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         if id(self) in memo:
@@ -261,7 +298,7 @@ def get_parallel_dim(x: Tensor) -> int | None:
     >>> tessel.distributed.get_parallel_dim(weight), tessel.distributed.get_parallel_dim(weight * 2)
     (-1, 0)
     """
-    if isinstance(x, spread.Tensor):
+    if isinstance(x, SpreadTensor):
         dims = [dim for dim in range(x.dim()) if x._layout.is_split(dim)]
         if len(dims) > 1:
             raise ValueError(f"this tensor is split along several dimensions, {dims}: {x._layout}")
@@ -544,3 +581,44 @@ def _edge(x: Any) -> Any:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(x) if x.requires_grad else x.as_subclass(Tensor)
+
+
+# -- shards and spread tensors ---------------------------------------------------------------------
+
+
+def _known(shard: Tensor, label: str) -> Sharding:
+    """Which shard this is; ValueError in the name of `label` if that was lost."""
+    state = state_of(shard)
+    check_known(state, label)
+    assert isinstance(state, Sharding)
+    return state
+
+
+def _met(shard: Shard, partition: Partition | None) -> SpreadTensor:
+    """What a shard is beside a tensor that is spread over its workers; None for `tessel.spread`."""
+    if partition is None:  # the others may have something else: all say what they have
+        return spreading.agreed_part(
+            unmarked(shard), _known(shard, "tessel.spread"), "tessel.spread"
+        )
+    sharding = _known(shard, "a shard that meets a spread tensor")
+    return spreading.spread_part(unmarked(shard), sharding, partition)
+
+
+def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:
+    """The part of a shard, and where it lies, for `tessel.from_local`."""
+    sharding = _known(shard, "tessel.from_local")
+    if where is not None:
+        spreading.check_where(sharding, where)
+    return unmarked(shard), spreading.grid_of(shard, sharding) if where is None else where
+
+
+def _shard_of(x: SpreadTensor) -> Tensor:
+    """The part of a spread tensor as a shard, or, where every worker has all of it, plain."""
+    if x._layout.is_outside:
+        return x.local
+    return note(x.local, spreading.sharding_within(x._layout))
+
+
+converters[Shard] = _met
+owners[Shard] = _owned
+SpreadTensor.as_shard = staticmethod(_shard_of)

@@ -5,56 +5,87 @@ from __future__ import annotations
 import torch
 
 from tessel.core import boxes
-from tessel.core.layout import Cut, Layout
+from tessel.core.agreement import agree, as_agreed
+from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.distributed.shardings import Sharding, check_known, state_of
-from tessel.distributed.shards import Shard, unmarked
+from tessel.core.shared import grad_alike
+from tessel.distributed.group import row_of
+from tessel.distributed.shard_layouts import layout_of_parts
+from tessel.distributed.shardings import Sharding
 from tessel.tensor import Tensor
-from tessel.tensor.create import owners
-from tessel.tensor.tensor import converters
-from tessel.transport import kept_in_job
+from tessel.tensor.create import Where
+from tessel.tensor.table import is_whole
 
 
-def spread_of(shard: Shard, partition: Partition) -> Tensor:
-    """The spread tensor of a shard, on a grid of the workers that have its others.
+def spread_part(part: torch.Tensor, sharding: Sharding, partition: Partition | None) -> Tensor:
+    """The spread tensor of a shard of which the length of the whole is known; nothing is sent.
 
-    Nothing is asked of the others: the mark says how long the whole is. A parameter that meets a
-    spread tensor in a torch function takes part in this form.
+    Args:
+        part: the shard, a plain tensor.
+        sharding: which shard it is.
+        partition: its workers on the grid of a tensor that it meets; None for a row.
     """
-    sharding = state_of(shard)
-    check_known(sharding, "a shard that meets a spread tensor")
-    assert isinstance(sharding, Sharding)
-    if sharding.partition.ranks != partition.ranks:
+    return Tensor(part, sharding.layout(tuple(part.shape), partition))
+
+
+def agreed_part(part: torch.Tensor, sharding: Sharding, call: str) -> Tensor:
+    """The same after the workers told each other their lengths, which may be any if none is known.
+
+    Args:
+        part: the shard, a plain tensor.
+        sharding: which shard it is.
+        call: what is called, in the words of its user.
+    """
+    row = sharding.partition
+    label = f"{call} of {sharding}"
+    [(shapes, meta)] = agree(row, label, part)
+    layout = layout_of_parts(row, shapes, sharding.dim, sharding.size, label)
+    entered = grad_alike(as_agreed(part, meta, True), meta)
+    return Tensor(entered.view_as(entered), layout)
+
+
+def grid_of(part: torch.Tensor, sharding: Sharding) -> Where:
+    """Where a shard lies, as `tessel.from_local` takes it: on a grid that splits its dimension."""
+    if sharding.size is not None:
+        return sharding.layout(tuple(part.shape))
+    sizes = [sharding.partition.size if dim == sharding.dim else 1 for dim in range(part.ndim)]
+    return sharding.partition.create_cartesian_topology_partition(sizes)
+
+
+def check_where(sharding: Sharding, where: Where) -> None:
+    """Raise ValueError if a shard is not the part that its user says it is."""
+    partition = where.partition if isinstance(where, Layout) else where
+    if isinstance(where, Layout):
+        split = [dim for dim, cut in enumerate(where.cuts) if len(cut.intervals) > 1]
+    else:
+        split = [axis for axis, size in enumerate(partition.shape) if size > 1]
+    if partition.ranks != sharding.partition.ranks or not {*split} <= {sharding.dim}:
         raise ValueError(
-            f"{sharding} meets a tensor that is spread on {partition}; both must be spread over "
-            f"the same workers in the same order"
+            f"tessel.from_local over {where} of {sharding}, which says otherwise; leave out "
+            f"`where`, and write x.spread().move_to(where) to have it there"
         )
-    if sharding.size is None:
-        raise ValueError(
-            f"{sharding}, of which the length of the whole is not known, meets a spread tensor; "
-            f"make it one first, by tessel.from_local(x)"
-        )
-    part = unmarked(shard)
-    return Tensor(part, _layout(partition, sharding.dim, tuple(part.shape), sharding.size))
 
 
-@kept_in_job
-def _layout(partition: Partition, dim: int, shape: tuple[int, ...], size: int) -> Layout:
-    """All axes of the grid split the dimension, one after the other: so workers stay in order."""
-    every = tuple(range(partition.dim))
-    cuts = [Cut((), ((0, length),)) for length in shape]
-    cuts[dim] = Cut(every, boxes.balanced(size, partition.size))
-    return Layout(partition, (*shape[:dim], size, *shape[dim + 1 :]), tuple(cuts))
+def sharding_within(layout: Layout) -> Sharding | None:
+    """What the part of a spread tensor is as a shard over a row of its workers; None if whole.
 
-
-def _owner(shard: torch.Tensor) -> tuple[torch.Tensor, Partition]:
-    """The part of a shard, and the workers on a grid that splits its dimension."""
-    sharding = state_of(shard)
-    check_known(sharding, "tessel.from_local")
-    assert isinstance(sharding, Sharding)
-    sizes = [sharding.partition.size if dim == sharding.dim else 1 for dim in range(shard.ndim)]
-    return unmarked(shard), sharding.partition.create_cartesian_topology_partition(sizes)
-
-
-converters[Shard] = spread_of
-owners[Shard] = _owner
+    ValueError for parts that are no shards, on all workers: they know the layout.
+    """
+    row = row_of(layout.partition)
+    split = [dim for dim, cut in enumerate(layout.cuts) if len(cut.intervals) > 1]
+    if row.size == 1:  # an axis says which dimension would be split over more
+        split = [dim for dim, cut in enumerate(layout.cuts) if cut.axes]
+        split = split if len(split) == 1 else []
+    if not split and is_whole(layout):
+        return None
+    axes = [axis for axis, size in enumerate(layout.partition.shape) if size > 1]
+    for dim in split if len(split) == 1 else ():
+        cut, size = layout.cuts[dim], layout.shape[dim]
+        in_order = [axis for axis in cut.axes if axis in axes] == axes
+        if in_order and cut.intervals == boxes.balanced(size, row.size):
+            return Sharding(dim, row, size)
+    raise ValueError(
+        f"x.shard() of {layout}: a shard is split along one dimension, into balanced parts, over "
+        f"all workers in their order; bring it there first, by x.move_to(...) a layout as "
+        f"tessel.Layout.split(P, x.shape, [0, None, ...]) on a row P of these workers"
+    )

@@ -1,7 +1,7 @@
 """Tessel and other parts of torch: sharded checkpoints of `torch.distributed.checkpoint`.
 
-It may import `nn` and what is below it.
+It may import `state` and what is below it, where they are written.
 """
 
-from tessel.interop.checkpoint import ModelState as ModelState
-from tessel.interop.checkpoint import OptimizerState as OptimizerState
+from tessel.state.checkpoint import ModelState as ModelState
+from tessel.state.checkpoint import OptimizerState as OptimizerState

@@ -3,6 +3,8 @@
 It may import `distributed`, `tensor`, `operators`, `primitives` and what is below them.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from tessel.nn import functional as functional
 from tessel.nn import init as init
 from tessel.nn.adaptive import DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d
@@ -47,20 +49,14 @@ from tessel.nn.parallel import Embedding as Embedding
 from tessel.nn.parallel import ParallelCrossEntropyLoss as ParallelCrossEntropyLoss
 from tessel.nn.parallel import ParallelDropout as ParallelDropout
 from tessel.nn.parallel import ParallelEmbedding as ParallelEmbedding
-from tessel.nn.parallel import ParallelGradScaler as ParallelGradScaler
 from tessel.nn.parallel import ParallelLinear as ParallelLinear
 from tessel.nn.parallel import RegisterParallelDim as RegisterParallelDim
-from tessel.nn.parallel import clip_grad_norm_ as clip_grad_norm_
-from tessel.nn.parallel import collect_optimizer_state_dict as collect_optimizer_state_dict
-from tessel.nn.parallel import collect_state_dict as collect_state_dict
 from tessel.nn.parallel import data_parallel as data_parallel
 from tessel.nn.parallel import gather_batch as gather_batch
 from tessel.nn.parallel import random_stream as random_stream
 from tessel.nn.parallel import (
     register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore,
 )
-from tessel.nn.parallel import relocate_optimizer_state_dict as relocate_optimizer_state_dict
-from tessel.nn.parallel import relocate_state_dict as relocate_state_dict
 from tessel.nn.pooling import DistributedAvgPool1d as DistributedAvgPool1d
 from tessel.nn.pooling import DistributedAvgPool2d as DistributedAvgPool2d
 from tessel.nn.pooling import DistributedAvgPool3d as DistributedAvgPool3d
@@ -79,3 +75,11 @@ from tessel.primitives.broadcast import Broadcast as Broadcast
 from tessel.primitives.broadcast import SumReduce as SumReduce
 from tessel.primitives.halo_exchange import HaloExchange as HaloExchange
 from tessel.primitives.repartition import Repartition as Repartition
+
+if _TYPE_CHECKING:  # what works on whole models stands above: `tessel` puts these names here
+    from tessel.state import ParallelGradScaler as ParallelGradScaler
+    from tessel.state import clip_grad_norm_ as clip_grad_norm_
+    from tessel.state import collect_optimizer_state_dict as collect_optimizer_state_dict
+    from tessel.state import collect_state_dict as collect_state_dict
+    from tessel.state import relocate_optimizer_state_dict as relocate_optimizer_state_dict
+    from tessel.state import relocate_state_dict as relocate_state_dict

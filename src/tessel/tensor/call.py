@@ -278,9 +278,12 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
             return {name: convert(each) for name, each in value.items()}
         return value
 
-    if is_in_place(name_of(func)) and type(args[0]) in converters:
+    name = name_of(func)
+    if name == "grad":  # what something is derived by must be what it was computed from
+        return above(func, args, kwargs)
+    if is_in_place(name) and type(args[0]) in converters:
         raise TypeError(
-            f"`{name_of(func)}` would write a spread tensor into a {type(args[0]).__name__}; write "
+            f"`{name}` would write a spread tensor into a {type(args[0]).__name__}; write "
             f"its part, y.local, after y.move_to(...) the layout that it has"
         )
     return above(func, convert(args), convert(kwargs))

@@ -19,14 +19,15 @@ from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.tensor.counter_random import normal, uniform, whole_numbers
 from tessel.tensor.shared_random import common_number
-from tessel.tensor.tensor import Tensor, layout_on, move
+from tessel.tensor.tensor import Tensor, converters, layout_on, move
 from tessel.transport import kept_in_job
 
 Where = Partition | Layout
 Agreed = tuple[Layout, TensorMeta]
 
-# kinds of tensors that know of which whole they are parts, and what tells the part and its workers
-owners: dict[type, Callable[[Any], tuple[torch.Tensor, Partition]]] = {}
+# kinds of tensors that know of which whole they are parts, and what tells the part and where it
+# lies, or raises if the user says otherwise
+owners: dict[type, Callable[[Any, Where | None], tuple[torch.Tensor, Where]]] = {}
 
 
 @eagerly
@@ -37,7 +38,8 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
     whole gradient, an all-gather.
 
     Args:
-        x: the whole tensor, on each worker of `where`; others may pass anything.
+        x: the whole tensor, on each worker of `where`; others may pass anything. A spread tensor,
+            or a shard of a parallel layer, is moved there.
         where: a partition whose axis d splits dimension d into balanced parts, or a layout.
 
     >>> import tessel, torch
@@ -46,6 +48,8 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
     tensor(6.)
     """
     partition = _partition(where)
+    if type(x) in converters:
+        x = converters[type(x)](x, None)
     if isinstance(x, Tensor):
         return x.move_to(where)
     layout, meta = _agree(partition, where, "tessel.spread", x)
@@ -73,8 +77,7 @@ def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
     torch.Size([3])
     """
     if type(part) in owners:
-        part, own = owners[type(part)](part)
-        where = own if where is None else where
+        part, where = owners[type(part)](part, where)
     if where is None:
         raise TypeError("from_local: where is needed, a tessel.Partition or a tessel.Layout")
     partition = _partition(where)

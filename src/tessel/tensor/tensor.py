@@ -38,8 +38,9 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors as whole ones
 
-# other kinds that know how they lie, and what makes them spread tensors on a partition
-converters: dict[type, Callable[[Any, Partition], Tensor]] = {}
+# other kinds that know how they lie, and what makes them spread tensors on a partition; on none,
+# after an agreement, on one of their own
+converters: dict[type, Callable[[Any, Partition | None], Tensor]] = {}
 
 
 class Tensor(torch.Tensor):
@@ -63,6 +64,7 @@ class Tensor(torch.Tensor):
         Any
     ]  # what is done with one of spread tensors and others that know their layouts
     below: ClassVar[Handler]  # what is done for code that went round torch's functions
+    as_shard: ClassVar[Callable[[Tensor], torch.Tensor]]  # what `tessel.distributed` makes of parts
 
     @staticmethod
     def __new__(cls, part: torch.Tensor, layout: Layout, records: bool = True) -> Tensor:
@@ -143,6 +145,16 @@ class Tensor(torch.Tensor):
         if target.is_outside and not moved.takes_part:
             return Tensor(part.reshape(-1)[:0], target)
         return Tensor(moved.apply(part), target)
+
+    @untraced
+    def shard(self) -> torch.Tensor:
+        """This worker's part as a shard of parallel layers: it has the shape of the part.
+
+        It shares memory with this tensor, gradients pass both ways, and `y.spread()` is this
+        tensor again. Of one that every worker has whole, the whole, plain. ValueError for what is
+        split along several dimensions, or unevenly: `move_to` brings it there.
+        """
+        return Tensor.as_shard(self)
 
     @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

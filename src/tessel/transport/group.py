@@ -168,12 +168,12 @@ class Group:
             landed, heard = host.share(self._agreement, said, self.size, _AGREEMENT)
             if landed == self.size:
                 return heard
-        words = host.say_words(key, said, ways.others) if landed < 0 else []
+        sent = host.say_words(key, said, ways.others) if landed < 0 else []
         length = len(said)
         parts = [heard[at : at + length] for at in range(0, max(landed, 0) * length, length)]
         missing = self.workers[len(parts) :]
         others = [each for each in missing if each != ways.worker]
-        came = dict(zip(others, host.hear_words(key, others, words, ways.others), strict=True))
+        came = dict(zip(others, host.hear_words(key, others, sent, ways.others), strict=True))
         return b"".join([*parts, *(came.get(worker, said) for worker in missing)])
 
     @cached_property

@@ -790,31 +790,42 @@ def misfit(what: str) -> tuple[str, str]:
         return outcome(lambda: parallel_cross_entropy(marked(x, sharding), target, **more))
 
 
+ALONG_1 = "a shard along dim 1 over workers 0, 1"
+
+
 @pytest.mark.parametrize(
     ("what", "kind", "says"),
     [
         ("unbalanced", "ValueError", "[3, 2] on workers [0, 1], got [2, 3]"),
         ("unbalanced, not sized", "ValueError", "[3, 2] on workers [0, 1], got [2, 3]"),
         ("another size", "ValueError", "7 classes, [4, 3] on workers [0, 1], got [3, 2]"),
-        ("batch dim", "ValueError", "stand along dim 1, and it is a shard along dim 0; transpose"),
-        ("last dim", "ValueError", "stand along dim 1, and it is a shard along dim 2; transpose"),
+        ("batch dim", "ValueError", f"of 2 dimensions, must be {ALONG_1}, got a shard along dim 0"),
+        ("last dim", "ValueError", f"of 3 dimensions, must be {ALONG_1}, got a shard along dim 2"),
         ("batches", "ValueError", "(4,) on worker 0, (5,) on worker 1"),
         ("dtypes", "ValueError", "torch.float32 on worker 0, torch.float64 on worker 1"),
         ("dims", "ValueError", "all workers must make the same calls"),
-        ("targets", "ValueError", "same target, and that of worker 1 has other values"),
+        ("targets", "ValueError", "same target, and worker 1 has other values"),
         ("range", "IndexError", "target 5 is out of bounds on worker 1: the classes are 0 to 4"),
         ("target shapes", "ValueError", "(4,) on worker 0, (3,) on worker 1"),
         ("target list", "ValueError", "worker 1 passed no tensor"),
-        ("weights", "ValueError", "same weight, and that of worker 1 has other values"),
+        ("weights", "ValueError", "same weight, and worker 1 has other values"),
         ("weight of one", "ValueError", "all workers must make the same calls"),
         ("reductions", "ValueError", "all workers must make the same calls"),
         ("unmarked target", "ValueError", "write tessel.register_parallel_dim(target, 1)"),
-        ("target along batch", "ValueError", "must be split as the input is, along dim 1"),
-        ("classes in shards", "ValueError", "must be split as the input is, along dim 1"),
+        (
+            "target along batch",
+            "ValueError",
+            f"the target must be {ALONG_1}, got a shard along dim 0",
+        ),
+        (
+            "classes in shards",
+            "ValueError",
+            f"the target must be {ALONG_1}, got a shard along dim 0",
+        ),
         ("images in shards", "ValueError", "classes must be whole on every worker"),
         ("sparse target", "ValueError", "worker 1 passed no tensor"),
         ("sparse weight", "TypeError", "must be Tensor"),
-        ("weight shard", "ValueError", "the whole weight is needed on every worker"),
+        ("weight shard", "ValueError", "the weight must be whole on every worker"),
         ("partition", "ValueError", "leave out partition="),
         ("no gradient", "ValueError", "workers [1] run under torch.no_grad()"),
     ],

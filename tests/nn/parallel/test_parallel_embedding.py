@@ -383,25 +383,28 @@ def attempt(kind: str, dim: int) -> tuple[type[BaseException], str] | None:
 
 
 FAULTS = {
-    "too great": (IndexError, "got 10, and the table has rows 0 to 9"),
-    "negative": (IndexError, "got -1"),
-    "too great on one": (IndexError, "worker 1 got 10"),
-    "others on one": (ValueError, "those of worker 1 are others than those of worker 0"),
+    "too great": (
+        IndexError,
+        "id 10 is out of bounds on worker 0: the rows of the table are 0 to 9",
+    ),
+    "negative": (IndexError, "id -1 is out of bounds"),
+    "too great on one": (IndexError, "id 10 is out of bounds on worker 1"),
+    "others on one": (ValueError, "the same ids, and worker 1 has other values than worker 0"),
     "shape": (ValueError, "shape of the ids"),
     "dtype": (ValueError, "dtype"),
     "floats": (ValueError, "int64 or int32"),
     "no tensor": (ValueError, "passed no tensor"),
     "marked": (ValueError, "whole on every worker"),
     "lost": (ValueError, "whole on every worker"),
-    "shard": (ValueError, "worker 0 expected a shard of shape"),
-    "whole weight": (ValueError, "expected a shard of shape"),
+    "shard": (ValueError, "worker 0 expected a part of shape"),
+    "whole weight": (ValueError, "expected a part of shape"),
     "frozen": (ValueError, "without a gradient of the weight"),
     "padding": (ValueError, "padding_idx=3"),
     "weight dtype": (ValueError, "dtype"),
     "no grad": (ValueError, "same"),
-    "other dim": (ValueError, "the weight is a shard along dim"),
+    "other dim": (ValueError, "the weight must be a shard along dim"),
     "padding out of range": (ValueError, "padding_idx must be a row"),
-    "rows": (ValueError, "expected a shard of shape"),
+    "rows": (ValueError, "expected a part of shape"),
     "max_norm": (ValueError, "could not convert string to float"),
 }
 

@@ -489,6 +489,7 @@ def _calls(
     }
 
 
+NINE = "a shard along dim 1, 9 long as a whole, over workers 0..2"
 BAD = {
     "dim": "dim must be None",
     "dim of one": "same calls",
@@ -496,15 +497,15 @@ BAD = {
     "dim as a truth value": "dim must be None",
     "features of one": "same calls",
     "conversion dim": "dim must be None",
-    "width": "worker 0 expected an input with 6 of 6 features",
-    "width of one": "worker 2 expected an input with 6 of 6 features",
+    "width": "worker 0 expected a part of shape (2, 6) of an input of shape (2, 6)",
+    "width of one": "worker 2 expected a part of shape (2, 6) of an input of shape (2, 6)",
     "rows of one": "shape before the last",
     "no dimension": "at least one dimension",
     "whole and unmarked shard": "all workers pass the whole input, or each its shard",
     "shard of nobody": "all workers pass the whole input, or each its shard",
-    "shard of another size": "9 inputs, the whole tensor 10",
-    "shard of wrong length": "expected an input with 3 of 9 features",
-    "shard along rows": "along the last dimension",
+    "shard of another size": f"the input must be {NINE}, got a shard along dim 1, 10 long",
+    "shard of wrong length": "expected a part of shape (2, 3) of an input of shape (2, 9)",
+    "shard along rows": f"the input must be {NINE}, got a shard along dim 0",
     "shard into columns": "gather(x)",
     "shard of one": "same calls",
     "lost": "lost in `cumsum`",
@@ -520,9 +521,9 @@ BAD = {
     "function: parts": "balanced shards",
     "function: inputs": "other length",
     "function: bias": "the bias of worker",
-    "function: mark": "was expected",
+    "function: mark": "the weight must be a shard along dim 1",
     "function: vector": "(outputs, inputs)",
-    "function: input": "expected an input with 6",
+    "function: input": "expected a part of shape (2, 6) of an input of shape (2, 6)",
 }
 DTYPE_ERRORS = ("other dtype",)
 

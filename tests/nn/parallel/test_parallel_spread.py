@@ -193,7 +193,7 @@ def test_shards_meet_spread_tensors(run: Run, nprocs: int) -> None:
     first, *others = run(mix, nprocs=nprocs)
     assert all(other == first for other in others)
     unknown, lost, written, of_lost, plain = first
-    assert unknown[0] is ValueError and "tessel.from_local(x)" in unknown[1]
+    assert unknown[0] is ValueError and "tessel.spread(x, where)" in unknown[1]
     assert written[0] is TypeError and "would write a spread tensor into a Shard" in written[1]
     assert plain[0] is TypeError and "where is needed" in plain[1]
     if nprocs > 1:

@@ -19,7 +19,6 @@ from parity import close, values
 from tessel import Layout, Partition
 from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
 from tessel.models import FNO
-from tessel.nn.parallel.clip import clip_grad_norm_
 from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
 from tessel.nn.parallel.drawing import layout_of
 from tessel.nn.parallel.dropout import ParallelDropout, random_stream
@@ -31,7 +30,8 @@ from tessel.nn.parallel.replicas import (
     get_data_parallel_group,
     register_ddp_parameters_to_ignore,
 )
-from tessel.nn.parallel.scaler import ParallelGradScaler
+from tessel.state.clip import clip_grad_norm_
+from tessel.state.scaler import ParallelGradScaler
 from tessel.testing import count_traffic
 from windowed_cases import raised
 

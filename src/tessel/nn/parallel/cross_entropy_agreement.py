@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import Numbers, TensorMeta, agree_and_tell, same
+from tessel.core.agreement import TensorMeta, agree_and_tell, same
 from tessel.core.checksum import checksum, is_dense, range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.distributed.movements import layout_of_shards
+from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import Sharding
+from tessel.nn.parallel.agreed import Frozen, check_copies, check_sharding, frozen
 from tessel.tensor.rules.losses import Kind, loss_dtype
 from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.transport import kept_in_job
 
 CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
-WAY_OUT = "tessel.distributed.gather(x) makes a tensor whole again"
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,6 @@ class Logits:
     dtype: torch.dtype
 
 
-Parts = tuple[tuple[tuple[int, Shape], ...], TensorMeta]  # shapes by worker, and the kind
-
-
 def kind_of(weight: Any) -> Kind | str | None:
     """What is known of the weight of classes beside its values."""
     if weight is None:
@@ -107,14 +104,15 @@ def agree(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Logits:
     numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
     tensors = ("the input", x), ("the target", target)
     held, values = agree_and_tell(loss.partition, loss.label, tensors, numbers, repr(loss))
-    inputs, targets = ((tuple(shapes.items()), meta) for shapes, meta in held)
-    logits = _concluded(loss, inputs, targets)
-    _check_values(loss, logits.layout.shape[loss.input.dim], values)
+    logits = _concluded(loss, *map(frozen, held))
+    num_classes = logits.layout.shape[loss.input.dim]
+    what = "target", "classes"
+    check_copies(values, ("target", "weight"), num_classes, what, loss.label)
     return logits
 
 
 @kept_in_job
-def _concluded(loss: ShardedLoss, inputs: Parts, targets: Parts) -> Logits:
+def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
     """What follows from the shapes and kinds of all workers, the same on each of them."""
     (input_shapes, input_terms), (target_shapes, target_terms) = inputs, targets
     of_input, of_target = dict(input_shapes), dict(target_shapes)
@@ -151,22 +149,10 @@ def _check_shardings(loss: ShardedLoss, ndim: int) -> None:
             f"{loss.label}: partition= names workers {loss.wanted}, and the input is a shard over "
             f"workers {workers}; leave out partition="
         )
-    if loss.input.dim != dim:
-        raise ValueError(
-            f"{loss.label}: the classes of an input of {ndim} dimensions stand along dim {dim}, "
-            f"and it is a shard along dim {loss.input.dim}; transpose it, or {WAY_OUT}"
-        )
-    if loss.weight_sharding is not None:
-        raise ValueError(
-            f"{loss.label}: the whole weight is needed on every worker, got a shard; {WAY_OUT}"
-        )
-    sharding = loss.target
-    if sharding is not None and (sharding.dim, sharding.partition.ranks) != (dim, workers):
-        raise ValueError(
-            f"{loss.label}: a target that is a shard must be split as the input is, along dim "
-            f"{dim} over workers {workers}, got dim {sharding.dim} over workers "
-            f"{sharding.partition.ranks}; {WAY_OUT}"
-        )
+    expected = Sharding(dim, loss.input.partition)
+    check_sharding(loss.input, expected, f"the input, of {ndim} dimensions,", loss.label)
+    check_sharding(loss.weight_sharding, None, "the weight", loss.label)
+    check_sharding(loss.target, expected, "the target", loss.label)
 
 
 def _whole(loss: ShardedLoss, name: str, sharding: Sharding, shapes: dict[int, Shape]) -> Layout:
@@ -194,21 +180,3 @@ def _check_target(loss: ShardedLoss, shape: Shape, dim: int, target: Shape) -> N
         f"{loss.label}: a target of shape {samples}, or of shape {shape} for probabilities, was "
         f"expected for an input of shape {shape}, got {target}"
     )
-
-
-def _check_values(loss: ShardedLoss, num_classes: int, values: Numbers) -> None:
-    """Raise IndexError for a target that is no class, ValueError for copies that differ."""
-    first = loss.partition.ranks[0]
-    for worker, (low, high, *_) in values.items():
-        if low <= high and not 0 <= low <= high < num_classes:
-            raise IndexError(
-                f"{loss.label}: target {low if low < 0 else high} is out of bounds on worker "
-                f"{worker}: the classes are 0 to {num_classes - 1}"
-            )
-    for worker, words in values.items():
-        if words[2:] != values[first][2:]:
-            name = "weight" if words[2] == values[first][2] else "target"
-            raise ValueError(
-                f"{loss.label}: all workers must have the same {name}, and that of worker "
-                f"{worker} has other values than that of worker {first}"
-            )

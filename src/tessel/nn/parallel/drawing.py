@@ -19,7 +19,7 @@ from tessel.core.agreement import agree
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.distributed.movements import layout_of_parts, shard_layout
+from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
 from tessel.distributed.shards import sharding_of, shared_by, unmarked
 
 Draw = Callable[[Tensor], Any]

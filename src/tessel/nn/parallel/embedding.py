@@ -14,7 +14,8 @@ from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
-from tessel.distributed.movements import gathering, shard_layout
+from tessel.distributed.movements import gathering
+from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import (
     Sharding,
     describe,
@@ -203,7 +204,10 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             label,
             self.dim,
             self.num_embeddings,
-            self._settings,
+            EmbeddingOptions(
+                *(self.padding_idx, self.max_norm, self.norm_type),
+                *(self.scale_grad_by_freq, self.sparse),
+            ),
             state_of(self.weight),
             state_of(input),
             self.embedding_dim,
@@ -260,12 +264,6 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         if self.dim is None or dim is None:
             return self.dim is dim
         return abs(self.dim) == abs(dim) and self.partition == partition
-
-    @property
-    def _settings(self) -> EmbeddingOptions:
-        return EmbeddingOptions(
-            self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-        )
 
 
 Embedding = ParallelEmbedding  # torchshard has both names

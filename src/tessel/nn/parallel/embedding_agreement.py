@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Held, Numbers, TensorMeta, agree_and_tell, same
+from tessel.core.agreement import TensorMeta, agree_and_tell, same
 from tessel.core.checksum import range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.distributed.movements import shard_layout
-from tessel.distributed.shardings import Sharding, State, check_known, describe
+from tessel.distributed.shard_layouts import shard_layout
+from tessel.distributed.shardings import Sharding, State, check_known
+from tessel.nn.parallel.agreed import Frozen, check_copies, check_parts, check_sharding, frozen
 from tessel.tensor.rules.split_tables import EmbeddingOptions
 from tessel.transport import kept_in_job
 
@@ -49,22 +50,6 @@ class Lookup:
         assert self.dim is not None
         return abs(self.dim)
 
-    def check_shardings(self) -> None:
-        """Raise ValueError if a mark says otherwise."""
-        check_known(self.weight, self.label)
-        if isinstance(self.weight, Sharding) and (
-            self.weight.dim != self.place or self.weight.partition.ranks != self.partition.ranks
-        ):
-            raise ValueError(
-                f"{self.label}: the table is split along dim {self.dim} over workers "
-                f"{self.partition.listing}, and the weight is {self.weight}"
-            )
-        if self.ids is not None:
-            raise ValueError(
-                f"{self.label}: ids that are whole on every worker are needed, and these are "
-                f"{describe(self.ids)}; tessel.distributed.gather(ids) gives them"
-            )
-
 
 def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMeta]:
     """The layout of the whole table, after all workers agreed that they look up the same in it.
@@ -81,23 +66,18 @@ def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMe
         range_of(ids, INDICES),
         f"{label} {lookup}",
     )
-    layout = _concluded(lookup, label, _frozen(of_ids), _frozen(of_weight))
-    _check_values(lookup, values, layout.shape[0])
+    layout = _concluded(lookup, label, frozen(of_ids), frozen(of_weight))
+    check_copies(values, ("ids",), layout.shape[0], ("id", "rows of the table"), lookup.label)
     return layout, of_weight[1]
-
-
-Frozen = tuple[tuple[tuple[int, Shape], ...], TensorMeta]
-
-
-def _frozen(held: Held) -> Frozen:
-    shapes, meta = held
-    return tuple(shapes.items()), meta
 
 
 @kept_in_job
 def _concluded(lookup: Lookup, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
     """The table that follows from the shapes of all workers, once for the same shapes."""
-    lookup.check_shardings()
+    check_known(lookup.weight, label)  # along which dimension it is split is its sharding's to say
+    expected = Sharding(lookup.place, lookup.partition)
+    check_sharding(lookup.weight, expected, "the weight", lookup.label)
+    check_sharding(lookup.ids, None, "the ids", lookup.label)
     (shapes, meta), (shards, kind) = of_ids, of_weight
     if meta.dtype not in INDICES:
         raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {meta.dtype}")
@@ -127,14 +107,7 @@ def _table(lookup: Lookup, shapes: dict[int, Shape]) -> Layout:
     wanted = lookup.num_embeddings, lookup.embedding_dim
     rows, columns = (n if given is None else given for n, given in zip(whole, wanted, strict=True))
     layout = shard_layout(lookup.partition, (rows, columns), dim)
-    for worker in lookup.partition.ranks:
-        if shapes[worker] != layout.shape_on(worker):
-            raise ValueError(
-                f"{label}: worker {worker} expected a shard of shape {layout.shape_on(worker)} of "
-                f"a table of shape {layout.shape} that is split along dimension {dim}, got "
-                f"{shapes[worker]}; shards are balanced parts, the first of them one longer where "
-                f"it does not divide"
-            )
+    check_parts(shapes, layout, "a table", label, "; shards are balanced parts of it")
     return layout
 
 
@@ -149,20 +122,3 @@ def _check_settings(lookup: Lookup, rows: int) -> None:
             f"{lookup.label}: padding_idx must be a row of the table, {-rows} to {rows - 1}, "
             f"got {padding}"
         )
-
-
-def _check_values(lookup: Lookup, values: Numbers, rows: int) -> None:
-    for worker, (low, high, _) in values.items():
-        if low <= high and not 0 <= low <= high < rows:
-            raise IndexError(
-                f"{lookup.label}: an id is out of range: worker {worker} got "
-                f"{low if low < 0 else high}, and the table has rows 0 to {rows - 1}"
-            )
-    first = lookup.partition.group.workers[0]
-    for worker, said in values.items():
-        if said != values[first]:
-            raise ValueError(
-                f"{lookup.label}: all workers must look up the same ids, and those of worker "
-                f"{worker} are others than those of worker {first}; give all the same batch, "
-                f"say by the same seed of the data loader, or gather the ids before"
-            )

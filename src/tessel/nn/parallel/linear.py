@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level
 
-from tessel.core import boxes
-from tessel.core.agreement import TensorMeta, agree, agree_on_call, conclude, same
-from tessel.core.graph import eagerly
-from tessel.core.layout import Layout, Shape
-from tessel.core.linop import LinearOperator
-from tessel.core.partition import Partition
-from tessel.core.shared import Replicate, grad_alike
-from tessel.distributed.group import row_of
-from tessel.distributed.movements import (
-    copying,
-    layout_of_shards,
-    reducing,
-    scattering,
-    shard_layout,
+from tessel.core.agreement import (
+    agree,
+    agree_on_call,
+    as_agreed,
+    conclude,
+    in_forward_mode,
+    same,
 )
+from tessel.core.graph import eagerly
+from tessel.core.layout import Layout
+from tessel.core.partition import Partition
+from tessel.core.shared import grad_alike
+from tessel.distributed.group import row_of
+from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import (
     Sharding,
-    State,
-    UnknownSharding,
-    check_known,
     describe,
     marked,
     state_of,
@@ -37,154 +33,13 @@ from tessel.distributed.shards import (
     unmarked,
 )
 from tessel.nn.layer import needs_of
-from tessel.nn.parallel.column import can_overlap, multiply_overlapping
+from tessel.nn.parallel.agreed import check_sharding
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_
+from tessel.nn.parallel.linear_agreement import COLUMN, ShardedProduct, layouts_of, problem_of
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.transport import kept_in_job
-
-COLUMN, ROW = 1, 0
-
-
-@dataclass(frozen=True)
-class ProductPlan:
-    """What all workers agreed on: how the input enters, and how the results become one."""
-
-    enter: LinearOperator | None
-    leave: LinearOperator | None
-    meta: TensorMeta
-
-
-@dataclass(frozen=True)
-class ShardedProduct:
-    """A product with a weight in shards, to the last detail in which workers must be alike.
-
-    Args:
-        name: what the user calls.
-        partition: the workers, in one row.
-        dim: `COLUMN` if the outputs are split, `ROW` if the inputs are.
-        sizes: the numbers of inputs and outputs of the whole weight.
-        state: what is known of the input.
-        dtype: of the weight.
-        device: of the weight.
-        autocast: the dtype of an autocast region, if there is one.
-        needs: which parameters get gradients.
-        is_off: whether `torch.no_grad()` keeps some from it.
-        problem: what is wrong with the parameters of this worker, or nothing.
-    """
-
-    name: str
-    partition: Partition
-    dim: int
-    sizes: tuple[int, int]
-    state: State
-    dtype: torch.dtype
-    device: str
-    autocast: torch.dtype | None
-    needs: tuple[bool, ...]
-    is_off: bool
-    problem: str
-
-    @property
-    def label(self) -> str:
-        mode = ", under torch.no_grad()" if self.is_off else ""
-        wrong = f" and {self.problem}" if self.problem else ""
-        return (
-            f"{self.name} over {self.partition}{mode}, where the input is "
-            f"{describe(self.state)}{wrong}"
-        )
-
-    @property
-    def identity(self) -> str:
-        """The label and all that it does not say."""
-        return f"{self.label} {self.dtype} {self.device} {self.autocast} {self.needs}"
-
-    def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> ProductPlan:
-        if self.problem:
-            raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
-        check_known(self.state, self.label)
-        self._check_kind(meta)
-        shape = self._whole_shape(shapes)
-        result = (*shape[:-1], self.sizes[1])
-        if self.dim == COLUMN:
-            return ProductPlan(copying(self.partition, shape), None, meta)
-        leave = reducing(self.partition, result)
-        if self.state is None and not self._are_shards(shapes):
-            return ProductPlan(scattering(self.partition, shape, len(shape) - 1), leave, meta)
-        return ProductPlan(None, leave, meta)
-
-    def _are_shards(self, shapes: dict[int, Shape]) -> bool:
-        """Whether the lengths of inputs say that they are shards, where no mark does.
-
-        Whole inputs are as long as the weight on every worker. So shards that are so, too, are
-        whole: those on one worker, and those of nothing.
-        """
-        if self.dim == COLUMN or isinstance(self.state, Sharding):
-            return self.dim == ROW
-        lengths = [shapes[worker][-1] for worker in self.partition.ranks]
-        parts = boxes.balanced(self.sizes[0], self.partition.size)
-        fits = lengths == [stop - start for start, stop in parts]
-        return fits and any(length != self.sizes[0] for length in lengths)
-
-    def _check_kind(self, meta: TensorMeta) -> None:
-        """Raise as torch does if the weight is of another kind than the input."""
-        pairs: list[tuple[str, Any, Any]] = [("device", meta.device, self.device)]
-        if self.autocast is None:
-            pairs.append(("dtype", meta.dtype, self.dtype))
-        for what, given, own in pairs:
-            if given != own:
-                raise RuntimeError(
-                    f"{self.label}: input and weight must have the same {what}, got {given} and "
-                    f"{own}"
-                )
-
-    def _whole_shape(self, shapes: dict[int, Shape]) -> Shape:
-        """The shape of the whole input; raises if the inputs do not fit."""
-        length = self.sizes[0]
-        first = shapes[self.partition.ranks[0]]
-        if not first:
-            raise ValueError(f"{self.label}: an input of at least one dimension is needed")
-        self._check_sharding(len(first))
-        same({w: shape[:-1] for w, shape in shapes.items()}, "shape before the last", self.label)
-        parts = boxes.balanced(length, self.partition.size)
-        for worker, (start, stop) in zip(self.partition.ranks, parts, strict=True):
-            expected = stop - start if self._are_shards(shapes) else length
-            if shapes[worker][-1] != expected:
-                raise ValueError(f"{self.label}: {self._sizes(worker, shapes[worker], expected)}")
-        return (*first[:-1], length)
-
-    def _sizes(self, worker: int, shape: Shape, expected: int) -> str:
-        text = (
-            f"worker {worker} expected an input with {expected} of {self.sizes[0]} features in its "
-            f"last dimension, got shape {shape}"
-        )
-        if self.state is None and self.dim == ROW:
-            text += (
-                "; all workers pass the whole input, or each its shard, which may be marked by "
-                "tessel.register_parallel_dim(x, -1)"
-            )
-        return text
-
-    def _check_sharding(self, ndim: int) -> None:
-        sharding = self.state
-        if not isinstance(sharding, Sharding):
-            return
-        if self.dim == COLUMN:
-            raise ValueError(
-                f"{self.label}: the outputs of this layer are split, and its input must be whole; "
-                f"write x = tessel.distributed.gather(x) before, or take a layer with dim=0"
-            )
-        if sharding.dim != ndim - 1 or sharding.partition.ranks != self.partition.ranks:
-            raise ValueError(
-                f"{self.label}: a shard along the last dimension, {ndim - 1}, over the same "
-                f"workers is needed; write x = tessel.distributed.gather(x) before"
-            )
-        if sharding.size not in (None, self.sizes[0]):
-            raise ValueError(
-                f"{self.label}: the layer has {self.sizes[0]} inputs, the whole tensor "
-                f"{sharding.size}"
-            )
+from tessel.tensor.table import opened
 
 
 def multiply(
@@ -203,7 +58,7 @@ def multiply(
     # what the result is, is known here; and to ask a shard for its kind takes microseconds
     with torch._C.DisableTorchFunctionSubclass():
         needs, is_off = needs_of([weight] if bias is None else [weight, bias])
-        device, alone = weight.device.type, partition.size == 1
+        device = weight.device.type
         product = ShardedProduct(
             name=name,
             partition=partition,
@@ -217,26 +72,21 @@ def multiply(
             else None,
             needs=tuple(needs),
             is_off=is_off,
-            problem=_problem(weight, bias, partition, dim, sizes),
+            problem=problem_of(weight, bias, partition, dim, sizes),
         )
         x = unmarked(x)
-        plan = conclude(product, x)
-        x = grad_alike(x, plan.meta)
-        if dim == COLUMN and not alone and can_overlap(x, weight):
-            assert isinstance(plan.enter, Replicate)
-            # plain ones: the graph's node keeps what it is given, and would derive with marks
-            plain = unmarked(weight), None if bias is None else unmarked(bias)
-            y = multiply_overlapping(plan.enter, x, *plain)
-            return marked(y, Sharding(x.ndim - 1, partition, sizes[1]))
-        if plan.enter is not None and not alone:
-            x = plan.enter.apply(x, plan.meta)
-        if dim == COLUMN:
-            return marked(F.linear(x, weight, bias), Sharding(x.ndim - 1, partition, sizes[1]))
-        if alone or plan.leave is None:
-            return F.linear(x, weight, bias)
-        # the bias is whole on all workers: it is added once, to what they summed
-        y = plan.leave.apply(F.linear(x, weight), plan.meta)
-        return y if bias is None else y + bias.to(y.dtype)
+        layout, meta = conclude(product, x)
+        if partition.size == 1:
+            y = F.linear(x, weight, bias)
+    if partition.size > 1:
+        layouts = layouts_of(partition, dim, sizes)
+        # where others carry tangents, this worker's are zeros, and travel with theirs
+        with dual_level() if meta.has_tangent and not in_forward_mode() else nullcontext():
+            given = SpreadTensor(as_agreed(grad_alike(x, meta), meta, True), layout)
+            own = SpreadTensor(unmarked(weight), layouts["weight"])
+            added = None if bias is None else SpreadTensor(unmarked(bias), layouts["bias"])
+            y = opened(F.linear(given, own, added))[0]
+    return marked(y, Sharding(x.ndim - 1, partition, sizes[1])) if dim == COLUMN else y
 
 
 def multiply_shards(
@@ -251,67 +101,16 @@ def multiply_shards(
     [(shapes, _)] = agree(partition, label, weight)
     split = checked_dim(dim, name)
     assert split is not None
-    check_known(state, label)
     first, place = shapes[partition.ranks[0]], 1 - split
     if len(first) != 2:
         raise ValueError(f"{label}: a weight (outputs, inputs) is needed, got shape {first}")
     same({w: each[1 - place] for w, each in shapes.items()}, "other length", label)
     unit = f"along dim {place}"
     layout = layout_of_shards(partition, shapes, place, None, label, "the weight", unit)
-    expected = Sharding(place, partition, layout.shape[place])
-    if isinstance(state, Sharding) and state.merged(expected) is None:
-        raise ValueError(f"{label}: {expected} was expected")
+    check_sharding(state, Sharding.of(layout), "the weight", label)
     outputs, inputs = layout.shape
     sizes = inputs, outputs
     return multiply(x, weight, bias, name=name, partition=partition, dim=split, sizes=sizes)
-
-
-def _problem(
-    weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
-) -> str:
-    """What is wrong with the parameters of this worker, in words that name it.
-
-    One that is computed from other values may be another shard than the one that is needed.
-    """
-    given = ("weight", weight), ("bias", bias)
-    shardings, layouts = _shardings(partition, dim, sizes), layouts_of(partition, dim, sizes)
-    for name, value in given:
-        state = state_of(value)
-        if state is None or partition.size == 1:
-            continue
-        if isinstance(state, UnknownSharding):
-            return f"of the {name} {state.remedy}"
-        wanted = shardings[name]
-        if wanted is None or state.merged(wanted) is None:
-            return f"the {name} is {state}, where one that is {describe(wanted)} is needed"
-    for name, value in given:
-        layout = layouts[name]
-        if value is not None and tuple(value.shape) != layout.local_shape:
-            worker = partition.ranks[partition.rank or 0]
-            return (
-                f"the {name} of worker {worker} has the shape {tuple(value.shape)}, where its "
-                f"shard of {layout.shape} has {layout.local_shape}"
-            )
-    return ""
-
-
-@kept_in_job
-def _shardings(
-    partition: Partition, dim: int, sizes: tuple[int, int]
-) -> dict[str, Sharding | None]:
-    """What the weight and the bias are marked as, if they are."""
-    layouts = layouts_of(partition, dim, sizes)
-    return {name: Sharding.of(layout) for name, layout in layouts.items()}
-
-
-@kept_in_job
-def layouts_of(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Layout]:
-    """Where the weight and the bias of these whole sizes (inputs, outputs) lie."""
-    inputs, outputs = sizes
-    weight = shard_layout(partition, (outputs, inputs), 0 if dim == COLUMN else 1)
-    if dim == COLUMN:
-        return {"weight": weight, "bias": shard_layout(partition, (outputs,), 0)}
-    return {"weight": weight, "bias": Layout.whole(partition, (outputs,), shared=True)}
 
 
 def checked_dim(dim: int | None, name: str) -> int | None:

@@ -14,9 +14,12 @@ from string import ascii_letters
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
+from tessel.core.shared import Replicate
+from tessel.tensor.overlapped_linear import can_overlap, multiply_overlapping
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
     Arguments,
@@ -32,9 +35,11 @@ from tessel.tensor.table import (
     rule,
     unsupported,
 )
-from tessel.tensor.tensor import Tensor, move
+from tessel.tensor.tensor import Tensor, move, open_part
 from tessel.tensor.use import used
 from tessel.transport import kept_in_job
+
+Equation = tuple[tuple[str, ...], str]  # the letters of the operands, and those of the result
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def _cuts(
 
 def multiply(
     name: str,
-    equation: tuple[tuple[str, ...], str],
+    equation: Equation,
     operands: Sequence[torch.Tensor],
     compute: Any,
 ) -> Tensor:
@@ -130,15 +135,27 @@ def multiply(
         operands: the tensors.
         compute: gives, of parts of the operands, the part of the result.
     """
+    plan = contraction_of(name, equation, operands)
+    return summed(compute(*map(_operand, operands, plan.inputs)), plan)
+
+
+def contraction_of(name: str, equation: Equation, operands: Sequence[torch.Tensor]) -> Contraction:
+    """How a product of these tensors is computed; ValueError if they lie on different workers."""
     indices, output = equation
     layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
     partition = next(layout for layout in layouts if layout is not None).partition
     if any(layout is not None and layout.partition != partition for layout in layouts):
         raise ValueError(f"{name}: tensors on different partitions: {layouts}; use x.move_to(...)")
-    shapes = tuple(tuple(each.shape) for each in operands)
-    plan = planned(partition, indices, output, shapes, layouts)
-    values = [_operand(*each) for each in zip(operands, plan.inputs, strict=True)]
-    part = compute(*values)
+    return planned(partition, indices, output, tuple(map(_shape, operands)), layouts)
+
+
+def _shape(x: torch.Tensor) -> Shape:
+    """The shape of the whole, which to ask a spread tensor for takes microseconds."""
+    return x._layout.shape if isinstance(x, Tensor) else tuple(x.shape)
+
+
+def summed(part: torch.Tensor, plan: Contraction) -> Tensor:
+    """The result, of which this worker computed its part, or a term of the sum that it is."""
     if plan.terms is not plan.result:
         part = move(plan.terms, plan.result).apply(part)
     return made(part, plan.result)
@@ -147,6 +164,8 @@ def multiply(
 def _operand(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This worker's part of an operand."""
     if isinstance(value, Tensor):
+        if (use := _use(value._layout, layout)) is not None:
+            return use.apply(open_part(value))  # a move would copy the part
         return moved(value, layout)
     part = used(value, layout)
     box = layout.box()
@@ -188,7 +207,7 @@ def _layouts(values: Any) -> list[Layout]:
     return [each._layout for each in values if isinstance(each, Tensor)]
 
 
-def _parsed(text: str, ndims: tuple[int, ...]) -> tuple[tuple[str, ...], str]:
+def _parsed(text: str, ndims: tuple[int, ...]) -> Equation:
     """The letters of the operands and of the result, with letters in the place of dots."""
     left, arrow, right = text.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -238,7 +257,7 @@ def _check_lengths(name: str, equation: Any, a: torch.Tensor, b: torch.Tensor) -
     getattr(torch, name.strip("_"))(*whole)
 
 
-def _equation(name: str, m: int, n: int) -> tuple[tuple[str, ...], str] | None:
+def _equation(name: str, m: int, n: int) -> Equation | None:
     """The letters of a matrix product of tensors with so many dimensions."""
     if name in ("outer", "ger"):
         return (("i", "j"), "ij")
@@ -284,6 +303,17 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return found if beta == 0 else found + (x if beta == 1 else beta * x)
 
 
+@kept_in_job
+def _use(held: Layout, needed: Layout) -> Replicate | None:
+    """How workers use a value that they share where each has all of it that it needs.
+
+    None where boxes differ, so that data has to move, and where nothing has to be done.
+    """
+    if held == needed or held.cuts != needed.cuts:
+        return None
+    return Replicate(held, needed)
+
+
 def _linear_in_parts(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -292,11 +322,28 @@ def _linear_in_parts(
     Parts of the rows give parts of the outputs; parts of the columns meet those of the inputs, and
     their products are terms of a sum.
     """
-    batch = ascii_letters[: x.dim() - 1]
-    output = "Y" * (weight.dim() - 1)
+    shape, of_weight = _shape(x), _shape(weight)
+    batch, output = ascii_letters[: len(shape) - 1], "Y" * (len(of_weight) - 1)
     equation = (f"{batch}Z", f"{output}Z"), batch + output
-    y: torch.Tensor = multiply("linear", equation, (x, weight), torch.nn.functional.linear)
-    return y if bias is None else y + bias
+    plan = contraction_of("linear", equation, (x, weight))
+    own = _operand(weight, plan.inputs[1])
+    is_sum = plan.terms is not plan.result
+    if bias is not None and (is_sum or _shape(bias) != of_weight[:1]):
+        # of a sum each worker has a term: the bias is added once, to all of it
+        y = summed(F.linear(_operand(x, plan.inputs[0]), own), plan)
+        return y + bias.to(y.dtype)
+    added = None if bias is None else _operand(bias, _last_of(plan.result))
+    if isinstance(x, Tensor) and not is_sum:
+        use, part = _use(x._layout, plan.inputs[0]), open_part(x)
+        if use is not None and can_overlap(part, own):
+            return made(multiply_overlapping(use, part, own, added), plan.result)
+    return summed(F.linear(_operand(x, plan.inputs[0]), own, added), plan)
+
+
+@kept_in_job
+def _last_of(layout: Layout) -> Layout:
+    """How a vector lies that is added to each row: split as they are, and used along all axes."""
+    return Layout(layout.partition, layout.shape[-1:], layout.cuts[-1:], layout.shared)
 
 
 @rule("bilinear", plain=True)

@@ -16,7 +16,8 @@ from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
-from tessel.distributed.movements import gathering, shard_layout
+from tessel.distributed.movements import gathering
+from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import sharding_of, shared_by, unmarked
 from tessel.nn.blocks import Weighted
 from tessel.transport import code_of, kept_in_job

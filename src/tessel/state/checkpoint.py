@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.nn.parallel.state_places import Places
+from tessel.state.places import Places
 
 
 class Part(Tensor):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.nn.parallel.state_parts import (
+from tessel.state.parts import (
     StateCollector,
     kinds,
     local_problem,
@@ -24,7 +24,7 @@ from tessel.nn.parallel.state_parts import (
     shape_text,
     whole_problem,
 )
-from tessel.nn.parallel.state_places import Places
+from tessel.state.places import Places
 
 State = dict[str, Any]
 

@@ -27,9 +27,9 @@ from tessel import Partition
 from tessel.distributed import get_parallel_dim
 from tessel.distributed.shards import register_parallel_dim, sharding_of, shared_by
 from tessel.interop import ModelState, OptimizerState
-from tessel.interop.checkpoint import Part
 from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
-from tessel.nn.parallel.state import (
+from tessel.state.checkpoint import Part
+from tessel.state.state_dicts import (
     collect_optimizer_state_dict,
     collect_state_dict,
     relocate_optimizer_state_dict,

@@ -12,7 +12,7 @@ from tessel.core.agreement import tell
 from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.distributed.shards import unmarked
-from tessel.nn.parallel.state_places import Places
+from tessel.state.places import Places
 
 
 class StateCollector:

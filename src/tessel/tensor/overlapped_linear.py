@@ -12,22 +12,23 @@ from tessel.core.agreement import in_forward_mode
 from tessel.core.linop import record, record_product
 from tessel.core.move import Move
 from tessel.core.shared import Replicate
+from tessel.tensor.table import outlining
 
 
 class ColumnProduct:
-    """y = x Wᵀ + b, where all workers share x and each has some rows of W and b.
+    """y = x Wᵀ + b, where workers share x and each has some rows of W and b.
 
     Gradients:  of x, Σ_k g_k W̄_k over the workers k;  of W_k, g_kᵀ x̄;  of b_k, g_k over all rows.
 
     The sum is started before the gradient of the weight is computed, and waited for afterwards.
 
     Args:
-        spread: how the workers use x; its adjoint is the sum.
+        use: how the workers use x; its adjoint is the sum.
     """
 
-    def __init__(self, spread: Replicate) -> None:
-        self.spread = spread
-        self.group = spread.group
+    def __init__(self, use: Replicate) -> None:
+        self.use = use
+        self.group = use.group
 
     def _apply(self, x: Tensor, *factors: Tensor | None) -> Tensor:
         weight, bias = factors
@@ -46,13 +47,17 @@ class ColumnProduct:
         weight, _ = factors
         assert weight is not None
         needs_x, _, _, needs_weight, needs_bias = needs
-        total = self.spread.H
+        total = self.use.H
         assert isinstance(total, Move)
         share = grad.matmul(weight.conj()) if needs_x else None
         records = torch.is_grad_enabled()
         wait = None
         if share is not None and not records:
             wait, share = total.start(share), None  # freed as soon as it is sent
+        if needs_weight and records:
+            # each worker uses the shared x for the gradient of its own rows: what that is derived
+            # by x is summed again
+            x = record(self.use, x, False, anchor)
         of_weight = _rows(grad).t().mm(_rows(x).conj()) if needs_weight else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
         if share is not None:
@@ -67,13 +72,12 @@ def _rows(x: Tensor) -> Tensor:
 
 def can_overlap(x: Tensor, weight: Tensor) -> bool:
     """Whether messages may travel while a product is derived: in plain reverse mode."""
+    if not (x.requires_grad and torch.is_grad_enabled()) or outlining.get():
+        return False
     transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
-    casts = torch.is_autocast_enabled(weight.device.type)
-    return x.requires_grad and torch.is_grad_enabled() and not transformed and not casts
+    return not transformed and not torch.is_autocast_enabled(weight.device.type)
 
 
-def multiply_overlapping(
-    spread: Replicate, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
+def multiply_overlapping(use: Replicate, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product, so that the gradient of x travels while that of the weight is computed."""
-    return record_product(ColumnProduct(spread), x, weight, bias)
+    return record_product(ColumnProduct(use), x, weight, bias)

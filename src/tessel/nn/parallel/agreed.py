@@ -1,0 +1,88 @@
+"""What parallel layers check when all workers told each other what they hold.
+
+All of these decide by what every worker knows: so they raise on all of them, with the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tessel.core.agreement import Held, Numbers, TensorMeta
+from tessel.core.layout import Layout, Shape
+from tessel.distributed.shardings import Sharding, State, UnknownSharding
+
+WAY_OUT = "tessel.distributed.gather(x) makes a tensor whole again"
+
+Frozen = tuple[tuple[tuple[int, Shape], ...], TensorMeta]
+
+
+def frozen(held: Held) -> Frozen:
+    """The shapes by worker and the kind of a tensor, as a key of what follows from them."""
+    shapes, meta = held
+    return tuple(shapes.items()), meta
+
+
+def misfit(state: State, expected: Sharding | None, name: str) -> str:
+    """Why a tensor is not what a layer needs, by its sharding; nothing if that does not say so.
+
+    Args:
+        state: what is known of it; a plain tensor may be a shard, too.
+        expected: what it should be; None for whole.
+        name: of the tensor.
+    """
+    if state is None:
+        return ""
+    if isinstance(state, UnknownSharding):
+        return f"of {name} {state.remedy}"
+    if expected is not None and state.merged(expected) is not None:
+        return ""
+    wanted = "whole on every worker" if expected is None else expected
+    return f"{name} must be {wanted}, got {state}; {WAY_OUT}"
+
+
+def check_sharding(state: State, expected: Sharding | None, name: str, label: str) -> None:
+    """Raise ValueError, in the name of `label`, for a tensor that is not what a layer needs."""
+    if problem := misfit(state, expected, name):
+        raise ValueError(f"{label}: {problem}")
+
+
+def check_parts(
+    shapes: Mapping[int, Shape], layout: Layout, name: str, label: str, hint: str = ""
+) -> None:
+    """Raise ValueError for a worker whose part has another shape than a layout says."""
+    for worker in layout.partition.ranks:
+        if shapes[worker] != layout.shape_on(worker):
+            raise ValueError(
+                f"{label}: worker {worker} expected a part of shape {layout.shape_on(worker)} of "
+                f"{name} of shape {layout.shape}, got {shapes[worker]}{hint}"
+            )
+
+
+def check_copies(
+    values: Numbers, names: Sequence[str], count: int, what: tuple[str, str], label: str
+) -> None:
+    """Raise IndexError for a number that is out of range, ValueError for copies that differ.
+
+    Args:
+        values: of each worker, the least and the greatest number of its first tensor, and then
+            checksums of all.
+        names: of the tensors.
+        count: numbers must be less.
+        what: one of them, and what they are numbers of.
+        label: in whose name to raise.
+    """
+    for worker, (low, high, *_) in values.items():
+        if low <= high and not 0 <= low <= high < count:
+            raise IndexError(
+                f"{label}: {what[0]} {low if low < 0 else high} is out of bounds on worker "
+                f"{worker}: the {what[1]} are 0 to {count - 1}"
+            )
+    first, (_, _, *expected) = next(iter(values.items()))
+    for worker, (_, _, *said) in values.items():
+        for name, mine, others in zip(names, said, expected, strict=True):
+            if mine != others:
+                raise ValueError(
+                    f"{label}: all workers must have the same {name}, and worker {worker} has "
+                    f"other values than worker {first}; give all the same batch, say by the same "
+                    f"seed of the data loader, or gather what differs before"
+                )

@@ -1,0 +1,146 @@
+"""What workers agree on before a product with a weight in shards: that input and weight fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel import transport
+from tessel.core.agreement import TensorMeta, same
+from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
+from tessel.distributed.shard_layouts import shard_layout
+from tessel.distributed.shardings import Sharding, State, check_known, describe, state_of
+from tessel.nn.parallel.agreed import check_parts, check_sharding, misfit
+from tessel.transport import kept_in_job
+
+COLUMN, ROW = 1, 0
+
+
+@dataclass(frozen=True)
+class ShardedProduct:
+    """A product with a weight in shards, to the last detail in which workers must be alike.
+
+    Args:
+        name: what the user calls.
+        partition: the workers, in one row.
+        dim: `COLUMN` if the outputs are split, `ROW` if the inputs are.
+        sizes: the numbers of inputs and outputs of the whole weight.
+        state: what is known of the input.
+        dtype: of the weight.
+        device: of the weight.
+        autocast: the dtype of an autocast region, if there is one.
+        needs: which parameters get gradients.
+        is_off: whether `torch.no_grad()` keeps some from it.
+        problem: what is wrong with the parameters of this worker, or nothing.
+    """
+
+    name: str
+    partition: Partition
+    dim: int
+    sizes: tuple[int, int]
+    state: State
+    dtype: torch.dtype
+    device: str
+    autocast: torch.dtype | None
+    needs: tuple[bool, ...]
+    is_off: bool
+    problem: str
+
+    @property
+    def label(self) -> str:
+        mode = ", under torch.no_grad()" if self.is_off else ""
+        wrong = f" and {self.problem}" if self.problem else ""
+        return (
+            f"{self.name} over {self.partition}{mode}, where the input is "
+            f"{describe(self.state)}{wrong}"
+        )
+
+    @property
+    def identity(self) -> str:
+        """The label and all that it does not say."""
+        return f"{self.label} {self.dtype} {self.device} {self.autocast} {self.needs}"
+
+    def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Layout, TensorMeta]:
+        """How the whole input lies; raises, as torch does, if it does not fit the weight."""
+        if self.problem:
+            raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
+        check_known(self.state, self.label)
+        pairs: list[tuple[str, Any, Any]] = [("device", meta.device, self.device)]
+        if self.autocast is None:
+            pairs.append(("dtype", meta.dtype, self.dtype))
+        for what, given, own in pairs:
+            if given != own:
+                raise RuntimeError(
+                    f"{self.label}: input and weight must have the same {what}, got {given} and "
+                    f"{own}"
+                )
+        last = len(shapes[self.partition.ranks[0]]) - 1
+        if last < 0:
+            raise ValueError(f"{self.label}: an input of at least one dimension is needed")
+        expected = Sharding(last, self.partition, self.sizes[0]) if self.dim == ROW else None
+        check_sharding(self.state, expected, "the input", self.label)
+        batch = {worker: shape[:-1] for worker, shape in shapes.items()}
+        shape = (*same(batch, "shape before the last", self.label), self.sizes[0])
+        whole = Layout.whole(self.partition, shape, shared=True)
+        parts = shard_layout(self.partition, shape, last)
+        layout = parts if self.dim == ROW and self._are_parts(shapes, parts) else whole
+        hint = ""
+        if self.dim == ROW and self.state is None:
+            hint = (
+                "; all workers pass the whole input, or each its shard, which may be marked by "
+                "tessel.register_parallel_dim(x, -1)"
+            )
+        check_parts(shapes, layout, "an input", self.label, hint)
+        return layout, meta
+
+    def _are_parts(self, shapes: dict[int, Shape], parts: Layout) -> bool:
+        """Whether inputs are parts, by their lengths where no sharding says so.
+
+        Whole inputs are as long as the weight on every worker. So parts that are so, too, are
+        whole: those on one worker, and those of nothing.
+        """
+        if self.state is not None:
+            return True
+        fits = all(shapes[worker] == parts.shape_on(worker) for worker in self.partition.ranks)
+        return fits and any(shape != parts.shape for shape in shapes.values())
+
+
+def problem_of(
+    weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
+) -> str:
+    """What is wrong with the parameters of this worker, in words that name it.
+
+    One that is computed from other values may be another shard than the one that is needed.
+    """
+    layouts = layouts_of(partition, dim, sizes)
+    for name, value in (("weight", weight), ("bias", bias)):
+        layout, state = layouts[name], state_of(value)
+        apart = state is not None and partition.size > 1
+        if apart and (problem := misfit(state, _sharding(layout), f"the {name}")):
+            return problem
+        if value is not None and tuple(value.shape) != layout.local_shape:
+            return (
+                f"the {name} of worker {transport.this_worker()} has the shape "
+                f"{tuple(value.shape)}, where its shard of {layout.shape} has {layout.local_shape}"
+            )
+    return ""
+
+
+@kept_in_job
+def _sharding(layout: Layout) -> Sharding | None:
+    """What is noted of a parameter that lies so; made once, as each call of a layer asks for it."""
+    return Sharding.of(layout)
+
+
+@kept_in_job
+def layouts_of(partition: Partition, dim: int, sizes: tuple[int, int]) -> dict[str, Layout]:
+    """Where the weight and the bias of these whole sizes (inputs, outputs) lie."""
+    inputs, outputs = sizes
+    weight = shard_layout(partition, (outputs, inputs), 0 if dim == COLUMN else 1)
+    if dim == COLUMN:
+        return {"weight": weight, "bias": shard_layout(partition, (outputs,), 0)}
+    return {"weight": weight, "bias": Layout.whole(partition, (outputs,), shared=True)}
