@@ -18,7 +18,7 @@ from tessel.imaging.measurements import DistributedMeasurements as DistributedMe
 from tessel.imaging.physics import DistributedLinearPhysics as DistributedLinearPhysics
 from tessel.imaging.physics import DistributedPhysics as DistributedPhysics
 from tessel.imaging.prior import DistributedPrior as DistributedPrior
-from tessel.imaging.processing import DistributedProcessing as DistributedProcessing
+from tessel.imaging.prior import DistributedProcessing as DistributedProcessing
 from tessel.imaging.signal import DistributedSignal as DistributedSignal
 from tessel.imaging.stacked import DistributedStackedFidelity as DistributedStackedFidelity
 from tessel.imaging.stacked import (

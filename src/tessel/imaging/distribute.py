@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from tessel.core.agreement import agree_on_call
+from tessel.core import agree_on_call
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.factory import on_device
 from tessel.imaging.fidelity import L2
 from tessel.imaging.parameters import all_reduced
-from tessel.imaging.processing import DistributedProcessing
+from tessel.imaging.prior import DistributedProcessing
 from tessel.imaging.stacked import (
     DistributedStackedFidelity,
     DistributedStackedLinearPhysics,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout
+from tessel.core import Layout
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import check_common, idle, in_common, known, tensors_of

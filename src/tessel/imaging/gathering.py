@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout, Shape
-from tessel.core.move import Move
+from tessel.core import Layout, Move, Shape
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import LocalTensors, anchor_of
 from tessel.imaging.parameters import depending_on

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
-from tessel.core.shared import anchored_zeros
+from tessel.core import agree_on_call, anchored_zeros
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.parameters import both, stray_leaf
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tessel import transport
-from tessel.core.layout import Shape
-from tessel.core.linop import LinearOperator
-from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
-from tessel.distributed.movements import copying, reducing
-from tessel.imaging.context import DistributedContext
+from tessel.core import LinearOperator, Partition, Replicate, Shape, anchored_zeros, total
+from tessel.imaging.context import DistributedContext, whole_layout
+from tessel.transport import kept_in_job
 
 # What holds no other tensors: the search ends there, and not in the modules of Python.
 _PLAIN = (
@@ -130,6 +127,13 @@ def gradients_of(tensors: Iterable[Tensor]) -> str:
     return f", gradients of tensors of shapes {shapes}" if shapes else ""
 
 
+@kept_in_job
+def copying(partition: Partition, shape: Shape) -> Replicate:
+    """From a shared value to a copy for each worker; also of one worker, whose graph it marks."""
+    shared = whole_layout(partition, shape)
+    return Replicate(shared, replace(shared, shared=()))
+
+
 class Copies(dict[int, Tensor]):
     """For each shared tensor, by its identity, the copy that this worker computes with."""
 
@@ -222,7 +226,7 @@ def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 def all_reduced(share: Tensor, ctx: DistributedContext) -> Tensor:
     """The sum of all workers' shares, of one shape, as one shared value."""
-    return reducing(ctx.partition, tuple(share.shape)).apply(share)
+    return total(share, ctx.partition)
 
 
 # ---- parameters that would get a part of their gradient

@@ -18,11 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, Signature, TensorMeta, agree, agree_on_call, same
-from tessel.core.layout import Layout, Shape
-from tessel.core.move import Move
-from tessel.core.shared import anchored_zeros, total
-from tessel.imaging.context import DistributedContext
+from tessel.core import (
+    Agreement,
+    Layout,
+    Move,
+    Shape,
+    Signature,
+    TensorMeta,
+    agree,
+    agree_on_call,
+    anchored_zeros,
+    same,
+    total,
+)
+from tessel.imaging.context import DistributedContext, is_whole, local_indices, owner
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
 from tessel.imaging.parameters import (
     Copies,
@@ -39,15 +48,12 @@ from tessel.imaging.parameters import (
     stray_problem,
     tensors_of,
 )
-from tessel.imaging.parts.grid import Rows, rows_of
-from tessel.imaging.parts.kernel import is_whole
+from tessel.imaging.parts.layouts import Rows, rows_of
 from tessel.imaging.parts.local_rules import partition_physics
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole, gathering
-from tessel.imaging.random import wave_in
-from tessel.imaging.sharding import local_indices, owner
 from tessel.imaging.signal import DistributedSignal, local_data
 from tessel.imaging.solvers.conjugate import CGLS, NormalInverse, solved
-from tessel.imaging.solvers.power import largest_eigenvalue
+from tessel.imaging.solvers.power import largest_eigenvalue, wave_in
 from tessel.imaging.solvers.space import Space
 from tessel.transport import NUM_WORDS, code_of
 

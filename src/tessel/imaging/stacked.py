@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
-from tessel.core.layout import Layout
-from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
+from tessel.core import Layout, Partition, agree_on_call, anchored_zeros
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
 from tessel.imaging.gathering import MeasurementGatherer

@@ -5,3 +5,4 @@ It may import `nn` and what is below it.
 
 from tessel.interop.checkpoint import ModelState as ModelState
 from tessel.interop.checkpoint import OptimizerState as OptimizerState
+from tessel.interop.checkpoint import Part as Part

@@ -1,21 +1,26 @@
-"""Strategies: how an image is cut into patches for a prior, and put together again."""
+"""Strategies: how an image is cut into patches for a prior, and put together again.
+
+A window has a core, which it answers for, and a box that it reads: the core and a halo around it,
+which covers the receptive field of the prior. At the border of the image windows are shifted
+inwards, never padded, so that the prior sees the true border, as it does in the whole image.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from operator import index as as_int
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.core import boxes
-from tessel.core.boxes import Region
-from tessel.imaging.tiling import PriorWindow, parts, ramps, tiles
+from tessel.core import Box, Interval, Region, boxes
 
+Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
 Pairs = list[tuple[int, Tensor]]
 
 
@@ -90,20 +95,12 @@ class WindowStrategy(DistributedSignalStrategy):
     ) -> None:
         super().__init__(signal_shape)
         self.dims = _checked_dims(len(self.signal_shape), dims)
+        self.lengths = tuple(self.signal_shape[dim] for dim in self.dims)  # of those that are cut
+        self.whole: Box = tuple((0, length) for length in self.lengths)
         self.overlap = overlap
         self.max_batch_size = max_batch_size
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be 1 or more, or None, got {max_batch_size}")
-
-    @property
-    def whole(self) -> boxes.Box:
-        """The whole image, along the dimensions that are cut."""
-        return tuple((0, length) for length in self.lengths)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of the dimensions that are cut."""
-        return tuple(self.signal_shape[dim] for dim in self.dims)
 
     def get_num_patches(self) -> int:
         return len(self.windows)
@@ -124,11 +121,11 @@ class WindowStrategy(DistributedSignalStrategy):
         for i, patch in local_pairs:
             self.put_back(out_tensor, patch, self.windows[i], self.whole)
 
-    def cut_out(self, X: Tensor, window: PriorWindow, box: boxes.Box) -> Tensor:
+    def cut_out(self, X: Tensor, window: PriorWindow, box: Box) -> Tensor:
         """What a window reads of a tensor that holds this box of the dimensions that are cut."""
         return X[self.region(boxes.within(window.read, box))]
 
-    def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: boxes.Box) -> None:
+    def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: Box) -> None:
         """Put what the prior made of a window into such a tensor: its core, or all, weighted."""
         if self.overlap:
             weighted = self._weights(window, patch) * patch
@@ -154,7 +151,7 @@ class WindowStrategy(DistributedSignalStrategy):
         return weights
 
     @cached_property
-    def _ramps(self) -> list[dict[boxes.Interval, list[float]]]:
+    def _ramps(self) -> list[dict[Interval, list[float]]]:
         """Along each dimension that is cut, the weights of each interval that is read.
 
         Windows that read the same interval are one here and share its weight.
@@ -329,3 +326,122 @@ def checked_sizes(
     if any(number < least for number in numbers):
         raise ValueError(f"{what} must be {least} or more, got {value}")
     return numbers
+
+
+# ---- windows: pure integers
+
+
+@dataclass(frozen=True)
+class PriorWindow:
+    """What one call of a prior answers for, and what it reads for that.
+
+    Args:
+        core: the box of the image that the window answers for; cores cover the image once.
+        read: the box that it reads, which holds the core.
+    """
+
+    core: Box
+    read: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it reads."""
+        return boxes.extent(self.read)
+
+    @property
+    def inside(self) -> Region:
+        """Where the core lies in what is read."""
+        return boxes.within(self.core, self.read)
+
+
+def tiles(
+    shape: Sequence[int],
+    patch: Sequence[int],
+    halo: Sequence[int],
+    stride: Sequence[int],
+) -> list[PriorWindow]:
+    """Windows with cores of the size `patch`, row by row; those at the end may be smaller.
+
+    All windows of a dimension read equally many indices, `patch + 2·halo` or all there are,
+    unless its length is no multiple of the stride: then those at the end read a few more or less.
+
+    Args:
+        shape: of the image.
+        patch: the length of a core in each dimension.
+        halo: read on each side of it.
+        stride: windows start at multiples of this, and end there or with the image.
+
+    >>> [window.read for window in tiles((10,), (4,), (1,), (1,))]
+    [((0, 6),), ((3, 9),), ((4, 10),)]
+    """
+    along = [tiles_along(*numbers) for numbers in zip(shape, patch, halo, stride, strict=True)]
+    return crossed(along)
+
+
+def parts(shape: Sequence[int], counts: Sequence[int], halo: Sequence[int]) -> list[PriorWindow]:
+    """Windows whose cores are balanced parts, read with a halo that ends at the border.
+
+    >>> [window.read for window in parts((10,), (2,), (1,))]
+    [((0, 6),), ((4, 10),)]
+    """
+    along = [
+        [(core, boxes.grow(core, edge, edge, length)) for core in boxes.balanced(length, count)]
+        for length, count, edge in zip(shape, counts, halo, strict=True)
+    ]
+    return crossed(along)
+
+
+def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[Tile]:
+    """The cores and what is read for them, along one dimension."""
+    slack = 0 if patch % stride == halo % stride == 0 else stride - 1  # lost by aligned starts
+    width = -(-(patch + 2 * halo + slack) // stride) * stride  # rounded up to a multiple
+    found = []
+    for start in range(0, length, patch):
+        core = start, min(start + patch, length)
+        begin = _down(max(start - halo, 0), stride)
+        # At the border the window is shifted inwards, not made smaller: all windows have one shape
+        # and go to the prior in one batch, and it sees the border as it is in the whole image.
+        if begin + width >= length:
+            read = _down(max(length - width, 0), stride), length
+        else:
+            read = begin, begin + width
+        found.append((core, read))
+    return found
+
+
+def crossed(along: Sequence[Sequence[Tile]]) -> list[PriorWindow]:
+    """The windows of all dimensions together, from those along each."""
+    return [
+        PriorWindow(tuple(core for core, _ in chosen), tuple(read for _, read in chosen))
+        for chosen in product(*along)
+    ]
+
+
+def ramps(reads: Sequence[Interval], length: int) -> list[list[float]]:
+    """Weights of windows along one dimension, which sum to one at each index.
+
+    The weight of a window falls towards those of its ends that lie inside of the image, in
+    proportion to the distance: w_k(i) = d_k(i) / Σ_j d_j(i).
+
+    >>> ramps([(0, 3), (1, 4)], 4)
+    [[1.0, 0.6666666666666666, 0.3333333333333333], [0.3333333333333333, 0.6666666666666666, 1.0]]
+    """
+    sums = [0] * length
+    for read in reads:
+        for i, distance in enumerate(_distances(read, length), read[0]):
+            sums[i] += distance
+    return [
+        [distance / sums[i] for i, distance in enumerate(_distances(read, length), read[0])]
+        for read in reads
+    ]
+
+
+def _distances(read: Interval, length: int) -> list[int]:
+    start, stop = read
+    before = [length if start == 0 else i - start + 1 for i in range(start, stop)]
+    after = [length if stop == length else stop - i for i in range(start, stop)]
+    return [min(pair) for pair in zip(before, after, strict=True)]
+
+
+def _down(index: int, stride: int) -> int:
+    return index // stride * stride

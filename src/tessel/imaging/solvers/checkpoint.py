@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout, Shape
+from tessel.core import Layout, Shape
 from tessel.imaging.solvers.history import History
 from tessel.imaging.solvers.method import Method, Values, check_count
 from tessel.imaging.solvers.space import Space
-from tessel.interop.checkpoint import Part
+from tessel.interop import Part
 
 _NAME = re.compile(r"iteration-(\d+)/worker-(\d+)-of-(\d+)")
 # What torch raises for files that are cut short, or not its own.

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout
-from tessel.core.linop import LinearOperator
+from tessel.core import Layout, LinearOperator
 from tessel.imaging.measurements import anchor_of
 from tessel.imaging.parameters import depending_on
 from tessel.imaging.solvers.method import Method, Values, check_not_negative

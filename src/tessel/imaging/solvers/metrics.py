@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tessel.core.layout import Layout
+from tessel.core import Layout
 from tessel.imaging.solvers.method import check_positive
 from tessel.imaging.solvers.space import Space
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout
+from tessel.core import Layout
 from tessel.imaging.solvers.method import check_count, check_positive
 from tessel.imaging.solvers.space import Space
 
@@ -96,3 +97,26 @@ def lipschitz(fidelity: Any, start: Any, *, layout: Layout | None = None, **opti
     with torch.no_grad():
         origin = fidelity.grad(torch.zeros_like(x))
     return power_iteration(lambda v: fidelity.grad(v) - origin, start, layout=layout, **options)
+
+
+def wave_in(layout: Layout, dtype: torch.dtype) -> Tensor:
+    """An image without order, a function of the index alone: the same in whatever parts it lies.
+
+    x[i] = cos(Σ_d φ_d[i_d]), or exp(√−1 Σ_d φ_d[i_d]) if it is complex, with random angles φ_d.
+
+    >>> import tessel
+    >>> wave_in(tessel.Layout.balanced(tessel.world(), (3,)), torch.float64).shape
+    torch.Size([3])
+    """
+    box = layout.box()
+    if box is None:
+        return torch.empty(0, dtype=dtype)
+    # One random number for each index of each dimension: every worker draws all of them, which are
+    # few, and none depends on how the image is split.
+    generator = torch.Generator().manual_seed(0)
+    angle = torch.zeros((), dtype=torch.float64)
+    for length, (start, stop) in zip(layout.shape, box, strict=True):
+        turns = torch.rand(length, generator=generator, dtype=torch.float64)
+        angle = angle.unsqueeze(-1) + 2 * math.pi * turns[start:stop]
+    wave = torch.polar(torch.ones_like(angle), angle) if dtype.is_complex else angle.cos()
+    return wave.to(dtype)

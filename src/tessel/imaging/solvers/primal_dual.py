@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout
+from tessel.core import Layout
 from tessel.imaging.parts.operators import Differences
 from tessel.imaging.solvers.method import (
     Arguments,

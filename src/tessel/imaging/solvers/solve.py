@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from tessel.core.layout import Layout
+from tessel.core import Layout
 from tessel.imaging.solvers.checkpoint import Checkpoint, Progressed
 from tessel.imaging.solvers.history import Criterion, History
 from tessel.imaging.solvers.method import Method, Values, check_count

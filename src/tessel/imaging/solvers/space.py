@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout
-from tessel.core.partition import Partition, world
-from tessel.core.shared import replicate, total
+from tessel.core import Layout, Partition, replicate, total, world
 from tessel.imaging.signal import DistributedSignal
 
 Pair = tuple[Tensor, Tensor]
