@@ -28,7 +28,7 @@ from tessel.imaging.parts import (
     operator_grid,
     partition_physics,
 )
-from tessel.imaging.solvers.power import wave_in
+from tessel.imaging.solvers.linear import wave_in
 from tessel.testing import check_adjoint, check_gradient, count_memory, count_traffic
 
 Run = Callable[..., list[Any]]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tessel
 from parity import close, values
+from tessel.core import total
 from tessel.imaging import (
     DistributedContext,
     DistributedDataFidelity,
@@ -25,7 +26,6 @@ from tessel.imaging import (
     FactoryConfig,
     make_distrib_bundle,
 )
-from tessel.imaging.parameters import all_reduced
 from tessel.imaging.parts import operator_grid
 from tessel.testing import count_traffic
 
@@ -85,7 +85,7 @@ def compare(count: int, batch: int, sharding: str) -> list[Tensor]:
         for i, y in zip(physics.local_indices, both, strict=True):
             close(f"A_A_adjoint {i}", y, alone.A(alone.A_adjoint(expected))[i], TOLERANCE)
         shares = ((a * b).sum() for a, b in zip(physics.A(noise), ys, strict=True))
-        left = all_reduced(sum(shares, x.new_zeros(())), ctx)
+        left = total(sum(shares, x.new_zeros(())), ctx.partition)
         close("dot-test", left, (noise * back).sum(), 1e-12)
         return [back, left]
 

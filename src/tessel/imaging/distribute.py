@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from tessel.core import agree_on_call
+from tessel.core import agree_on_call, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.factory import on_device
 from tessel.imaging.fidelity import L2
-from tessel.imaging.parameters import all_reduced
 from tessel.imaging.prior import DistributedProcessing
 from tessel.imaging.stacked import (
     DistributedStackedFidelity,
@@ -214,7 +213,7 @@ def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) ->
             # A hook of torch on the user's own parameter is what this kind of object asks for: its
             # gradient is that of all workers, whatever computes it.
             each.register_hook(
-                lambda grad: all_reduced(grad, ctx) / (ctx.world_size if average else 1)
+                lambda grad: total(grad, ctx.partition) / (ctx.world_size if average else 1)
             )
     return moved if isinstance(given, list | tuple) else moved[0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,13 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core import Layout
+from tessel.core import Layout, Shape, Signature, agree_and_tell, anchored_zeros, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
-from tessel.imaging.parameters import check_common, idle, in_common, known, tensors_of
-from tessel.imaging.parts.operators import Operator, Whole, gathering, vjp
-from tessel.imaging.physics import WAY_OUT, DistributedPhysics
-from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.imaging.parameters import (
+    check_common,
+    computing_with,
+    depending_on,
+    idle,
+    in_common,
+    known,
+    tensors_of,
+)
+from tessel.imaging.parts.layouts import gathering
+from tessel.imaging.parts.operators import Operator, Whole, vjp
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, Image, OperatorCall, Term
+from tessel.imaging.signal import local_data
 
 REDUCTIONS = ("sum", "mean")
 # What fidelities of users raise for tensors that they were not made for.
@@ -110,34 +119,50 @@ class DistributedDataFidelity:
         self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
         self._common = in_common(ctx, held, physics.place, self.local_fidelities)
 
-    def __call__(
-        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
-    ) -> Tensor:
+    def __call__(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The loss f(x) of each image, a shared value: every worker may derive its sum.
+
+        It has a number for each image of the batch if the fidelities give that, else it is one.
 
         Args:
             x: the image.
             args, settings: of the data fidelities.
             gather: False: the share of this worker's operators, whose sum over workers is the loss.
         """
-        loss = self._reduced(self.physics.loss, x, args, settings, gather)
-        return self.physics.everywhere(loss)
+        physics, image = self.physics, local_data(x)
+        self._check(args, settings, gather)
+        if not physics.active:
+            return physics.everywhere(image.new_zeros(()))
+        call = self._entered("the loss", image, args, settings)
+        batch = image.shape[0] if physics.layout is None else physics.layout.shape[0]
+        with computing_with(call.copies, call.users) as parameters:
+            losses = [
+                f.loss(call.x, y, operator, batch, *call.args, **call.settings)
+                for f, (operator, y) in zip(self._on_parts, call.pairs, strict=True)
+            ]
+        physics.check_results(call, losses)
+        share = anchored_zeros(self._shape_of(call.name, losses, batch), call.x.real)
+        for each in losses:
+            share = share + each.to(share.dtype)
+        share = depending_on(depending_on(share, parameters), call.anchor)
+        loss = total(share, physics.partition) if gather else share
+        return physics.everywhere(self._reduced(loss))
 
-    def grad(
-        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
-    ) -> Tensor:
+    def grad(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The gradient ∇f(x); with `gather=False` the share of this worker's operators."""
-        return self._reduced(self.physics.grad, x, args, settings, gather)
+        image = local_data(x)
+        self._check(args, settings, gather)
+        if not self.physics.active:
+            return image
+        left = iter(self._on_parts)  # in the order of the operators, which `sum` asks one by one
+        term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
+            call.x, y, op, *call.args, **call.settings
+        )
+        call = self._entered("the gradient", image, args, settings)
+        return self._reduced(self.physics.sum(call, term, gather))
 
-    def _reduced(
-        self,
-        method: Callable[..., Tensor],
-        x: DistributedSignal | Tensor,
-        args: tuple[Any, ...],
-        settings: dict[str, Any],
-        gather: bool,
-    ) -> Tensor:
-        """The sum or mean over all operators of what a method of the physics gives."""
+    def _check(self, args: tuple[Any, ...], settings: dict[str, Any], gather: bool) -> None:
+        """Raise on all workers if this call cannot be made."""
         if self.physics.layout is not None:
             if not gather:
                 raise NotImplementedError(
@@ -153,9 +178,38 @@ class DistributedDataFidelity:
         self.physics.check_parameters(shared)
         if self._common:
             check_common(self._label, self._common, shared, WAY_OUT)
-        ys, arguments = self.measurements.local, (args, settings)
-        found = method(local_data(x), ys, self._on_parts, self.shared, arguments, gather)
+
+    def _entered(self, name: str, x: Tensor, *arguments: Any) -> OperatorCall:
+        ys = self.measurements.local
+        return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments)
+
+    def _reduced(self, found: Tensor) -> Tensor:
         return found if self.reduction == "sum" else found / self.physics.num_ops
+
+    def _shape_of(self, call: str, losses: Sequence[Tensor], batch: int) -> Shape:
+        """One shape for the losses of all workers, some of which may have none; or all raise."""
+        physics = self.physics
+        if physics.layout is None:
+            shapes = {tuple(each.shape) for each in losses}
+            if len(shapes) == physics.partition.size == 1:
+                return shapes.pop()
+            if len(shapes) > 1:
+                call += f": data fidelities of {physics.place} give losses of shapes {shapes}"
+            own = Signature(next(iter(shapes), ()), torch.float32, "cpu")
+            shape, _ = physics.agree_on_result(call, own, "loss")
+            if len(shapes) > 1:
+                raise ValueError(call)
+            return shape
+        # On parts a loss has not the shape of that of the whole: what fidelities do is tried.
+        kinds = {f.is_batched for f in self._on_parts}
+        _, told = agree_and_tell(physics.partition, call, (), [True in kinds, False in kinds])
+        some, others = map(any, zip(*told.values(), strict=True))
+        if some and others:
+            raise ValueError(
+                f"{call}: some data fidelities give a number for each image of the batch and "
+                f"others one number; let all give the same"
+            )
+        return (batch,) if some else ()
 
     def __repr__(self) -> str:
         return self._label

@@ -29,9 +29,8 @@ from tessel.core import (
     agree_on_call,
     anchored_zeros,
     same,
-    total,
 )
-from tessel.imaging.context import DistributedContext, is_whole, local_indices, owner
+from tessel.imaging.context import DistributedContext, is_whole, local_indices, owner, whole_layout
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
 from tessel.imaging.parameters import (
     Copies,
@@ -48,15 +47,14 @@ from tessel.imaging.parameters import (
     stray_problem,
     tensors_of,
 )
-from tessel.imaging.parts.layouts import Rows, rows_of
+from tessel.imaging.parts.layouts import Rows, gathering, rows_of
 from tessel.imaging.parts.local_rules import partition_physics
-from tessel.imaging.parts.operators import Operator, PartOperator, Whole, gathering
+from tessel.imaging.parts.operators import Operator, PartOperator, Whole
 from tessel.imaging.signal import DistributedSignal, local_data
-from tessel.imaging.solvers.conjugate import CGLS, NormalInverse, solved
-from tessel.imaging.solvers.power import largest_eigenvalue, wave_in
-from tessel.imaging.solvers.space import Space
-from tessel.transport import NUM_WORDS, code_of
+from tessel.imaging.solvers.linear import CGLS, NormalInverse, largest_eigenvalue, solved, wave_in
+from tessel.imaging.solvers.method import Space
 
+Image = DistributedSignal | Tensor
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
 _NO_ARGUMENTS: Arguments = (), {}
@@ -139,7 +137,6 @@ class DistributedPhysics:
         self.layout = None if layout is None or is_whole(layout) else layout
         self.partition = ctx.partition if self.layout is None else self.layout.partition
         self.active = self.partition.active
-        self._rows: dict[Shape, Rows] = {}  # a layout checks itself, which takes as long as a call
         row, self.num_rows, self.place = ctx.rank, ctx.world_size, f"worker {ctx.rank}"
         if self.layout is not None:
             self.rows = rows_of(self.layout)
@@ -162,11 +159,11 @@ class DistributedPhysics:
         self._agreements: dict[str, Agreement[tuple[Shape, TensorMeta]]] = {}
         self._num_calls = 0
 
-    def A(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
+    def A(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
         return self._each("A", lambda op, x, call: op.A(x, **call.settings), x, **settings)
 
-    def __call__(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
+    def __call__(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements with noise; that of measurement i depends on the seed and on i.
 
         Of an image in parts each operator that can be called sees all of it, on one worker: noise
@@ -198,7 +195,7 @@ class DistributedPhysics:
 
         return self._each("__call__", measured, x, users=self.local_operators, **settings)
 
-    def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
+    def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The sum Σ_i J_i(x)ᵀ v_i over all operators, with the Jacobians J_i of A_i at x.
 
         Args:
@@ -221,63 +218,6 @@ class DistributedPhysics:
             way_out = "use a signal without partition, or let it need no gradient"
             check_common(f"{self._label} of an image in parts", self._common, (), way_out)
 
-    def loss(
-        self,
-        x: Tensor,
-        ys: Sequence[Tensor],
-        fidelities: Sequence[Any],
-        shared: Any = (),
-        arguments: Arguments = _NO_ARGUMENTS,
-        gather: bool = True,
-    ) -> Tensor:
-        """The sum Σ_i f_i(A_i(x), y_i), one shared value on all workers of the layout.
-
-        It has a number for each image of the batch if the fidelities give that, else it is one.
-
-        Args:
-            x: this worker's part of the image.
-            ys: the parts of the measurements, one for each operator of this row.
-            fidelities: one `PartFidelity` for each operator.
-            shared: objects that fidelities of all rows use, whose parameters get the gradient of
-                all of them; other parameters of fidelities get that of this row.
-            arguments: of the fidelities of whole images.
-            gather: False: this worker's share of the sum.
-        """
-        if not self.active:
-            return x.new_zeros(())
-        call = self._enter("the loss", x, ys, fidelities, shared, (), arguments)
-        batch = x.shape[0] if self.layout is None else self.layout.shape[0]
-        with computing_with(call.copies, call.users) as parameters:
-            losses = [
-                f.loss(call.x, y, operator, batch, *call.args, **call.settings)
-                for f, (operator, y) in zip(fidelities, call.pairs, strict=True)
-            ]
-        self._check_results(call, losses)
-        share = anchored_zeros(self._shape_of_losses(call, losses, fidelities, batch), call.x.real)
-        for each in losses:
-            share = share + each.to(share.dtype)
-        share = depending_on(depending_on(share, parameters), call.anchor)
-        return total(share, self.partition) if gather else share
-
-    def grad(
-        self,
-        x: Tensor,
-        ys: Sequence[Tensor],
-        fidelities: Sequence[Any],
-        shared: Any = (),
-        arguments: Arguments = _NO_ARGUMENTS,
-        gather: bool = True,
-    ) -> Tensor:
-        """The parts of the gradient Σ_i ∇ f_i(A_i(x), y_i), with the arguments of `loss`."""
-        if not self.active:
-            return x
-        call = self._enter("the gradient", x, ys, fidelities, shared, (), arguments)
-        left = iter(fidelities)
-        term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
-            call.x, y, op, *call.args, **call.settings
-        )
-        return self._sum(call, term, gather)
-
     def part_of(self, position: int, y: Tensor) -> Tensor:
         """What this worker stores of a measurement that it was given whole, or in its part.
 
@@ -298,15 +238,11 @@ class DistributedPhysics:
             f"worker's part of it, got {tuple(y.shape)}"
         )
 
-    def rows_for(self, shape: Shape) -> Rows:
+    def rows_of(self, shape: Shape) -> Rows:
         """The rows of workers that hold images of this shape on this worker."""
         if self.layout is not None:
             return self.rows
-        found = self._rows.get(shape)
-        if found is None:
-            found = rows_of(Layout.whole(self.partition, shape, shared=True))
-            self._rows[tuple(shape)] = found
-        return found
+        return rows_of(whole_layout(self.partition, tuple(shape)))
 
     def everywhere(self, value: Tensor) -> Tensor:
         """A shared value of the workers that have parts of the image, on all workers."""
@@ -321,9 +257,7 @@ class DistributedPhysics:
 
         agreement = Agreement(ours.group, f"a value of {self!r}", theirs.ranks, conclude)
         shape = agreement.agree(Signature.of(value))
-        move = Move(
-            Layout.whole(theirs, shape, shared=True), Layout.whole(ours, shape, shared=True)
-        )
+        move = Move(whole_layout(theirs, shape), whole_layout(ours, shape))
         return move(value if theirs.active else value.new_empty(0))
 
     def __len__(self) -> int:
@@ -331,7 +265,7 @@ class DistributedPhysics:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what holds groups of workers, which a copy makes anew in its calls."""
-        return {**self.__dict__, "_agreements": {}, "_rows": {}}
+        return {**self.__dict__, "_agreements": {}}
 
     def __repr__(self) -> str:
         return self._label
@@ -353,17 +287,14 @@ class DistributedPhysics:
         return ranks[position % len(ranks)]
 
     def _check_call(
-        self,
-        method: str,
-        settings: Mapping[str, Any] | None = None,
-        values: Sequence[Tensor] | None = None,
+        self, method: str, settings: Mapping[str, Any], values: Sequence[Tensor] | None
     ) -> None:
         """Raise on all workers if this call cannot be made.
 
         Args:
             method: that is called.
             settings: of the operators.
-            values: tensors, of which there must be one for each of this worker's operators.
+            values: None, or one tensor for each of this worker's operators.
         """
         # Other workers may have as many as they need, and would wait for this one: all are told.
         if values is not None and len(values) != len(self.local_operators):
@@ -385,7 +316,7 @@ class DistributedPhysics:
         self,
         method: str,
         term: Term,
-        x: DistributedSignal | Tensor | None = None,
+        x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
         users: Any = (),
         **settings: Any,
@@ -404,10 +335,10 @@ class DistributedPhysics:
         if not self.active:
             return LocalTensors()
         image = None if x is None else local_data(x)
-        call = self._enter(method, image, ys, users=users, arguments=((), settings))
+        call = self.enter(method, image, ys, users=users, arguments=((), settings))
         with computing_with(call.copies, call.users) as parameters:
             found = [term(operator, brought, call) for operator, brought in call.pairs]
-        self._check_results(call, found)
+        self.check_results(call, found)
         anchor = call.anchor
         if call.needs_grad and call.has_image:
             anchor = both(anchor, anchored_zeros((), call.x))
@@ -418,7 +349,7 @@ class DistributedPhysics:
         self,
         method: str,
         term: Term,
-        x: DistributedSignal | Tensor | None = None,
+        x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
         **settings: Any,
     ) -> Tensor:
@@ -427,9 +358,9 @@ class DistributedPhysics:
         image = None if x is None else local_data(x)
         if not self.active:
             return torch.empty(0) if image is None else image
-        return self._sum(self._enter(method, image, ys, arguments=((), settings)), term)
+        return self.sum(self.enter(method, image, ys, arguments=((), settings)), term)
 
-    def _enter(
+    def enter(
         self,
         name: str,
         x: Tensor | None,
@@ -439,7 +370,18 @@ class DistributedPhysics:
         users: Any = (),
         arguments: Arguments = _NO_ARGUMENTS,
     ) -> OperatorCall:
-        """What goes into a call, after all workers agreed that it fits together."""
+        """What goes into a call, after all workers agreed that it fits together.
+
+        Args:
+            name: of the method that is called, or what is computed ("the loss").
+            x: this worker's part of the image; None if there is none yet.
+            measured: one tensor for each operator; None if the image is brought for all of them.
+            fidelities: one `PartFidelity` for each operator.
+            shared: objects that fidelities of all rows use, whose parameters get the gradient of
+                all of them; other parameters of fidelities get that of this row.
+            users: further objects whose parameters are used.
+            arguments: of operators or fidelities, of whole images only.
+        """
         ys, anchor = list(measured or ()), anchor_of(measured)
         has_image = x is not None or measured is None
         everyones_objects = (self.shared if self.layout is None else (), shared)
@@ -477,7 +419,7 @@ class DistributedPhysics:
             image = torch.empty(0, dtype=dtype, device=self.ctx.device)
             image = _even(image, records and self.layout is not None)
         else:
-            rows = self.rows_for(x.shape)
+            rows = self.rows_of(x.shape)
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
             image = rows.use(_even(x, of_image))
@@ -548,7 +490,7 @@ class DistributedPhysics:
                 return fidelity.problem
         return ""
 
-    def _check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
+    def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
         # Of an image in parts, each operator is checked where it is applied.
         if self.layout is None and self.num_rows > 1 and torch.is_grad_enabled():
@@ -562,41 +504,7 @@ class DistributedPhysics:
             if problem:
                 raise ValueError(f"{call.name}{problem}")
 
-    def _shape_of_losses(
-        self,
-        call: OperatorCall,
-        losses: Sequence[Tensor],
-        fidelities: Sequence[Any],
-        batch: int,
-    ) -> Shape:
-        """One shape for the losses of all workers, some of which may have none; or all raise."""
-        if self.layout is None:
-            shapes = {tuple(each.shape) for each in losses}
-            if len(shapes) == self.partition.size == 1:
-                return shapes.pop()
-            text = call.name
-            if len(shapes) > 1:
-                text += f": data fidelities of {self.place} give losses of shapes {shapes}"
-            own = Signature(next(iter(shapes), ()), torch.float32, "cpu")
-            shape, _ = self._agree_on_result(text, own, "loss")
-            if len(shapes) > 1:
-                raise ValueError(text)
-            return shape
-        # On parts a loss has not the shape of that of the whole: what fidelities do is tried.
-        kinds = {f.is_batched for f in fidelities}
-        group = self.partition.group
-        said = group.share_words([code_of(call.name), int(True in kinds), int(False in kinds)])
-        group.check_same_call(said, call.name)
-        words = memoryview(said).cast("q")
-        some, others = (any(words[place::NUM_WORDS].tolist()) for place in (1, 2))
-        if some and others:
-            raise ValueError(
-                f"{call.name}: some data fidelities give a number for each image of the batch and "
-                f"others one number; let all give the same"
-            )
-        return (batch,) if some else ()
-
-    def _agree_on_result(self, said: str, own: Signature, what: str) -> tuple[Shape, TensorMeta]:
+    def agree_on_result(self, said: str, own: Signature, what: str) -> tuple[Shape, TensorMeta]:
         """The shape and dtype of a result, which workers without operators learn so."""
         if said not in self._agreements:
             numbers, how = range(self.num_ops), self.ctx.sharding
@@ -609,7 +517,7 @@ class DistributedPhysics:
             self._agreements[said] = Agreement(self.partition.group, said, sorted(owners), conclude)
         return self._agreements[said].agree(own)
 
-    def _sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
+    def sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
         """The sum of images over the operators of this row and of the others.
 
         Args:
@@ -636,7 +544,7 @@ class DistributedPhysics:
                     share, is_ours = share + each, True
                 else:
                     share.add_(each)
-        self._check_results(call, [] if share is None else [share])
+        self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
         if self.layout is None and not call.has_image and self.partition.size > 1:
             # The shape of the image is not known before: it is agreed on with the result.
@@ -646,12 +554,12 @@ class DistributedPhysics:
         if call.needs_grad and (call.has_image or self.layout is not None):
             share = share + anchored_zeros((), x)
         share = depending_on(depending_on(share, parameters), call.anchor)
-        return self.rows_for(share.shape).total(share, meta) if gather else share
+        return self.rows_of(share.shape).total(share, meta) if gather else share
 
     def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, TensorMeta]:
         """A result of whole images, zero on workers without operators, and what all agreed on."""
         own = torch.empty(0, device=self.ctx.device) if share is None else share
-        shape, meta = self._agree_on_result(said, Signature.of(own), "image that A_adjoint gives")
+        shape, meta = self.agree_on_result(said, Signature.of(own), "image that A_adjoint gives")
         if share is None:
             share = torch.zeros(shape, dtype=meta.dtype, device=self.ctx.device)
         return share, meta
@@ -665,11 +573,7 @@ class DistributedLinearPhysics(DistributedPhysics):
     An operator has the methods `A` and `A_adjoint`.
 
     Args:
-        ctx: the workers.
-        num_ops: the number N of operators.
-        factory: `factory(i, device, shared)` makes operator i; called on its worker only.
-        shared: what all operators may use, by name; see `DistributedPhysics`.
-        layout: of an image in parts, or None.
+        ctx, num_ops, factory, shared, layout: those of `DistributedPhysics`.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -699,11 +603,11 @@ class DistributedLinearPhysics(DistributedPhysics):
         """
         return self._summed("A_adjoint", lambda op, y, call: op.A_adjoint(y), None, ys)
 
-    def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
+    def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The same as `A_adjoint(v)`, since the operators are linear."""
         return self.A_adjoint(v)
 
-    def A_adjoint_A(self, x: DistributedSignal | Tensor, **settings: Any) -> Tensor:
+    def A_adjoint_A(self, x: Image, **settings: Any) -> Tensor:
         """The image Σ_i A_iᵀ A_i x."""
         return self._summed(
             "A_adjoint_A", lambda op, x, call: op.A_adjoint_A(x, **call.settings), x, **settings
@@ -727,13 +631,13 @@ class DistributedLinearPhysics(DistributedPhysics):
             tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
             max_iter: at most so many steps; a warning says if they did not suffice.
         """
-        self._check_call("A_dagger", values=ys)
+        self._check_call("A_dagger", {}, ys)
         ys = LocalTensors(ys, anchor_of(ys))
         with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))
         if not self.active:
             return x
-        layout = self.rows_for(x.shape).layout
+        layout = self.rows_of(x.shape).layout
         if tol is None:
             tol = 1e-12 if x.dtype in (torch.float64, torch.complex128) else 1e-6
         with torch.no_grad():
@@ -753,9 +657,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         inverse = NormalInverse(self.A_adjoint_A, layout, tol, max_iter)
         return x + inverse.apply(rest - rest.detach())
 
-    def norm(
-        self, x0: DistributedSignal | Tensor, max_iter: int = 500, tol: float = 1e-8
-    ) -> Tensor:
+    def norm(self, x0: Image, max_iter: int = 500, tol: float = 1e-8) -> Tensor:
         """The norm ‖A‖ = √λ_max(AᵀA) of the stacked operator, by power iteration.
 
         Args:
@@ -768,14 +670,14 @@ class DistributedLinearPhysics(DistributedPhysics):
 
     def compute_norm(
         self,
-        x0: DistributedSignal | Tensor,
+        x0: Image,
         max_iter: int = 500,
         tol: float = 1e-8,
         squared: bool = True,
     ) -> Tensor:
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)
-        layout = self.rows_for(like.shape).layout
+        layout = self.rows_of(like.shape).layout
         # A random start would be another one on each worker, and a constant may be in the kernel.
         x = wave_in(layout, like.dtype).to(self.ctx.device)
         value = x.new_zeros((), dtype=x.real.dtype)
