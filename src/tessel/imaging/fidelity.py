@@ -130,10 +130,9 @@ class DistributedDataFidelity:
             gather: False: the share of this worker's operators, whose sum over workers is the loss.
         """
         physics, image = self.physics, local_data(x)
-        self._check(args, settings, gather)
-        if not physics.active:
+        call = self._entered("the loss", image, args, settings, gather)
+        if call is None:
             return physics.everywhere(image.new_zeros(()))
-        call = self._entered("the loss", image, args, settings)
         batch = image.shape[0] if physics.layout is None else physics.layout.shape[0]
         with computing_with(call.copies, call.users) as parameters:
             losses = [
@@ -151,18 +150,19 @@ class DistributedDataFidelity:
     def grad(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The gradient ∇f(x); with `gather=False` the share of this worker's operators."""
         image = local_data(x)
-        self._check(args, settings, gather)
-        if not self.physics.active:
+        call = self._entered("the gradient", image, args, settings, gather)
+        if call is None:
             return image
         left = iter(self._on_parts)  # in the order of the operators, which `sum` asks one by one
         term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
             call.x, y, op, *call.args, **call.settings
         )
-        call = self._entered("the gradient", image, args, settings)
         return self._reduced(self.physics.sum(call, term, gather))
 
-    def _check(self, args: tuple[Any, ...], settings: dict[str, Any], gather: bool) -> None:
-        """Raise on all workers if this call cannot be made."""
+    def _entered(
+        self, name: str, x: Tensor, args: tuple[Any, ...], settings: dict[str, Any], gather: bool
+    ) -> OperatorCall | None:
+        """What all workers agreed on, or raise; None of a worker without a part of the image."""
         if self.physics.layout is not None:
             if not gather:
                 raise NotImplementedError(
@@ -175,12 +175,12 @@ class DistributedDataFidelity:
                     f"{settings}"
                 )
         shared = [self.physics.shared, self.shared]
-        self.physics.check_parameters(shared)
+        self.physics.check_call(name, self.measurements.local, shared=shared)
         if self._common:
             check_common(self._label, self._common, shared, WAY_OUT)
-
-    def _entered(self, name: str, x: Tensor, *arguments: Any) -> OperatorCall:
-        ys = self.measurements.local
+        if not self.physics.active:
+            return None
+        ys, arguments = self.measurements.local, (args, settings)
         return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments)
 
     def _reduced(self, found: Tensor) -> Tensor:

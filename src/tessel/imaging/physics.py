@@ -30,7 +30,7 @@ from tessel.core import (
     anchored_zeros,
     same,
 )
-from tessel.imaging.context import DistributedContext, is_whole, local_indices, owner, whole_layout
+from tessel.imaging.context import DistributedContext, is_whole, local_indices, whole_layout
 from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
 from tessel.imaging.parameters import (
     Copies,
@@ -65,7 +65,7 @@ WAY_OUT = (
 _DTYPES = (
     *(torch.bool, torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
-)  # of images; the first stands for workers that bring nothing
+)  # of images and measurements; the first stands for workers that bring nothing
 
 
 @dataclass(frozen=True)
@@ -204,20 +204,6 @@ class DistributedPhysics:
         """
         return self._summed("A_vjp", lambda op, v, call: op.A_vjp(call.x, v), x, v)
 
-    def check_parameters(self, shared: Any) -> None:
-        """Raise ValueError on all workers if a parameter would get parts of its gradient.
-
-        Args:
-            shared: objects whose tensors get the gradient of all operators of whole images.
-        """
-        if not self._common:
-            return
-        if self.layout is None:
-            check_common(self._label, self._common, shared, WAY_OUT)
-        else:
-            way_out = "use a signal without partition, or let it need no gradient"
-            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
-
     def part_of(self, position: int, y: Tensor) -> Tensor:
         """What this worker stores of a measurement that it was given whole, or in its part.
 
@@ -249,14 +235,9 @@ class DistributedPhysics:
         ours, theirs = self.ctx.partition, self.partition
         if theirs.size == ours.size:
             return value
-
         # Workers without a part know neither shape nor dtype of the value, and learn them first.
-        def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Shape:
-            found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
-            return found
-
-        agreement = Agreement(ours.group, f"a value of {self!r}", theirs.ranks, conclude)
-        shape = agreement.agree(Signature.of(value))
+        said, own = f"a value of {self._label}", Signature.of(value)
+        shape, _ = self.agree_on_result(said, own, "value of all workers", theirs.ranks)
         move = Move(whole_layout(theirs, shape), whole_layout(ours, shape))
         return move(value if theirs.active else value.new_empty(0))
 
@@ -286,31 +267,45 @@ class DistributedPhysics:
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
-    def _check_call(
-        self, method: str, settings: Mapping[str, Any], values: Sequence[Tensor] | None
+    def check_call(
+        self,
+        name: str,
+        values: Sequence[Tensor] | None,
+        settings: Mapping[str, Any] | None = None,
+        shared: Any = None,
     ) -> None:
         """Raise on all workers if this call cannot be made.
 
         Args:
-            method: that is called.
-            settings: of the operators.
+            name: of the method that is called, or what is computed ("the loss").
             values: None, or one tensor for each of this worker's operators.
+            settings: of the operators.
+            shared: objects whose tensors get the gradient of all operators of whole images; None
+                for those that the operators share.
         """
         # Other workers may have as many as they need, and would wait for this one: all are told.
         if values is not None and len(values) != len(self.local_operators):
             call = (
-                f"{self._label}.{method}: worker {self.ctx.rank} has the operators "
+                f"{self._named(name)}: worker {self.ctx.rank} has the operators "
                 f"{self.local_indices} and needs as many tensors, {len(self.local_indices)}, got "
                 f"{len(values)}"
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
-        self.check_parameters(self.shared)
+        if self._common and self.layout is None:
+            known = self.shared if shared is None else shared
+            check_common(self._label, self._common, known, WAY_OUT)
+        elif self._common:
+            way_out = "use a signal without partition, or let it need no gradient"
+            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
         if settings and self.layout is not None:
             raise NotImplementedError(
-                f"{self._label}.{method}: operators on an image in parts take no arguments, "
+                f"{self._named(name)}: operators on an image in parts take no arguments, "
                 f"got {dict(settings)}"
             )
+
+    def _named(self, name: str) -> str:
+        return f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
 
     def _each(
         self,
@@ -331,7 +326,7 @@ class DistributedPhysics:
             users: further objects whose parameters `term` uses.
             settings: of the operators.
         """
-        self._check_call(method, settings, ys)
+        self.check_call(method, ys, settings)
         if not self.active:
             return LocalTensors()
         image = None if x is None else local_data(x)
@@ -354,7 +349,7 @@ class DistributedPhysics:
         **settings: Any,
     ) -> Tensor:
         """The same, summed over all operators: parts of an image."""
-        self._check_call(method, settings, ys)
+        self.check_call(method, ys, settings)
         image = None if x is None else local_data(x)
         if not self.active:
             return torch.empty(0) if image is None else image
@@ -387,7 +382,7 @@ class DistributedPhysics:
         everyones_objects = (self.shared if self.layout is None else (), shared)
         everyones = learned(everyones_objects, arguments)
         problem = "" if self.layout is None else self._problem(x, measured, fidelities)
-        call = f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
+        call = self._named(name)
         said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
@@ -446,11 +441,11 @@ class DistributedPhysics:
         self, said: str, images: list[Any], ys: list[Tensor], needs: list[Tensor], problem: str
     ) -> tuple[torch.dtype, bool]:
         """The dtype of all that is brought, and whether a gradient is needed somewhere."""
-        given = [each for each in (*ys, *images) if isinstance(each, Tensor)]
         # A worker may bring nothing. The length of this tensor says which dtype it brings, so that
         # those without learn it.
-        code = _DTYPES.index(given[0].dtype) if given else 0
-        sign = torch.empty(code, requires_grad=any(each.requires_grad for each in needs))
+        given = [] if problem else [each.dtype for each in (*ys, *images) if each is not None]
+        code = _DTYPES.index(given[0]) if given else 0
+        sign = torch.empty(code, requires_grad=any(map(needs_grad, needs)))
         found = agree(self.partition, said, sign, *images)
         codes = {shape for shape in found[0][0].values() if shape != (0,)}
         if len(codes) > 1:
@@ -461,14 +456,16 @@ class DistributedPhysics:
         dtype = _DTYPES[max(codes)[0]] if codes else torch.get_default_dtype()
         return dtype, any(meta.needs_grad for _, meta in found)
 
-    def _problem(
-        self,
-        x: Tensor | None,
-        ys: Sequence[Tensor] | None,
-        fidelities: Sequence[Any] | None,
-    ) -> str:
+    def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
         assert self.layout is not None
+        for each in (*(ys or ()), *([] if x is None else [x])):
+            got = each.dtype if isinstance(each, Tensor) else type(each).__name__
+            if got not in _DTYPES:
+                return (
+                    f": worker {self.ctx.rank} expected tensors of floating point or complex "
+                    f"numbers, got {got}"
+                )
         if x is not None and tuple(x.shape) != self.layout.local_shape:
             return (
                 f": worker {self.layout.partition.rank} expected a part of shape "
@@ -476,10 +473,6 @@ class DistributedPhysics:
             )
         if ys is None:
             return ""
-        if fidelities is not None and len(fidelities) != len(ys):
-            return f": {len(ys)} measurements need as many fidelities, got {len(fidelities)}"
-        if len(ys) != len(self._spread):
-            return f": operators {self.local_indices} need as many measurements, got {len(ys)}"
         for i, operator, y in zip(self.local_indices, self._spread, ys, strict=True):
             if isinstance(operator, PartOperator):
                 expected = operator.codomain.local_shape
@@ -504,17 +497,25 @@ class DistributedPhysics:
             if problem:
                 raise ValueError(f"{call.name}{problem}")
 
-    def agree_on_result(self, said: str, own: Signature, what: str) -> tuple[Shape, TensorMeta]:
-        """The shape and dtype of a result, which workers without operators learn so."""
+    def agree_on_result(
+        self, said: str, own: Signature, what: str, givers: Sequence[int] | None = None
+    ) -> tuple[Shape, TensorMeta]:
+        """The shape and dtype of a result, which workers that do not compute it learn so.
+
+        Args:
+            said: what is called.
+            own: this worker's; that of workers who are no givers is a placeholder.
+            what: the result, in words.
+            givers: the workers that have one; None for those with operators.
+        """
         if said not in self._agreements:
-            numbers, how = range(self.num_ops), self.ctx.sharding
-            # Workers without operators have no say: their tensor is a placeholder.
-            owners = {owner(i, self.num_ops, self.partition.size, how) for i in numbers}
 
             def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Shape, TensorMeta]:
                 return same(shapes, f"shape of the {what}", said), meta
 
-            self._agreements[said] = Agreement(self.partition.group, said, sorted(owners), conclude)
+            group = self.ctx.partition.group
+            have = self.ctx.owners(self.num_ops) if givers is None else givers
+            self._agreements[said] = Agreement(group, said, have, conclude)
         return self._agreements[said].agree(own)
 
     def sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
@@ -631,7 +632,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
             max_iter: at most so many steps; a warning says if they did not suffice.
         """
-        self._check_call("A_dagger", {}, ys)
+        self.check_call("A_dagger", ys)
         ys = LocalTensors(ys, anchor_of(ys))
         with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))
