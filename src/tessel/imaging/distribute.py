@@ -259,7 +259,15 @@ def _kind_of(given: Any) -> str:
     items = _listed(given, "physics_list")
     operators = items if items is not None else []
     if operators and all(hasattr(each, "A") for each in operators):
-        return "linear_physics" if all(map(_is_linear, operators)) else "physics"
+        # By its class, if it is one of deepinv: that gives adjoints to some that are not linear.
+        base, linear = "deepinv.physics", "LinearPhysics"
+        is_linear = all(
+            _is_a(each, base, linear)
+            if _is_a(each, base, "Physics")
+            else hasattr(each, "A_adjoint")
+            for each in operators
+        )
+        return "linear_physics" if is_linear else "physics"
     is_fidelity = _is_a(first, "deepinv.optim.data_fidelity", "DataFidelity")
     if hasattr(given, "data_fidelity_list") or isinstance(first, L2) or is_fidelity:
         return "data_fidelity"
@@ -273,14 +281,6 @@ def _kind_of(given: Any) -> str:
         f"distribute: it cannot be told what {type(given).__name__} is; pass type_object, one of "
         f"{', '.join(KINDS[1:])}"
     )
-
-
-def _is_linear(operator: Any) -> bool:
-    """Whether an operator has an adjoint; deepinv gives one to some that are not linear."""
-    base = sys.modules.get("deepinv.physics")
-    if base is not None and isinstance(operator, base.Physics):
-        return isinstance(operator, base.LinearPhysics)
-    return hasattr(operator, "A_adjoint")
 
 
 def _is_a(given: Any, module: str, name: str) -> bool:

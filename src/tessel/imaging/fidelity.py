@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core import Layout, Shape, Signature, agree_and_tell, anchored_zeros, total
+from tessel.core import Shape, Signature, agree_and_tell, anchored_zeros, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
@@ -22,8 +22,7 @@ from tessel.imaging.parameters import (
     known,
     tensors_of,
 )
-from tessel.imaging.parts.layouts import gathering
-from tessel.imaging.parts.operators import Operator, Whole, vjp
+from tessel.imaging.parts.operators import Operator, PartOperator, Whole, vjp
 from tessel.imaging.physics import WAY_OUT, DistributedPhysics, Image, OperatorCall, Term
 from tessel.imaging.signal import local_data
 
@@ -280,11 +279,13 @@ class PartFidelity:
             )
         u = operator.A(x)
         if not self.is_separable:
-            gather = gathering(operator.codomain, operator.codomain.partition.ranks[0])
-            wholes = gather.apply(u), gather.apply(y)
-            if not gather.codomain.partition.active:
-                return idle(shape, f, *wholes)
-            return known(f(*wholes, _PLAIN), (), wholes).reshape(shape)
+            whole = _whole_of(operator)
+            return whole.computed(
+                lambda u, y: f(u, y, _PLAIN).reshape(shape),
+                *(whole.gather(u), whole.gather(y)),
+                shape=shape,
+                users=f,
+            )
         if 0 in u.shape:  # a mean or a maximum of nothing is NaN, or raises
             return idle(shape, f, u, y)
         share = known(f(u, y, _PLAIN), (), (u, y))
@@ -298,27 +299,29 @@ class PartFidelity:
 
     def grad(self, x: Tensor, y: Tensor, operator: Operator, *args: Any, **settings: Any) -> Tensor:
         """This worker's part of the gradient of f in x."""
-        if not isinstance(operator, Whole):
-            slope = self._distance_gradient(operator.A(x), y, operator.codomain)
-            return operator.A_adjoint(slope)
-        found = operator.computed(
-            lambda image, y: gradient(self.fidelity, image, y, operator.physics, *args, **settings),
-            *(operator.gather(x), y),
-            users=self.fidelity,
-        )
-        return operator.scatter(found)
-
-    def _distance_gradient(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
-        """This worker's part of the gradient of d in its first argument."""
-        if self.is_separable:
-            if 0 in u.shape:
-                return idle(tuple(u.shape), self.fidelity, u, y)
-            return known(gradient(self.fidelity, u, y, _PLAIN), (), (u, y))
-        gather = gathering(layout, layout.partition.ranks[0])
-        wholes = gather.apply(u), gather.apply(y)
-        if not gather.codomain.partition.active:
-            return gather.H.apply(idle((0,), self.fidelity, *wholes))
-        return gather.H.apply(known(gradient(self.fidelity, *wholes, _PLAIN), (), wholes))
+        f = self.fidelity
+        if isinstance(operator, Whole):
+            found = operator.computed(
+                lambda image, y: gradient(f, image, y, operator.physics, *args, **settings),
+                *(operator.gather(x), y),
+                users=f,
+            )
+            return operator.scatter(found)
+        u = operator.A(x)
+        if not self.is_separable:
+            whole = _whole_of(operator)
+            slope = whole.scatter(
+                whole.computed(
+                    lambda u, y: gradient(f, u, y, _PLAIN),
+                    *(whole.gather(u), whole.gather(y)),
+                    users=f,
+                )
+            )
+        elif 0 in u.shape:
+            slope = idle(tuple(u.shape), f, u, y)
+        else:
+            slope = known(gradient(f, u, y, _PLAIN), (), (u, y))
+        return operator.A_adjoint(slope)
 
     # What a fidelity of a user is, nobody says: it is tried on small tensors, once.
 
@@ -376,6 +379,11 @@ class PartFidelity:
         except _MISFITS:
             return False
         return True
+
+
+def _whole_of(operator: PartOperator) -> Whole:
+    """The whole measurement of an operator, on the first worker that has a part of it."""
+    return Whole(_PLAIN, operator.codomain, operator.codomain.partition.ranks[0])
 
 
 def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw: Any) -> Tensor:

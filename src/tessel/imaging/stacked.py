@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from tessel.imaging.context import DistributedContext, whole_layout
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
 from tessel.imaging.measurements import LocalTensors, anchor_of
 from tessel.imaging.parameters import depending_on
+from tessel.imaging.parts.operators import normal
 from tessel.imaging.physics import (
     DistributedLinearPhysics,
     DistributedPhysics,
@@ -362,26 +363,21 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         if local_only:
             like = local_data(x0)
             found = like.new_zeros((), dtype=like.real.dtype)
+            here = Partition((transport.this_worker(),), (1,))
+            alone = Space(whole_layout(here, tuple(like.shape)), here)
             for each in self.local_physics:
-                found = found + self._square_norm(each, like, max_iter, tol).to(found)
+                if hasattr(each, "compute_sqnorm"):
+                    own = each.compute_sqnorm(like, max_iter=max_iter, tol=tol, verbose=False)
+                else:
+                    term = partial(normal, each)
+                    own = largest_eigenvalue(term, torch.rand_like(like), alone, max_iter, tol)
+                found = found + torch.as_tensor(own, device=like.device).to(found)
             found = total(found, self.ctx.partition) if gather else found
         else:
             found = self.compute_norm(x0, max_iter, tol)
         if verbose and self.ctx.rank == 0:
             print(f"‖A‖² {'≤' if local_only else '='} {found.item():.4g}")
         return found
-
-    @staticmethod
-    def _square_norm(physics: Any, x: Tensor, max_iter: int, tol: float) -> Tensor:
-        """That of one operator, by its own method or by power iteration."""
-        if hasattr(physics, "compute_sqnorm"):
-            found = physics.compute_sqnorm(x, max_iter=max_iter, tol=tol, verbose=False)
-        else:
-            here = Partition((transport.this_worker(),), (1,))
-            space = Space(whole_layout(here, tuple(x.shape)), here)
-            normal = lambda x: physics.A_adjoint(physics.A(x))  # noqa: E731
-            found = largest_eigenvalue(normal, torch.rand_like(x), space, max_iter, tol)
-        return torch.as_tensor(found, device=x.device)
 
 
 class DistributedStackedFidelity(torch.nn.Module):

@@ -94,7 +94,20 @@ class WindowStrategy(DistributedSignalStrategy):
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__(signal_shape)
-        self.dims = _checked_dims(len(self.signal_shape), dims)
+        ndim = len(self.signal_shape)
+        if dims is None and ndim < 3:
+            raise ValueError(
+                f"a signal with {ndim} dimensions has none beside batch and channels; "
+                f"say which dimensions are cut"
+            )
+        given = range(2, ndim) if dims is None else (dims,) if isinstance(dims, int) else dims
+        if any(not -ndim <= dim < ndim for dim in given):
+            raise ValueError(
+                f"dimensions from {-ndim} to {ndim - 1} can be cut, got {tuple(given)}"
+            )
+        self.dims = tuple(dim % ndim for dim in given)
+        if not self.dims or len(set(self.dims)) < len(self.dims):
+            raise ValueError(f"one dimension or more, each once, is needed, got {tuple(given)}")
         self.lengths = tuple(self.signal_shape[dim] for dim in self.dims)  # of those that are cut
         self.whole: Box = tuple((0, length) for length in self.lengths)
         self.overlap = overlap
@@ -127,28 +140,24 @@ class WindowStrategy(DistributedSignalStrategy):
 
     def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: Box) -> None:
         """Put what the prior made of a window into such a tensor: its core, or all, weighted."""
-        if self.overlap:
-            weighted = self._weights(window, patch) * patch
-            out[self.region(boxes.within(window.read, box))] += weighted
-        else:
+        if not self.overlap:
             inside = patch[self.region(window.inside)]
             out[self.region(boxes.within(window.core, box))] = inside
+            return
+        # The weight of a window is the product of those along dimensions.
+        weights = torch.ones((), dtype=patch.real.dtype, device=patch.device)
+        for place, dim in enumerate(self.dims):
+            ramp = weights.new_tensor(self._ramps[place][window.read[place]])
+            shape = [1] * len(self.signal_shape)
+            shape[dim] = -1
+            weights = weights * ramp.reshape(shape)
+        out[self.region(boxes.within(window.read, box))] += weights * patch
 
     def region(self, along: Region) -> Region:
         """A region of the image from that along the dimensions that are cut."""
         chosen = dict(zip(self.dims, along, strict=True))
         whole = slice(None)
         return tuple(chosen.get(dim, whole) for dim in range(len(self.signal_shape)))
-
-    def _weights(self, window: PriorWindow, like: Tensor) -> Tensor:
-        """The weight of a window at all of its indices, the product of those along dimensions."""
-        weights = torch.ones((), dtype=like.real.dtype, device=like.device)
-        for place, dim in enumerate(self.dims):
-            ramp = weights.new_tensor(self._ramps[place][window.read[place]])
-            shape = [1] * len(self.signal_shape)
-            shape[dim] = -1
-            weights = weights * ramp.reshape(shape)
-        return weights
 
     @cached_property
     def _ramps(self) -> list[dict[Interval, list[float]]]:
@@ -290,23 +299,6 @@ def create_strategy(
             f"got {strategy!r}"
         )
     return make(signal_shape, **settings)
-
-
-def _checked_dims(ndim: int, dims: int | Sequence[int] | None) -> tuple[int, ...]:
-    if dims is None:
-        if ndim < 3:
-            raise ValueError(
-                f"a signal with {ndim} dimensions has none beside batch and channels; "
-                f"say which dimensions are cut"
-            )
-        return tuple(range(2, ndim))
-    given = (dims,) if isinstance(dims, int) else tuple(dims)
-    if any(not -ndim <= dim < ndim for dim in given):
-        raise ValueError(f"dimensions from {-ndim} to {ndim - 1} can be cut, got {given}")
-    found = tuple(dim % ndim for dim in given)
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"one dimension or more, each once, is needed, got {given}")
-    return found
 
 
 def checked_sizes(

@@ -191,7 +191,10 @@ class Checkpoint:
         others = notes.others
         if not stays:  # what is no number lies as it did on a worker of before: `complete` makes it
             others = {name: start[name] for name in notes.shards if name not in room}
-            others |= {name: each for name, each in notes.others.items() if _is_number(each)}
+            for name, each in notes.others.items():
+                is_number = each.dim() == 0 if isinstance(each, Tensor) else True
+                if is_number and not isinstance(each, list):
+                    others[name] = each
         values = _copied({**others, **room}, start["x"].device)
         if set(start) - set(values):
             values = method.complete(values, space)
@@ -312,10 +315,6 @@ def _parts(layout: Layout, values: Values) -> dict[str, Part]:
         for name, value in values.items()
         if value.numel()
     }
-
-
-def _is_number(value: Any) -> bool:
-    return value.dim() == 0 if isinstance(value, Tensor) else not isinstance(value, list)
 
 
 def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:

@@ -112,7 +112,12 @@ class CGLS(Method):
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.physics.A(along)
-        length = self._square(image, along, space) + self.damping * space.inner(along, along)
+        # ‖A p‖² over all measurements, of which a distributed physics has each on one worker.
+        share = depending_on(x.real.new_zeros(()), anchor_of(image))
+        for part in [image] if isinstance(image, Tensor) else list(image):
+            share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
+        square_of_image = space.total(share) if self._is_spread else share
+        length = square_of_image + self.damping * space.inner(along, along)
         by = _ratio(square, length)
         # Each worker uses the step for measurements of its own: gradients through it are summed.
         apart = space.apart(by) if self._is_spread else by
@@ -127,14 +132,6 @@ class CGLS(Method):
     @property
     def _measured(self) -> Any:
         return getattr(self.measurements, "local", self.measurements)
-
-    def _square(self, measured: Any, x: Tensor, space: Space) -> Tensor:
-        """‖y‖² over all measurements, of which a distributed physics has each on one worker."""
-        parts = [measured] if isinstance(measured, Tensor) else list(measured)
-        share = depending_on(x.real.new_zeros(()), anchor_of(measured))
-        for part in parts:
-            share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
-        return space.total(share) if self._is_spread else share
 
     @property
     def _is_spread(self) -> bool:

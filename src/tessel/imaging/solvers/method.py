@@ -85,8 +85,9 @@ class Space:
 
     def numbers(self, *pairs: Pair) -> Tensor:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
-        # Copies of one value are on several workers: one of them brings it to the sum.
-        if self._counts:
+        # Copies of one value are on several workers: the first of them brings it to the sum.
+        index = self.layout.partition.index
+        if index is not None and not any(index[axis] for axis in self.layout.shared):
             shares = torch.stack([_real_inner(a.detach(), b.detach()) for a, b in pairs])
         else:
             dtype = pairs[0][0].real.dtype
@@ -142,12 +143,6 @@ class Space:
     @cached_property
     def _is_alone(self) -> bool:
         return self.workers.size == 1
-
-    @cached_property
-    def _counts(self) -> bool:
-        """Whether this worker's copy is the one, of several, that counts."""
-        index = self.layout.partition.index
-        return index is not None and not any(index[axis] for axis in self.layout.shared)
 
 
 def _real_inner(a: Tensor, b: Tensor) -> Tensor:
