@@ -300,9 +300,11 @@ class PartFidelity:
     def grad(self, x: Tensor, y: Tensor, operator: Operator, *args: Any, **settings: Any) -> Tensor:
         """This worker's part of the gradient of f in x."""
         f = self.fidelity
+        if isinstance(operator, Whole) and operator.is_alone:
+            return gradient(f, x, y, operator.physics, *args, **settings)
         if isinstance(operator, Whole):
             found = operator.computed(
-                lambda image, y: gradient(f, image, y, operator.physics, *args, **settings),
+                lambda image, y: gradient(f, image, y, operator.physics),
                 *(operator.gather(x), y),
                 users=f,
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 from tessel import transport
 from tessel.core import agree_on_call, anchored_zeros
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.parameters import both, stray_leaf
+from tessel.imaging.parameters import anchor_of, both, stray_leaf
 
 
 class LocalTensors(list[Tensor]):
@@ -74,11 +74,6 @@ class LocalTensors(list[Tensor]):
                 )
             anchor = both(anchor, anchored_zeros((), other))
         return LocalTensors((function(each, other) for each in self), anchor)
-
-
-def anchor_of(items: Any) -> Tensor | None:
-    """What a worker without items still depends on."""
-    return items.anchor if isinstance(items, LocalTensors) else None
 
 
 class DistributedMeasurements:

@@ -122,8 +122,8 @@ def needs_grad(value: Any) -> bool:
 
 def gradients_of(tensors: Iterable[Tensor]) -> str:
     """Which gradients are asked for, in words that must be the same on all workers."""
-    shapes = [tuple(each.shape) for each in tensors]
-    return f", gradients of tensors of shapes {shapes}" if shapes else ""
+    shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+    return f", gradients of tensors of shapes [{shapes}]" if shapes else ""
 
 
 @kept_in_job
@@ -144,7 +144,7 @@ class Copies(dict[int, Tensor]):
 
     def instead(self, values: Any) -> Any:
         """Nested arguments with copies in the place of tensors."""
-        return tree_map(lambda each: self.get(id(each), each), values)
+        return values if not self else tree_map(lambda each: self.get(id(each), each), values)
 
 
 class _Instead(TorchFunctionMode):
@@ -216,6 +216,12 @@ def idle(shape: Shape, users: Any, *given: Tensor) -> Tensor:
     parameters = learned(users)
     anchor = anchored_zeros((), *parameters) if parameters else None
     return depending_on(anchored_zeros(shape, *given), anchor)
+
+
+def anchor_of(items: Any) -> Tensor | None:
+    """What a worker without items still depends on: that of `LocalTensors`, of others none."""
+    anchor: Tensor | None = getattr(items, "anchor", None)
+    return anchor
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:

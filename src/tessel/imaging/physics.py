@@ -31,9 +31,10 @@ from tessel.core import (
     same,
 )
 from tessel.imaging.context import DistributedContext, is_whole, local_indices, whole_layout
-from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
+from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
     Copies,
+    anchor_of,
     both,
     check_common,
     computing_with,
@@ -423,7 +424,7 @@ class DistributedPhysics:
             copies.add(everyones, self.partition)
         if own:
             copies.add(own, self.rows.own.partition)
-        args, settings = copies.instead(arguments) if copies else arguments
+        args, settings = copies.instead(arguments)
         return OperatorCall(
             call,
             image,

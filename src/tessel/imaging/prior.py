@@ -174,7 +174,7 @@ class DistributedPrior:
         if not partition.active:
             return x
         tensors = learned(self.prior, (args, settings))
-        call = f"{call}{gradients_of(tensors)}"
+        call += gradients_of(tensors)
         if not fits:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
@@ -439,7 +439,8 @@ class GatheredCores(Tiling):
     def put(self, out: Tensor, pairs: Pairs) -> None:
         """Put the cores of patches into their places in this worker's row."""
         for i, patch in pairs:
-            inside = patch[self.strategy.region(self.strategy.windows[i].inside)]
+            window = self.strategy.windows[i]
+            inside = patch[self.strategy.region(window.core, window.read)]
             out[self._places[i]] = inside.reshape(-1)
 
     def finish(self, written: Tensor) -> Tensor:

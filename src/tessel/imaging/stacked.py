@@ -32,8 +32,8 @@ from tessel.core import (
 )
 from tessel.imaging.context import DistributedContext, whole_layout
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
-from tessel.imaging.measurements import LocalTensors, anchor_of
-from tessel.imaging.parameters import depending_on
+from tessel.imaging.measurements import LocalTensors
+from tessel.imaging.parameters import anchor_of, depending_on
 from tessel.imaging.parts.operators import normal
 from tessel.imaging.physics import (
     DistributedLinearPhysics,

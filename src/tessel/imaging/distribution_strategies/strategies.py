@@ -110,6 +110,7 @@ class WindowStrategy(DistributedSignalStrategy):
             raise ValueError(f"one dimension or more, each once, is needed, got {tuple(given)}")
         self.lengths = tuple(self.signal_shape[dim] for dim in self.dims)  # of those that are cut
         self.whole: Box = tuple((0, length) for length in self.lengths)
+        self._regions: dict[tuple[Box, Box], Region] = {}
         self.overlap = overlap
         self.max_batch_size = max_batch_size
         if max_batch_size is not None and max_batch_size < 1:
@@ -119,8 +120,7 @@ class WindowStrategy(DistributedSignalStrategy):
         return len(self.windows)
 
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
-        # Patches of one shape follow each other, so that they go to the prior in one batch.
-        in_order = sorted(local_indices, key=lambda i: (self.windows[i].shape, i))
+        in_order = sorted(local_indices, key=self._order.__getitem__)
         return [(i, self.cut_out(X, self.windows[i], self.whole)) for i in in_order]
 
     def apply_batching(self, patches: list[Tensor]) -> Iterator[Tensor]:
@@ -136,13 +136,13 @@ class WindowStrategy(DistributedSignalStrategy):
 
     def cut_out(self, X: Tensor, window: PriorWindow, box: Box) -> Tensor:
         """What a window reads of a tensor that holds this box of the dimensions that are cut."""
-        return X[self.region(boxes.within(window.read, box))]
+        return X[self.region(window.read, box)]
 
     def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: Box) -> None:
         """Put what the prior made of a window into such a tensor: its core, or all, weighted."""
         if not self.overlap:
-            inside = patch[self.region(window.inside)]
-            out[self.region(boxes.within(window.core, box))] = inside
+            inside = patch[self.region(window.core, window.read)]
+            out[self.region(window.core, box)] = inside
             return
         # The weight of a window is the product of those along dimensions.
         weights = torch.ones((), dtype=patch.real.dtype, device=patch.device)
@@ -151,13 +151,24 @@ class WindowStrategy(DistributedSignalStrategy):
             shape = [1] * len(self.signal_shape)
             shape[dim] = -1
             weights = weights * ramp.reshape(shape)
-        out[self.region(boxes.within(window.read, box))] += weights * patch
+        out[self.region(window.read, box)] += weights * patch
 
-    def region(self, along: Region) -> Region:
-        """A region of the image from that along the dimensions that are cut."""
-        chosen = dict(zip(self.dims, along, strict=True))
-        whole = slice(None)
-        return tuple(chosen.get(dim, whole) for dim in range(len(self.signal_shape)))
+    def region(self, inner: Box, outer: Box) -> Region:
+        """Where a box lies in a tensor that holds another one, of the dimensions that are cut."""
+        found = self._regions.get((inner, outer))
+        if found is None:  # kept, since a solver asks for the same ones in each iteration
+            along = dict(zip(self.dims, boxes.within(inner, outer), strict=True))
+            dims = range(len(self.signal_shape))
+            found = tuple(along.get(dim, slice(None)) for dim in dims)
+            self._regions[inner, outer] = found
+        return found
+
+    @cached_property
+    def _order(self) -> dict[int, int]:
+        """The place of each window: those of one shape follow each other, to go in one batch."""
+        numbers = range(len(self.windows))
+        in_order = sorted(numbers, key=lambda i: (self.windows[i].shape, i))
+        return {i: place for place, i in enumerate(in_order)}
 
     @cached_property
     def _ramps(self) -> list[dict[Interval, list[float]]]:
@@ -339,11 +350,6 @@ class PriorWindow:
     def shape(self) -> tuple[int, ...]:
         """Of what it reads."""
         return boxes.extent(self.read)
-
-    @property
-    def inside(self) -> Region:
-        """Where the core lies in what is read."""
-        return boxes.within(self.core, self.read)
 
 
 def tiles(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tessel.core import Layout, LinearOperator
-from tessel.imaging.measurements import anchor_of
-from tessel.imaging.parameters import depending_on
+from tessel.imaging.parameters import anchor_of, depending_on
 from tessel.imaging.signal import local_data
 from tessel.imaging.solvers.method import (
     Method,

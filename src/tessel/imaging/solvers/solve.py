@@ -145,7 +145,7 @@ def solve(
         while reason is None and done < max_iterations:
             began, before = time.perf_counter(), values["x"]
             values, done = method.iterate(values, done, space), done + 1
-            numbers = {"change": _change(before, values["x"], space, method.name, done)}
+            numbers = {"change": _change(before, values["x"], space, method, done)}
             numbers |= {name: float(values[name].detach()) for name in method.reports}
             numbers["seconds"] = time.perf_counter() - began  # metrics are no part of the method
             with torch.no_grad():
@@ -168,15 +168,15 @@ def solve(
     return Solution(values["x"], values, history, reason or FULL, reason is not None)
 
 
-def _change(before: Tensor, after: Tensor, space: Space, name: str, iteration: int) -> float:
+def _change(before: Tensor, after: Tensor, space: Space, method: Method, iteration: int) -> float:
     """The relative change; FloatingPointError on all workers if the image is not finite."""
     difference = (after - before).detach()
     # In one exchange, and before a criterion is asked: what is not finite must end all workers.
     moved, length = space.numbers((difference, difference), (after, after)).tolist()
     if not math.isfinite(moved + length):
         raise FloatingPointError(
-            f"{name}: the image is not finite after iteration {iteration}; a smaller step may "
-            f"help, or data without infinities and NaN"
+            f"{method.name}: the image is not finite after iteration {iteration}; a smaller step "
+            f"may help, or data without infinities and NaN"
         )
     return math.sqrt(moved / length) if length else float(moved > 0)
 
@@ -187,8 +187,7 @@ def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> st
         return None
     # Clocks and numbers of users differ between workers: all stop when one of them would.
     met = space.agree([bool(criterion(history)) for criterion in criteria])
-    reasons = (str(each) for each, is_met in zip(criteria, met, strict=True) if is_met)
-    return next(reasons, None)
+    return str(criteria[met.index(True)]) if any(met) else None
 
 
 def _check_start(x: Tensor, space: Space) -> None:
