@@ -6,9 +6,8 @@ import os
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -120,7 +119,17 @@ class DistributedContext:
                     )
             self._partition = partition = world()
             device, problem = self._chosen_device()
-            self._agree(problem)
+            call = (
+                f"DistributedContext(sharding={self.sharding!r}, seed={self.seed}, "
+                f"seed_offset={self.seed_offset}, debug={self.debug}, "
+                f"cleanup={self.cleanup}){problem}"
+            )
+            # What workers tell is a signed number of 64 bits, a seed an unsigned one.
+            _, told = agree_and_tell(partition, call, (), [torch.initial_seed() % 2**63])
+            if problem:
+                raise ValueError(f"DistributedContext{problem}")
+            self._shared_seed = told[0][0] if self.seed is None else self.seed
+            self._num_shared = 0
             rank = partition.rank
             assert rank is not None
             self._known = rank, partition.size, transport.is_distributed(), device
@@ -133,21 +142,11 @@ class DistributedContext:
             self._exits.append(exits.pop_all())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         """Leave the job if this context joined it; on the way of an error, wait for nobody."""
-        self._exits.pop().__exit__(kind, error, trace)
+        self._exits.pop().__exit__(kind, *error)
 
-    def _leave(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _leave(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
             if kind is None:  # others may still wait for what this worker has sent
                 agree_on_call(self.partition, "the end of a DistributedContext")
@@ -202,8 +201,7 @@ class DistributedContext:
         """The workers that have at least one item, in ascending order."""
         return sorted({self.owner(item, num_items) for item in range(num_items)})
 
-    @contextmanager
-    def drawing(self, item: int, call: int = 0) -> Iterator[None]:
+    def drawing(self, item: int, call: int = 0) -> AbstractContextManager[None]:
         """Random numbers that depend on the seed and an item; without a seed, torch's own.
 
         Args:
@@ -211,10 +209,8 @@ class DistributedContext:
             call: how often they were drawn for it before.
         """
         if self.seed is None:
-            yield
-            return
-        with drawing(self.seed, item, call, self.device):
-            yield
+            return nullcontext()
+        return drawing(self.seed, item, call, self.device)
 
     @contextmanager
     def shared_random(self) -> Iterator[None]:
@@ -263,23 +259,6 @@ class DistributedContext:
                 f"all workers must hold the same: load one state on all of them, or make it inside "
                 f"of `with ctx.shared_random():`, where all draw the same numbers"
             )
-
-    def _agree(self, problem: str) -> None:
-        """Raise on all workers unless they enter contexts alike; learn the shared seed.
-
-        Args:
-            problem: what is wrong on this worker, if something is.
-        """
-        call = (
-            f"DistributedContext(sharding={self.sharding!r}, seed={self.seed}, "
-            f"seed_offset={self.seed_offset}, debug={self.debug}, cleanup={self.cleanup}){problem}"
-        )
-        # What workers tell is a signed number of 64 bits, a seed an unsigned one.
-        _, told = agree_and_tell(self.partition, call, (), [torch.initial_seed() % 2**63])
-        if problem:
-            raise ValueError(f"DistributedContext{problem}")
-        self._shared_seed = told[0][0] if self.seed is None else self.seed
-        self._num_shared = 0
 
     def _chosen_device(self) -> tuple[torch.device, str]:
         """Where this worker computes, and what is wrong with that."""

@@ -76,16 +76,10 @@ def distribute(
         num_operators: how many a function makes.
         type_object: what it is; "auto" tells by what it is or has, but for functions.
         dtype: to which operators, data fidelities and denoisers are converted; None for none.
-        gather_strategy: of physics: how measurements travel, "concatenated", "broadcast" or
-            "naive".
-        tiling_strategy: of a denoiser: how images are cut; None for patches of `patch_size`.
-        tiling_dims: of a denoiser: the dimensions that are cut; None for all but the first two.
-        patch_size: of a denoiser.
-        overlap: of a denoiser: what is read on each side of a patch.
-        max_batch_size: of a denoiser: at most so many patches at once.
-        checkpoint_batches: of a denoiser, see `DistributedProcessing`.
-        checkpoint_use_reentrant: of a denoiser.
-        checkpoint_preserve_rng_state: of a denoiser.
+        gather_strategy: of physics, see `DistributedStackedPhysics`.
+        tiling_strategy: the `strategy` of a denoiser, see `DistributedProcessing`.
+        tiling_dims, patch_size, overlap, max_batch_size: of a denoiser, see there.
+        checkpoint_batches, checkpoint_use_reentrant, checkpoint_preserve_rng_state: the same.
         kwargs: `factory_kwargs` of physics and data fidelities, `reduction` of data fidelities,
             `average` of parameters and modules: False sums gradients over the workers.
 

@@ -309,21 +309,19 @@ class PartFidelity:
                 users=f,
             )
             return operator.scatter(found)
+        # The gradient of d takes the name of the measurement, which is so freed before the adjoint
+        # begins: at its peak a worker holds one of the two beside the image.
         u = operator.A(x)
         if not self.is_separable:
             whole = _whole_of(operator)
-            slope = whole.scatter(
-                whole.computed(
-                    lambda u, y: gradient(f, u, y, _PLAIN),
-                    *(whole.gather(u), whole.gather(y)),
-                    users=f,
-                )
-            )
+            u, all_of_y = whole.gather(u), whole.gather(y)
+            u = whole.computed(lambda u, y: gradient(f, u, y, _PLAIN), u, all_of_y, users=f)
+            u = whole.scatter(u)
         elif 0 in u.shape:
-            slope = idle(tuple(u.shape), f, u, y)
+            u = idle(tuple(u.shape), f, u, y)
         else:
-            slope = known(gradient(f, u, y, _PLAIN), (), (u, y))
-        return operator.A_adjoint(slope)
+            u = known(gradient(f, u, y, _PLAIN), (), (u, y))
+        return operator.A_adjoint(u)
 
     # What a fidelity of a user is, nobody says: it is tried on small tensors, once.
 

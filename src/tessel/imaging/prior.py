@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from math import prod
 from typing import Any, cast
 
@@ -432,8 +433,7 @@ class GatheredCores(Tiling):
     @cached_property
     def written(self) -> Layout:
         """The rows of all workers, one after the other."""
-        places = range(self.layout.partition.size)
-        lengths = [sum(prod(shape) for _, _, shape in self._cores_of(k)) for k in places]
+        lengths = [sum(prod(shape) for _, _, shape in own) for own in self._cores]
         return Layout.from_lengths(self.layout.partition, [lengths])
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
@@ -446,7 +446,7 @@ class GatheredCores(Tiling):
     def finish(self, written: Tensor) -> Tensor:
         rows = self._write.apply(written)
         image, start = rows.new_zeros(self.layout.shape), 0
-        for _, region, shape in self._cores:
+        for _, region, shape in chain.from_iterable(self._cores):
             stop = start + prod(shape)
             image[region] = rows[start:stop].reshape(shape)
             start = stop
@@ -458,27 +458,25 @@ class GatheredCores(Tiling):
         return Move(self.written, whole_layout(partition, self.written.shape))
 
     @cached_property
-    def _cores(self) -> list[tuple[int, Region, tuple[int, ...]]]:
-        """The cores in the order of the rows: number, where it lies in the image, and shape."""
-        return [core for k in range(self.layout.partition.size) for core in self._cores_of(k)]
+    def _cores(self) -> list[list[tuple[int, Region, tuple[int, ...]]]]:
+        """The cores of each worker: number, where it lies in the image, and shape."""
+        workers, found = self.layout.partition.size, []
+        whole = tuple((0, length) for length in self.layout.shape)
+        for place in range(workers):
+            found.append(list[tuple[int, Region, tuple[int, ...]]]())
+            for i in local_indices(self.count, place, workers, self.sharding):
+                core = dict(zip(self.strategy.dims, self.strategy.windows[i].core, strict=True))
+                box = tuple(core.get(dim, part) for dim, part in enumerate(whole))
+                found[-1].append((i, tuple(slice(*part) for part in box), boxes.extent(box)))
+        return found
 
     @cached_property
     def _places(self) -> dict[int, slice]:
         """Where the cores of this worker lie in its row."""
         rank = self.layout.partition.rank
         assert rank is not None
-        own = self._cores_of(rank)
-        row = boxes.consecutive(prod(shape) for _, _, shape in own)
-        return {i: slice(*place) for (i, _, _), place in zip(own, row, strict=True)}
-
-    def _cores_of(self, place: int) -> list[tuple[int, Region, tuple[int, ...]]]:
-        workers, found = self.layout.partition.size, []
-        for i in local_indices(self.count, place, workers, self.sharding):
-            core = dict(zip(self.strategy.dims, self.strategy.windows[i].core, strict=True))
-            whole = enumerate(self.layout.shape)
-            box = tuple(core.get(dim, (0, length)) for dim, length in whole)
-            found.append((i, tuple(slice(*part) for part in box), boxes.extent(box)))
-        return found
+        row = boxes.consecutive(prod(shape) for _, _, shape in self._cores[rank])
+        return {i: slice(*at) for (i, _, _), at in zip(self._cores[rank], row, strict=True)}
 
 
 @dataclass(frozen=True)
