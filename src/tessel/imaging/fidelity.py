@@ -23,8 +23,8 @@ from tessel.imaging.parameters import (
     tensors_of,
 )
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole, vjp
-from tessel.imaging.physics import WAY_OUT, DistributedPhysics, Image, OperatorCall, Term
-from tessel.imaging.signal import local_data
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall, Term
+from tessel.imaging.signal import Image, local_data
 
 REDUCTIONS = ("sum", "mean")
 # What fidelities of users raise for tensors that they were not made for.

@@ -51,11 +51,10 @@ from tessel.imaging.parameters import (
 from tessel.imaging.parts.layouts import Rows, gathering, rows_of
 from tessel.imaging.parts.local_rules import partition_physics
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole
-from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.imaging.signal import Image, local_data
 from tessel.imaging.solvers.linear import CGLS, NormalInverse, largest_eigenvalue, solved, wave_in
 from tessel.imaging.solvers.method import Space
 
-Image = DistributedSignal | Tensor
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
 _NO_ARGUMENTS: Arguments = (), {}

@@ -56,7 +56,7 @@ from tessel.imaging.parameters import (
     state_of,
     stray_leaf,
 )
-from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.imaging.signal import Image, local_data
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
 Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
@@ -134,9 +134,7 @@ class DistributedPrior:
             else Move(self.layout, self.tiling.read)
         )
 
-    def prox(
-        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
-    ) -> Tensor:
+    def prox(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The proximal operator or denoiser of each patch, which gets the further arguments.
 
         With `gather=False` this worker's patches in their places, and zeros elsewhere.
@@ -144,9 +142,7 @@ class DistributedPrior:
         own = self.apply_to or (self.prior.prox if hasattr(self.prior, "prox") else self.prior)
         return self._apply("prox", own, x, args, settings, gather)
 
-    def grad(
-        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
-    ) -> Tensor:
+    def grad(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The gradient of each patch; the prior gets the further arguments."""
         if not hasattr(self.prior, "grad"):
             raise NotImplementedError(f"{self!r}: the prior {self.prior!r} has no method grad")
@@ -156,7 +152,7 @@ class DistributedPrior:
         self,
         name: str,
         function: Callable[..., Tensor],
-        signal: DistributedSignal | Tensor,
+        signal: Image,
         args: tuple[Any, ...],
         settings: Mapping[str, Any],
         gather: bool,

@@ -220,7 +220,10 @@ class DistributedSignal:
         return f"DistributedSignal({self.dtype}, {self.layout})"
 
 
-def local_data(value: DistributedSignal | Tensor) -> Tensor:
+Image = DistributedSignal | Tensor  # an image, as methods take it
+
+
+def local_data(value: Image) -> Tensor:
     """This worker's tensor of a signal, or the tensor itself."""
     return value.data if isinstance(value, DistributedSignal) else value
 

@@ -35,14 +35,8 @@ from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
 from tessel.imaging.measurements import LocalTensors
 from tessel.imaging.parameters import anchor_of, depending_on
 from tessel.imaging.parts.operators import normal
-from tessel.imaging.physics import (
-    DistributedLinearPhysics,
-    DistributedPhysics,
-    Factory,
-    Image,
-    Term,
-)
-from tessel.imaging.signal import local_data
+from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory, Term
+from tessel.imaging.signal import Image, local_data
 from tessel.imaging.solvers.linear import largest_eigenvalue
 from tessel.imaging.solvers.method import Space
 from tessel.imaging.solvers.splitting import fidelity_prox
