@@ -409,6 +409,28 @@ def test_tensors_that_nobody_knows_of_are_found(run: Run, nprocs: int) -> None:
         assert slope == 168.0  # Σ_i 3 (i + 1)² 2 · 2
 
 
+def too_many() -> list[str]:
+    """Worker 0 has a measurement more than operators."""
+    with DistributedContext() as ctx:
+        physics = DistributedLinearPhysics(ctx, 3, lambda i, *_: Hidden(i, torch.ones(())))
+        ys = measured(ctx, [torch.ones(3)] * 3)
+        fidelity = DistributedDataFidelity(ctx, physics, ys)
+        if ctx.rank == 0:
+            ys.local.append(torch.ones(3))
+        texts = []
+        for call in (fidelity, fidelity.grad):
+            with pytest.raises(ValueError) as error:
+                call(torch.ones(3))
+            texts.append(str(error.value))
+        return texts
+
+
+def test_each_operator_needs_its_measurement_on_every_worker(run: Run) -> None:
+    first, *others = run(too_many, nprocs=2)
+    assert [first] == others
+    assert all("worker 0 has the operators [0, 2] and needs as many" in text for text in first)
+
+
 def test_one_worker_gets_all_of_a_gradient() -> None:
     with DistributedContext() as ctx:
         physics = DistributedLinearPhysics(ctx, 3, lambda i, *_: Hidden(i))

@@ -1,6 +1,7 @@
 """Imaging: large inverse problems, their operators, measurements and image over workers.
 
-It may import all but `cli`, `viz` and `examples`; nothing but these imports it.
+It may import all but `cli`, `viz` and `examples`, and of each package what that exports; nothing
+but these imports it.
 """
 
 from tessel.imaging import solvers as solvers

@@ -40,9 +40,7 @@ from tessel.imaging.parameters import (
     computing_with,
     depending_on,
     gradients_of,
-    idle,
     in_common,
-    known,
     learned,
     needs_grad,
     stray_problem,
@@ -174,24 +172,18 @@ class DistributedPhysics:
 
         def measured(operator: Operator, x: Tensor, call: OperatorCall) -> Tensor:
             position = next(positions)
-            physics = self.local_operators[position]
+            physics, owner = self.local_operators[position], self._owner(position)
             if not callable(physics):
                 return operator.A(x, **call.settings)
-            draws = self.ctx.drawing(self.local_indices[position], number)
-            if isinstance(operator, Whole) and operator.is_alone:
-                with draws:
+            with self.ctx.drawing(self.local_indices[position], number):
+                if self.layout is None:
                     return physics(x, **call.settings)
-            # It draws for the whole measurement, as in one process; the parts of that are sent.
-            gather = gathering(self.rows.own, self._owner(position))
-            whole = gather.apply(x)
-            if gather.codomain.partition.active:
-                with draws:
-                    y = known(physics(whole), (), (whole,))
-            else:
-                y = idle((0,), physics, whole)
+                # It draws for the whole measurement, as in one process; the parts of that are sent.
+                whole = Whole(physics, self.rows.own, owner)
+                y = whole.computed(physics, whole.gather(x))
             if isinstance(operator, Whole):
                 return y
-            return gathering(operator.codomain, self._owner(position)).H.apply(y)
+            return gathering(operator.codomain, owner).H.apply(y)
 
         return self._each("__call__", measured, x, users=self.local_operators, **settings)
 
@@ -264,6 +256,8 @@ class DistributedPhysics:
 
     def _owner(self, position: int) -> int:
         """The worker that sees the whole image for an operator, where one must."""
+        if self.layout is None:
+            return self.ctx.rank
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
