@@ -44,6 +44,7 @@ from tessel.imaging.distribution_strategies.strategies import (
     WindowStrategy,
     create_strategy,
     crossed,
+    parts,
 )
 from tessel.imaging.parameters import (
     Copies,
@@ -578,7 +579,11 @@ def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
     if not is_whole(layout) and isinstance(strategy, WindowStrategy):
         windows = list(strategy.windows)
         if getattr(strategy, "patch_size", 0) is None and not strategy.overlap:
-            windows = windows_of_parts(layout, strategy.dims, strategy.halo)  # one for each part
+            # One window for each part and its halo: for a prior that is a convolutional network,
+            # the halo exchange of its receptive field.
+            cuts = [layout.cuts[dim].intervals for dim in strategy.dims]
+            filled = [[part for part in cut if part[0] < part[1]] for cut in cuts]
+            windows = parts(filled, strategy.lengths, strategy.halo)
         return LocalWindows(layout, strategy, sharding, tuple(windows))
     # Cores cover the image once, as far as the library knows: what a user's strategy puts together
     # may overlap.
@@ -586,21 +591,3 @@ def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
     if is_whole(layout) and layout.partition.size > 1 and is_ours and not strategy.overlap:
         return GatheredCores(layout, strategy, sharding)
     return Tiling(layout, strategy, sharding)
-
-
-def windows_of_parts(layout: Layout, dims: Sequence[int], halo: Sequence[int]) -> list[PriorWindow]:
-    """One window for each part of an image: the part and a halo that ends at the border.
-
-    For a prior that is a convolutional network this is the halo exchange of its receptive field.
-
-    >>> import tessel
-    >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
-    >>> windows_of_parts(layout, [0], [1])
-    [PriorWindow(core=((0, 6),), read=((0, 6),))]
-    """
-    along = []
-    for dim, width in zip(dims, halo, strict=True):
-        filled = [part for part in layout.cuts[dim].intervals if part[0] < part[1]]
-        length = layout.shape[dim]
-        along.append([(part, boxes.grow(part, width, width, length)) for part in filled])
-    return crossed(along)

@@ -271,8 +271,8 @@ class BasicStrategy(WindowStrategy):
         else:
             sizes = checked_sizes("patch_size", patch_size, count, 1)
             wanted = tuple(-(-n // size) for n, size in zip(self.lengths, sizes, strict=True))
-        counts = [min(pair) for pair in zip(wanted, self.lengths, strict=True)]
-        self.windows = parts(self.lengths, counts, self.halo)
+        cores = [boxes.balanced(n, min(n, k)) for n, k in zip(self.lengths, wanted, strict=True)]
+        self.windows = parts(cores, self.lengths, self.halo)
 
 
 STRATEGIES: dict[str, Callable[..., DistributedSignalStrategy]] = {
@@ -376,15 +376,17 @@ def tiles(
     return crossed(along)
 
 
-def parts(shape: Sequence[int], counts: Sequence[int], halo: Sequence[int]) -> list[PriorWindow]:
-    """Windows whose cores are balanced parts, read with a halo that ends at the border.
+def parts(
+    cores: Sequence[Sequence[Interval]], shape: Sequence[int], halo: Sequence[int]
+) -> list[PriorWindow]:
+    """Windows with these cores along each dimension, read with a halo that ends at the border.
 
-    >>> [window.read for window in parts((10,), (2,), (1,))]
+    >>> [window.read for window in parts([[(0, 5), (5, 10)]], (10,), (1,))]
     [((0, 6),), ((4, 10),)]
     """
     along = [
-        [(core, boxes.grow(core, edge, edge, length)) for core in boxes.balanced(length, count)]
-        for length, count, edge in zip(shape, counts, halo, strict=True)
+        [(core, boxes.grow(core, edge, edge, length)) for core in some]
+        for some, length, edge in zip(cores, shape, halo, strict=True)
     ]
     return crossed(along)
 
