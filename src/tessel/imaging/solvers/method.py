@@ -85,9 +85,7 @@ class Space:
 
     def numbers(self, *pairs: Pair) -> Tensor:
         """Inner products as numbers that are the same, bit by bit, on all workers."""
-        # Copies of one value are on several workers: the first of them brings it to the sum.
-        index = self.layout.partition.index
-        if index is not None and not any(index[axis] for axis in self.layout.shared):
+        if self._counts:
             shares = torch.stack([_real_inner(a.detach(), b.detach()) for a, b in pairs])
         else:
             dtype = pairs[0][0].real.dtype
@@ -139,6 +137,12 @@ class Space:
     def _others(self) -> list[int]:
         """The axes of the grid along which workers hold different parts."""
         return [a for a in range(self.layout.partition.dim) if a not in self.layout.shared]
+
+    @cached_property
+    def _counts(self) -> bool:
+        """Whether this worker brings its copy to a sum: of several copies the first one does."""
+        index = self.layout.partition.index
+        return index is not None and not any(index[axis] for axis in self.layout.shared)
 
     @cached_property
     def _is_alone(self) -> bool:
