@@ -32,6 +32,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("tensor",),
     ("operators",),
     ("primitives",),
+    ("core",),  # the package itself: what others import of the kernel's modules
     ("core.halo", "core.shared"),
     ("core.move",),
     ("core.stage",),
@@ -44,7 +45,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("transport", "launch"),
     ("core.graph",),
     ("core.windows",),
-    ("core.boxes", "core.handles", "core", "errors", "limits", "machine", "version"),
+    ("core.boxes", "core.handles", "errors", "limits", "machine", "version"),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}
 
@@ -127,6 +128,20 @@ def test_imports_go_downwards(module: str) -> None:
         other = component(imported)
         allowed = other == own or (other in HEIGHT and HEIGHT[other] < HEIGHT[own])
         assert allowed, f"{MODULES[module]}:{line}: {own} must not import {imported}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if component(name) == "imaging"])
+def test_imaging_stands_on_what_packages_export(module: str) -> None:
+    """It takes names of other packages from these, as a user can, and from no module in them."""
+    for node in ast.walk(tree(MODULES[module])):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        else:
+            named = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in named:
+            is_other = name.startswith("tessel.") and component(name).split(".")[0] != "imaging"
+            is_deep = is_other and name.count(".") > 1
+            assert not is_deep, f"{MODULES[module]}:{node.lineno}: {name} is inside of a package"
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

@@ -3,6 +3,9 @@
 import importlib as _importlib
 import sys as _sys
 
+# First of all: the kernel imports `transport`, which imports `core.boxes`. If something imported
+# `transport` before, the kernel would find it half made.
+from tessel import core as core
 from tessel import distributed as distributed
 from tessel import imaging as imaging
 from tessel import interop as interop

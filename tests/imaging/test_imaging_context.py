@@ -16,8 +16,7 @@ import tessel
 from scripts import python
 from tessel import transport
 from tessel.imaging import DistributedContext, DistributedSignal
-from tessel.imaging.random import seed_of
-from tessel.imaging.sharding import local_indices, owner
+from tessel.imaging.context import local_indices, owner, seed_of
 
 Run = Callable[..., list[Any]]
 GPUS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from parity import close, values
 from tessel import Layout, Partition
 from tessel.imaging import (
     DistributedContext,
+    DistributedDataFidelity,
     DistributedLinearPhysics,
     DistributedPrior,
     DistributedSignalStrategy,
@@ -28,7 +30,7 @@ from tessel.imaging.parts import (
     operator_grid,
     partition_physics,
 )
-from tessel.imaging.random import wave_in
+from tessel.imaging.solvers.linear import wave_in
 from tessel.testing import check_adjoint, check_gradient, count_memory, count_traffic
 
 Run = Callable[..., list[Any]]
@@ -267,8 +269,13 @@ def spread(layout: Layout, physics: list[Any]) -> DistributedLinearPhysics:
         return DistributedLinearPhysics(ctx, len(physics), lambda i, *_: physics[i], layout=layout)
 
 
-def on_parts(fidelities: list[Any]) -> list[PartFidelity]:
-    return [PartFidelity(each) for each in fidelities]
+def fidelity_of(
+    parts: DistributedLinearPhysics, ys: list[Tensor], fidelities: list[Any]
+) -> DistributedDataFidelity:
+    """That of operators on parts, with this worker's parts of measurements, and its fidelities."""
+    given: Any = SimpleNamespace(num_items=parts.num_ops, local=ys)
+    left = iter(fidelities)
+    return DistributedDataFidelity(parts.ctx, parts, given, lambda *_: next(left))
 
 
 class Norm:
@@ -303,10 +310,10 @@ def check_problem(grid: tuple[int, ...], copies: int, name: str, num_ops: int, b
     ys = [0.1 + values(p.A(x).shape, 20 + i).abs() for i, p in enumerate(physics)]
     fs = fidelities(name, num_ops)
     mine = [parts.part_of(k, ys[i]) for k, i in enumerate(parts.local_indices)]
-    own = on_parts([fs[i] for i in parts.local_indices])
+    fidelity = fidelity_of(parts, mine, [fs[i] for i in parts.local_indices])
 
     loss = sum(f(whole, y, p) for f, y, p in zip(fs, ys, physics, strict=True))
-    got = parts.loss(part, mine, own)
+    got = fidelity(part)
     close("loss", got, loss, TOLERANCE)  # of each image, if the fidelity tells them apart
     (slope,) = torch.autograd.grad(loss.sum(), whole)
     (through,) = torch.autograd.grad(got.sum(), part)
@@ -314,7 +321,7 @@ def check_problem(grid: tuple[int, ...], copies: int, name: str, num_ops: int, b
     with torch.no_grad():
         if name != "Norm":  # that of deepinv, which for Poisson is not the derivative of its loss
             slope = sum(f.grad(whole, y, p) for f, y, p in zip(fs, ys, physics, strict=True))
-        close("grad", parts.grad(part, mine, own), layout.local_part(slope), TOLERANCE)
+        close("grad", fidelity.grad(part), layout.local_part(slope), TOLERANCE)
     if name == "L2":
         expected = sum(p.A_adjoint(p.A(whole)) for p in physics)
         found = parts.A_adjoint(parts.A(part))
@@ -325,7 +332,7 @@ def check_problem(grid: tuple[int, ...], copies: int, name: str, num_ops: int, b
         share = (found.square() * layout.local_part(weights)).sum()
         (through,) = torch.autograd.grad(share, part)
         close("autograd of A_adjoint A", through, layout.local_part(slope), TOLERANCE)
-        second = parts.grad(part, mine, own)
+        second = fidelity.grad(part)
         (curve,) = torch.autograd.grad((second * layout.local_part(weights)).sum(), part)
         reference = sum(f.grad(whole, y, p) for f, y, p in zip(fs, ys, physics, strict=True))
         (expected,) = torch.autograd.grad((reference * weights).sum(), whole)
@@ -378,10 +385,10 @@ def check_bytes(grid: tuple[int, ...]) -> None:
     blurs = [Blur(filter_of(5, 5, seed=seed), padding="circular") for seed in range(3)]
     parts = spread(layout, blurs)
     ys = parts.A(x)
-    fs = on_parts([L2() for _ in blurs])
-    parts.grad(x, ys, fs)
+    fidelity = fidelity_of(parts, ys, [L2() for _ in blurs])
+    fidelity.grad(x)
     with count_traffic() as traffic:
-        parts.grad(x, ys, fs)
+        fidelity.grad(x)
     assert traffic.bytes_received == 3 * 2 * 8 * values_read
     assert traffic.agreements == 1
 
@@ -614,9 +621,8 @@ def hidden_in_parts() -> tuple[str, str]:
     x = layout.local_part(values(shape, 1)).clone()
     whole = spread(layout, [Secret(6)])
     mask = spread(layout, [Vignette(torch.ones(6, dtype=torch.float64))])
-    return raised(lambda: whole.A(x)), raised(
-        lambda: mask.loss(x, [x], on_parts([SecretDistance()]))
-    )
+    fidelity = fidelity_of(mask, [x], [SecretDistance()])
+    return raised(lambda: whole.A(x)), raised(lambda: fidelity(x))
 
 
 def test_hidden_parameters_of_an_image_in_parts(run: Run) -> None:
@@ -736,8 +742,10 @@ def errors() -> list[str]:
         raised(lambda: parts.A(wrong)),
         raised(lambda: parts.A_adjoint([wrong])),
         raised(lambda: parts.A_adjoint([x, x] if worker == 0 else [x])),
-        raised(lambda: parts.grad(x, [x], on_parts([L2(), L2()]))),
-        raised(lambda: parts.grad(x, [x], on_parts([Odd()]))),
+        raised(lambda: fidelity_of(parts, [x, x] if worker == 0 else [x], [L2()]).grad(x)),
+        raised(lambda: fidelity_of(parts, [x], [Odd()]).grad(x)),
+        raised(lambda: parts.A(x.long() if worker == 1 else x)),
+        raised(lambda: parts.A_adjoint([x.tolist() if worker == 1 else x])),
         raised(lambda: parts.part_of(0, values((1, 1, 5, 5), 1))),
         raised(lambda: partition_physics(other, layout)),
         raised(lambda: partition_physics(blur, overlapping)),
@@ -755,8 +763,10 @@ EXPECTED = [
     "worker 2 expected a part of shape (1, 1, 3, 10), got (1, 1, 2, 10)",
     "measurement 0 must be of shape (1, 1, 3, 10), got (1, 1, 2, 10)",
     "needs as many tensors, 1, got 2",
-    "1 measurements need as many fidelities, got 2",
+    "needs as many tensors, 1, got 2",
     "Odd is not of the form d(A(x), y)",
+    "worker 1 expected tensors of floating point or complex numbers, got torch.int64",
+    "worker 1 expected tensors of floating point or complex numbers, got list",
     "measurement 0 must have the shape (1, 1, 12, 10) of the whole, or (1, 1, 3, 10)",
     "all workers must make the same calls",
     "needs an image in parts that lie one after the other",
@@ -1023,7 +1033,7 @@ def check_some_workers() -> None:
     part = layout.local_part(x).clone()
     ys = parts.A(part)
     found = parts.A_adjoint(ys)
-    slope = parts.grad(part, ys, on_parts([L2() for _ in ys]))
+    slope = fidelity_of(parts, ys, [L2() for _ in ys]).grad(part)
     if layout.partition.active:
         close("A_adjoint A", found, layout.local_part(blur.A_adjoint(blur.A(x))), TOLERANCE)
         close("grad", slope, torch.zeros_like(slope), TOLERANCE)
@@ -1106,13 +1116,13 @@ def peak_of_gradient(grid: tuple[int, ...]) -> tuple[int, int]:
     x = values(layout.shape, 1)
     blurs = [Blur(filter_of(5, 5, seed=seed), padding="circular") for seed in range(3)]
     fs = [L2() for _ in blurs]
-    parts, own_fs = spread(layout, blurs), on_parts(fs)
+    parts = spread(layout, blurs)
     part = layout.local_part(x).clone()
-    ys = parts.A(part)
+    fidelity = fidelity_of(parts, parts.A(part), fs)
     with torch.no_grad():
-        parts.grad(part, ys, own_fs)
+        fidelity.grad(part)
         with count_memory() as own:
-            parts.grad(part, ys, own_fs)
+            fidelity.grad(part)
         wholes = [blur.A(x) for blur in blurs]
         with count_memory() as whole:
             sum(f.grad(x, y, blur) for f, y, blur in zip(fs, wholes, blurs, strict=True))

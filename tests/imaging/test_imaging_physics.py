@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tessel
 from parity import close, values
+from tessel.core import total
 from tessel.imaging import (
     DistributedContext,
     DistributedDataFidelity,
@@ -25,7 +26,6 @@ from tessel.imaging import (
     FactoryConfig,
     make_distrib_bundle,
 )
-from tessel.imaging.parameters import all_reduced
 from tessel.imaging.parts import operator_grid
 from tessel.testing import count_traffic
 
@@ -85,7 +85,7 @@ def compare(count: int, batch: int, sharding: str) -> list[Tensor]:
         for i, y in zip(physics.local_indices, both, strict=True):
             close(f"A_A_adjoint {i}", y, alone.A(alone.A_adjoint(expected))[i], TOLERANCE)
         shares = ((a * b).sum() for a, b in zip(physics.A(noise), ys, strict=True))
-        left = all_reduced(sum(shares, x.new_zeros(())), ctx)
+        left = total(sum(shares, x.new_zeros(())), ctx.partition)
         close("dot-test", left, (noise * back).sum(), 1e-12)
         return [back, left]
 
@@ -407,6 +407,28 @@ def test_tensors_that_nobody_knows_of_are_found(run: Run, nprocs: int) -> None:
         assert all("needs a gradient and is not found in it" in text for text in texts), texts
         assert all("pass it in shared=" in text for text in texts)
         assert slope == 168.0  # Σ_i 3 (i + 1)² 2 · 2
+
+
+def too_many() -> list[str]:
+    """Worker 0 has a measurement more than operators."""
+    with DistributedContext() as ctx:
+        physics = DistributedLinearPhysics(ctx, 3, lambda i, *_: Hidden(i, torch.ones(())))
+        ys = measured(ctx, [torch.ones(3)] * 3)
+        fidelity = DistributedDataFidelity(ctx, physics, ys)
+        if ctx.rank == 0:
+            ys.local.append(torch.ones(3))
+        texts = []
+        for call in (fidelity, fidelity.grad):
+            with pytest.raises(ValueError) as error:
+                call(torch.ones(3))
+            texts.append(str(error.value))
+        return texts
+
+
+def test_each_operator_needs_its_measurement_on_every_worker(run: Run) -> None:
+    first, *others = run(too_many, nprocs=2)
+    assert [first] == others
+    assert all("worker 0 has the operators [0, 2] and needs as many" in text for text in first)
 
 
 def test_one_worker_gets_all_of_a_gradient() -> None:

@@ -18,8 +18,10 @@ from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy,
     SmartTilingStrategy,
     create_strategy,
+    ramps,
+    tiles,
+    tiles_along,
 )
-from tessel.imaging.tiling import ramps, tiles, tiles_along
 from tessel.testing import count_memory
 
 Run = Callable[..., list[Any]]

@@ -433,6 +433,8 @@ class _Listening(Agreement[Numbers]):
     """Where workers hear each other's numbers; these change with each call, and none is kept."""
 
     def conclusion_of(self, everyones: bytes) -> Numbers:
+        # Where no tensor is brought, this is the only one that sees what everybody calls.
+        self.group.check_same_call(everyones, self.label)
         rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
         said = map(tuple, rows[:, 1 : 1 + NUM_SIGNED].tolist())
         return dict(zip(self.group.workers, said, strict=True))

@@ -1,6 +1,7 @@
 """Imaging: large inverse problems, their operators, measurements and image over workers.
 
-It may import all but `cli`, `viz` and `examples`; nothing but these imports it.
+It may import all but `cli`, `viz` and `examples`, and of each package what that exports; nothing
+but these imports it.
 """
 
 from tessel.imaging import solvers as solvers
@@ -18,7 +19,7 @@ from tessel.imaging.measurements import DistributedMeasurements as DistributedMe
 from tessel.imaging.physics import DistributedLinearPhysics as DistributedLinearPhysics
 from tessel.imaging.physics import DistributedPhysics as DistributedPhysics
 from tessel.imaging.prior import DistributedPrior as DistributedPrior
-from tessel.imaging.processing import DistributedProcessing as DistributedProcessing
+from tessel.imaging.prior import DistributedProcessing as DistributedProcessing
 from tessel.imaging.signal import DistributedSignal as DistributedSignal
 from tessel.imaging.stacked import DistributedStackedFidelity as DistributedStackedFidelity
 from tessel.imaging.stacked import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Self
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,23 @@ from torch import Tensor
 from torch.backends import cudnn
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
-from tessel.core.checksum import checksum, checksum_of
-from tessel.core.layout import Layout
-from tessel.core.partition import Partition, world
+from tessel.core import (
+    Layout,
+    Partition,
+    Shape,
+    agree_and_tell,
+    agree_on_call,
+    boxes,
+    checksum_of,
+    world,
+)
 from tessel.errors import WorkerLost
-from tessel.imaging import sharding as shardings
-from tessel.imaging.random import SHARED, drawing
-from tessel.transport import NUM_WORDS, code_of
+from tessel.transport import kept_in_job
 
+SHARDINGS = ("round_robin", "block")
 DEVICE_MODES = (None, "cpu", "gpu")
 BACKENDS = (None, "gloo", "nccl")
+SHARED = -1  # in the place of an item: what all workers draw together
 OUTSIDE = (
     "the workers can be reached inside of the context: write `with DistributedContext() as ctx:` "
     "around this"
@@ -83,7 +89,7 @@ class DistributedContext:
             if value not in choices:
                 known = ", ".join(map(repr, choices))
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        shardings.check_sharding(sharding)
+        check_sharding(sharding)
         self.backend = backend
         self.sharding = sharding
         self.seed = seed
@@ -113,7 +119,17 @@ class DistributedContext:
                     )
             self._partition = partition = world()
             device, problem = self._chosen_device()
-            self._agree(problem)
+            call = (
+                f"DistributedContext(sharding={self.sharding!r}, seed={self.seed}, "
+                f"seed_offset={self.seed_offset}, debug={self.debug}, "
+                f"cleanup={self.cleanup}){problem}"
+            )
+            # What workers tell is a signed number of 64 bits, a seed an unsigned one.
+            _, told = agree_and_tell(partition, call, (), [torch.initial_seed() % 2**63])
+            if problem:
+                raise ValueError(f"DistributedContext{problem}")
+            self._shared_seed = told[0][0] if self.seed is None else self.seed
+            self._num_shared = 0
             rank = partition.rank
             assert rank is not None
             self._known = rank, partition.size, transport.is_distributed(), device
@@ -126,21 +142,11 @@ class DistributedContext:
             self._exits.append(exits.pop_all())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         """Leave the job if this context joined it; on the way of an error, wait for nobody."""
-        self._exits.pop().__exit__(kind, error, trace)
+        self._exits.pop().__exit__(kind, *error)
 
-    def _leave(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _leave(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
             if kind is None:  # others may still wait for what this worker has sent
                 agree_on_call(self.partition, "the end of a DistributedContext")
@@ -185,18 +191,17 @@ class DistributedContext:
 
     def local_indices(self, num_items: int) -> list[int]:
         """The items of this worker, of so many."""
-        return shardings.local_indices(num_items, self.rank, self.world_size, self.sharding)
+        return local_indices(num_items, self.rank, self.world_size, self.sharding)
 
     def owner(self, item: int, num_items: int) -> int:
         """The worker that has an item."""
-        return shardings.owner(item, num_items, self.world_size, self.sharding)
+        return owner(item, num_items, self.world_size, self.sharding)
 
     def owners(self, num_items: int) -> list[int]:
         """The workers that have at least one item, in ascending order."""
         return sorted({self.owner(item, num_items) for item in range(num_items)})
 
-    @contextmanager
-    def drawing(self, item: int, call: int = 0) -> Iterator[None]:
+    def drawing(self, item: int, call: int = 0) -> AbstractContextManager[None]:
         """Random numbers that depend on the seed and an item; without a seed, torch's own.
 
         Args:
@@ -204,10 +209,8 @@ class DistributedContext:
             call: how often they were drawn for it before.
         """
         if self.seed is None:
-            yield
-            return
-        with drawing(self.seed, item, call, self.device):
-            yield
+            return nullcontext()
+        return drawing(self.seed, item, call, self.device)
 
     @contextmanager
     def shared_random(self) -> Iterator[None]:
@@ -230,7 +233,7 @@ class DistributedContext:
     def check_same(self, tensor: Tensor, layout: Layout, what: str) -> None:
         """Raise on every worker if those that share a value hold different numbers of it."""
         if layout.partition.active and layout.partition.size > 1:
-            found = drifted(layout, self._shared_sums(layout, what, checksum(tensor)))
+            found = _compared(layout, what, [tensor])
             if found is not None:
                 worker, first = found
                 raise ValueError(
@@ -248,45 +251,14 @@ class DistributedContext:
         """
         if self.world_size == 1:
             return
-        layout = Layout.whole(self.partition, (), shared=True)
         kinds = [(tuple(each.shape), each.dtype) for each in tensors]
-        told = self._shared_sums(layout, f"{what} with {kinds}", checksum_of(tensors))
-        found = drifted(layout, told)
+        found = _compared(whole_layout(self.partition, ()), f"{what} with {kinds}", tensors)
         if found is not None:
             raise ValueError(
                 f"{what} has other parameters on worker {found[0]} than on worker {found[1]}, and "
                 f"all workers must hold the same: load one state on all of them, or make it inside "
                 f"of `with ctx.shared_random():`, where all draw the same numbers"
             )
-
-    def _shared_sums(self, layout: Layout, what: str, mine: int) -> dict[int, int]:
-        """The checksum of each worker of a layout."""
-        call = f"the comparison of {what}"
-        group = layout.partition.group
-        everyones = group.share_words([code_of(call), mine])
-        group.check_same_call(everyones, call)
-        words = memoryview(everyones).cast("q")[1::NUM_WORDS].tolist()
-        return dict(zip(group.workers, words, strict=True))
-
-    def _agree(self, problem: str) -> None:
-        """Raise on all workers unless they enter contexts alike; learn the shared seed.
-
-        Args:
-            problem: what is wrong on this worker, if something is.
-        """
-        call = (
-            f"DistributedContext(sharding={self.sharding!r}, seed={self.seed}, "
-            f"seed_offset={self.seed_offset}, debug={self.debug}, cleanup={self.cleanup}){problem}"
-        )
-        group = self.partition.group
-        # A word is a signed number of 64 bits, a seed an unsigned one.
-        everyones = group.share_words([code_of(call), torch.initial_seed() % 2**63])
-        group.check_same_call(everyones, call)
-        if problem:
-            raise ValueError(f"DistributedContext{problem}")
-        of_first = memoryview(everyones).cast("q")[1]
-        self._shared_seed = of_first if self.seed is None else self.seed
-        self._num_shared = 0
 
     def _chosen_device(self) -> tuple[torch.device, str]:
         """Where this worker computes, and what is wrong with that."""
@@ -317,6 +289,13 @@ class DistributedContext:
         return f"DistributedContext({where}, sharding={self.sharding!r}, seed={self.seed})"
 
 
+def _compared(layout: Layout, what: str, tensors: Iterable[Tensor]) -> tuple[int, int] | None:
+    """What `drifted` finds in the checksums of tensors that workers of a layout share."""
+    call = f"the comparison of {what}"
+    _, told = agree_and_tell(layout.partition, call, (), [checksum_of(tensors)])
+    return drifted(layout, {worker: numbers[0] for worker, numbers in told.items()})
+
+
 def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
     """The first worker whose checksum is another than that of the first holder of its part.
 
@@ -336,3 +315,81 @@ def drifted(layout: Layout, sums: Mapping[int, int]) -> tuple[int, int] | None:
             if own != sums[first]:
                 return worker, first
     return None
+
+
+@kept_in_job
+def whole_layout(partition: Partition, shape: Shape) -> Layout:
+    """The layout of an image that is whole on every worker, as one shared value."""
+    # Kept: a layout checks itself when it is made, which takes as long as a small call.
+    return Layout.whole(partition, shape, shared=True)
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether every worker holds the whole tensor, as one shared value."""
+    return len(layout.shared) == layout.partition.dim
+
+
+# ---- items: which worker has which, and what is drawn for one
+
+
+def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> list[int]:
+    """The items of one worker, in ascending order.
+
+    round_robin:  {i : i mod P = k}.    block:  the k-th of P runs, of lengths that differ by ≤ 1.
+
+    Args:
+        num_items: how many items there are, 0 or more.
+        worker: the place k of the worker.
+        workers: their number P.
+        sharding: "round_robin" or "block".
+
+    >>> local_indices(5, 0, 2, "round_robin"), local_indices(5, 0, 2, "block")
+    ([0, 2, 4], [0, 1, 2])
+    """
+    check_sharding(sharding)
+    if num_items < 0:
+        raise ValueError(f"the number of items must be 0 or more, got {num_items}")
+    if not 0 <= worker < workers:
+        raise ValueError(f"a worker from 0 to {workers - 1} is needed, got {worker}")
+    if sharding == "round_robin":
+        return list(range(worker, num_items, workers))
+    return list(range(*boxes.balanced_part(num_items, workers, worker)))
+
+
+def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
+    """The place of the worker that has an item, the inverse of `local_indices`.
+
+    >>> owner(2, 5, 2, "round_robin"), owner(3, 5, 2, "block")
+    (0, 1)
+    """
+    check_sharding(sharding)
+    if not 0 <= item < num_items:
+        raise ValueError(f"an item from 0 to {num_items - 1} is needed, got {item}")
+    if sharding == "round_robin":
+        return item % workers
+    return boxes.balanced_place(num_items, workers, item)
+
+
+def check_sharding(sharding: str) -> None:
+    """Raise ValueError unless there is a sharding of this name."""
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding must be one of {', '.join(SHARDINGS)}, got {sharding!r}")
+
+
+def seed_of(seed: int, item: int, call: int = 0) -> int:
+    """One seed for an item, and for each time that numbers are drawn for it.
+
+    >>> seed_of(42, 0) == seed_of(42, 0), seed_of(42, 0) == seed_of(42, 1)
+    (True, False)
+    """
+    words = repr((seed, item, call)).encode()
+    return zlib.crc32(words) << 32 | zlib.adler32(words)
+
+
+@contextmanager
+def drawing(seed: int, item: int, call: int, device: torch.device) -> Iterator[None]:
+    """Let torch's generators draw for an item; after the block they go on as if nothing was."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed_of(seed, item, call))
+        yield

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from tessel.core.agreement import agree_on_call
+from tessel.core import agree_on_call, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.factory import on_device
 from tessel.imaging.fidelity import L2
-from tessel.imaging.parameters import all_reduced
-from tessel.imaging.processing import DistributedProcessing
+from tessel.imaging.prior import DistributedProcessing
 from tessel.imaging.stacked import (
     DistributedStackedFidelity,
     DistributedStackedLinearPhysics,
@@ -77,16 +76,10 @@ def distribute(
         num_operators: how many a function makes.
         type_object: what it is; "auto" tells by what it is or has, but for functions.
         dtype: to which operators, data fidelities and denoisers are converted; None for none.
-        gather_strategy: of physics: how measurements travel, "concatenated", "broadcast" or
-            "naive".
-        tiling_strategy: of a denoiser: how images are cut; None for patches of `patch_size`.
-        tiling_dims: of a denoiser: the dimensions that are cut; None for all but the first two.
-        patch_size: of a denoiser.
-        overlap: of a denoiser: what is read on each side of a patch.
-        max_batch_size: of a denoiser: at most so many patches at once.
-        checkpoint_batches: of a denoiser, see `DistributedProcessing`.
-        checkpoint_use_reentrant: of a denoiser.
-        checkpoint_preserve_rng_state: of a denoiser.
+        gather_strategy: of physics, see `DistributedStackedPhysics`.
+        tiling_strategy: the `strategy` of a denoiser, see `DistributedProcessing`.
+        tiling_dims, patch_size, overlap, max_batch_size: of a denoiser, see there.
+        checkpoint_batches, checkpoint_use_reentrant, checkpoint_preserve_rng_state: the same.
         kwargs: `factory_kwargs` of physics and data fidelities, `reduction` of data fidelities,
             `average` of parameters and modules: False sums gradients over the workers.
 
@@ -214,7 +207,7 @@ def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) ->
             # A hook of torch on the user's own parameter is what this kind of object asks for: its
             # gradient is that of all workers, whatever computes it.
             each.register_hook(
-                lambda grad: all_reduced(grad, ctx) / (ctx.world_size if average else 1)
+                lambda grad: total(grad, ctx.partition) / (ctx.world_size if average else 1)
             )
     return moved if isinstance(given, list | tuple) else moved[0]
 
@@ -260,7 +253,15 @@ def _kind_of(given: Any) -> str:
     items = _listed(given, "physics_list")
     operators = items if items is not None else []
     if operators and all(hasattr(each, "A") for each in operators):
-        return "linear_physics" if all(map(_is_linear, operators)) else "physics"
+        # By its class, if it is one of deepinv: that gives adjoints to some that are not linear.
+        base, linear = "deepinv.physics", "LinearPhysics"
+        is_linear = all(
+            _is_a(each, base, linear)
+            if _is_a(each, base, "Physics")
+            else hasattr(each, "A_adjoint")
+            for each in operators
+        )
+        return "linear_physics" if is_linear else "physics"
     is_fidelity = _is_a(first, "deepinv.optim.data_fidelity", "DataFidelity")
     if hasattr(given, "data_fidelity_list") or isinstance(first, L2) or is_fidelity:
         return "data_fidelity"
@@ -274,14 +275,6 @@ def _kind_of(given: Any) -> str:
         f"distribute: it cannot be told what {type(given).__name__} is; pass type_object, one of "
         f"{', '.join(KINDS[1:])}"
     )
-
-
-def _is_linear(operator: Any) -> bool:
-    """Whether an operator has an adjoint; deepinv gives one to some that are not linear."""
-    base = sys.modules.get("deepinv.physics")
-    if base is not None and isinstance(operator, base.Physics):
-        return isinstance(operator, base.LinearPhysics)
-    return hasattr(operator, "A_adjoint")
 
 
 def _is_a(given: Any, module: str, name: str) -> bool:

@@ -58,7 +58,12 @@ class FactoryConfig:
 
     def __post_init__(self) -> None:
         for name, given in self._given.items():
-            object.__setattr__(self, name, _as_list(given))
+            # One that is not in a list stands for a list of one.
+            is_one = isinstance(given, Tensor) or hasattr(given, "A")
+            listed = [given] if is_one and not _is_list(given) else given
+            if hasattr(given, "data_fidelity_list"):
+                listed = list(given.data_fidelity_list)
+            object.__setattr__(self, name, listed)
         for name, items in (("physics", "operators"), ("measurements", "tensors")):
             given = getattr(self, name)
             if not (_is_list(given) or callable(given)):
@@ -260,14 +265,6 @@ def on_device(item: Any, device: torch.device, dtype: torch.dtype | None = None)
     if not hasattr(item, "to"):
         return item
     return item.to(device) if dtype is None else item.to(device=device, dtype=dtype)
-
-
-def _as_list(given: Any) -> Any:
-    """A list of one operator, tensor or fidelity for one that is not in a list."""
-    if hasattr(given, "data_fidelity_list"):
-        return list(given.data_fidelity_list)
-    is_one = isinstance(given, Tensor) or hasattr(given, "A")
-    return [given] if is_one and not _is_list(given) else given
 
 
 def _is_list(given: Any) -> bool:

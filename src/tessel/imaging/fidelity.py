@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,13 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout
+from tessel.core import Shape, Signature, agree_and_tell, anchored_zeros, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
-from tessel.imaging.parameters import check_common, idle, in_common, known, tensors_of
-from tessel.imaging.parts.operators import Operator, Whole, gathering, vjp
-from tessel.imaging.physics import WAY_OUT, DistributedPhysics
-from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.imaging.parameters import (
+    check_common,
+    computing_with,
+    depending_on,
+    idle,
+    in_common,
+    known,
+    tensors_of,
+)
+from tessel.imaging.parts.operators import Operator, PartOperator, Whole, vjp
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall, Term
+from tessel.imaging.signal import Image, local_data
 
 REDUCTIONS = ("sum", "mean")
 # What fidelities of users raise for tensors that they were not made for.
@@ -110,34 +118,50 @@ class DistributedDataFidelity:
         self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
         self._common = in_common(ctx, held, physics.place, self.local_fidelities)
 
-    def __call__(
-        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
-    ) -> Tensor:
+    def __call__(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The loss f(x) of each image, a shared value: every worker may derive its sum.
+
+        It has a number for each image of the batch if the fidelities give that, else it is one.
 
         Args:
             x: the image.
             args, settings: of the data fidelities.
             gather: False: the share of this worker's operators, whose sum over workers is the loss.
         """
-        loss = self._reduced(self.physics.loss, x, args, settings, gather)
-        return self.physics.everywhere(loss)
+        physics, image = self.physics, local_data(x)
+        call = self._entered("the loss", image, args, settings, gather)
+        if call is None:
+            return physics.everywhere(image.new_zeros(()))
+        batch = image.shape[0] if physics.layout is None else physics.layout.shape[0]
+        with computing_with(call.copies, call.users) as parameters:
+            losses = [
+                f.loss(call.x, y, operator, batch, *call.args, **call.settings)
+                for f, (operator, y) in zip(self._on_parts, call.pairs, strict=True)
+            ]
+        physics.check_results(call, losses)
+        share = anchored_zeros(self._shape_of(call.name, losses, batch), call.x.real)
+        for each in losses:
+            share = share + each.to(share.dtype)
+        share = depending_on(depending_on(share, parameters), call.anchor)
+        loss = total(share, physics.partition) if gather else share
+        return physics.everywhere(self._reduced(loss))
 
-    def grad(
-        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
-    ) -> Tensor:
+    def grad(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The gradient ∇f(x); with `gather=False` the share of this worker's operators."""
-        return self._reduced(self.physics.grad, x, args, settings, gather)
+        image = local_data(x)
+        call = self._entered("the gradient", image, args, settings, gather)
+        if call is None:
+            return image
+        left = iter(self._on_parts)  # in the order of the operators, which `sum` asks one by one
+        term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
+            call.x, y, op, *call.args, **call.settings
+        )
+        return self._reduced(self.physics.sum(call, term, gather))
 
-    def _reduced(
-        self,
-        method: Callable[..., Tensor],
-        x: DistributedSignal | Tensor,
-        args: tuple[Any, ...],
-        settings: dict[str, Any],
-        gather: bool,
-    ) -> Tensor:
-        """The sum or mean over all operators of what a method of the physics gives."""
+    def _entered(
+        self, name: str, x: Tensor, args: tuple[Any, ...], settings: dict[str, Any], gather: bool
+    ) -> OperatorCall | None:
+        """What all workers agreed on, or raise; None of a worker without a part of the image."""
         if self.physics.layout is not None:
             if not gather:
                 raise NotImplementedError(
@@ -150,12 +174,41 @@ class DistributedDataFidelity:
                     f"{settings}"
                 )
         shared = [self.physics.shared, self.shared]
-        self.physics.check_parameters(shared)
+        self.physics.check_call(name, self.measurements.local, shared=shared)
         if self._common:
             check_common(self._label, self._common, shared, WAY_OUT)
+        if not self.physics.active:
+            return None
         ys, arguments = self.measurements.local, (args, settings)
-        found = method(local_data(x), ys, self._on_parts, self.shared, arguments, gather)
+        return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments)
+
+    def _reduced(self, found: Tensor) -> Tensor:
         return found if self.reduction == "sum" else found / self.physics.num_ops
+
+    def _shape_of(self, call: str, losses: Sequence[Tensor], batch: int) -> Shape:
+        """One shape for the losses of all workers, some of which may have none; or all raise."""
+        physics = self.physics
+        if physics.layout is None:
+            shapes = {tuple(each.shape) for each in losses}
+            if len(shapes) == physics.partition.size == 1:
+                return shapes.pop()
+            if len(shapes) > 1:
+                call += f": data fidelities of {physics.place} give losses of shapes {shapes}"
+            own = Signature(next(iter(shapes), ()), torch.float32, "cpu")
+            shape, _ = physics.agree_on_result(call, own, "loss")
+            if len(shapes) > 1:
+                raise ValueError(call)
+            return shape
+        # On parts a loss has not the shape of that of the whole: what fidelities do is tried.
+        kinds = {f.is_batched for f in self._on_parts}
+        _, told = agree_and_tell(physics.partition, call, (), [True in kinds, False in kinds])
+        some, others = map(any, zip(*told.values(), strict=True))
+        if some and others:
+            raise ValueError(
+                f"{call}: some data fidelities give a number for each image of the batch and "
+                f"others one number; let all give the same"
+            )
+        return (batch,) if some else ()
 
     def __repr__(self) -> str:
         return self._label
@@ -226,11 +279,13 @@ class PartFidelity:
             )
         u = operator.A(x)
         if not self.is_separable:
-            gather = gathering(operator.codomain, operator.codomain.partition.ranks[0])
-            wholes = gather.apply(u), gather.apply(y)
-            if not gather.codomain.partition.active:
-                return idle(shape, f, *wholes)
-            return known(f(*wholes, _PLAIN), (), wholes).reshape(shape)
+            whole = _whole_of(operator)
+            return whole.computed(
+                lambda u, y: f(u, y, _PLAIN).reshape(shape),
+                *(whole.gather(u), whole.gather(y)),
+                shape=shape,
+                users=f,
+            )
         if 0 in u.shape:  # a mean or a maximum of nothing is NaN, or raises
             return idle(shape, f, u, y)
         share = known(f(u, y, _PLAIN), (), (u, y))
@@ -244,27 +299,29 @@ class PartFidelity:
 
     def grad(self, x: Tensor, y: Tensor, operator: Operator, *args: Any, **settings: Any) -> Tensor:
         """This worker's part of the gradient of f in x."""
-        if not isinstance(operator, Whole):
-            slope = self._distance_gradient(operator.A(x), y, operator.codomain)
-            return operator.A_adjoint(slope)
-        found = operator.computed(
-            lambda image, y: gradient(self.fidelity, image, y, operator.physics, *args, **settings),
-            *(operator.gather(x), y),
-            users=self.fidelity,
-        )
-        return operator.scatter(found)
-
-    def _distance_gradient(self, u: Tensor, y: Tensor, layout: Layout) -> Tensor:
-        """This worker's part of the gradient of d in its first argument."""
-        if self.is_separable:
-            if 0 in u.shape:
-                return idle(tuple(u.shape), self.fidelity, u, y)
-            return known(gradient(self.fidelity, u, y, _PLAIN), (), (u, y))
-        gather = gathering(layout, layout.partition.ranks[0])
-        wholes = gather.apply(u), gather.apply(y)
-        if not gather.codomain.partition.active:
-            return gather.H.apply(idle((0,), self.fidelity, *wholes))
-        return gather.H.apply(known(gradient(self.fidelity, *wholes, _PLAIN), (), wholes))
+        f = self.fidelity
+        if isinstance(operator, Whole) and operator.is_alone:
+            return gradient(f, x, y, operator.physics, *args, **settings)
+        if isinstance(operator, Whole):
+            found = operator.computed(
+                lambda image, y: gradient(f, image, y, operator.physics),
+                *(operator.gather(x), y),
+                users=f,
+            )
+            return operator.scatter(found)
+        # The gradient of d takes the name of the measurement, which is so freed before the adjoint
+        # begins: at its peak a worker holds one of the two beside the image.
+        u = operator.A(x)
+        if not self.is_separable:
+            whole = _whole_of(operator)
+            u, all_of_y = whole.gather(u), whole.gather(y)
+            u = whole.computed(lambda u, y: gradient(f, u, y, _PLAIN), u, all_of_y, users=f)
+            u = whole.scatter(u)
+        elif 0 in u.shape:
+            u = idle(tuple(u.shape), f, u, y)
+        else:
+            u = known(gradient(f, u, y, _PLAIN), (), (u, y))
+        return operator.A_adjoint(u)
 
     # What a fidelity of a user is, nobody says: it is tried on small tensors, once.
 
@@ -322,6 +379,11 @@ class PartFidelity:
         except _MISFITS:
             return False
         return True
+
+
+def _whole_of(operator: PartOperator) -> Whole:
+    """The whole measurement of an operator, on the first worker that has a part of it."""
+    return Whole(_PLAIN, operator.codomain, operator.codomain.partition.ranks[0])
 
 
 def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw: Any) -> Tensor:

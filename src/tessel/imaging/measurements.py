@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
-from tessel.core.shared import anchored_zeros
+from tessel.core import agree_on_call, anchored_zeros
 from tessel.imaging.context import DistributedContext
-from tessel.imaging.parameters import both, stray_leaf
+from tessel.imaging.parameters import anchor_of, both, stray_leaf
 
 
 class LocalTensors(list[Tensor]):
@@ -64,26 +63,17 @@ class LocalTensors(list[Tensor]):
             return LocalTensors((function(a, b) for a, b in pairs), anchor)
         anchor = self.anchor
         if isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled():
-            _check_own(other)
+            # A gradient would go to a tensor that other workers use, too.
+            leaf = stray_leaf(other) if transport.num_workers() > 1 else None
+            if leaf is not None:
+                raise ValueError(
+                    f"measurements of one worker and a tensor that needs a gradient, which goes to "
+                    f"a tensor of shape {tuple(leaf.shape)}: each worker would get a part of it; "
+                    f"write tessel.distributed.copy(tensor), which sums it over all workers, or a "
+                    f"list with one tensor for each measurement"
+                )
             anchor = both(anchor, anchored_zeros((), other))
         return LocalTensors((function(each, other) for each in self), anchor)
-
-
-def _check_own(other: Tensor) -> None:
-    """Raise ValueError if a gradient would go to a tensor that other workers use, too."""
-    leaf = stray_leaf(other) if transport.num_workers() > 1 else None
-    if leaf is not None:
-        raise ValueError(
-            f"measurements of one worker and a tensor that needs a gradient, which goes to a "
-            f"tensor of shape {tuple(leaf.shape)}: each worker would get a part of it; write "
-            f"tessel.distributed.copy(tensor), which sums it over all workers, or a list with one "
-            f"tensor for each measurement"
-        )
-
-
-def anchor_of(items: Any) -> Tensor | None:
-    """What a worker without items still depends on."""
-    return items.anchor if isinstance(items, LocalTensors) else None
 
 
 class DistributedMeasurements:
@@ -123,10 +113,14 @@ class DistributedMeasurements:
         self.local_indices = (
             ctx.local_indices(self.num_items) if physics is None else physics.local_indices
         )
-        made = [self._made(factory, i) for i in self.local_indices]
-        self.local = LocalTensors(
-            y if physics is None else physics.part_of(k, y) for k, y in enumerate(made)
-        )
+        self.local = LocalTensors()
+        for position, i in enumerate(self.local_indices):
+            with ctx.drawing(i):
+                made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
+            if not isinstance(made, Tensor):
+                raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")
+            made = made.to(ctx.device)
+            self.local.append(made if physics is None else physics.part_of(position, made))
 
     def __len__(self) -> int:
         return self.num_items
@@ -143,15 +137,6 @@ class DistributedMeasurements:
                 f"not {item}"
             )
         return self.local[self.local_indices.index(item)]
-
-    def _made(self, factory: Any, item: int) -> Tensor:
-        with self.ctx.drawing(item):
-            made = factory(item, self.ctx.device, self.shared)
-        if not isinstance(made, Tensor):
-            raise ValueError(
-                f"{type(self).__name__}: factory({item}, …) must give a tensor, got {made!r}"
-            )
-        return made.to(self.ctx.device)
 
     def __repr__(self) -> str:
         workers = self.ctx.world_size

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tessel import transport
-from tessel.core.layout import Shape
-from tessel.core.linop import LinearOperator
-from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
-from tessel.distributed.movements import copying, reducing
-from tessel.imaging.context import DistributedContext
+from tessel.core import LinearOperator, Partition, Replicate, Shape, anchored_zeros, tell
+from tessel.imaging.context import DistributedContext, whole_layout
+from tessel.transport import kept_in_job
 
 # What holds no other tensors: the search ends there, and not in the modules of Python.
 _PLAIN = (
@@ -38,32 +35,31 @@ _PLAIN = (
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
-@dataclass(frozen=True)
-class Reached:
-    """What can be read in user objects: tensors and modules, in an order that all workers have."""
+Common = tuple[Tensor, list[str]]  # a tensor, and the places, in words, whose objects use it
 
-    tensors: list[Tensor] = field(default_factory=list)
-    modules: list[torch.nn.Module] = field(default_factory=list)
 
-    @classmethod
-    def by(cls, objects: Any) -> Reached:
-        """Look into modules, attributes, lists, dictionaries, functions and their closures."""
-        found, seen = cls(), set[int]()  # by identity: objects of users may not be hashable
+def _reached(objects: Any) -> tuple[list[Tensor], list[torch.nn.Module]]:
+    """The tensors and modules in user objects, in an order that all workers have.
 
-        def visit(thing: Any) -> None:
-            if isinstance(thing, Tensor) and id(thing) not in seen:
-                found.tensors.append(thing)
-            if id(thing) in seen or isinstance(thing, _PLAIN):
-                seen.add(id(thing))
-                return
-            seen.add(id(thing))
-            if isinstance(thing, torch.nn.Module):
-                found.modules.append(thing)
+    They are looked for in modules, attributes, lists, dictionaries, functions and their closures.
+    """
+    tensors, modules = list[Tensor](), list[torch.nn.Module]()
+    seen = set[int]()  # by identity: objects of users may not be hashable
+
+    def visit(thing: Any) -> None:
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            tensors.append(thing)
+        if isinstance(thing, torch.nn.Module):
+            modules.append(thing)
+        if not isinstance(thing, _PLAIN):
             for each in _contents(thing):
                 visit(each)
 
-        visit(objects)
-        return found
+    visit(objects)
+    return tensors, modules
 
 
 def _contents(thing: Any) -> Iterable[Any]:
@@ -97,7 +93,7 @@ def _contents(thing: Any) -> Iterable[Any]:
 
 def tensors_of(objects: Any) -> list[Tensor]:
     """The tensors that objects keep, each once, whether they need a gradient or not."""
-    return Reached.by(objects).tensors
+    return _reached(objects)[0]
 
 
 def learned(objects: Any, arguments: Any = ()) -> list[Tensor]:
@@ -113,9 +109,9 @@ def state_of(objects: Any) -> list[Tensor]:
 
     What else objects keep may be of one worker alone, as what it measured.
     """
-    found = Reached.by(objects)
-    state = {id(t) for each in found.modules for t in (*each.parameters(), *each.buffers())}
-    kept = [each for each in found.tensors if each.requires_grad or id(each) in state]
+    tensors, modules = _reached(objects)
+    state = {id(t) for each in modules for t in (*each.parameters(), *each.buffers())}
+    kept = [each for each in tensors if each.requires_grad or id(each) in state]
     return [each for each in kept if not is_lazy(each)]
 
 
@@ -126,8 +122,15 @@ def needs_grad(value: Any) -> bool:
 
 def gradients_of(tensors: Iterable[Tensor]) -> str:
     """Which gradients are asked for, in words that must be the same on all workers."""
-    shapes = [tuple(each.shape) for each in tensors]
-    return f", gradients of tensors of shapes {shapes}" if shapes else ""
+    shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+    return f", gradients of tensors of shapes [{shapes}]" if shapes else ""
+
+
+@kept_in_job
+def copying(partition: Partition, shape: Shape) -> Replicate:
+    """From a shared value to a copy for each worker; also of one worker, whose graph it marks."""
+    shared = whole_layout(partition, shape)
+    return Replicate(shared, replace(shared, shared=()))
 
 
 class Copies(dict[int, Tensor]):
@@ -141,7 +144,7 @@ class Copies(dict[int, Tensor]):
 
     def instead(self, values: Any) -> Any:
         """Nested arguments with copies in the place of tensors."""
-        return tree_map(lambda each: self.get(id(each), each), values)
+        return values if not self else tree_map(lambda each: self.get(id(each), each), values)
 
 
 class _Instead(TorchFunctionMode):
@@ -175,15 +178,15 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     if not copies:
         yield None
         return
-    found = Reached.by(objects)
+    tensors, modules = _reached(objects)
     everything, names, in_modules = torch.nn.Module(), dict[str, Tensor](), set[int]()
-    for number, module in enumerate(found.modules):
+    for number, module in enumerate(modules):
         everything.add_module(str(number), module)
         for name, each in (*module._parameters.items(), *module._buffers.items()):
             if id(each) in copies:
                 names[f"{number}.{name}"] = copies[id(each)]
                 in_modules.add(id(each))
-    bare = {id(each) for each in found.tensors} - in_modules
+    bare = {id(each) for each in tensors} - in_modules
     with ExitStack() as stack:
         if names:
             stack.enter_context(_reparametrize_module(everything, names))
@@ -215,29 +218,24 @@ def idle(shape: Shape, users: Any, *given: Tensor) -> Tensor:
     return depending_on(anchored_zeros(shape, *given), anchor)
 
 
+def anchor_of(items: Any) -> Tensor | None:
+    """What a worker without items still depends on: that of `LocalTensors`, of others none."""
+    anchor: Tensor | None = getattr(items, "anchor", None)
+    return anchor
+
+
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """An anchor that depends on two."""
     return second if first is None else depending_on(first, second)
 
 
-def all_reduced(share: Tensor, ctx: DistributedContext) -> Tensor:
-    """The sum of all workers' shares, of one shape, as one shared value."""
-    return reducing(ctx.partition, tuple(share.shape)).apply(share)
-
-
 # ---- parameters that would get a part of their gradient
 
 
-@dataclass(frozen=True)
-class Common:
-    """A tensor that was there before objects were made, and that those of several places use."""
-
-    tensor: Tensor
-    places: tuple[str, ...]  # in words, as "worker 0"
-
-
 def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: Any) -> list[Common]:
-    """Which tensors objects in several places use; all workers of the context call this.
+    """Which tensors, that were there before, objects in several places use.
+
+    All workers of the context call this.
 
     Args:
         ctx: the workers.
@@ -251,11 +249,11 @@ def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: An
     # Identities differ between workers: the place in the order of `held` names a tensor.
     mine = [(k, tuple(each.shape)) for k, each in enumerate(held) if id(each) in inside]
     places: dict[Any, set[str]] = {}
-    for where, theirs in ctx.partition.group.share_objects((place, mine)):
+    for where, theirs in tell(ctx.partition, (place, mine)).values():
         for number_and_shape in theirs:
             places.setdefault(number_and_shape, set()).add(where)
     return [
-        Common(each, tuple(sorted(where)))
+        (each, sorted(where))
         for k, each in enumerate(held)
         if len(where := places.get((k, tuple(each.shape)), set())) > 1
     ]
@@ -270,14 +268,14 @@ def check_common(what: str, common: Iterable[Common], shared: Any, way_out: str)
         shared: objects whose tensors are known to be shared, so that their gradients are summed.
         way_out: what the user can do.
     """
-    asked = [each for each in common if needs_grad(each.tensor)]
+    asked = [(tensor, places) for tensor, places in common if needs_grad(tensor)]
     known = {id(each) for each in tensors_of(shared)} if asked else set()
-    for each in asked:
-        if id(each.tensor) not in known:
+    for tensor, places in asked:
+        if id(tensor) not in known:
             raise ValueError(
-                f"{what}: a tensor of shape {tuple(each.tensor.shape)} that needs a gradient is "
-                f"used by {' and '.join(each.places)}, each of which would give it a part of the "
-                f"gradient; {way_out}"
+                f"{what}: a tensor of shape {tuple(tensor.shape)} that needs a gradient is used by "
+                f"{' and '.join(places)}, each of which would give it a part of the gradient; "
+                f"{way_out}"
             )
 
 

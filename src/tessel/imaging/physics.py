@@ -18,38 +18,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, Signature, TensorMeta, agree, agree_on_call, same
-from tessel.core.layout import Layout, Shape
-from tessel.core.move import Move
-from tessel.core.shared import anchored_zeros, total
-from tessel.imaging.context import DistributedContext
-from tessel.imaging.measurements import LocalTensors, anchor_of, checked_count
+from tessel.core import (
+    Agreement,
+    Layout,
+    Move,
+    Shape,
+    Signature,
+    TensorMeta,
+    agree,
+    agree_on_call,
+    anchored_zeros,
+    same,
+)
+from tessel.imaging.context import DistributedContext, is_whole, local_indices, whole_layout
+from tessel.imaging.measurements import LocalTensors, checked_count
 from tessel.imaging.parameters import (
     Copies,
+    anchor_of,
     both,
     check_common,
     computing_with,
     depending_on,
     gradients_of,
-    idle,
     in_common,
-    known,
     learned,
     needs_grad,
     stray_problem,
     tensors_of,
 )
-from tessel.imaging.parts.grid import Rows, rows_of
-from tessel.imaging.parts.kernel import is_whole
+from tessel.imaging.parts.layouts import Rows, gathering, rows_of
 from tessel.imaging.parts.local_rules import partition_physics
-from tessel.imaging.parts.operators import Operator, PartOperator, Whole, gathering
-from tessel.imaging.random import wave_in
-from tessel.imaging.sharding import local_indices, owner
-from tessel.imaging.signal import DistributedSignal, local_data
-from tessel.imaging.solvers.conjugate import CGLS, NormalInverse, solved
-from tessel.imaging.solvers.power import largest_eigenvalue
-from tessel.imaging.solvers.space import Space
-from tessel.transport import NUM_WORDS, code_of
+from tessel.imaging.parts.operators import Operator, PartOperator, Whole
+from tessel.imaging.signal import Image, local_data
+from tessel.imaging.solvers.linear import CGLS, NormalInverse, largest_eigenvalue, solved, wave_in
+from tessel.imaging.solvers.method import Space
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
@@ -61,7 +63,7 @@ WAY_OUT = (
 _DTYPES = (
     *(torch.bool, torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
-)  # of images; the first stands for workers that bring nothing
+)  # of images and measurements; the first stands for workers that bring nothing
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,6 @@ class DistributedPhysics:
         self.layout = None if layout is None or is_whole(layout) else layout
         self.partition = ctx.partition if self.layout is None else self.layout.partition
         self.active = self.partition.active
-        self._rows: dict[Shape, Rows] = {}  # a layout checks itself, which takes as long as a call
         row, self.num_rows, self.place = ctx.rank, ctx.world_size, f"worker {ctx.rank}"
         if self.layout is not None:
             self.rows = rows_of(self.layout)
@@ -156,11 +157,11 @@ class DistributedPhysics:
         self._agreements: dict[str, Agreement[tuple[Shape, TensorMeta]]] = {}
         self._num_calls = 0
 
-    def A(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
+    def A(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
         return self._each("A", lambda op, x, call: op.A(x, **call.settings), x, **settings)
 
-    def __call__(self, x: DistributedSignal | Tensor, **settings: Any) -> LocalTensors:
+    def __call__(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements with noise; that of measurement i depends on the seed and on i.
 
         Of an image in parts each operator that can be called sees all of it, on one worker: noise
@@ -171,28 +172,22 @@ class DistributedPhysics:
 
         def measured(operator: Operator, x: Tensor, call: OperatorCall) -> Tensor:
             position = next(positions)
-            physics = self.local_operators[position]
+            physics, owner = self.local_operators[position], self._owner(position)
             if not callable(physics):
                 return operator.A(x, **call.settings)
-            draws = self.ctx.drawing(self.local_indices[position], number)
-            if isinstance(operator, Whole) and operator.is_alone:
-                with draws:
+            with self.ctx.drawing(self.local_indices[position], number):
+                if self.layout is None:
                     return physics(x, **call.settings)
-            # It draws for the whole measurement, as in one process; the parts of that are sent.
-            gather = gathering(self.rows.own, self._owner(position))
-            whole = gather.apply(x)
-            if gather.codomain.partition.active:
-                with draws:
-                    y = known(physics(whole), (), (whole,))
-            else:
-                y = idle((0,), physics, whole)
+                # It draws for the whole measurement, as in one process; the parts of that are sent.
+                whole = Whole(physics, self.rows.own, owner)
+                y = whole.computed(physics, whole.gather(x))
             if isinstance(operator, Whole):
                 return y
-            return gathering(operator.codomain, self._owner(position)).H.apply(y)
+            return gathering(operator.codomain, owner).H.apply(y)
 
         return self._each("__call__", measured, x, users=self.local_operators, **settings)
 
-    def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
+    def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The sum Σ_i J_i(x)ᵀ v_i over all operators, with the Jacobians J_i of A_i at x.
 
         Args:
@@ -200,77 +195,6 @@ class DistributedPhysics:
             v: one tensor for each of this worker's operators.
         """
         return self._summed("A_vjp", lambda op, v, call: op.A_vjp(call.x, v), x, v)
-
-    def check_parameters(self, shared: Any) -> None:
-        """Raise ValueError on all workers if a parameter would get parts of its gradient.
-
-        Args:
-            shared: objects whose tensors get the gradient of all operators of whole images.
-        """
-        if not self._common:
-            return
-        if self.layout is None:
-            check_common(self._label, self._common, shared, WAY_OUT)
-        else:
-            way_out = "use a signal without partition, or let it need no gradient"
-            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
-
-    def loss(
-        self,
-        x: Tensor,
-        ys: Sequence[Tensor],
-        fidelities: Sequence[Any],
-        shared: Any = (),
-        arguments: Arguments = _NO_ARGUMENTS,
-        gather: bool = True,
-    ) -> Tensor:
-        """The sum Σ_i f_i(A_i(x), y_i), one shared value on all workers of the layout.
-
-        It has a number for each image of the batch if the fidelities give that, else it is one.
-
-        Args:
-            x: this worker's part of the image.
-            ys: the parts of the measurements, one for each operator of this row.
-            fidelities: one `PartFidelity` for each operator.
-            shared: objects that fidelities of all rows use, whose parameters get the gradient of
-                all of them; other parameters of fidelities get that of this row.
-            arguments: of the fidelities of whole images.
-            gather: False: this worker's share of the sum.
-        """
-        if not self.active:
-            return x.new_zeros(())
-        call = self._enter("the loss", x, ys, fidelities, shared, (), arguments)
-        batch = x.shape[0] if self.layout is None else self.layout.shape[0]
-        with computing_with(call.copies, call.users) as parameters:
-            losses = [
-                f.loss(call.x, y, operator, batch, *call.args, **call.settings)
-                for f, (operator, y) in zip(fidelities, call.pairs, strict=True)
-            ]
-        self._check_results(call, losses)
-        share = anchored_zeros(self._shape_of_losses(call, losses, fidelities, batch), call.x.real)
-        for each in losses:
-            share = share + each.to(share.dtype)
-        share = depending_on(depending_on(share, parameters), call.anchor)
-        return total(share, self.partition) if gather else share
-
-    def grad(
-        self,
-        x: Tensor,
-        ys: Sequence[Tensor],
-        fidelities: Sequence[Any],
-        shared: Any = (),
-        arguments: Arguments = _NO_ARGUMENTS,
-        gather: bool = True,
-    ) -> Tensor:
-        """The parts of the gradient Σ_i ∇ f_i(A_i(x), y_i), with the arguments of `loss`."""
-        if not self.active:
-            return x
-        call = self._enter("the gradient", x, ys, fidelities, shared, (), arguments)
-        left = iter(fidelities)
-        term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
-            call.x, y, op, *call.args, **call.settings
-        )
-        return self._sum(call, term, gather)
 
     def part_of(self, position: int, y: Tensor) -> Tensor:
         """What this worker stores of a measurement that it was given whole, or in its part.
@@ -292,32 +216,21 @@ class DistributedPhysics:
             f"worker's part of it, got {tuple(y.shape)}"
         )
 
-    def rows_for(self, shape: Shape) -> Rows:
+    def rows_of(self, shape: Shape) -> Rows:
         """The rows of workers that hold images of this shape on this worker."""
         if self.layout is not None:
             return self.rows
-        found = self._rows.get(shape)
-        if found is None:
-            found = rows_of(Layout.whole(self.partition, shape, shared=True))
-            self._rows[tuple(shape)] = found
-        return found
+        return rows_of(whole_layout(self.partition, tuple(shape)))
 
     def everywhere(self, value: Tensor) -> Tensor:
         """A shared value of the workers that have parts of the image, on all workers."""
         ours, theirs = self.ctx.partition, self.partition
         if theirs.size == ours.size:
             return value
-
         # Workers without a part know neither shape nor dtype of the value, and learn them first.
-        def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Shape:
-            found: Shape = same(shapes, "shape of a value of all workers", "DistributedPhysics")
-            return found
-
-        agreement = Agreement(ours.group, f"a value of {self!r}", theirs.ranks, conclude)
-        shape = agreement.agree(Signature.of(value))
-        move = Move(
-            Layout.whole(theirs, shape, shared=True), Layout.whole(ours, shape, shared=True)
-        )
+        said, own = f"a value of {self._label}", Signature.of(value)
+        shape, _ = self.agree_on_result(said, own, "value of all workers", theirs.ranks)
+        move = Move(whole_layout(theirs, shape), whole_layout(ours, shape))
         return move(value if theirs.active else value.new_empty(0))
 
     def __len__(self) -> int:
@@ -325,7 +238,7 @@ class DistributedPhysics:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what holds groups of workers, which a copy makes anew in its calls."""
-        return {**self.__dict__, "_agreements": {}, "_rows": {}}
+        return {**self.__dict__, "_agreements": {}}
 
     def __repr__(self) -> str:
         return self._label
@@ -343,43 +256,56 @@ class DistributedPhysics:
 
     def _owner(self, position: int) -> int:
         """The worker that sees the whole image for an operator, where one must."""
+        if self.layout is None:
+            return self.ctx.rank
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
-    def _check_call(
+    def check_call(
         self,
-        method: str,
+        name: str,
+        values: Sequence[Tensor] | None,
         settings: Mapping[str, Any] | None = None,
-        values: Sequence[Tensor] | None = None,
+        shared: Any = None,
     ) -> None:
         """Raise on all workers if this call cannot be made.
 
         Args:
-            method: that is called.
+            name: of the method that is called, or what is computed ("the loss").
+            values: None, or one tensor for each of this worker's operators.
             settings: of the operators.
-            values: tensors, of which there must be one for each of this worker's operators.
+            shared: objects whose tensors get the gradient of all operators of whole images; None
+                for those that the operators share.
         """
         # Other workers may have as many as they need, and would wait for this one: all are told.
         if values is not None and len(values) != len(self.local_operators):
             call = (
-                f"{self._label}.{method}: worker {self.ctx.rank} has the operators "
+                f"{self._named(name)}: worker {self.ctx.rank} has the operators "
                 f"{self.local_indices} and needs as many tensors, {len(self.local_indices)}, got "
                 f"{len(values)}"
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
-        self.check_parameters(self.shared)
+        if self._common and self.layout is None:
+            known = self.shared if shared is None else shared
+            check_common(self._label, self._common, known, WAY_OUT)
+        elif self._common:
+            way_out = "use a signal without partition, or let it need no gradient"
+            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
         if settings and self.layout is not None:
             raise NotImplementedError(
-                f"{self._label}.{method}: operators on an image in parts take no arguments, "
+                f"{self._named(name)}: operators on an image in parts take no arguments, "
                 f"got {dict(settings)}"
             )
+
+    def _named(self, name: str) -> str:
+        return f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
 
     def _each(
         self,
         method: str,
         term: Term,
-        x: DistributedSignal | Tensor | None = None,
+        x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
         users: Any = (),
         **settings: Any,
@@ -394,14 +320,14 @@ class DistributedPhysics:
             users: further objects whose parameters `term` uses.
             settings: of the operators.
         """
-        self._check_call(method, settings, ys)
+        self.check_call(method, ys, settings)
         if not self.active:
             return LocalTensors()
         image = None if x is None else local_data(x)
-        call = self._enter(method, image, ys, users=users, arguments=((), settings))
+        call = self.enter(method, image, ys, users=users, arguments=((), settings))
         with computing_with(call.copies, call.users) as parameters:
             found = [term(operator, brought, call) for operator, brought in call.pairs]
-        self._check_results(call, found)
+        self.check_results(call, found)
         anchor = call.anchor
         if call.needs_grad and call.has_image:
             anchor = both(anchor, anchored_zeros((), call.x))
@@ -412,18 +338,18 @@ class DistributedPhysics:
         self,
         method: str,
         term: Term,
-        x: DistributedSignal | Tensor | None = None,
+        x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
         **settings: Any,
     ) -> Tensor:
         """The same, summed over all operators: parts of an image."""
-        self._check_call(method, settings, ys)
+        self.check_call(method, ys, settings)
         image = None if x is None else local_data(x)
         if not self.active:
             return torch.empty(0) if image is None else image
-        return self._sum(self._enter(method, image, ys, arguments=((), settings)), term)
+        return self.sum(self.enter(method, image, ys, arguments=((), settings)), term)
 
-    def _enter(
+    def enter(
         self,
         name: str,
         x: Tensor | None,
@@ -433,13 +359,24 @@ class DistributedPhysics:
         users: Any = (),
         arguments: Arguments = _NO_ARGUMENTS,
     ) -> OperatorCall:
-        """What goes into a call, after all workers agreed that it fits together."""
+        """What goes into a call, after all workers agreed that it fits together.
+
+        Args:
+            name: of the method that is called, or what is computed ("the loss").
+            x: this worker's part of the image; None if there is none yet.
+            measured: one tensor for each operator; None if the image is brought for all of them.
+            fidelities: one `PartFidelity` for each operator.
+            shared: objects that fidelities of all rows use, whose parameters get the gradient of
+                all of them; other parameters of fidelities get that of this row.
+            users: further objects whose parameters are used.
+            arguments: of operators or fidelities, of whole images only.
+        """
         ys, anchor = list(measured or ()), anchor_of(measured)
         has_image = x is not None or measured is None
         everyones_objects = (self.shared if self.layout is None else (), shared)
         everyones = learned(everyones_objects, arguments)
         problem = "" if self.layout is None else self._problem(x, measured, fidelities)
-        call = f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
+        call = self._named(name)
         said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
@@ -471,7 +408,7 @@ class DistributedPhysics:
             image = torch.empty(0, dtype=dtype, device=self.ctx.device)
             image = _even(image, records and self.layout is not None)
         else:
-            rows = self.rows_for(x.shape)
+            rows = self.rows_of(x.shape)
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
             image = rows.use(_even(x, of_image))
@@ -480,7 +417,7 @@ class DistributedPhysics:
             copies.add(everyones, self.partition)
         if own:
             copies.add(own, self.rows.own.partition)
-        args, settings = copies.instead(arguments) if copies else arguments
+        args, settings = copies.instead(arguments)
         return OperatorCall(
             call,
             image,
@@ -498,11 +435,11 @@ class DistributedPhysics:
         self, said: str, images: list[Any], ys: list[Tensor], needs: list[Tensor], problem: str
     ) -> tuple[torch.dtype, bool]:
         """The dtype of all that is brought, and whether a gradient is needed somewhere."""
-        given = [each for each in (*ys, *images) if isinstance(each, Tensor)]
         # A worker may bring nothing. The length of this tensor says which dtype it brings, so that
         # those without learn it.
-        code = _DTYPES.index(given[0].dtype) if given else 0
-        sign = torch.empty(code, requires_grad=any(each.requires_grad for each in needs))
+        given = [] if problem else [each.dtype for each in (*ys, *images) if each is not None]
+        code = _DTYPES.index(given[0]) if given else 0
+        sign = torch.empty(code, requires_grad=any(map(needs_grad, needs)))
         found = agree(self.partition, said, sign, *images)
         codes = {shape for shape in found[0][0].values() if shape != (0,)}
         if len(codes) > 1:
@@ -513,14 +450,16 @@ class DistributedPhysics:
         dtype = _DTYPES[max(codes)[0]] if codes else torch.get_default_dtype()
         return dtype, any(meta.needs_grad for _, meta in found)
 
-    def _problem(
-        self,
-        x: Tensor | None,
-        ys: Sequence[Tensor] | None,
-        fidelities: Sequence[Any] | None,
-    ) -> str:
+    def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
         assert self.layout is not None
+        for each in (*(ys or ()), *([] if x is None else [x])):
+            got = each.dtype if isinstance(each, Tensor) else type(each).__name__
+            if got not in _DTYPES:
+                return (
+                    f": worker {self.ctx.rank} expected tensors of floating point or complex "
+                    f"numbers, got {got}"
+                )
         if x is not None and tuple(x.shape) != self.layout.local_shape:
             return (
                 f": worker {self.layout.partition.rank} expected a part of shape "
@@ -528,10 +467,6 @@ class DistributedPhysics:
             )
         if ys is None:
             return ""
-        if fidelities is not None and len(fidelities) != len(ys):
-            return f": {len(ys)} measurements need as many fidelities, got {len(fidelities)}"
-        if len(ys) != len(self._spread):
-            return f": operators {self.local_indices} need as many measurements, got {len(ys)}"
         for i, operator, y in zip(self.local_indices, self._spread, ys, strict=True):
             if isinstance(operator, PartOperator):
                 expected = operator.codomain.local_shape
@@ -542,7 +477,7 @@ class DistributedPhysics:
                 return fidelity.problem
         return ""
 
-    def _check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
+    def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
         # Of an image in parts, each operator is checked where it is applied.
         if self.layout is None and self.num_rows > 1 and torch.is_grad_enabled():
@@ -556,54 +491,28 @@ class DistributedPhysics:
             if problem:
                 raise ValueError(f"{call.name}{problem}")
 
-    def _shape_of_losses(
-        self,
-        call: OperatorCall,
-        losses: Sequence[Tensor],
-        fidelities: Sequence[Any],
-        batch: int,
-    ) -> Shape:
-        """One shape for the losses of all workers, some of which may have none; or all raise."""
-        if self.layout is None:
-            shapes = {tuple(each.shape) for each in losses}
-            if len(shapes) == self.partition.size == 1:
-                return shapes.pop()
-            text = call.name
-            if len(shapes) > 1:
-                text += f": data fidelities of {self.place} give losses of shapes {shapes}"
-            own = Signature(next(iter(shapes), ()), torch.float32, "cpu")
-            shape, _ = self._agree_on_result(text, own, "loss")
-            if len(shapes) > 1:
-                raise ValueError(text)
-            return shape
-        # On parts a loss has not the shape of that of the whole: what fidelities do is tried.
-        kinds = {f.is_batched for f in fidelities}
-        group = self.partition.group
-        said = group.share_words([code_of(call.name), int(True in kinds), int(False in kinds)])
-        group.check_same_call(said, call.name)
-        words = memoryview(said).cast("q")
-        some, others = (any(words[place::NUM_WORDS].tolist()) for place in (1, 2))
-        if some and others:
-            raise ValueError(
-                f"{call.name}: some data fidelities give a number for each image of the batch and "
-                f"others one number; let all give the same"
-            )
-        return (batch,) if some else ()
+    def agree_on_result(
+        self, said: str, own: Signature, what: str, givers: Sequence[int] | None = None
+    ) -> tuple[Shape, TensorMeta]:
+        """The shape and dtype of a result, which workers that do not compute it learn so.
 
-    def _agree_on_result(self, said: str, own: Signature, what: str) -> tuple[Shape, TensorMeta]:
-        """The shape and dtype of a result, which workers without operators learn so."""
+        Args:
+            said: what is called.
+            own: this worker's; that of workers who are no givers is a placeholder.
+            what: the result, in words.
+            givers: the workers that have one; None for those with operators.
+        """
         if said not in self._agreements:
-            numbers, how = range(self.num_ops), self.ctx.sharding
-            # Workers without operators have no say: their tensor is a placeholder.
-            owners = {owner(i, self.num_ops, self.partition.size, how) for i in numbers}
 
             def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Shape, TensorMeta]:
                 return same(shapes, f"shape of the {what}", said), meta
 
-            self._agreements[said] = Agreement(self.partition.group, said, sorted(owners), conclude)
+            group = self.ctx.partition.group
+            have = self.ctx.owners(self.num_ops) if givers is None else givers
+            self._agreements[said] = Agreement(group, said, have, conclude)
         return self._agreements[said].agree(own)
 
-    def _sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
+    def sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
         """The sum of images over the operators of this row and of the others.
 
         Args:
@@ -630,7 +539,7 @@ class DistributedPhysics:
                     share, is_ours = share + each, True
                 else:
                     share.add_(each)
-        self._check_results(call, [] if share is None else [share])
+        self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
         if self.layout is None and not call.has_image and self.partition.size > 1:
             # The shape of the image is not known before: it is agreed on with the result.
@@ -640,12 +549,12 @@ class DistributedPhysics:
         if call.needs_grad and (call.has_image or self.layout is not None):
             share = share + anchored_zeros((), x)
         share = depending_on(depending_on(share, parameters), call.anchor)
-        return self.rows_for(share.shape).total(share, meta) if gather else share
+        return self.rows_of(share.shape).total(share, meta) if gather else share
 
     def completed(self, said: str, share: Tensor | None) -> tuple[Tensor, TensorMeta]:
         """A result of whole images, zero on workers without operators, and what all agreed on."""
         own = torch.empty(0, device=self.ctx.device) if share is None else share
-        shape, meta = self._agree_on_result(said, Signature.of(own), "image that A_adjoint gives")
+        shape, meta = self.agree_on_result(said, Signature.of(own), "image that A_adjoint gives")
         if share is None:
             share = torch.zeros(shape, dtype=meta.dtype, device=self.ctx.device)
         return share, meta
@@ -659,11 +568,7 @@ class DistributedLinearPhysics(DistributedPhysics):
     An operator has the methods `A` and `A_adjoint`.
 
     Args:
-        ctx: the workers.
-        num_ops: the number N of operators.
-        factory: `factory(i, device, shared)` makes operator i; called on its worker only.
-        shared: what all operators may use, by name; see `DistributedPhysics`.
-        layout: of an image in parts, or None.
+        ctx, num_ops, factory, shared, layout: those of `DistributedPhysics`.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -693,11 +598,11 @@ class DistributedLinearPhysics(DistributedPhysics):
         """
         return self._summed("A_adjoint", lambda op, y, call: op.A_adjoint(y), None, ys)
 
-    def A_vjp(self, x: DistributedSignal | Tensor, v: Sequence[Tensor]) -> Tensor:
+    def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The same as `A_adjoint(v)`, since the operators are linear."""
         return self.A_adjoint(v)
 
-    def A_adjoint_A(self, x: DistributedSignal | Tensor, **settings: Any) -> Tensor:
+    def A_adjoint_A(self, x: Image, **settings: Any) -> Tensor:
         """The image Σ_i A_iᵀ A_i x."""
         return self._summed(
             "A_adjoint_A", lambda op, x, call: op.A_adjoint_A(x, **call.settings), x, **settings
@@ -721,13 +626,13 @@ class DistributedLinearPhysics(DistributedPhysics):
             tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
             max_iter: at most so many steps; a warning says if they did not suffice.
         """
-        self._check_call("A_dagger", values=ys)
+        self.check_call("A_dagger", ys)
         ys = LocalTensors(ys, anchor_of(ys))
         with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))
         if not self.active:
             return x
-        layout = self.rows_for(x.shape).layout
+        layout = self.rows_of(x.shape).layout
         if tol is None:
             tol = 1e-12 if x.dtype in (torch.float64, torch.complex128) else 1e-6
         with torch.no_grad():
@@ -747,9 +652,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         inverse = NormalInverse(self.A_adjoint_A, layout, tol, max_iter)
         return x + inverse.apply(rest - rest.detach())
 
-    def norm(
-        self, x0: DistributedSignal | Tensor, max_iter: int = 500, tol: float = 1e-8
-    ) -> Tensor:
+    def norm(self, x0: Image, max_iter: int = 500, tol: float = 1e-8) -> Tensor:
         """The norm ‖A‖ = √λ_max(AᵀA) of the stacked operator, by power iteration.
 
         Args:
@@ -762,14 +665,14 @@ class DistributedLinearPhysics(DistributedPhysics):
 
     def compute_norm(
         self,
-        x0: DistributedSignal | Tensor,
+        x0: Image,
         max_iter: int = 500,
         tol: float = 1e-8,
         squared: bool = True,
     ) -> Tensor:
         """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
         like = local_data(x0)
-        layout = self.rows_for(like.shape).layout
+        layout = self.rows_of(like.shape).layout
         # A random start would be another one on each worker, and a constant may be in the kernel.
         x = wave_in(layout, like.dtype).to(self.ctx.device)
         value = x.new_zeros((), dtype=x.real.dtype)

@@ -12,32 +12,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from tessel.core import boxes
-from tessel.core.agreement import agree
-from tessel.core.boxes import Box, Interval
-from tessel.core.layout import Cut, Layout
-from tessel.core.linop import LinearOperator
-from tessel.core.move import Move
-from tessel.core.shared import anchored_zeros, grad_alike
-from tessel.distributed.movements import copying
-from tessel.imaging.context import DistributedContext
+from tessel.core import (
+    Box,
+    Cut,
+    Interval,
+    Layout,
+    LinearOperator,
+    Move,
+    Region,
+    agree,
+    anchored_zeros,
+    boxes,
+    grad_alike,
+)
+from tessel.imaging.context import DistributedContext, is_whole, local_indices, whole_layout
 from tessel.imaging.distribution_strategies.strategies import (
     BasicStrategy,
     DistributedSignalStrategy,
     Pairs,
+    PriorWindow,
     SmartTilingStrategy,
     WindowStrategy,
     create_strategy,
+    crossed,
+    parts,
 )
 from tessel.imaging.parameters import (
     Copies,
     computing_with,
+    copying,
     depending_on,
     gradients_of,
     learned,
@@ -45,13 +57,11 @@ from tessel.imaging.parameters import (
     state_of,
     stray_leaf,
 )
-from tessel.imaging.parts.kernel import is_whole
-from tessel.imaging.sharding import local_indices
-from tessel.imaging.signal import DistributedSignal, local_data
-from tessel.imaging.tiling import PriorWindow, crossed
+from tessel.imaging.signal import Image, local_data
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
 Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
+CHECKPOINTING = ("auto", "always", "never")
 
 
 class DistributedPrior:
@@ -108,7 +118,7 @@ class DistributedPrior:
         self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
         self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
         shape = tuple(self.strategy.signal_shape)
-        self.layout = layout or Layout.whole(ctx.partition, shape, shared=True)
+        self.layout = layout or whole_layout(ctx.partition, shape)
         if self.layout.shape != shape:
             raise ValueError(
                 f"the strategy {self.strategy!r} is for an image of {shape}, and the parts are of "
@@ -125,9 +135,7 @@ class DistributedPrior:
             else Move(self.layout, self.tiling.read)
         )
 
-    def prox(
-        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
-    ) -> Tensor:
+    def prox(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The proximal operator or denoiser of each patch, which gets the further arguments.
 
         With `gather=False` this worker's patches in their places, and zeros elsewhere.
@@ -135,9 +143,7 @@ class DistributedPrior:
         own = self.apply_to or (self.prior.prox if hasattr(self.prior, "prox") else self.prior)
         return self._apply("prox", own, x, args, settings, gather)
 
-    def grad(
-        self, x: DistributedSignal | Tensor, *args: Any, gather: bool = True, **settings: Any
-    ) -> Tensor:
+    def grad(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The gradient of each patch; the prior gets the further arguments."""
         if not hasattr(self.prior, "grad"):
             raise NotImplementedError(f"{self!r}: the prior {self.prior!r} has no method grad")
@@ -147,7 +153,7 @@ class DistributedPrior:
         self,
         name: str,
         function: Callable[..., Tensor],
-        signal: DistributedSignal | Tensor,
+        signal: Image,
         args: tuple[Any, ...],
         settings: Mapping[str, Any],
         gather: bool,
@@ -166,7 +172,7 @@ class DistributedPrior:
         if not partition.active:
             return x
         tensors = learned(self.prior, (args, settings))
-        call = f"{call}{gradients_of(tensors)}"
+        call += gradients_of(tensors)
         if not fits:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
@@ -183,64 +189,149 @@ class DistributedPrior:
         tiling = self.tiling if gather else self._in_place
         with computing_with(copies, self.prior) as parameters:
             own_args, own_settings = copies.instead((args, settings))
-            written = self._put_together(
-                tiling, lambda batch: function(batch, *own_args, **own_settings), read
-            )
+
+            def applied(batch: Tensor) -> Tensor:
+                result = function(batch, *own_args, **own_settings)
+                if not isinstance(result, Tensor) or result.shape != batch.shape:
+                    is_tensor = isinstance(result, Tensor)
+                    got = tuple(result.shape) if is_tensor else type(result).__name__
+                    raise ValueError(
+                        f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}, "
+                        f"got {got}"
+                    )
+                # A gradient that went to a tensor which was not seen to be shared would be that of
+                # this worker's patches only, a silent wrong number.
+                leaf = stray_leaf(result)
+                if leaf is not None:
+                    raise ValueError(
+                        f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} "
+                        f"that needs a gradient and is no parameter of it that could be found: "
+                        f"each worker would get a part of the gradient; make it a parameter or "
+                        f"attribute of the prior, pass it as an argument, or let it need none"
+                    )
+                return result
+
+            written = tiling.put_together(applied, read, self.local_indices)
         if needs_grad(read):  # a worker without patches takes part in the backward pass, too
             written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, parameters)
         return tiling.finish(written) if gather else written
 
-    def _put_together(
-        self, tiling: Tiling, function: Callable[[Tensor], Tensor], read: Tensor
-    ) -> Tensor:
-        """What this worker's patches answer for."""
-        out = read.new_zeros(tiling.written.local_shape)
-        pairs = tiling.patches(read, self.local_indices)
-        place, kept = 0, Pairs()
-        for batch in self.strategy.apply_batching([patch for _, patch in pairs]):
-            result = function(batch)
-            self._check_result(result, batch)
-            start = 0
-            while start < len(result) and place < len(pairs):
-                number, patch = pairs[place]
-                kept.append((number, result[start : start + len(patch)]))
-                start, place = start + len(patch), place + 1
-            if start != len(result):
-                raise ValueError(
-                    f"a batch of apply_batching has whole patches, one after the other along the "
-                    f"first dimension: got a batch of length {len(result)} for patches of {start} "
-                    f"in all"
-                )
-            if tiling.in_turn:  # so that the results of one batch are kept at a time
-                tiling.put(out, kept)
-                kept = []
-        if place < len(pairs):
-            raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
-        if not tiling.in_turn:
-            tiling.put(out, kept)
-        return out
-
-    def _check_result(self, result: Any, batch: Tensor) -> None:
-        """Raise ValueError for what is no batch of patches, or would learn on one worker alone."""
-        if not isinstance(result, Tensor) or result.shape != batch.shape:
-            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise ValueError(
-                f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}, got {got}"
-            )
-        # A gradient that went to a tensor which was not seen to be shared would be that of this
-        # worker's patches only, a silent wrong number.
-        leaf = stray_leaf(result)
-        if leaf is not None:
-            raise ValueError(
-                f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that "
-                f"needs a gradient and is no parameter of it that could be found: each worker "
-                f"would get a part of the gradient; make it a parameter or attribute of the "
-                f"prior, pass it as an argument, or let it need none"
-            )
-
     def __repr__(self) -> str:
         return self._label
+
+
+class DistributedProcessing(torch.nn.Module):
+    """A denoiser whose patches all workers share out among them, for images of any shape.
+
+    Forward:  x ↦ Σ_k R_kᵀ D(R_k x), where R_k cuts out patch k; each worker has some of them.
+
+    Args:
+        ctx: the workers.
+        processor: the denoiser, the same on all workers; a module gets the gradient of all patches.
+        strategy: how images of one shape are cut; None for patches of `patch_size`.
+        patch_size: of the patches, a number or one for each dimension that is cut.
+        overlap: what is read on each side of a patch, which the denoiser depends on.
+        tiling_dims: the dimensions that are cut; None for all but the first two.
+        max_batch_size: at most so many patches at once; None for no limit.
+        checkpoint_batches: which batches keep no activations and are computed again in a backward
+            pass: "always", "never", or "auto" for those of workers with several batches.
+        checkpoint_use_reentrant: of `torch.utils.checkpoint`; True is refused for a denoiser with
+            parameters to learn on several workers, where the sums of gradients would not match.
+        checkpoint_preserve_rng_state: of `torch.utils.checkpoint`, for denoisers that draw numbers.
+
+    >>> import torch
+    >>> from tessel.imaging import DistributedContext, distribute
+    >>> with DistributedContext() as ctx:
+    ...     denoiser = distribute(torch.nn.Identity(), ctx, type_object="denoiser", patch_size=4)
+    ...     denoiser(torch.ones(1, 1, 8, 8)).sum()
+    tensor(64.)
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        processor: Any,
+        *,
+        strategy: DistributedSignalStrategy | None = None,
+        patch_size: int | Sequence[int] = 256,
+        overlap: int | Sequence[int] = 64,
+        tiling_dims: int | Sequence[int] | None = None,
+        max_batch_size: int | None = None,
+        checkpoint_batches: str = "auto",
+        checkpoint_use_reentrant: bool = False,
+        checkpoint_preserve_rng_state: bool = True,
+    ) -> None:
+        super().__init__()
+        if checkpoint_batches not in CHECKPOINTING:
+            raise ValueError(
+                f"checkpoint_batches must be one of {', '.join(CHECKPOINTING)}, "
+                f"got {checkpoint_batches!r}"
+            )
+        if strategy is not None and max_batch_size is not None:
+            raise ValueError(
+                f"max_batch_size={max_batch_size} is for the tiling of this library: the strategy "
+                f"{strategy!r} batches its patches itself, in apply_batching"
+            )
+        self.ctx = ctx
+        self.processor = processor.to(ctx.device) if hasattr(processor, "to") else processor
+        self.strategy = strategy
+        self.patch_size, self.overlap, self.tiling_dims = patch_size, overlap, tiling_dims
+        self.max_batch_size = max_batch_size
+        self.checkpoint_batches = checkpoint_batches
+        self.checkpoint_use_reentrant = checkpoint_use_reentrant
+        self.checkpoint_preserve_rng_state = checkpoint_preserve_rng_state
+        self._priors: dict[torch.Size, DistributedPrior] = {}  # patches depend on the shape
+
+    def forward(self, x: Tensor, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
+        """The denoised image.
+
+        Args:
+            x: the image, the same on all workers.
+            args, settings: of the denoiser.
+            gather: False: this worker's patches in their places, and zeros elsewhere.
+        """
+        found = self._priors.get(x.shape)
+        if found is None:
+            strategy = self.strategy
+            if strategy is None:
+                dims, batch = self.tiling_dims, self.max_batch_size
+                strategy = SmartTilingStrategy(
+                    x.shape, self.patch_size, self.overlap, tiling_dims=dims, max_batch_size=batch
+                )
+            found = self._priors[x.shape] = DistributedPrior(self.ctx, self.processor, strategy)
+            found.apply_to = partial(self._processed, found)
+        return found.prox(x, *args, gather=gather, **settings)
+
+    def _processed(self, prior: DistributedPrior, batch: Tensor, *args: Any, **kw: Any) -> Tensor:
+        """What the denoiser makes of a batch of patches, with its activations or without."""
+        derives = torch.is_grad_enabled()
+        learned = derives and any(each.requires_grad for each in state_of(self.processor))
+        several = len(prior.local_indices) * prior.strategy.signal_shape[0] > len(batch)
+        wanted = {"never": False, "always": True, "auto": several}[self.checkpoint_batches]
+        if not (derives and wanted and (learned or batch.requires_grad)):
+            return cast(Tensor, self.processor(batch, *args, **kw))
+        # A reentrant checkpoint runs a backward pass of its own for each batch, with a sum of the
+        # parameters' gradients in each: as many sums as batches, which differ between workers.
+        if self.checkpoint_use_reentrant and learned and self.ctx.world_size > 1:
+            raise ValueError(
+                "checkpoint_use_reentrant=True derives each batch on its own, and workers have "
+                "different numbers of them: the sums of their gradients would not match; pass False"
+            )
+        found = checkpoint(
+            self.processor,
+            batch,
+            *args,
+            use_reentrant=self.checkpoint_use_reentrant,
+            preserve_rng_state=self.checkpoint_preserve_rng_state,
+            **kw,
+        )
+        return cast(Tensor, found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_priors"] = {}  # made anew for the shapes that are met
+        return state
 
 
 @dataclass(frozen=True)
@@ -258,11 +349,6 @@ class Tiling:
     layout: Layout
     strategy: Any
     sharding: str
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether some patches may be put into their places at a time."""
-        return getattr(self.strategy, "reduces_in_turn", False)
 
     @property
     def count(self) -> int:
@@ -294,6 +380,36 @@ class Tiling:
         """Put what the prior made of patches into its place."""
         self.strategy.reduce_patches(out, pairs)
 
+    def put_together(
+        self, function: Callable[[Tensor], Tensor], read: Tensor, indices: list[int]
+    ) -> Tensor:
+        """What this worker's patches answer for, batch by batch."""
+        out = read.new_zeros(self.written.local_shape)
+        pairs = self.patches(read, indices)
+        place, kept = 0, Pairs()
+        in_turn = getattr(self.strategy, "reduces_in_turn", False)
+        for batch in self.strategy.apply_batching([patch for _, patch in pairs]):
+            result, start = function(batch), 0
+            while start < len(result) and place < len(pairs):
+                number, patch = pairs[place]
+                kept.append((number, result[start : start + len(patch)]))
+                start, place = start + len(patch), place + 1
+            if start != len(result):
+                raise ValueError(
+                    f"a batch of apply_batching has whole patches, one after the other along the "
+                    f"first dimension: got a batch of length {len(result)} for patches of {start} "
+                    f"in all"
+                )
+            if in_turn:  # so that the results of one batch are kept at a time
+                self.put(out, kept)
+                kept = []
+        if place < len(pairs):
+            raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
+        # A strategy of users may need all patches at once, and is called without any, too.
+        if not in_turn:
+            self.put(out, kept)
+        return out
+
     def finish(self, written: Tensor) -> Tensor:
         """This worker's part of the image: the sum of what all workers put into zeros."""
         return self._write.apply(written)
@@ -311,54 +427,53 @@ class GatheredCores(Tiling):
     rows, and put them where they belong: half of what a sum over whole images would send.
     """
 
-    in_turn = True
-
     @cached_property
     def written(self) -> Layout:
         """The rows of all workers, one after the other."""
-        lengths = [sum(map(self._volume, own)) for own in self._owned]
+        lengths = [sum(prod(shape) for _, _, shape in own) for own in self._cores]
         return Layout.from_lengths(self.layout.partition, [lengths])
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
         """Put the cores of patches into their places in this worker's row."""
         for i, patch in pairs:
-            inside = patch[self.strategy.region(self.strategy.windows[i].inside)]
-            out[slice(*self._places[i])] = inside.reshape(-1)
+            window = self.strategy.windows[i]
+            inside = patch[self.strategy.region(window.core, window.read)]
+            out[self._places[i]] = inside.reshape(-1)
 
     def finish(self, written: Tensor) -> Tensor:
         rows = self._write.apply(written)
-        image = rows.new_zeros(self.layout.shape)
-        start = 0
-        for i in (i for own in self._owned for i in own):
-            core = self.strategy.windows[i].core
-            region = self.strategy.region(tuple(slice(*interval) for interval in core))
-            stop = start + self._volume(i)
-            image[region] = rows[start:stop].reshape(image[region].shape)
+        image, start = rows.new_zeros(self.layout.shape), 0
+        for _, region, shape in chain.from_iterable(self._cores):
+            stop = start + prod(shape)
+            image[region] = rows[start:stop].reshape(shape)
             start = stop
         return image
 
     @cached_property
     def _write(self) -> Move:
-        everywhere = Layout.whole(self.layout.partition, self.written.shape, shared=True)
-        return Move(self.written, everywhere)
+        partition = self.layout.partition
+        return Move(self.written, whole_layout(partition, self.written.shape))
 
     @cached_property
-    def _owned(self) -> list[list[int]]:
-        """For each worker the numbers of its windows."""
-        workers = self.layout.partition.size
-        return [local_indices(self.count, k, workers, self.sharding) for k in range(workers)]
+    def _cores(self) -> list[list[tuple[int, Region, tuple[int, ...]]]]:
+        """The cores of each worker: number, where it lies in the image, and shape."""
+        workers, found = self.layout.partition.size, []
+        whole = tuple((0, length) for length in self.layout.shape)
+        for place in range(workers):
+            found.append(list[tuple[int, Region, tuple[int, ...]]]())
+            for i in local_indices(self.count, place, workers, self.sharding):
+                core = dict(zip(self.strategy.dims, self.strategy.windows[i].core, strict=True))
+                box = tuple(core.get(dim, part) for dim, part in enumerate(whole))
+                found[-1].append((i, tuple(slice(*part) for part in box), boxes.extent(box)))
+        return found
 
     @cached_property
-    def _places(self) -> dict[int, Interval]:
+    def _places(self) -> dict[int, slice]:
         """Where the cores of this worker lie in its row."""
-        own = self.indices()
-        return dict(zip(own, boxes.consecutive(map(self._volume, own)), strict=True))
-
-    def _volume(self, i: int) -> int:
-        """The number of values of a core, with all of the dimensions that are not cut."""
-        core = dict(zip(self.strategy.dims, self.strategy.windows[i].core, strict=True))
-        whole = enumerate(self.layout.shape)
-        return boxes.volume(tuple(core.get(dim, (0, length)) for dim, length in whole))
+        rank = self.layout.partition.rank
+        assert rank is not None
+        row = boxes.consecutive(prod(shape) for _, _, shape in self._cores[rank])
+        return {i: slice(*at) for (i, _, _), at in zip(self._cores[rank], row, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -372,7 +487,6 @@ class LocalWindows(Tiling):
     """
 
     windows: tuple[PriorWindow, ...] = ()
-    in_turn = True
 
     @property
     def count(self) -> int:
@@ -381,14 +495,14 @@ class LocalWindows(Tiling):
     @cached_property
     def read(self) -> Layout:
         """What each worker reads: from the first to the last index of its windows."""
-        return self._layout(lambda tiles: _hull([read for _, read in tiles]))
+        return self._layout(lambda tiles: [read for _, read in tiles])
 
     @cached_property
     def written(self) -> Layout:
         """What each worker answers for."""
         if self.strategy.overlap:
             return self.read
-        return self._layout(lambda tiles: _hull([core for core, _ in tiles]))
+        return self._layout(lambda tiles: [core for core, _ in tiles])
 
     def indices(self) -> list[int]:
         """The numbers of this worker's windows, those of one shape one after the other."""
@@ -435,13 +549,16 @@ class LocalWindows(Tiling):
             found[dim] = places
         return found
 
-    def _layout(self, interval: Callable[[list[Tile]], Interval]) -> Layout:
+    def _layout(self, intervals: Callable[[list[Tile]], list[Interval]]) -> Layout:
+        """Each worker's hull of these intervals of its windows."""
         cuts = []
         first = self.strategy.dims[0]
         for dim, (cut, length) in enumerate(zip(self.layout.cuts, self.layout.shape, strict=True)):
             if dim in self._tiles:
                 axes = (*cut.axes, *self.layout.shared) if dim == first else cut.axes
-                cuts.append(Cut(axes, tuple(interval(tiles) for tiles in self._tiles[dim])))
+                some = (list(zip(*intervals(tiles), strict=True)) for tiles in self._tiles[dim])
+                hulls = tuple((min(each[0]), max(each[1])) if each else (0, 0) for each in some)
+                cuts.append(Cut(axes, hulls))
             elif dim == 0 or len(cut.intervals) == 1:
                 cuts.append(cut)
             # A dimension that is split and not cut is read whole, by the workers at the first place
@@ -462,7 +579,11 @@ def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
     if not is_whole(layout) and isinstance(strategy, WindowStrategy):
         windows = list(strategy.windows)
         if getattr(strategy, "patch_size", 0) is None and not strategy.overlap:
-            windows = windows_of_parts(layout, strategy.dims, strategy.halo)  # one for each part
+            # One window for each part and its halo: for a prior that is a convolutional network,
+            # the halo exchange of its receptive field.
+            cuts = [layout.cuts[dim].intervals for dim in strategy.dims]
+            filled = [[part for part in cut if part[0] < part[1]] for cut in cuts]
+            windows = parts(filled, strategy.lengths, strategy.halo)
         return LocalWindows(layout, strategy, sharding, tuple(windows))
     # Cores cover the image once, as far as the library knows: what a user's strategy puts together
     # may overlap.
@@ -470,27 +591,3 @@ def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
     if is_whole(layout) and layout.partition.size > 1 and is_ours and not strategy.overlap:
         return GatheredCores(layout, strategy, sharding)
     return Tiling(layout, strategy, sharding)
-
-
-def windows_of_parts(layout: Layout, dims: Sequence[int], halo: Sequence[int]) -> list[PriorWindow]:
-    """One window for each part of an image: the part and a halo that ends at the border.
-
-    For a prior that is a convolutional network this is the halo exchange of its receptive field.
-
-    >>> import tessel
-    >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
-    >>> windows_of_parts(layout, [0], [1])
-    [PriorWindow(core=((0, 6),), read=((0, 6),))]
-    """
-    along = []
-    for dim, width in zip(dims, halo, strict=True):
-        filled = [part for part in layout.cuts[dim].intervals if part[0] < part[1]]
-        length = layout.shape[dim]
-        along.append([(part, boxes.grow(part, width, width, length)) for part in filled])
-    return crossed(along)
-
-
-def _hull(intervals: Sequence[Interval]) -> Interval:
-    if not intervals:
-        return 0, 0
-    return min(start for start, _ in intervals), max(stop for _, stop in intervals)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from operator import index as as_int
 
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, Signature, TensorMeta
-from tessel.core.checksum import checksum
-from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.move import Move
-from tessel.core.partition import Partition
-from tessel.imaging.context import DistributedContext, drifted
-from tessel.imaging.parts.kernel import is_whole
-from tessel.transport import NUM_WORDS, code_of
+from tessel.core import Cut, Layout, Move, Partition, Shape, agree_and_tell, checksum_of
+from tessel.imaging.context import DistributedContext, drifted, is_whole, whole_layout
 
 Grid = Partition | Layout | Sequence[int]
 
@@ -66,18 +59,19 @@ class DistributedSignal:
         self.dtype = dtype
         self.layout = layout_of(ctx, self._shape, partition)
         self._data = torch.zeros(self.layout.local_shape, dtype=dtype, device=ctx.device)
+        # On how many workers each part lies.
+        self._copies = math.prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
+        self._update = f"DistributedSignal.update_ in {self.layout}"
         call = f"DistributedSignal(shape={self._shape}, dtype={self.dtype}) in {self.layout}"
-        group = ctx.partition.group
         # Whether a worker was given values is its own affair: all hear of it before one sends.
-        everyones = group.share_words([code_of(call), int(init is not None)])
-        group.check_same_call(everyones, call)
-        given = memoryview(everyones).cast("q")[1::NUM_WORDS].tolist()
-        if any(given) and not given[0]:
+        _, told = agree_and_tell(ctx.partition, call, (), [int(init is not None)])
+        given = [worker for worker, (is_given,) in told.items() if is_given]
+        if given and 0 not in given:
             raise ValueError(
-                f"{call}: init was given on workers {[w for w, each in enumerate(given) if each]} "
-                f"and not on worker 0, whose values all workers get"
+                f"{call}: init was given on workers {given} and not on worker 0, whose values all "
+                f"workers get"
             )
-        if any(given):
+        if given:
             self._receive(init, 0)
 
     @property
@@ -134,46 +128,35 @@ class DistributedSignal:
             elif data.shape == self.shape:
                 part = self.layout.local_part(data).to(self.device)
         # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
-        mark = 0 if part is None or self._copies == 1 else checksum(part)
-        meta, marks = self._agreement.agree_with_mark(Signature.of(data), mark)  # type: ignore[arg-type]
+        mark = 0 if part is None or self._copies == 1 else checksum_of([part])
+        workers, identity = self.layout.partition, f"{self._update} {self.layout.identity}"
+        [(shapes, meta)], told = agree_and_tell(
+            workers, self._update, [("the tensor", data)], [mark], identity
+        )
+        self._check(shapes, meta.dtype)
         assert part is not None
-        self._data = self._equal(part, meta, marks)
+        found = drifted(self.layout, {worker: numbers[0] for worker, numbers in told.items()})
+        if found is not None:
+            worker, first = found
+            what = (
+                f"DistributedSignal.update_: worker {worker} holds other numbers than worker "
+                f"{first}, where one shared value is needed"
+            )
+            way_out = (
+                f"compute it in the same way on all workers, or take that of one: "
+                f"update_(data, source={first})"
+            )
+            if self.ctx.debug:
+                raise ValueError(f"{what}: workers drifted apart; {way_out}")
+            if meta.needs_grad or meta.has_tangent:
+                raise ValueError(f"{what} and a gradient goes through it; {way_out}")
+            part = self._of_first(part)
+        self._data = part.to(self.device, copy=True)
 
-    def _equal(self, part: Tensor, meta: TensorMeta, marks: Mapping[int, int]) -> Tensor:
-        """A copy of the values, or of those of the first worker that holds them if some differ."""
-        found = drifted(self.layout, marks)
-        if found is None:
-            return part.to(self.device, copy=True)
-        worker, first = found
-        what = (
-            f"DistributedSignal.update_: worker {worker} holds other numbers than worker {first}, "
-            f"where one shared value is needed"
-        )
-        way_out = (
-            f"compute it in the same way on all workers, or take that of one: "
-            f"update_(data, source={first})"
-        )
-        if self.ctx.debug:
-            raise ValueError(f"{what}: workers drifted apart; {way_out}")
-        if meta.needs_grad or meta.has_tangent:
-            raise ValueError(f"{what} and a gradient goes through it; {way_out}")
-        # Workers of one layout move together: those that are not the first bring nothing.
-        owned = part if self._firsts.domain.local_shape == self.layout.local_shape else part[:0]
-        return self._firsts.apply(owned).to(self.device, copy=True)
-
-    @cached_property
-    def _copies(self) -> int:
-        """On how many workers each part lies."""
-        sizes = self.layout.partition.shape
-        return math.prod(sizes[axis] for axis in self.layout.shared)
-
-    @cached_property
-    def _firsts(self) -> Move:
-        """From the first worker that holds a part to all that do.
-
-        Along the shared axes the first dimension is cut into all of it and nothing, so that the
-        workers need no other group than that of the layout.
-        """
+    def _of_first(self, part: Tensor) -> Tensor:
+        """What the first worker that holds a part has of it, on all that hold it."""
+        # Along the shared axes the first dimension is cut into all of it and nothing, so that the
+        # workers need no other group than that of the layout.
         cut, *others = self.layout.cuts
         intervals = tuple(
             interval
@@ -181,11 +164,16 @@ class DistributedSignal:
             for interval in ((start, stop), *((stop, stop),) * (self._copies - 1))
         )
         alone = Cut((*cut.axes, *self.layout.shared), intervals)
-        return Move(replace(self.layout, cuts=(alone, *others), shared=()), self.layout)
+        firsts = replace(self.layout, cuts=(alone, *others), shared=())
+        # Workers of one layout move together: those that are not the first bring nothing.
+        owned = part if firsts.local_shape == self.layout.local_shape else part[:0]
+        return Move(firsts, self.layout).apply(owned)
 
     def whole(self) -> Tensor:
         """All of it, on every worker."""
-        return self.data if self.is_whole else self._gather.apply(self.data)
+        if self.is_whole:
+            return self.data
+        return Move(self.layout, whole_layout(self.ctx.partition, self._shape)).apply(self.data)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """The inner product ⟨a, b⟩ of two tensors in this layout; no gradient goes through it."""
@@ -206,20 +194,13 @@ class DistributedSignal:
         elif not owner.active:
             data = torch.empty(0, dtype=self.dtype, device=self.device)
         received = move(data)  # type: ignore[arg-type]
-        if received.dtype != self.dtype:
-            raise ValueError(self._wrong_dtype(received.dtype))
+        self._check({}, received.dtype)
         if self.layout.partition.active:
             stays = isinstance(data, Tensor) and received.data_ptr() == data.data_ptr()
             self._data = received.clone() if stays else received
 
-    @cached_property
-    def _agreement(self) -> Agreement[TensorMeta]:
-        label = f"DistributedSignal.update_ in {self.layout}"
-        partition = self.layout.partition
-        identity = f"{label} {self.layout.identity}"
-        return Agreement(partition.group, label, partition.ranks, self._conclude, identity)
-
-    def _conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> TensorMeta:
+    def _check(self, shapes: dict[int, Shape], dtype: torch.dtype) -> None:
+        """Raise ValueError if a worker brings no part of this signal, or other numbers."""
         for worker, shape in shapes.items():
             part = self.layout.shape_on(worker)
             if shape not in (part, self._shape):
@@ -229,30 +210,20 @@ class DistributedSignal:
                     f"DistributedSignal.update_: worker {worker} expected a tensor of shape "
                     f"{wanted}{whole}, got {shape}"
                 )
-        if meta.dtype != self.dtype:
-            raise ValueError(self._wrong_dtype(meta.dtype))
-        return meta
-
-    def _wrong_dtype(self, got: torch.dtype) -> str:
-        return (
-            f"DistributedSignal: a tensor of {self.dtype} was expected, got {got}; "
-            f"convert it with .to({self.dtype})"
-        )
-
-    @cached_property
-    def _gather(self) -> Move:
-        return Move(self.layout, Layout.whole(self.ctx.partition, self._shape, shared=True))
-
-    def __getstate__(self) -> dict[str, object]:
-        """All but what is made when it is first needed, which holds groups of workers."""
-        made = ("_agreement", "_firsts", "_gather")
-        return {name: value for name, value in self.__dict__.items() if name not in made}
+        if dtype != self.dtype:
+            raise ValueError(
+                f"DistributedSignal: a tensor of {self.dtype} was expected, got {dtype}; "
+                f"convert it with .to({self.dtype})"
+            )
 
     def __repr__(self) -> str:
         return f"DistributedSignal({self.dtype}, {self.layout})"
 
 
-def local_data(value: DistributedSignal | Tensor) -> Tensor:
+Image = DistributedSignal | Tensor  # an image, as methods take it
+
+
+def local_data(value: Image) -> Tensor:
     """This worker's tensor of a signal, or the tensor itself."""
     return value.data if isinstance(value, DistributedSignal) else value
 
@@ -260,7 +231,7 @@ def local_data(value: DistributedSignal | Tensor) -> Tensor:
 def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> Layout:
     """The layout of a signal: whole and shared, or split by a partition, grid or layout."""
     if partition is None:
-        return Layout.whole(ctx.partition, shape, shared=True)
+        return whole_layout(ctx.partition, shape)
     if isinstance(partition, Layout):
         if partition.shape != shape:
             raise ValueError(

@@ -6,8 +6,11 @@ of each worker. `gather=False` leaves results where they arise.
 
 from __future__ import annotations
 
+import sys
+import zlib
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,21 +19,30 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
-from tessel.core.layout import Layout
-from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
-from tessel.imaging.context import DistributedContext
+from tessel.core import (
+    Layout,
+    Move,
+    Partition,
+    Shape,
+    agree_and_tell,
+    agree_on_call,
+    anchored_zeros,
+    tell,
+    total,
+)
+from tessel.imaging.context import DistributedContext, whole_layout
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
-from tessel.imaging.gathering import MeasurementGatherer
-from tessel.imaging.measurements import LocalTensors, anchor_of
-from tessel.imaging.parameters import all_reduced, depending_on
+from tessel.imaging.measurements import LocalTensors
+from tessel.imaging.parameters import anchor_of, depending_on
+from tessel.imaging.parts.operators import normal
 from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory, Term
-from tessel.imaging.signal import DistributedSignal, local_data
-from tessel.imaging.solvers.power import largest_eigenvalue
-from tessel.imaging.solvers.space import Space
+from tessel.imaging.signal import Image, local_data
+from tessel.imaging.solvers.linear import largest_eigenvalue
+from tessel.imaging.solvers.method import Space
 from tessel.imaging.solvers.splitting import fidelity_prox
 
+GATHER_STRATEGIES = ("naive", "concatenated", "broadcast")
+Kind = tuple[int, Shape, torch.dtype]  # the number of a measurement, its shape and dtype
 REDUCE_OPS = (None, "sum", "mean")
 
 
@@ -44,7 +56,9 @@ class DistributedStackedPhysics(DistributedPhysics):
         num_operators: the number N of operators.
         factory: `factory(i, device, factory_kwargs)` makes operator i; called on its worker only.
         factory_kwargs: what all operators may use, by name; see `DistributedPhysics`.
-        gather_strategy: how measurements travel: "concatenated", "broadcast" or "naive".
+        gather_strategy: how measurements travel. "concatenated": those of a worker as one row, in
+            one exchange. "broadcast": one exchange for each, which needs no second copy of all of
+            them. "naive": pickled, which is slow and carries no gradient.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -64,18 +78,19 @@ class DistributedStackedPhysics(DistributedPhysics):
         factory_kwargs: Mapping[str, Any] | None = None,
         gather_strategy: str = "concatenated",
     ) -> None:
-        self._gatherer = MeasurementGatherer(ctx, num_operators, gather_strategy)
+        if gather_strategy not in GATHER_STRATEGIES:
+            raise ValueError(
+                f"gather_strategy must be one of {', '.join(GATHER_STRATEGIES)}, "
+                f"got {gather_strategy!r}"
+            )
         super().__init__(ctx, num_operators, factory, factory_kwargs)
+        self._kinds: dict[tuple[int, ...], list[list[Kind]]] = {}  # of all workers, by checksums
         # The names of deepinv for what has other names in the document.
         self.num_operators, self.gather_strategy = self.num_ops, gather_strategy
         self.local_physics, self.local_indexes = self.local_operators, self.local_indices
 
     def A(
-        self,
-        x: DistributedSignal | Tensor,
-        gather: bool = True,
-        reduce_op: str | None = None,
-        **settings: Any,
+        self, x: Image, gather: bool = True, reduce_op: str | None = None, **settings: Any
     ) -> Any:
         """The measurements y_i = A_i(x), without noise.
 
@@ -88,22 +103,14 @@ class DistributedStackedPhysics(DistributedPhysics):
         return self._finished("A", super().A(x, **settings), gather, reduce_op)
 
     def __call__(
-        self,
-        x: DistributedSignal | Tensor,
-        gather: bool = True,
-        reduce_op: str | None = None,
-        **settings: Any,
+        self, x: Image, gather: bool = True, reduce_op: str | None = None, **settings: Any
     ) -> Any:
         """The measurements with noise; that of measurement i depends on the seed and on i."""
         found = super().__call__(x, **settings)
         return self._finished("__call__", found, gather, reduce_op)
 
     def A_vjp(
-        self,
-        x: DistributedSignal | Tensor,
-        v: Sequence[Tensor],
-        gather: bool = True,
-        reduce_op: str | None = "sum",
+        self, x: Image, v: Sequence[Tensor], gather: bool = True, reduce_op: str | None = "sum"
     ) -> Any:
         """The products J_i(x)ᵀ v_i, summed; see `DistributedStackedLinearPhysics.A_adjoint`."""
         term: Term = lambda op, v, call: op.A_vjp(call.x, v)  # noqa: E731
@@ -131,7 +138,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         self,
         method: str,
         term: Term,
-        x: DistributedSignal | Tensor | None,
+        x: Image | None,
         ys: Sequence[Tensor] | None,
         gather: bool,
         reduce_op: str | None,
@@ -143,8 +150,8 @@ class DistributedStackedPhysics(DistributedPhysics):
             like = None if x is None else local_data(x)
             return self._finished(method, found, gather, reduce_op, like)
         _check_reduce_op(reduce_op)
-        total = self._summed(method, term, x, ys, **settings)
-        return total / self.num_ops if reduce_op == "mean" else total
+        image = self._summed(method, term, x, ys, **settings)
+        return image / self.num_ops if reduce_op == "mean" else image
 
     def _finished(
         self,
@@ -159,7 +166,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         if reduce_op is None:
             if not gather:
                 return found
-            return self._gatherer.collect(f"{self!r}.{method}", self.local_indices, found)
+            return self._collected(f"{self!r}.{method}", found)
         share = None if like is None else torch.zeros_like(like)
         if found:
             share = reduce(torch.add, found)
@@ -167,8 +174,70 @@ class DistributedStackedPhysics(DistributedPhysics):
             share, _ = self.completed(f"{self!r}.{method}(reduce_op={reduce_op!r})", share)
         assert share is not None
         share = depending_on(share, anchor_of(found))
-        total = all_reduced(share, self.ctx) if gather else share
-        return total / self.num_ops if reduce_op == "mean" else total
+        found_sum = total(share, self.ctx.partition) if gather else share
+        return found_sum / self.num_ops if reduce_op == "mean" else found_sum
+
+    def _collected(self, call: str, items: LocalTensors) -> Any:
+        """The measurements of all workers on every one of them, each a shared value, in order."""
+        if self.ctx.world_size == 1:
+            return as_tensor_list(list(items))
+        partition, anchor = self.ctx.partition, items.anchor
+        described = zip(self.local_indices, items, strict=True)
+        mine = [(i, tuple(y.shape), y.dtype) for i, y in described]
+        needs = any(each.requires_grad for each in (*items, *([] if anchor is None else [anchor])))
+        # Descriptions are sent once: later a checksum says that they are those of before. All
+        # workers have all checksums, so that all know or none knows what the others hold.
+        said = [zlib.crc32(repr(mine).encode()), needs and torch.is_grad_enabled()]
+        _, told = agree_and_tell(partition, call, (), said)
+        sums, records = zip(*told.values(), strict=True)
+        if sums not in self._kinds:
+            self._kinds[sums] = list(tell(partition, mine).values())
+        kinds, found = self._kinds[sums], dict[int, Tensor]()
+        if self.gather_strategy == "naive":
+            if any(records):
+                raise ValueError(
+                    f"{call}: gather_strategy='naive' carries no gradient, and one is needed; take "
+                    f"'concatenated' or 'broadcast', or call it under torch.no_grad()"
+                )
+            everyones = tell(partition, [each.detach().cpu() for each in items]).values()
+            for theirs, tensors in zip(kinds, everyones, strict=True):
+                for (i, _, _), tensor in zip(theirs, tensors, strict=True):
+                    found[i] = tensor.to(self.ctx.device)
+        else:
+            own = dict(zip(self.local_indices, items, strict=True))
+            # What travels together: one item at a time, or all of one dtype.
+            key = 0 if self.gather_strategy == "broadcast" else 2
+            for batch in dict.fromkeys(each[key] for one in kinds for each in one):
+                some = [[each for each in one if each[key] == batch] for one in kinds]
+                found |= self._moved(some, own, anchor, any(records))
+        return as_tensor_list([found[i] for i in range(self.num_ops)])
+
+    def _moved(
+        self, kinds: list[list[Kind]], own: dict[int, Tensor], anchor: Tensor | None, records: bool
+    ) -> dict[int, Tensor]:
+        """Measurements of all workers by their numbers, after one exchange of rows."""
+        partition = self.ctx.partition
+        dtype = next(dtype for theirs in kinds for _, _, dtype in theirs)
+        lengths = [sum(prod(shape) for _, shape, _ in theirs) for theirs in kinds]
+        parts = [own[i].reshape(-1) for i, _, _ in kinds[self.ctx.rank]]
+        row = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.ctx.device)
+        if records:
+            row = depending_on(row, anchor)
+            # Graphs of all workers are alike: one that needs no gradient helps those that do.
+            row = row if row.requires_grad else row.detach().requires_grad_()
+        layout = Layout.from_lengths(partition, [lengths])
+        rows = Move(layout, whole_layout(partition, layout.shape)).apply(row)
+        found, start = {}, 0
+        for i, shape, _ in (each for theirs in kinds for each in theirs):
+            found[i] = rows[start : start + prod(shape)].reshape(shape)
+            start += prod(shape)
+        return found
+
+
+def as_tensor_list(items: list[Tensor]) -> Any:
+    """Items in a list of which sums and multiples can be taken: deepinv's if it is imported."""
+    deepinv = sys.modules.get("deepinv.utils.tensorlist")
+    return LocalTensors(items) if deepinv is None else deepinv.TensorList(items)
 
 
 def _check_reduce_op(reduce_op: str | None) -> None:
@@ -182,11 +251,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
     Forward:  x ↦ (A_0 x, …, A_{N−1} x).    Adjoint:  y ↦ Σ_i A_iᵀ y_i.
 
     Args:
-        ctx: the workers.
-        num_operators: the number N of operators.
-        factory: `factory(i, device, factory_kwargs)` makes operator i; called on its worker only.
-        factory_kwargs: what all operators may use, by name.
-        gather_strategy: how measurements travel: "concatenated", "broadcast" or "naive".
+        ctx, num_operators, factory, factory_kwargs, gather_strategy: those of
+            `DistributedStackedPhysics`.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -212,21 +278,13 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         return self._images("A_adjoint", term, None, self.own(y), gather, reduce_op)
 
     def A_vjp(
-        self,
-        x: DistributedSignal | Tensor,
-        v: Sequence[Tensor],
-        gather: bool = True,
-        reduce_op: str | None = "sum",
+        self, x: Image, v: Sequence[Tensor], gather: bool = True, reduce_op: str | None = "sum"
     ) -> Any:
         """The same as `A_adjoint(v)`, since the operators are linear."""
         return self.A_adjoint(v, gather, reduce_op)
 
     def A_adjoint_A(
-        self,
-        x: DistributedSignal | Tensor,
-        gather: bool = True,
-        reduce_op: str | None = "sum",
-        **settings: Any,
+        self, x: Image, gather: bool = True, reduce_op: str | None = "sum", **settings: Any
     ) -> Any:
         """The image Σ_i A_iᵀ A_i x."""
         term: Term = lambda op, x, call: op.A_adjoint_A(x, **call.settings)  # noqa: E731
@@ -277,7 +335,7 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
 
     def compute_sqnorm(
         self,
-        x0: DistributedSignal | Tensor,
+        x0: Image,
         max_iter: int = 50,
         tol: float = 1e-3,
         verbose: bool = True,
@@ -299,26 +357,21 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         if local_only:
             like = local_data(x0)
             found = like.new_zeros((), dtype=like.real.dtype)
+            here = Partition((transport.this_worker(),), (1,))
+            alone = Space(whole_layout(here, tuple(like.shape)), here)
             for each in self.local_physics:
-                found = found + _square_norm(each, like, max_iter, tol).to(found)
-            found = all_reduced(found, self.ctx) if gather else found
+                if hasattr(each, "compute_sqnorm"):
+                    own = each.compute_sqnorm(like, max_iter=max_iter, tol=tol, verbose=False)
+                else:
+                    term = partial(normal, each)
+                    own = largest_eigenvalue(term, torch.rand_like(like), alone, max_iter, tol)
+                found = found + torch.as_tensor(own, device=like.device).to(found)
+            found = total(found, self.ctx.partition) if gather else found
         else:
             found = self.compute_norm(x0, max_iter, tol)
         if verbose and self.ctx.rank == 0:
             print(f"‖A‖² {'≤' if local_only else '='} {found.item():.4g}")
         return found
-
-
-def _square_norm(physics: Any, x: Tensor, max_iter: int, tol: float) -> Tensor:
-    """That of one operator, by its own method or by power iteration."""
-    if hasattr(physics, "compute_sqnorm"):
-        found = physics.compute_sqnorm(x, max_iter=max_iter, tol=tol, verbose=False)
-    else:
-        here = Partition((transport.this_worker(),), (1,))
-        space = Space(Layout.whole(here, x.shape, shared=True), here)
-        normal = lambda x: physics.A_adjoint(physics.A(x))  # noqa: E731
-        found = largest_eigenvalue(normal, torch.rand_like(x), space, max_iter, tol)
-    return torch.as_tensor(found, device=x.device)
 
 
 class DistributedStackedFidelity(torch.nn.Module):
@@ -369,7 +422,7 @@ class DistributedStackedFidelity(torch.nn.Module):
 
     def forward(
         self,
-        x: DistributedSignal | Tensor,
+        x: Image,
         y: Sequence[Tensor],
         physics: DistributedStackedPhysics,
         *args: Any,
@@ -394,7 +447,7 @@ class DistributedStackedFidelity(torch.nn.Module):
 
     def grad(
         self,
-        x: DistributedSignal | Tensor,
+        x: Image,
         y: Sequence[Tensor],
         physics: DistributedStackedPhysics,
         *args: Any,
@@ -416,7 +469,7 @@ class DistributedStackedFidelity(torch.nn.Module):
         """argmin_u gamma f(u, y) + ½‖u − x‖², by conjugate gradients, where f is quadratic."""
         own = self._of(physics, y)
         gradient = SimpleNamespace(grad=lambda u: own.grad(u, *args, **settings))
-        layout = Layout.whole(self.ctx.partition, x.shape, shared=True)
+        layout = whole_layout(self.ctx.partition, tuple(x.shape))
         derives = torch.is_grad_enabled()
         return fidelity_prox(gradient, x, gamma, Space.of(x, layout, derives))
 

@@ -5,3 +5,4 @@ It may import `state` and what is below it, where they are written.
 
 from tessel.state.checkpoint import ModelState as ModelState
 from tessel.state.checkpoint import OptimizerState as OptimizerState
+from tessel.state.checkpoint import Part as Part

@@ -25,7 +25,18 @@ from tessel.state.places import Places
 class Part(Tensor):
     """A tensor of the whole shape, of which only this worker's part is stored.
 
-    It is for checkpoints and does not compute.
+    It is for checkpoints and does not compute: `torch.distributed.checkpoint` writes and reads the
+    part.
+
+    Args:
+        part: this worker's tensor.
+        shape: of the whole.
+        offsets: where the part begins in it, along each dimension; None if there is none here.
+
+    >>> import tessel, torch
+    >>> layout = tessel.Layout.balanced(tessel.world(), (4,))
+    >>> tessel.interop.Part.of(torch.ones(4), layout).shape
+    torch.Size([4])
     """
 
     _part: Tensor

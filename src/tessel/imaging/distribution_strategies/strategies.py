@@ -1,21 +1,26 @@
-"""Strategies: how an image is cut into patches for a prior, and put together again."""
+"""Strategies: how an image is cut into patches for a prior, and put together again.
+
+A window has a core, which it answers for, and a box that it reads: the core and a halo around it,
+which covers the receptive field of the prior. At the border of the image windows are shifted
+inwards, never padded, so that the prior sees the true border, as it does in the whole image.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from operator import index as as_int
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.core import boxes
-from tessel.core.boxes import Region
-from tessel.imaging.tiling import PriorWindow, parts, ramps, tiles
+from tessel.core import Box, Interval, Region, boxes
 
+Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
 Pairs = list[tuple[int, Tensor]]
 
 
@@ -89,28 +94,33 @@ class WindowStrategy(DistributedSignalStrategy):
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__(signal_shape)
-        self.dims = _checked_dims(len(self.signal_shape), dims)
+        ndim = len(self.signal_shape)
+        if dims is None and ndim < 3:
+            raise ValueError(
+                f"a signal with {ndim} dimensions has none beside batch and channels; "
+                f"say which dimensions are cut"
+            )
+        given = range(2, ndim) if dims is None else (dims,) if isinstance(dims, int) else dims
+        if any(not -ndim <= dim < ndim for dim in given):
+            raise ValueError(
+                f"dimensions from {-ndim} to {ndim - 1} can be cut, got {tuple(given)}"
+            )
+        self.dims = tuple(dim % ndim for dim in given)
+        if not self.dims or len(set(self.dims)) < len(self.dims):
+            raise ValueError(f"one dimension or more, each once, is needed, got {tuple(given)}")
+        self.lengths = tuple(self.signal_shape[dim] for dim in self.dims)  # of those that are cut
+        self.whole: Box = tuple((0, length) for length in self.lengths)
+        self._regions: dict[tuple[Box, Box], Region] = {}
         self.overlap = overlap
         self.max_batch_size = max_batch_size
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be 1 or more, or None, got {max_batch_size}")
 
-    @property
-    def whole(self) -> boxes.Box:
-        """The whole image, along the dimensions that are cut."""
-        return tuple((0, length) for length in self.lengths)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of the dimensions that are cut."""
-        return tuple(self.signal_shape[dim] for dim in self.dims)
-
     def get_num_patches(self) -> int:
         return len(self.windows)
 
     def get_local_patches(self, X: Tensor, local_indices: list[int]) -> Pairs:
-        # Patches of one shape follow each other, so that they go to the prior in one batch.
-        in_order = sorted(local_indices, key=lambda i: (self.windows[i].shape, i))
+        in_order = sorted(local_indices, key=self._order.__getitem__)
         return [(i, self.cut_out(X, self.windows[i], self.whole)) for i in in_order]
 
     def apply_batching(self, patches: list[Tensor]) -> Iterator[Tensor]:
@@ -124,37 +134,44 @@ class WindowStrategy(DistributedSignalStrategy):
         for i, patch in local_pairs:
             self.put_back(out_tensor, patch, self.windows[i], self.whole)
 
-    def cut_out(self, X: Tensor, window: PriorWindow, box: boxes.Box) -> Tensor:
+    def cut_out(self, X: Tensor, window: PriorWindow, box: Box) -> Tensor:
         """What a window reads of a tensor that holds this box of the dimensions that are cut."""
-        return X[self.region(boxes.within(window.read, box))]
+        return X[self.region(window.read, box)]
 
-    def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: boxes.Box) -> None:
+    def put_back(self, out: Tensor, patch: Tensor, window: PriorWindow, box: Box) -> None:
         """Put what the prior made of a window into such a tensor: its core, or all, weighted."""
-        if self.overlap:
-            weighted = self._weights(window, patch) * patch
-            out[self.region(boxes.within(window.read, box))] += weighted
-        else:
-            inside = patch[self.region(window.inside)]
-            out[self.region(boxes.within(window.core, box))] = inside
-
-    def region(self, along: Region) -> Region:
-        """A region of the image from that along the dimensions that are cut."""
-        chosen = dict(zip(self.dims, along, strict=True))
-        whole = slice(None)
-        return tuple(chosen.get(dim, whole) for dim in range(len(self.signal_shape)))
-
-    def _weights(self, window: PriorWindow, like: Tensor) -> Tensor:
-        """The weight of a window at all of its indices, the product of those along dimensions."""
-        weights = torch.ones((), dtype=like.real.dtype, device=like.device)
+        if not self.overlap:
+            inside = patch[self.region(window.core, window.read)]
+            out[self.region(window.core, box)] = inside
+            return
+        # The weight of a window is the product of those along dimensions.
+        weights = torch.ones((), dtype=patch.real.dtype, device=patch.device)
         for place, dim in enumerate(self.dims):
             ramp = weights.new_tensor(self._ramps[place][window.read[place]])
             shape = [1] * len(self.signal_shape)
             shape[dim] = -1
             weights = weights * ramp.reshape(shape)
-        return weights
+        out[self.region(window.read, box)] += weights * patch
+
+    def region(self, inner: Box, outer: Box) -> Region:
+        """Where a box lies in a tensor that holds another one, of the dimensions that are cut."""
+        found = self._regions.get((inner, outer))
+        if found is None:  # kept, since a solver asks for the same ones in each iteration
+            along = dict(zip(self.dims, boxes.within(inner, outer), strict=True))
+            dims = range(len(self.signal_shape))
+            found = tuple(along.get(dim, slice(None)) for dim in dims)
+            self._regions[inner, outer] = found
+        return found
 
     @cached_property
-    def _ramps(self) -> list[dict[boxes.Interval, list[float]]]:
+    def _order(self) -> dict[int, int]:
+        """The place of each window: those of one shape follow each other, to go in one batch."""
+        numbers = range(len(self.windows))
+        in_order = sorted(numbers, key=lambda i: (self.windows[i].shape, i))
+        return {i: place for place, i in enumerate(in_order)}
+
+    @cached_property
+    def _ramps(self) -> list[dict[Interval, list[float]]]:
         """Along each dimension that is cut, the weights of each interval that is read.
 
         Windows that read the same interval are one here and share its weight.
@@ -254,8 +271,8 @@ class BasicStrategy(WindowStrategy):
         else:
             sizes = checked_sizes("patch_size", patch_size, count, 1)
             wanted = tuple(-(-n // size) for n, size in zip(self.lengths, sizes, strict=True))
-        counts = [min(pair) for pair in zip(wanted, self.lengths, strict=True)]
-        self.windows = parts(self.lengths, counts, self.halo)
+        cores = [boxes.balanced(n, min(n, k)) for n, k in zip(self.lengths, wanted, strict=True)]
+        self.windows = parts(cores, self.lengths, self.halo)
 
 
 STRATEGIES: dict[str, Callable[..., DistributedSignalStrategy]] = {
@@ -295,23 +312,6 @@ def create_strategy(
     return make(signal_shape, **settings)
 
 
-def _checked_dims(ndim: int, dims: int | Sequence[int] | None) -> tuple[int, ...]:
-    if dims is None:
-        if ndim < 3:
-            raise ValueError(
-                f"a signal with {ndim} dimensions has none beside batch and channels; "
-                f"say which dimensions are cut"
-            )
-        return tuple(range(2, ndim))
-    given = (dims,) if isinstance(dims, int) else tuple(dims)
-    if any(not -ndim <= dim < ndim for dim in given):
-        raise ValueError(f"dimensions from {-ndim} to {ndim - 1} can be cut, got {given}")
-    found = tuple(dim % ndim for dim in given)
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"one dimension or more, each once, is needed, got {given}")
-    return found
-
-
 def checked_sizes(
     what: str, value: int | Iterable[int], count: int | None, least: int
 ) -> tuple[int, ...]:
@@ -329,3 +329,119 @@ def checked_sizes(
     if any(number < least for number in numbers):
         raise ValueError(f"{what} must be {least} or more, got {value}")
     return numbers
+
+
+# ---- windows: pure integers
+
+
+@dataclass(frozen=True)
+class PriorWindow:
+    """What one call of a prior answers for, and what it reads for that.
+
+    Args:
+        core: the box of the image that the window answers for; cores cover the image once.
+        read: the box that it reads, which holds the core.
+    """
+
+    core: Box
+    read: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it reads."""
+        return boxes.extent(self.read)
+
+
+def tiles(
+    shape: Sequence[int],
+    patch: Sequence[int],
+    halo: Sequence[int],
+    stride: Sequence[int],
+) -> list[PriorWindow]:
+    """Windows with cores of the size `patch`, row by row; those at the end may be smaller.
+
+    All windows of a dimension read equally many indices, `patch + 2·halo` or all there are,
+    unless its length is no multiple of the stride: then those at the end read a few more or less.
+
+    Args:
+        shape: of the image.
+        patch: the length of a core in each dimension.
+        halo: read on each side of it.
+        stride: windows start at multiples of this, and end there or with the image.
+
+    >>> [window.read for window in tiles((10,), (4,), (1,), (1,))]
+    [((0, 6),), ((3, 9),), ((4, 10),)]
+    """
+    along = [tiles_along(*numbers) for numbers in zip(shape, patch, halo, stride, strict=True)]
+    return crossed(along)
+
+
+def parts(
+    cores: Sequence[Sequence[Interval]], shape: Sequence[int], halo: Sequence[int]
+) -> list[PriorWindow]:
+    """Windows with these cores along each dimension, read with a halo that ends at the border.
+
+    >>> [window.read for window in parts([[(0, 5), (5, 10)]], (10,), (1,))]
+    [((0, 6),), ((4, 10),)]
+    """
+    along = [
+        [(core, boxes.grow(core, edge, edge, length)) for core in some]
+        for some, length, edge in zip(cores, shape, halo, strict=True)
+    ]
+    return crossed(along)
+
+
+def tiles_along(length: int, patch: int, halo: int, stride: int) -> list[Tile]:
+    """The cores and what is read for them, along one dimension."""
+    slack = 0 if patch % stride == halo % stride == 0 else stride - 1  # lost by aligned starts
+    width = -(-(patch + 2 * halo + slack) // stride) * stride  # rounded up to a multiple
+    found = []
+    for start in range(0, length, patch):
+        core = start, min(start + patch, length)
+        begin = _down(max(start - halo, 0), stride)
+        # At the border the window is shifted inwards, not made smaller: all windows have one shape
+        # and go to the prior in one batch, and it sees the border as it is in the whole image.
+        if begin + width >= length:
+            read = _down(max(length - width, 0), stride), length
+        else:
+            read = begin, begin + width
+        found.append((core, read))
+    return found
+
+
+def crossed(along: Sequence[Sequence[Tile]]) -> list[PriorWindow]:
+    """The windows of all dimensions together, from those along each."""
+    return [
+        PriorWindow(tuple(core for core, _ in chosen), tuple(read for _, read in chosen))
+        for chosen in product(*along)
+    ]
+
+
+def ramps(reads: Sequence[Interval], length: int) -> list[list[float]]:
+    """Weights of windows along one dimension, which sum to one at each index.
+
+    The weight of a window falls towards those of its ends that lie inside of the image, in
+    proportion to the distance: w_k(i) = d_k(i) / Σ_j d_j(i).
+
+    >>> ramps([(0, 3), (1, 4)], 4)
+    [[1.0, 0.6666666666666666, 0.3333333333333333], [0.3333333333333333, 0.6666666666666666, 1.0]]
+    """
+    sums = [0] * length
+    for read in reads:
+        for i, distance in enumerate(_distances(read, length), read[0]):
+            sums[i] += distance
+    return [
+        [distance / sums[i] for i, distance in enumerate(_distances(read, length), read[0])]
+        for read in reads
+    ]
+
+
+def _distances(read: Interval, length: int) -> list[int]:
+    start, stop = read
+    before = [length if start == 0 else i - start + 1 for i in range(start, stop)]
+    after = [length if stop == length else stop - i for i in range(start, stop)]
+    return [min(pair) for pair in zip(before, after, strict=True)]
+
+
+def _down(index: int, stride: int) -> int:
+    return index // stride * stride

@@ -1,6 +1,6 @@
 """The image itself in parts: operators by halos, whole ones by gathering, priors on windows."""
 
-from tessel.imaging.parts.grid import operator_grid as operator_grid
+from tessel.imaging.parts.layouts import operator_grid as operator_grid
 from tessel.imaging.parts.local_rules import partition_physics as partition_physics
 from tessel.imaging.parts.operators import Chain as Chain
 from tessel.imaging.parts.operators import Convolution as Convolution

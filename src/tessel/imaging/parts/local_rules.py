@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
-from tessel.core.checksum import checksum_of
-from tessel.core.layout import Layout, Shape
-from tessel.core.partition import Partition
+from tessel.core import Layout, Partition, Shape, agree_on_call, checksum_of
 from tessel.imaging.parts.operators import (
     Chain,
     Convolution,

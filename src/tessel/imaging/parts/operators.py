@@ -5,21 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
+from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.boxes import Box
-from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.linop import LinearOperator
-from tessel.core.move import Move
-from tessel.core.partition import Partition
-from tessel.core.shared import Replicate, anchored_zeros, replicate
+from tessel.core import (
+    Box,
+    Cut,
+    Layout,
+    LinearOperator,
+    Move,
+    Partition,
+    Replicate,
+    Shape,
+    anchored_zeros,
+    replicate,
+)
+from tessel.imaging.context import is_whole, whole_layout
 from tessel.imaging.parameters import idle, known
-from tessel.imaging.parts.filtering import convolve, convolve_adjoint
-from tessel.imaging.parts.kernel import FilterWindow, check_parts, fetch, is_whole
-from tessel.transport import kept_in_job
+from tessel.imaging.parts.layouts import FilterWindow, check_parts, fetch, gathering
+
+LARGEST_DIRECT = 64  # values of a filter; a larger one is quicker by way of the Fourier transform
+
+_FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_ADJOINT = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 Value = Callable[[], Tensor]  # gives a tensor that may be another one at the next call
 
@@ -104,12 +116,13 @@ class Convolution(PartOperator):
             )
         padding = "constant" if padding == "zeros" else padding
         self.kernel = FilterWindow(self.filter_shape[2:], padding, stride)
-        self._fetch = fetch(layout, self.kernel)
-        self.domain, self.codomain = layout, self._fetch.target
+        self.domain = layout
+        self._steps, self.codomain = fetch(layout, self.kernel)
+        self._read_shape = self._steps[-1].codomain.local_shape
         self.prepare()  # all workers make the group, here and not in a first call
 
     def A(self, x: Tensor) -> Tensor:
-        read, filter = self._fetch.apply(x), self._filter()
+        read, filter = self._fetched(x), self._filter()
         # torch's convolutions refuse empty images. The result still depends on the inputs: the
         # graphs of all workers have the same movements, in the same order.
         if 0 in read.shape or 0 in self.codomain.local_shape:
@@ -117,17 +130,25 @@ class Convolution(PartOperator):
         return convolve(read, filter, self.kernel.stride)
 
     def A_adjoint(self, y: Tensor) -> Tensor:
-        y = self._back(y)  # under one name, so that each step frees what the one before it made
-        for step in reversed(self._fetch.steps):
+        # Step by step and under one name, so that each frees what the one before it made: a product
+        # of the steps would keep what it was given until its end.
+        y = self._back(y)
+        for step in reversed(self._steps):
             y = step.H.apply(y)
         return y
 
+    def _fetched(self, x: Tensor) -> Tensor:
+        """What this worker's windows read."""
+        for step in self._steps:
+            x = step.apply(x)
+        return x
+
     def _back(self, y: Tensor) -> Tensor:
         """What is asked of all that this worker read."""
-        filter, shape = self._filter(), self._fetch.shape
+        filter, shape = self._filter(), self._read_shape
         if 0 in shape or 0 in y.shape:
             return anchored_zeros(shape, y, filter)
-        read = convolve_adjoint(y, filter, self.kernel.stride)
+        read = convolve(y, filter, self.kernel.stride, adjoint=True)
         for dim, length in enumerate(shape):  # the last window may end before the image
             read = _lengthened(read, dim, length)
         return read
@@ -161,10 +182,10 @@ class Decimation(Convolution):
         super().__init__(layout, torch.ones((1,) * len(layout.shape)), "valid", factor)
 
     def A(self, x: Tensor) -> Tensor:
-        return self._fetch.apply(x)[self._places]
+        return self._fetched(x)[self._places]
 
     def _back(self, y: Tensor) -> Tensor:
-        read = y.new_zeros(self._fetch.shape)
+        read = y.new_zeros(self._read_shape)
         read[self._places] = y
         return read
 
@@ -400,12 +421,6 @@ class Whole:
 Operator = PartOperator | Whole
 
 
-@kept_in_job
-def gathering(layout: Layout, owner: int) -> Move:
-    """The whole of a tensor in parts on one worker; the adjoint scatters."""
-    return Move(layout, Layout.whole(Partition((owner,), (1,)), layout.shape))
-
-
 def vjp(operator: Any, x: Tensor, v: Tensor) -> Tensor:
     """The product J(x)ᵀ v with the Jacobian of an operator, by what the operator offers."""
     if hasattr(operator, "A_vjp"):
@@ -428,8 +443,8 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
         return value
     if isinstance(getattr(value.grad_fn, "operator", None), Replicate):
         return value  # it is one already
-    layout = Layout.whole(partition, value.shape, shared=True)
-    return replicate(value, layout, range(partition.dim))
+    layout = whole_layout(partition, tuple(value.shape))
+    return replicate(value, layout, layout.shared)
 
 
 def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> Tensor:
@@ -448,3 +463,90 @@ def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
         return x
     shape = (*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+# ---- filtering on one worker
+
+
+def convolve(x: Tensor, filter: Tensor, stride: int, adjoint: bool = False) -> Tensor:
+    """The convolution where the filter lies within x, at every `stride`-th place, or its adjoint.
+
+    Forward:  y[i] = Σ_t f[t] x[s·i + k − 1 − t].    The adjoint gives an image that is just as long
+    as the windows need.
+
+    Args:
+        x: (batch, channels, *space).
+        filter: (1 or batch, 1 or channels, *sizes).
+        stride: how far apart outputs are.
+        adjoint: whether the adjoint is applied.
+    """
+    if prod(filter.shape[2:]) > LARGEST_DIRECT:
+        return _by_fourier(x, filter, stride, adjoint)
+    batch, channels = groups = x.shape[:2]
+    # torch correlates: a convolution has the filter the other way round.
+    weight = (filter.conj() if adjoint else filter).flip(tuple(range(2, filter.dim())))
+    # One filter for all images of the batch: channels are groups. One for each image: the batch is
+    # folded into the channels, so that each image has groups of its own.
+    if filter.shape[0] > 1:
+        groups = torch.Size([1, batch * channels])
+        weight = weight.expand(batch, channels, *weight.shape[2:]).flatten(0, 1).unsqueeze(1)
+    else:
+        weight = weight.expand(1, channels, *weight.shape[2:]).transpose(0, 1)
+    function = (_ADJOINT if adjoint else _FORWARD)[filter.dim() - 2]
+    y = function(x.reshape(*groups, *x.shape[2:]), weight, stride=stride, groups=groups[1])
+    return y.reshape(batch, channels, *y.shape[2:])
+
+
+def _by_fourier(x: Tensor, filter: Tensor, stride: int, adjoint: bool) -> Tensor:
+    """The same by the product of Fourier transforms.
+
+    Windows that lie within x see nothing of what a transform wraps around.
+    """
+    sizes, given, all_of_it = filter.shape[2:], x, (slice(None), slice(None))
+    lengths = list(x.shape[2:])
+    if adjoint:
+        lengths = [stride * (n - 1) + size for n, size in zip(lengths, sizes, strict=True)]
+    ends = zip(sizes, lengths, strict=True)
+    kept = (*all_of_it, *(slice(size - 1, n, stride) for size, n in ends))
+    if adjoint:
+        x = given.new_zeros((*given.shape[:2], *lengths))
+        x[kept] = given
+    there, back = torch.fft.rfftn, torch.fft.irfftn
+    if x.is_complex():
+        there, back = torch.fft.fftn, torch.fft.ifftn
+    smooth, dims = [_smooth(n) for n in lengths], tuple(range(2, x.dim()))
+    spectrum = there(filter, smooth, dims)
+    y = back(there(x, smooth, dims) * (spectrum.conj() if adjoint else spectrum), smooth, dims)
+    return _not_negative(y[(*all_of_it, *map(slice, lengths)) if adjoint else kept], given, filter)
+
+
+def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
+    """Rounding must not take sums of numbers without a negative one below zero: logarithms follow.
+
+    The derivative is that of the sums.
+    """
+    if result.is_complex() or filter.is_complex():
+        return result
+    # As a tensor, not a number: reading it would wait for the GPU.
+    least = torch.where((x.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
+    least = least.to(result.dtype)
+    if not torch.is_grad_enabled():
+        return result.clamp_(min=least)
+    # Clamping itself would stop the gradient where rounding went below zero.
+    return result + (result.detach().clamp(min=least) - result.detach())
+
+
+def _smooth(length: int) -> int:
+    """The next number without prime factors above 5, of which transforms are fast.
+
+    >>> _smooth(97)
+    100
+    """
+    while True:
+        rest = length
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return length
+        length += 1

@@ -15,31 +15,20 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout, Shape
-from tessel.imaging.solvers.history import History
-from tessel.imaging.solvers.method import Method, Values, check_count
-from tessel.imaging.solvers.space import Space
-from tessel.state.checkpoint import Part
+from tessel.core import Layout, Shape, tell
+from tessel.imaging.solvers.method import History, Method, Space, Values, check_count
+from tessel.interop import Part
 
 _NAME = re.compile(r"iteration-(\d+)/worker-(\d+)-of-(\d+)")
 # What torch raises for files that are cut short, or not its own.
 _UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError)
-
-
-@dataclass(frozen=True)
-class Progressed:
-    """How far a solver got: its values after so many iterations, and their history."""
-
-    values: Values
-    iteration: int = 0
-    history: History = field(default_factory=History)
 
 
 class _Shard(NamedTuple):
@@ -101,32 +90,42 @@ class Checkpoint:
     def __post_init__(self) -> None:
         check_count(self, 1, every=self.every)
 
-    def write(self, reached: Progressed, method: Method, space: Space) -> None:
-        """Write this worker's shards, and remove older ones once all workers have done so."""
+    def write(
+        self, values: Values, iteration: int, history: History, method: Method, space: Space
+    ) -> None:
+        """Write this worker's shards, and remove older ones once all workers have done so.
+
+        Args:
+            values: of the method.
+            iteration: after how many.
+            history: of these.
+            method: which would resume.
+            space: where the image lies.
+        """
         from torch.distributed.checkpoint import FileSystemWriter, save
 
-        x, layout, random = reached.values["x"], space.layout, {"cpu": torch.get_rng_state()}
+        x, layout, random = values["x"], space.layout, {"cpu": torch.get_rng_state()}
         if x.is_cuda:
             random["cuda"] = torch.cuda.get_rng_state(x.device)
         lying = {
             name: value
-            for name, value in reached.values.items()
+            for name, value in values.items()
             if layout.partition.active
             and isinstance(value, Tensor)
             and value.shape[: len(layout.shape)] == layout.local_shape
         }
         shards = {n: (tuple(v.shape[len(layout.shape) :]), v.dtype) for n, v in lying.items()}
-        others = {name: v for name, v in reached.values.items() if name not in lying}
+        others = {name: v for name, v in values.items() if name not in lying}
         notes = _Notes(
-            _kind(method, space, reached.values),
+            _kind(method, space, values),
             layout.identity,
-            dict(reached.history.columns),
+            dict(history),
             random,
             shards,
             _copied(others, torch.device("cpu")),
         )
         state = {"notes": notes, **_parts(layout, lying)}
-        own = self._own(reached.iteration, space)
+        own = self._own(iteration, space)
         folder = self._path(own)
         # A folder gets its name when all of it is written: whoever finds one finds it complete.
         unfinished = folder.with_suffix(".unfinished")
@@ -143,8 +142,10 @@ class Checkpoint:
                 with suppress(OSError):  # another worker's shards are still there
                     self._path(other).parent.rmdir()
 
-    def read(self, method: Method, start: Values, space: Space) -> Progressed | None:
-        """What all workers wrote last, if there is something.
+    def read(
+        self, method: Method, start: Values, space: Space
+    ) -> tuple[Values, int, History] | None:
+        """What all workers wrote last, if there is something: values, iteration and history.
 
         Args:
             method: which resumes.
@@ -157,7 +158,7 @@ class Checkpoint:
         iteration, size = newest
         folders = [self._path(self._own(iteration, space))]
         notes = self._loaded(folders, None, space) if size == space.workers.size else None
-        layouts = space.workers.group.share_objects(notes and notes.layout)
+        layouts = tell(space.workers, notes and notes.layout).values()
         stays = notes is not None and set(layouts) == {space.layout.identity}
         if not stays:  # each worker reads the boxes that it needs from the shards of all
             folders = [self._path(_Shard(iteration, place, size)) for place in range(size)]
@@ -190,7 +191,10 @@ class Checkpoint:
         others = notes.others
         if not stays:  # what is no number lies as it did on a worker of before: `complete` makes it
             others = {name: start[name] for name in notes.shards if name not in room}
-            others |= {name: each for name, each in notes.others.items() if _is_number(each)}
+            for name, each in notes.others.items():
+                is_number = each.dim() == 0 if isinstance(each, Tensor) else True
+                if is_number and not isinstance(each, list):
+                    others[name] = each
         values = _copied({**others, **room}, start["x"].device)
         if set(start) - set(values):
             values = method.complete(values, space)
@@ -204,7 +208,7 @@ class Checkpoint:
         torch.set_rng_state(notes.random["cpu"])
         if start["x"].is_cuda and "cuda" in notes.random:
             torch.cuda.set_rng_state(notes.random["cuda"], start["x"].device)
-        return Progressed(values, iteration, History(notes.history))
+        return values, iteration, History(notes.history)
 
     def _newest(self, space: Space) -> tuple[int, int] | None:
         """The newest iteration that is complete, and how many workers wrote it."""
@@ -213,7 +217,7 @@ class Checkpoint:
         counts = Counter((each.iteration, each.size) for each in shards)
         whole = {(iteration, size) for (iteration, size), n in counts.items() if n == size}
         # Workers may see different files: what counts is complete as all of them see it.
-        told = space.workers.group.share_objects((own, whole, {each.size for each in shards}))
+        told = tell(space.workers, (own, whole, {each.size for each in shards})).values()
         common = own.intersection(*(theirs for theirs, _, _ in told))
         seen = whole.intersection(*(theirs for _, theirs, _ in told))
         found = {(iteration, space.workers.size) for iteration in common} | seen
@@ -243,8 +247,7 @@ class Checkpoint:
 
     def _tell(self, told: Any, text: str, space: Space) -> None:
         """Raise ValueError on all workers if one of them has something to tell."""
-        group = space.workers.group
-        for worker, theirs in zip(group.workers, group.share_objects(told), strict=True):
+        for worker, theirs in tell(space.workers, told).items():
             if theirs:
                 said = text.format(worker=worker, told=theirs)
                 raise ValueError(f"the checkpoint in {self.folder} {said}")
@@ -312,10 +315,6 @@ def _parts(layout: Layout, values: Values) -> dict[str, Part]:
         for name, value in values.items()
         if value.numel()
     }
-
-
-def _is_number(value: Any) -> bool:
-    return value.dim() == 0 if isinstance(value, Tensor) else not isinstance(value, list)
 
 
 def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:

@@ -1,64 +1,158 @@
-"""Method: what a solver does in one iteration, and the numbers that a user gives to it."""
+"""What solvers are made of: the space of images, methods, histories, criteria and metrics.
+
+A method says what one iteration does. A criterion is a function of the history, and its `str` the
+reason that the solution gives; all workers stop when one of them would.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from tessel.imaging.solvers.space import Space
+from tessel.core import Layout, Partition, replicate, total, world
+from tessel.imaging.context import whole_layout
+from tessel.imaging.signal import DistributedSignal, local_data
 
+Pair = tuple[Tensor, Tensor]
 Schedule = float | Callable[[int], float]
 Arguments = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
-
-
-def check_positive(who: object, **numbers: Any) -> None:
-    """Raise ValueError for a number that is not finite and above zero; functions pass."""
-    _check(who, numbers, lambda n: callable(n) or (_is_number(n) and n > 0), "number above 0")
-
-
-def check_not_negative(who: object, **numbers: Any) -> None:
-    """Raise ValueError for a number that is not finite, or below zero; functions pass."""
-    _check(who, numbers, lambda n: callable(n) or (_is_number(n) and n >= 0), "number 0 or above")
-
-
-def check_count(who: object, least: int, **numbers: Any) -> None:
-    """Raise ValueError for what is not a whole number of at least this."""
-    is_count = lambda n: isinstance(n, int) and _is_number(n) and n >= least  # noqa: E731
-    _check(who, numbers, is_count, f"whole number of {least} or more")
-
-
-def at(schedule: Schedule, iteration: int, who: object, name: str) -> float:
-    """The number of an iteration, which must be finite and above zero."""
-    if not callable(schedule):
-        return schedule
-    value = schedule(iteration)
-    check_positive(who, **{f"{name} of iteration {iteration}": value})
-    return value
-
-
-def arguments_at(arguments: Arguments, iteration: int) -> Mapping[str, Any]:
-    """The keyword arguments of an iteration."""
-    return arguments(iteration) if callable(arguments) else arguments
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check(
-    who: object, numbers: Mapping[str, Any], is_right: Callable[[Any], bool], expected: str
-) -> None:
-    for name, value in numbers.items():
-        if not is_right(value):
-            caller = who if isinstance(who, str) else type(who).__name__
-            raise ValueError(f"{caller}: {name} must be a {expected}, got {value!r}")
-
-
 Values = dict[str, Any]  # tensors by name, or lists of them; "x" is the image
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which sums are taken
+
+
+@dataclass(frozen=True)
+class Space:
+    """The space of an image that is whole on every worker or in parts on them.
+
+    ⟨a, b⟩ = Σ over all indices of Re(conj(a) b), where copies of one value count once.
+
+    Args:
+        layout: where the image lies.
+        workers: those that solve together, and get all inner products.
+        differentiable: whether gradients go through inner products.
+
+    >>> import tessel, torch
+    >>> from tessel.imaging.solvers import Space
+    >>> space = Space.of(torch.ones(3))
+    >>> space.norm(torch.tensor([2.0, 1.0, 2.0])).item()
+    3.0
+    """
+
+    layout: Layout
+    workers: Partition
+    differentiable: bool = False
+
+    @classmethod
+    def of(cls, start: Any, layout: Layout | None = None, differentiable: bool = False) -> Space:
+        """The space of a signal, or of a tensor in this layout."""
+        if isinstance(start, DistributedSignal):
+            space = cls(start.layout, start.ctx.partition, differentiable)
+        elif not isinstance(start, Tensor):
+            raise TypeError(f"a tensor or a DistributedSignal is needed, got {start!r}")
+        elif layout is None and world().size > 1:
+            raise ValueError(
+                f"a tensor does not say how it lies on {world().size} workers; pass "
+                f"layout=, or a DistributedSignal"
+            )
+        else:
+            layout = layout or whole_layout(world(), tuple(start.shape))
+            space = cls(layout, layout.partition, differentiable)
+        if not space.layout.owns_once:
+            raise ValueError(
+                f"a solver needs an image of which every index is one value, got {space.layout}; "
+                f"copies that are equal are declared with shared=True"
+            )
+        if differentiable and space.workers.size != space.layout.partition.size:
+            raise NotImplementedError(
+                f"gradients through a solver need the image on all workers that solve: it lies "
+                f"on {space.layout.partition}, these are {space.workers}"
+            )
+        return space
+
+    def inners(self, *pairs: Pair) -> Tensor:
+        """Several inner products in one exchange, as one tensor."""
+        if self.differentiable:
+            shares = torch.stack([_real_inner(a, b) for a, b in pairs])
+            return self._own(total(shares, self.layout.partition, self.layout.shared))
+        return self.numbers(*pairs)
+
+    def numbers(self, *pairs: Pair) -> Tensor:
+        """Inner products as numbers that are the same, bit by bit, on all workers."""
+        if self._counts:
+            shares = torch.stack([_real_inner(a.detach(), b.detach()) for a, b in pairs])
+        else:
+            dtype = pairs[0][0].real.dtype
+            shares = pairs[0][0].new_zeros(len(pairs), dtype=_WIDE.get(dtype, dtype))
+        return self.sum(shares)
+
+    def sum(self, shares: Tensor) -> Tensor:
+        """The sum of all workers' shares, without a gradient."""
+        shares = shares.detach()
+        return shares if self._is_alone else self.workers.group.sum(shares)
+
+    def total(self, share: Tensor) -> Tensor:
+        """The sum of all workers' shares of a number, on every worker."""
+        if self.differentiable:
+            return self._own(total(share, self.layout.partition))
+        return self.sum(share)
+
+    def apart(self, number: Tensor) -> Tensor:
+        """A number of these as this worker uses it for what it alone has, as measurements."""
+        if not self.differentiable:
+            return number
+        partition, shared = self.layout.partition, self.layout.shared
+        each = tuple(partition.shape[axis] for axis in self._others)  # one number for each part
+        layout = Layout.split(partition, each, self._others, shared)
+        return replicate(number.reshape([1] * len(each)), layout, shared).reshape(())
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """The inner product of two images, on every worker."""
+        return self.inners((a, b))[0]
+
+    def norm(self, a: Tensor) -> Tensor:
+        """The Euclidean norm of an image, on every worker."""
+        return self.inner(a, a).sqrt()
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag whether any worker raised it: the same answer on all."""
+        if not flags or self._is_alone:
+            return list(flags)
+        # A sum, not an exchange of objects: the transport has this in one message.
+        said = self.sum(torch.tensor([float(flag) for flag in flags]))
+        return [count > 0 for count in said.tolist()]
+
+    def _own(self, number: Tensor) -> Tensor:
+        """A shared number as this worker uses it for its part of the image."""
+        whole = whole_layout(self.layout.partition, tuple(number.shape))
+        return replicate(number, whole, self._others)
+
+    @cached_property
+    def _others(self) -> list[int]:
+        """The axes of the grid along which workers hold different parts."""
+        return [a for a in range(self.layout.partition.dim) if a not in self.layout.shared]
+
+    @cached_property
+    def _counts(self) -> bool:
+        """Whether this worker brings its copy to a sum: of several copies the first one does."""
+        index = self.layout.partition.index
+        return index is not None and not any(index[axis] for axis in self.layout.shared)
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        return self.workers.size == 1
+
+
+def _real_inner(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype in _WIDE:  # which torch has no inner product of
+        a, b = a.float(), b.float()
+    return torch.vdot(a.reshape(-1), b.reshape(-1)).real
 
 
 class Method(ABC):
@@ -100,3 +194,209 @@ class Method(ABC):
     def name(self) -> str:
         """What a progress bar says."""
         return type(self).__name__
+
+
+# ---- the numbers that a user gives to a method
+
+
+def check_positive(who: object, **numbers: Any) -> None:
+    """Raise ValueError for a number that is not finite and above zero; functions pass."""
+    _check(who, numbers, lambda n: callable(n) or (_is_number(n) and n > 0), "number above 0")
+
+
+def check_not_negative(who: object, **numbers: Any) -> None:
+    """Raise ValueError for a number that is not finite, or below zero; functions pass."""
+    _check(who, numbers, lambda n: callable(n) or (_is_number(n) and n >= 0), "number 0 or above")
+
+
+def check_count(who: object, least: int, **numbers: Any) -> None:
+    """Raise ValueError for what is not a whole number of at least this."""
+    is_count = lambda n: isinstance(n, int) and _is_number(n) and n >= least  # noqa: E731
+    _check(who, numbers, is_count, f"whole number of {least} or more")
+
+
+def step_at(method: Any, iteration: int) -> float:
+    """The step of a method in an iteration, which must be finite and above zero."""
+    if not callable(method.step):
+        return method.step
+    step = method.step(iteration)
+    check_positive(method, **{f"step of iteration {iteration}": step})
+    return step
+
+
+def arguments_at(arguments: Arguments, iteration: int) -> Mapping[str, Any]:
+    """The keyword arguments of an iteration."""
+    return arguments(iteration) if callable(arguments) else arguments
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check(
+    who: object, numbers: Mapping[str, Any], is_right: Callable[[Any], bool], expected: str
+) -> None:
+    for name, value in numbers.items():
+        if not is_right(value):
+            caller = who if isinstance(who, str) else type(who).__name__
+            raise ValueError(f"{caller}: {name} must be a {expected}, got {value!r}")
+
+
+# ---- histories, and what reads them
+
+
+class History(dict[str, list[float]]):
+    """For each name a number for each iteration, the same on all workers but for `seconds`.
+
+    `change` is ‖x_k - x_(k-1)‖ / ‖x_k‖, `seconds` how long the iteration took. The others are
+    those of the method and the metrics that were asked for.
+
+    >>> from tessel.imaging.solvers import History
+    >>> history = History()
+    >>> history.append({"psnr": 20.0})
+    >>> history["psnr"], history.iterations
+    ([20.0], 1)
+    """
+
+    def append(self, numbers: Mapping[str, float]) -> None:
+        """Add those of one iteration."""
+        for name, number in numbers.items():
+            self.setdefault(name, []).append(number)
+
+    @property
+    def iterations(self) -> int:
+        """How many there are."""
+        return max(map(len, self.values()), default=0)
+
+    def last(self) -> dict[str, float]:
+        """The numbers of the last iteration."""
+        return {name: numbers[-1] for name, numbers in self.items()}
+
+    def __missing__(self, name: str) -> list[float]:
+        known = ", ".join(self) or "nothing yet"
+        raise KeyError(f"the history has no {name!r}; it has {known}")
+
+
+Criterion = Callable[[History], bool]
+
+
+@dataclass(frozen=True)
+class Below:
+    """Stop when a number of the history is below a limit.
+
+    >>> from tessel.imaging.solvers import Below, History
+    >>> Below("residual", 1e-3)(History({"residual": [0.1, 1e-4]}))
+    True
+    """
+
+    name: str
+    limit: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, limit=self.limit)
+
+    def __call__(self, history: History) -> bool:
+        return history[self.name][-1] < self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name} below {self.limit:g}"
+
+
+class RelativeChange(Below):
+    """Stop when ‖x_k - x_(k-1)‖ < limit ‖x_k‖.
+
+    >>> from tessel.imaging.solvers import RelativeChange
+    >>> str(RelativeChange(1e-5))
+    'change below 1e-05'
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__("change", limit)
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """Stop when a number has not become better by more than `margin` in so many iterations.
+
+    Args:
+        name: of the number in the history.
+        patience: the number of iterations.
+        margin: what counts as better.
+        larger_is_better: as of a PSNR; else as of a loss.
+
+    >>> from tessel.imaging.solvers import History, Plateau
+    >>> Plateau("psnr", patience=2)(History({"psnr": [20.0, 25.0, 24.0, 25.0]}))
+    True
+    """
+
+    name: str
+    patience: int = 10
+    margin: float = 0.0
+    larger_is_better: bool = True
+
+    def __post_init__(self) -> None:
+        check_count(self, 1, patience=self.patience)
+        check_not_negative(self, margin=self.margin)
+
+    def __call__(self, history: History) -> bool:
+        sign = 1 if self.larger_is_better else -1
+        numbers = [sign * number for number in history[self.name]]
+        before, recent = numbers[: -self.patience], numbers[-self.patience :]
+        return bool(before) and max(recent) <= max(before) + self.margin
+
+    def __str__(self) -> str:
+        return f"{self.name} no better for {self.patience} iterations"
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """Stop after so many seconds of iterations, those before a resume included.
+
+    >>> from tessel.imaging.solvers import History, TimeLimit
+    >>> TimeLimit(1.0)(History({"seconds": [0.6, 0.6]}))
+    True
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, seconds=self.seconds)
+
+    def __call__(self, history: History) -> bool:
+        return sum(history["seconds"]) >= self.seconds
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} seconds"
+
+
+class PSNR:
+    """The peak signal-to-noise ratio in decibels.
+
+    PSNR(x) = 10 log10(peak² n / ‖x - truth‖²), for n numbers in all.
+
+    Args:
+        truth: what the image should be: a signal, or a tensor in its layout.
+        layout: of a tensor, where there are several workers.
+        peak: the largest value of an image.
+
+    >>> import torch
+    >>> from tessel.imaging.solvers import PSNR
+    >>> round(PSNR(torch.ones(4))(torch.full((4,), 0.9)), 3)
+    20.0
+    """
+
+    def __init__(self, truth: Any, layout: Layout | None = None, peak: float = 1.0) -> None:
+        check_positive(self, peak=peak)
+        self.space, self.truth = Space.of(truth, layout), local_data(truth)
+        self.peak = peak
+
+    def __call__(self, x: Tensor) -> float:
+        if x.shape != self.truth.shape:
+            raise ValueError(
+                f"PSNR: the image has the shape {tuple(x.shape)} on this worker and the truth "
+                f"{tuple(self.truth.shape)}; both lie in one layout"
+            )
+        difference = x - self.truth
+        squares = self.space.numbers((difference, difference))[0]
+        mean = float(squares) / math.prod(self.space.layout.shape)
+        return 10 * math.log10(self.peak**2 / mean) if mean else math.inf

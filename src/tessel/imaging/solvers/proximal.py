@@ -1,4 +1,4 @@
-"""Proximal gradient methods: PGD (also known as ISTA), and FISTA."""
+"""Methods that follow gradients: gradient descent, RED, PGD (also known as ISTA), and FISTA."""
 
 from __future__ import annotations
 
@@ -11,38 +11,97 @@ from tessel.imaging.solvers.method import (
     Arguments,
     Method,
     Schedule,
+    Space,
     Values,
     arguments_at,
-    at,
     check_not_negative,
     check_positive,
+    step_at,
 )
-from tessel.imaging.solvers.space import Space
 
 
-def prior_prox(
-    prior: Any, x: Tensor, arguments: Arguments, iteration: int, gamma: float | None
-) -> Tensor:
-    """prox_(gamma g)(x); without `gamma` for a denoiser, which has none."""
-    keywords = dict(arguments_at(arguments, iteration))
-    if gamma is not None:
-        keywords["gamma"] = gamma
-    result: Tensor = prior.prox(x, **keywords)
-    return result
+@dataclass(frozen=True)
+class GradientDescent(Method):
+    """Go down the gradient of a data fidelity, and of a prior if there is one.
+
+    x ← x - step (∇f(x) + weight ∇g(x))
+
+    Args:
+        fidelity: f, with `grad`.
+        step: below 2 / L for gradients of Lipschitz constant L, see `lipschitz`; or a function of
+            the iteration.
+        prior: g, with `grad`.
+        weight: of the prior.
+        prior_arguments: keywords for the prior, or a function of the iteration that gives them.
+
+    >>> import torch
+    >>> from tessel.imaging import solvers
+    >>> class Distance:
+    ...     def grad(self, x):
+    ...         return x - 1
+    >>> method = solvers.GradientDescent(Distance(), step=0.5)
+    >>> solvers.solve(method, torch.zeros(2), max_iterations=2).x
+    tensor([0.7500, 0.7500])
+    """
+
+    fidelity: Any
+    step: Schedule = 1.0
+    prior: Any = None
+    weight: float = 1.0
+    prior_arguments: Arguments = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_positive(self, step=self.step)
+        check_not_negative(self, weight=self.weight)
+
+    def iterate(self, values: Values, iteration: int, space: Space) -> Values:
+        x = values["x"]
+        gradient = self.fidelity.grad(x)
+        if self.prior is not None:
+            gradient = gradient + self.weight * self.prior_gradient(x, iteration)
+        return {"x": x - step_at(self, iteration) * gradient}
+
+    def prior_gradient(self, x: Tensor, iteration: int) -> Tensor:
+        """The gradient of the prior."""
+        gradient: Tensor = self.prior.grad(x, **arguments_at(self.prior_arguments, iteration))
+        return gradient
+
+
+class RED(GradientDescent):
+    """Regularization by denoising: what a denoiser takes away stands for a prior's gradient.
+
+    x ← x - step (∇f(x) + weight (x - D(x)))
+
+    Args:
+        prior: its `prox` is the denoiser D, which gets the `prior_arguments`; needed here.
+        fidelity, step, weight, prior_arguments: those of `GradientDescent`.
+
+    >>> import torch
+    >>> from tessel.imaging import solvers
+    >>> class Zero:
+    ...     def grad(self, x):
+    ...         return 0 * x
+    ...     def prox(self, x, sigma):
+    ...         return x - sigma
+    >>> method = solvers.RED(Zero(), 1.0, Zero(), prior_arguments={"sigma": 0.25})
+    >>> solvers.solve(method, torch.ones(2), max_iterations=2).x
+    tensor([0.5000, 0.5000])
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prior is None:
+            raise ValueError("RED: a prior with `prox`, the denoiser, is needed, got None")
+
+    def prior_gradient(self, x: Tensor, iteration: int) -> Tensor:
+        """What the denoiser takes away."""
+        gradient: Tensor = x - self.prior.prox(x, **arguments_at(self.prior_arguments, iteration))
+        return gradient
 
 
 @dataclass(frozen=True)
 class ProximalMethod(Method):
-    """A method that takes the prox of a prior, after a step of some length.
-
-    Args:
-        fidelity: f.
-        prior: g, with `prox`.
-        step: a number, or a function of the iteration.
-        weight: of the prior, passed on as `gamma=step * weight`; None for a denoiser, which gets
-            no `gamma`.
-        prior_arguments: keywords for `prior.prox`, or a function of the iteration that gives them.
-    """
+    """A method that takes the prox of a prior, after a step of some length; see `PGD`."""
 
     fidelity: Any
     prior: Any
@@ -55,14 +114,13 @@ class ProximalMethod(Method):
         if self.weight is not None:
             check_not_negative(self, weight=self.weight)
 
-    def step_at(self, iteration: int) -> float:
-        """The step of an iteration."""
-        return at(self.step, iteration, self, "step")
-
     def denoise(self, x: Tensor, iteration: int) -> Tensor:
         """The prox of the prior."""
-        gamma = None if self.weight is None else self.step_at(iteration) * self.weight
-        return prior_prox(self.prior, x, self.prior_arguments, iteration, gamma)
+        keywords = dict(arguments_at(self.prior_arguments, iteration))
+        if self.weight is not None:
+            keywords["gamma"] = step_at(self, iteration) * self.weight
+        result: Tensor = self.prior.prox(x, **keywords)
+        return result
 
 
 @dataclass(frozen=True)
@@ -74,10 +132,10 @@ class PGD(ProximalMethod):
     With the ℓ1 norm as prior this is ISTA, with a denoiser it is plug-and-play.
 
     Args:
-        fidelity: f, with `grad`.
+        fidelity: f, with `grad`; for `HQS` and `ADMM` with `prox`, or quadratic and with `grad`.
         prior: g, with `prox`.
-        step: a number, at most 1 / L for gradients of Lipschitz constant L, see `lipschitz`; or a
-            function of the iteration.
+        step: a number, or a function of the iteration. Methods that follow gradients take at most
+            1 / L for gradients of Lipschitz constant L, see `lipschitz`.
         weight: of the prior, passed on as `gamma=step * weight`; None for a denoiser, which gets
             no `gamma`.
         prior_arguments: keywords for `prior.prox`, such as `{"sigma_denoiser": 0.05}`, or a
@@ -100,7 +158,7 @@ class PGD(ProximalMethod):
 
     def descend(self, x: Tensor, iteration: int) -> Tensor:
         """A step and a prox."""
-        return self.denoise(x - self.step_at(iteration) * self.fidelity.grad(x), iteration)
+        return self.denoise(x - step_at(self, iteration) * self.fidelity.grad(x), iteration)
 
 
 ISTA = PGD
@@ -115,11 +173,7 @@ class FISTA(PGD):
     for k = 1, 2, …
 
     Args:
-        fidelity: f, with `grad`.
-        prior: g, with `prox`.
-        step: a number, at most 1 / L; or a function of the iteration.
-        weight: of the prior, as in `PGD`.
-        prior_arguments: keywords for `prior.prox`, or a function of the iteration that gives them.
+        fidelity, prior, step, weight, prior_arguments: those of `PGD`.
         inertia: above 2 the images converge, too, not only the values of f + g.
 
     >>> import torch

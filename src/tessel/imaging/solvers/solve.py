@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from tessel.core.layout import Layout
-from tessel.imaging.solvers.checkpoint import Checkpoint, Progressed
-from tessel.imaging.solvers.history import Criterion, History
-from tessel.imaging.solvers.method import Method, Values, check_count
-from tessel.imaging.solvers.space import Space
+from tessel.core import Layout, tell
+from tessel.imaging.signal import local_data
+from tessel.imaging.solvers.checkpoint import Checkpoint
+from tessel.imaging.solvers.method import Criterion, History, Method, Space, Values, check_count
 
 Advance = Callable[[History], None]
 
@@ -123,8 +122,7 @@ def solve(
     (10, 'change below 0.001')
     """
     check_count("solve", 0, max_iterations=max_iterations)
-    space = Space.of(start, layout, differentiable)
-    x = start if isinstance(start, Tensor) else start.data
+    space, x = Space.of(start, layout, differentiable), local_data(start)
     _check_start(x, space)
     criteria = [stop] if callable(stop) else list(stop)
     measures = dict(metrics or {})
@@ -136,16 +134,18 @@ def solve(
         torch.set_grad_enabled(differentiable and torch.is_grad_enabled()),
         progress_bar(method.name, max_iterations, names, console) as advance,
     ):
-        values = method.begin(x, space)
-        reached = checkpoint.read(method, values, space) if checkpoint is not None else None
-        reached = reached or Progressed(values)
-        history, written = reached.history, reached.iteration
-        reason = _reason(criteria, history, space)
-        while reason is None and reached.iteration < max_iterations:
-            began = time.perf_counter()
-            before, number = reached.values["x"], reached.iteration + 1
-            values = method.iterate(reached.values, number - 1, space)
-            numbers = {"change": _change(before, values["x"], space, method.name, number)}
+        values, done, history = method.begin(x, space), 0, History()
+        if checkpoint is not None:
+            values, done, history = checkpoint.read(method, values, space) or (
+                values,
+                done,
+                history,
+            )
+        written, reason = done, _reason(criteria, history, space)
+        while reason is None and done < max_iterations:
+            began, before = time.perf_counter(), values["x"]
+            values, done = method.iterate(values, done, space), done + 1
+            numbers = {"change": _change(before, values["x"], space, method, done)}
             numbers |= {name: float(values[name].detach()) for name in method.reports}
             numbers["seconds"] = time.perf_counter() - began  # metrics are no part of the method
             with torch.no_grad():
@@ -154,31 +154,29 @@ def solve(
                     # of a loss with a number for each image, the sum
                     numbers[name] = float(found.sum() if isinstance(found, Tensor) else found)
             history.append(numbers)
-            reached = Progressed(values, number, history)
             if each is not None:
-                each(number, values["x"])
+                each(done, values["x"])
             advance(history)
-            if checkpoint is not None and number % checkpoint.every == 0:
-                checkpoint.write(reached, method, space)
-                written = number
+            if checkpoint is not None and done % checkpoint.every == 0:
+                checkpoint.write(values, done, history, method, space)
+                written = done
             reason = _reason(criteria, history, space)
-        if checkpoint is not None and written < reached.iteration:
-            checkpoint.write(reached, method, space)
+        if checkpoint is not None and written < done:
+            checkpoint.write(values, done, history, method, space)
     if not isinstance(start, Tensor):
-        start.update_(reached.values["x"])
-    is_met = reason is not None
-    return Solution(reached.values["x"], reached.values, history, reason or FULL, is_met)
+        start.update_(values["x"])
+    return Solution(values["x"], values, history, reason or FULL, reason is not None)
 
 
-def _change(before: Tensor, after: Tensor, space: Space, name: str, iteration: int) -> float:
+def _change(before: Tensor, after: Tensor, space: Space, method: Method, iteration: int) -> float:
     """The relative change; FloatingPointError on all workers if the image is not finite."""
     difference = (after - before).detach()
     # In one exchange, and before a criterion is asked: what is not finite must end all workers.
     moved, length = space.numbers((difference, difference), (after, after)).tolist()
     if not math.isfinite(moved + length):
         raise FloatingPointError(
-            f"{name}: the image is not finite after iteration {iteration}; a smaller step may "
-            f"help, or data without infinities and NaN"
+            f"{method.name}: the image is not finite after iteration {iteration}; a smaller step "
+            f"may help, or data without infinities and NaN"
         )
     return math.sqrt(moved / length) if length else float(moved > 0)
 
@@ -189,16 +187,12 @@ def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> st
         return None
     # Clocks and numbers of users differ between workers: all stop when one of them would.
     met = space.agree([bool(criterion(history)) for criterion in criteria])
-    reasons = (str(each) for each, is_met in zip(criteria, met, strict=True) if is_met)
-    return next(reasons, None)
+    return str(criteria[met.index(True)]) if any(met) else None
 
 
 def _check_start(x: Tensor, space: Space) -> None:
     """Raise on all workers if the tensor of one is not its part of the image."""
-    group = space.workers.group
-    for worker, (shape, dtype) in zip(
-        group.workers, group.share_objects((tuple(x.shape), x.dtype)), strict=True
-    ):
+    for worker, (shape, dtype) in tell(space.workers, (tuple(x.shape), x.dtype)).items():
         if shape != space.layout.shape_on(worker):
             raise ValueError(
                 f"solve: worker {worker} starts from a tensor of shape {shape}, and its part of "

@@ -1,7 +1,8 @@
-"""Conjugate gradients: for equations with a positive operator, and for least squares."""
+"""Linear algebra of operators: conjugate gradients, least squares, and power iteration."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,12 +10,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout
-from tessel.core.linop import LinearOperator
-from tessel.imaging.measurements import anchor_of
-from tessel.imaging.parameters import depending_on
-from tessel.imaging.solvers.method import Method, Values, check_not_negative
-from tessel.imaging.solvers.space import Space
+from tessel.core import Layout, LinearOperator
+from tessel.imaging.parameters import anchor_of, depending_on
+from tessel.imaging.signal import local_data
+from tessel.imaging.solvers.method import (
+    Method,
+    Space,
+    Values,
+    check_count,
+    check_not_negative,
+    check_positive,
+)
 
 Map = Callable[[Tensor], Tensor]
 
@@ -105,7 +111,12 @@ class CGLS(Method):
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.physics.A(along)
-        length = self._square(image, along, space) + self.damping * space.inner(along, along)
+        # ‖A p‖² over all measurements, of which a distributed physics has each on one worker.
+        share = depending_on(x.real.new_zeros(()), anchor_of(image))
+        for part in [image] if isinstance(image, Tensor) else list(image):
+            share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
+        square_of_image = space.total(share) if self._is_spread else share
+        length = square_of_image + self.damping * space.inner(along, along)
         by = _ratio(square, length)
         # Each worker uses the step for measurements of its own: gradients through it are summed.
         apart = space.apart(by) if self._is_spread else by
@@ -120,14 +131,6 @@ class CGLS(Method):
     @property
     def _measured(self) -> Any:
         return getattr(self.measurements, "local", self.measurements)
-
-    def _square(self, measured: Any, x: Tensor, space: Space) -> Tensor:
-        """‖y‖² over all measurements, of which a distributed physics has each on one worker."""
-        parts = [measured] if isinstance(measured, Tensor) else list(measured)
-        share = depending_on(x.real.new_zeros(()), anchor_of(measured))
-        for part in parts:
-            share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real
-        return space.total(share) if self._is_spread else share
 
     @property
     def _is_spread(self) -> bool:
@@ -211,3 +214,112 @@ def _plus(a: Any, factor: float | Tensor, b: Any) -> Any:
     if type(b) in (list, tuple):
         return [each + factor * other for each, other in zip(a, b, strict=True)]
     return b * factor + a
+
+
+# ---- norms
+
+
+@torch.no_grad()
+def power_iteration(
+    operator: Map,
+    start: Any,
+    *,
+    layout: Layout | None = None,
+    max_iterations: int = 100,
+    tolerance: float = 1e-4,
+) -> float:
+    """The largest eigenvalue of a self-adjoint positive operator, by its powers.
+
+    λ = ⟨x, H x⟩ / ⟨x, x⟩ for x ← H x / ‖H x‖; it comes from below. The norm of A is the square
+    root of that of AᴴA.
+
+    Args:
+        operator: x ↦ H x.
+        start: a signal or a tensor that is not orthogonal to what is looked for, such as noise.
+        layout: of a tensor, where there are several workers.
+        max_iterations: at most so many.
+        tolerance: the relative change of λ at which it ends.
+
+    >>> import torch
+    >>> from tessel.imaging import solvers
+    >>> H = torch.tensor([3.0, 1.0])
+    >>> round(solvers.power_iteration(lambda x: H * x, torch.ones(2)), 2)
+    3.0
+    """
+    check_count("power_iteration", 1, max_iterations=max_iterations)
+    check_positive("power_iteration", tolerance=tolerance)
+    space, x = Space.of(start, layout), local_data(start)
+    length = float(space.norm(x))
+    if not 0 < length < float("inf"):
+        raise ValueError(
+            f"power_iteration: the start must be finite and not zero, its norm is {length}"
+        )
+    return largest_eigenvalue(operator, x, space, max_iterations, tolerance)
+
+
+@torch.no_grad()
+def largest_eigenvalue(
+    operator: Map,
+    x: Tensor,
+    space: Space,
+    max_iterations: int,
+    tolerance: float,
+) -> float:
+    """That of a self-adjoint positive operator, from an image that is not zero."""
+    x, found = x / float(space.norm(x)), 0.0
+    for _ in range(max_iterations):
+        image = operator(x)
+        value, square = space.numbers((x, image), (image, image)).tolist()
+        if square == 0:
+            return 0.0
+        # The estimate rises to the eigenvalue: two that are near each other are near to it.
+        is_near, found = abs(value - found) <= tolerance * abs(value), value
+        if is_near:
+            break
+        x = image / square**0.5
+    return found
+
+
+def lipschitz(fidelity: Any, start: Any, *, layout: Layout | None = None, **options: Any) -> float:
+    """The Lipschitz constant of a quadratic data fidelity's gradient: steps of 1 / L are safe.
+
+    Args:
+        fidelity: with `grad`.
+        start: a signal or a tensor, not zero, such as noise.
+        layout: of a tensor, where there are several workers.
+        options: those of `power_iteration`.
+
+    >>> import torch
+    >>> from tessel.imaging import solvers
+    >>> class Distance:
+    ...     def grad(self, x):
+    ...         return 2 * (x - 1)
+    >>> round(solvers.lipschitz(Distance(), torch.ones(3)), 4)
+    2.0
+    """
+    with torch.no_grad():
+        origin = fidelity.grad(torch.zeros_like(local_data(start)))
+    return power_iteration(lambda v: fidelity.grad(v) - origin, start, layout=layout, **options)
+
+
+def wave_in(layout: Layout, dtype: torch.dtype) -> Tensor:
+    """An image without order, a function of the index alone: the same in whatever parts it lies.
+
+    x[i] = cos(Σ_d φ_d[i_d]), or exp(√−1 Σ_d φ_d[i_d]) if it is complex, with random angles φ_d.
+
+    >>> import tessel
+    >>> wave_in(tessel.Layout.balanced(tessel.world(), (3,)), torch.float64).shape
+    torch.Size([3])
+    """
+    box = layout.box()
+    if box is None:
+        return torch.empty(0, dtype=dtype)
+    # One random number for each index of each dimension: every worker draws all of them, which are
+    # few, and none depends on how the image is split.
+    generator = torch.Generator().manual_seed(0)
+    angle = torch.zeros((), dtype=torch.float64)
+    for length, (start, stop) in zip(layout.shape, box, strict=True):
+        turns = torch.rand(length, generator=generator, dtype=torch.float64)
+        angle = angle.unsqueeze(-1) + 2 * math.pi * turns[start:stop]
+    wave = torch.polar(torch.ones_like(angle), angle) if dtype.is_complex else angle.cos()
+    return wave.to(dtype)

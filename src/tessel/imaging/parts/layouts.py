@@ -1,0 +1,414 @@
+"""Images in parts: which workers hold one together, and what each reads for a filtered one.
+
+An image in parts lies on some axes of a grid of workers. Along the others, which the layout calls
+shared, there are more copies of it: each copy serves some of the operators. The workers of one
+copy are a row.
+
+A filter reads a halo around each part. At the border of the image it reads what the padding says:
+values from the other end (`PeriodicHalo`, which moves them), or values that the worker has already
+(`LocalPadding`, which repeats them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tessel import transport
+from tessel.core import (
+    Cut,
+    Interval,
+    Layout,
+    LinearOperator,
+    Mirrored,
+    Move,
+    Partition,
+    ReceptiveField,
+    Shape,
+    TensorMeta,
+    Window,
+    boxes,
+    reads,
+    replicate,
+)
+from tessel.imaging.context import is_whole
+from tessel.tensor import wrapped
+from tessel.transport import kept_in_job
+
+Run = tuple[int, int]  # where values that follow each other begin, and how many they are
+
+
+def operator_grid(partition: Partition, shape: Iterable[int]) -> Layout:
+    """An image on a grid whose first axis is for operators, and whose others split space.
+
+    A partition of 2×1×4 workers has two copies of the image for two groups of operators, each with
+    its last dimension in four parts and the one before whole.
+
+    Args:
+        partition: the grid.
+        shape: of the image; the axes behind the first split as many of its last dimensions.
+
+    >>> import tessel
+    >>> P = tessel.world().create_cartesian_topology_partition([1, 1, 1])
+    >>> tessel.imaging.parts.operator_grid(P, (1, 3, 8, 8)).shared
+    (0,)
+    """
+    lengths = tuple(shape)
+    split = partition.dim - 1
+    if split > len(lengths):
+        raise ValueError(
+            f"a grid of operators and at most {len(lengths)} dimensions is needed for an image of "
+            f"{lengths}, got {partition}"
+        )
+    axes = [None] * (len(lengths) - split) + list(range(1, partition.dim))
+    return Layout.split(partition, lengths, axes, shared=[0])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of workers that hold an image together, one for each group of operators.
+
+    Args:
+        layout: of the image; shared along the axes of operators.
+    """
+
+    layout: Layout
+
+    @cached_property
+    def count(self) -> int:
+        """How many copies of the image there are."""
+        return prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
+
+    @property
+    def place(self) -> int:
+        """Which of the copies this worker has a part of."""
+        coordinates = self.layout.partition.index
+        assert coordinates is not None
+        sizes = [self.layout.partition.shape[axis] for axis in self.layout.shared]
+        return boxes.ravel([coordinates[axis] for axis in self.layout.shared], sizes)
+
+    @cached_property
+    def own(self) -> Layout:
+        """The image in the parts of this worker's row alone."""
+        whole = self.layout.partition
+        along = [axis for axis in range(whole.dim) if axis not in self.layout.shared]
+        rows = whole.slices(along)
+        row = next(each for each in rows if each.active)
+        cuts = tuple(
+            Cut(tuple(along.index(axis) for axis in cut.axes), cut.intervals)
+            for cut in self.layout.cuts
+        )
+        return Layout(row, self.layout.shape, cuts)
+
+    def use(self, x: Tensor) -> Tensor:
+        """The shared parts as this row's own; the adjoint sums over the rows."""
+        return replicate(x, self.layout, self.layout.shared) if self.count > 1 else x
+
+    def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
+        """The sum over the rows, as shared parts; the adjoint moves nothing."""
+        # Of whole images a share may be a tensor of the user, which the movement does not return.
+        return self._sum.apply(share, meta) if self.count > 1 or is_whole(self.layout) else share
+
+    @cached_property
+    def _sum(self) -> Move:
+        return Move(replace(self.layout, shared=()), self.layout)
+
+
+@kept_in_job
+def rows_of(layout: Layout) -> Rows:
+    """The rows of a layout; all workers of the job make them together."""
+    rows = Rows(layout)
+    if is_whole(layout):
+        return rows
+    # Groups of workers are made by all workers of the job in one order, those of other rows
+    # included: a worker that made only its own would wait for the others.
+    alone = [axis for axis in range(layout.partition.dim) if axis not in layout.shared]
+    layout.partition.slices(alone)
+    if layout.partition.active:
+        check_parts(rows.own, "an imaging problem")
+    return rows
+
+
+def check_parts(layout: Layout, what: str) -> None:
+    """Raise ValueError unless each index of an image lies on one worker, in order."""
+    ordered = all(
+        cut.intervals == boxes.consecutive(stop - start for start, stop in cut.intervals)
+        and cut.intervals[-1][1] == length
+        for cut, length in zip(layout.cuts, layout.shape, strict=True)
+    )
+    if not ordered or not layout.owns_once or layout.shared:
+        raise ValueError(
+            f"{what} needs an image in parts that lie one after the other, each on one worker: "
+            f"got {layout}"
+        )
+
+
+@kept_in_job
+def gathering(layout: Layout, owner: int) -> Move:
+    """The whole of a tensor in parts on one worker; the adjoint scatters."""
+    return Move(layout, Layout.whole(Partition((owner,), (1,)), layout.shape))
+
+
+# ---- what a filter reads
+
+PADDINGS = ("valid", "circular", "reflect", "replicate", "constant")
+
+
+@dataclass(frozen=True)
+class FilterWindow:
+    """A window that slides over the last dimensions of an image.
+
+    Output i reads s·i − before + t for t < size; what lies beyond the image is what the padding
+    says. With "valid" nothing does, and there are fewer outputs.
+
+    Args:
+        sizes: of the window, one for each of the last dimensions.
+        padding: "valid", "circular", "reflect", "replicate" or "constant" (zeros).
+        stride: how far apart windows are.
+
+    >>> FilterWindow((3, 4), "circular").widths, FilterWindow((3,), "valid", stride=2).lengths((9,))
+    (((1, 1), (1, 2)), (4,))
+    """
+
+    sizes: tuple[int, ...]
+    padding: str
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.padding not in PADDINGS:
+            raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {self.padding!r}")
+        if self.stride < 1 or any(size < 1 for size in self.sizes):
+            raise ValueError(
+                f"a kernel needs sizes and a stride of at least 1, got {self.sizes} and "
+                f"{self.stride}"
+            )
+
+    @cached_property
+    def widths(self) -> tuple[Interval, ...]:
+        """How far the windows stick out of the image, before and behind it."""
+        if self.padding == "valid":
+            return ((0, 0),) * len(self.sizes)
+        return tuple(((size - 1) // 2, size // 2) for size in self.sizes)
+
+    def lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """How many outputs there are along dimensions of these lengths."""
+        found = tuple(
+            (length + before + after - size) // self.stride + 1
+            for length, size, (before, after) in zip(lengths, self.sizes, self.widths, strict=True)
+        )
+        widest = {"circular": 0, "reflect": 1}.get(self.padding)
+        for length, size, pair, count in zip(lengths, self.sizes, self.widths, found, strict=True):
+            too_wide = widest is not None and max(pair) + widest > length
+            if count < 1 or length < 1 or too_wide:
+                raise ValueError(
+                    f"a kernel of {self.sizes} with padding {self.padding!r} does not fit an "
+                    f"image of {tuple(lengths)}: {size} values are too many along {length}"
+                )
+        return found
+
+    def centre(self, dim: int) -> int:
+        """Where the middle of the first window lies."""
+        return (self.sizes[dim] - 1) // 2 - self.widths[dim][0]
+
+
+@kept_in_job
+def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, ...], Layout]:
+    """The steps that bring each worker what its windows read, and where the outputs lie.
+
+    Each worker computes the outputs whose windows have their middle in its part, so that what it
+    reads of others is the halo, and no more. Dimensions that are whole on each worker are padded
+    there, after the exchange.
+    """
+    first = len(source.shape) - len(kernel.sizes)
+    # Outputs lie where the middle of their windows does, so that what is read of others is a halo
+    # on both sides, and no worker has to send its whole part.
+    target = filtered(source, kernel)
+    steps: list[LinearOperator] = []
+    here = source
+    fields: list[ReceptiveField | None] = [None] * first
+    rings: dict[int, Interval] = {}
+    mirrors: dict[int, Mirrored] = {}
+    for dim, ((before, after), size) in enumerate(
+        zip(kernel.widths, kernel.sizes, strict=True), first
+    ):
+        plain = Window(size, kernel.stride)
+        field: ReceptiveField | None = plain
+        if kernel.padding in ("reflect", "replicate"):
+            window = replace(plain, before=before)
+            field = mirrors[dim] = Mirrored(window, source.shape[dim], kernel.padding)
+        elif kernel.padding == "circular" and before + after:
+            if source.is_split(dim):
+                steps.append(PeriodicHalo(here, dim, before, after))
+                here = steps[-1].codomain
+            else:
+                rings[dim] = before, after
+                field = None
+        fields.append(field)
+    if kernel.padding == "constant":
+        # Zeros are not sent: the image is seen as part of a larger one, of which nobody holds the
+        # rim, and a movement fills with zeros what nobody holds.
+        none = [(0, 0)] * first
+        here = here.embedded(*zip(*none, *kernel.widths, strict=True))
+    cuts = tuple(
+        cut
+        if field is None
+        else Cut(cut.axes, tuple(reads(field, part, length) for part in wanted.intervals))
+        for cut, wanted, field, length in zip(
+            here.cuts, target.cuts, fields, here.shape, strict=True
+        )
+    )
+    read = replace(here, cuts=cuts)
+    # A movement that changes nothing is left out, but for the only step: there must be one that
+    # says which shape is read.
+    if here != read or not (steps or rings or mirrors):
+        steps.append(Move(here, read))
+    if rings or mirrors:
+        steps.append(_padding(read, target, mirrors, rings))
+    return tuple(steps), target
+
+
+def filtered(source: Layout, kernel: FilterWindow) -> Layout:
+    """Where the outputs of a kernel lie: each where the middle of its window does."""
+    first = len(source.shape) - len(kernel.sizes)
+    lengths = kernel.lengths(source.shape[first:])
+    cuts = list(source.cuts)
+    for d, length in enumerate(lengths):
+        cut = source.cuts[first + d]
+        ends = [
+            min(max(-((kernel.centre(d) - stop) // kernel.stride), 0), length)
+            for _, stop in cut.intervals[:-1]
+        ]
+        cuts[first + d] = Cut(cut.axes, tuple(zip([0, *ends], [*ends, length], strict=True)))
+    return replace(source, shape=(*source.shape[:first], *lengths), cuts=tuple(cuts))
+
+
+def _padding(
+    read: Layout, target: Layout, mirrors: Mapping[int, Mirrored], rings: Mapping[int, Interval]
+) -> LocalPadding:
+    """What is done on each worker to come from what it reads to what it filters."""
+    shapes, own = [], dict[int, Sequence[int]]()
+    # A layout needs the shapes of all workers, though each computes its own part only.
+    for worker in read.partition.ranks:
+        shape, held, box = list(read.shape_on(worker)), read.box(worker), target.box(worker)
+        assert held is not None and box is not None
+        places: dict[int, Sequence[int]] = {}
+        for dim, mirror in mirrors.items():
+            start, (first, last) = held[dim][0], box[dim]
+            indices = mirror.places(box[dim]) if first < last else ()
+            places[dim] = [index - start for index in indices]
+        for dim, (before, after) in rings.items():
+            length = shape[dim]
+            places[dim] = [i % length for i in range(-before, length + after)]
+        for dim, chosen in places.items():
+            shape[dim] = len(chosen)
+        shapes.append(tuple(shape))
+        if worker == transport.this_worker():
+            own = places
+    return LocalPadding(read, own, shapes)
+
+
+class PeriodicHalo(LinearOperator):
+    """Continue an image periodically along a dimension that is split.
+
+    Forward:  y[i] = x[(i − before) mod n] for i < before + n + after.
+
+    The worker with the first part also stores the last values of the image, the one with the last
+    part the first values; both ends travel in one exchange.
+
+    Args:
+        source: where the image lies.
+        dim: the dimension, in at least two parts.
+        before, after: how many values are put before and behind it, at most n each.
+    """
+
+    def __init__(self, source: Layout, dim: int, before: int, after: int) -> None:
+        self.domain, self.dim = source, dim
+        self.codomain = wrapped(source, dim, before, after).target
+        length, parts = source.shape[dim], len(source.cuts[dim].intervals)
+        # Only the two workers at the ends read something: the first the last values of the image,
+        # the last the first ones. One movement brings both.
+        ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
+        cuts = list(source.cuts)
+        cuts[dim] = Cut(cuts[dim].axes, ends)
+        self._ends = Move(source, replace(source, cuts=tuple(cuts)))
+        here = source.partition.index
+        self._is_first = here is not None and source.places(here)[dim] == 0
+        self.prepare()  # all workers make the group, here and not in a first call
+
+    def _apply(self, x: Tensor) -> Tensor:
+        ends = self._ends._apply(x)
+        if ends.shape[self.dim] == 0:
+            return x.detach()
+        return torch.cat([ends, x] if self._is_first else [x, ends], self.dim)
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        own, width = self.domain.local_shape[self.dim], self._ends.codomain.local_shape[self.dim]
+        first = self._is_first
+        ends = y.narrow(self.dim, 0 if first else own, width)
+        # What the movement gives back is a tensor of its own, so that the rest is added in place.
+        back = self._ends.H._apply(ends)
+        return back.add_(y.narrow(self.dim, width if first else 0, own))
+
+
+class LocalPadding(LinearOperator):
+    """Repeat values of what a worker reads where its windows stick out of the image.
+
+    Forward:  y[i] = x[places[i]] along each dimension; nothing moves. The adjoint adds what the
+    repeated values are asked for.
+
+    Args:
+        read: what the workers read.
+        places: for each dimension that this worker pads, and each new place in it, the old one.
+        shapes: of the results of all workers, in the order of the partition.
+    """
+
+    def __init__(
+        self, read: Layout, places: Mapping[int, Sequence[int]], shapes: Iterable[Shape]
+    ) -> None:
+        lengths = read.local_shape
+        self.runs = {
+            dim: _runs(chosen)
+            for dim, chosen in places.items()
+            if chosen and list(chosen) != list(range(lengths[dim]))
+        }
+        self.domain, partition = read, read.partition
+        self.codomain = Layout.blocks_along(partition, tuple(range(partition.dim)), tuple(shapes))
+        self.prepare()  # all workers make the group, here and not in a first call
+
+    def _apply(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        for dim, runs in self.runs.items():
+            x = torch.cat([x.narrow(dim, start, length) for start, length in runs], dim)
+        return x
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        y = y.detach()
+        for dim, runs in reversed(self.runs.items()):
+            x = y.new_zeros((*y.shape[:dim], self.domain.local_shape[dim], *y.shape[dim + 1 :]))
+            place = 0
+            # One after the other, since runs overlap: in a short image also those of both ends.
+            for start, length in runs:
+                x.narrow(dim, start, length).add_(y.narrow(dim, place, length))
+                place += length
+            y = x
+        return y
+
+
+def _runs(places: Sequence[int]) -> list[Run]:
+    """Places in runs of those that follow each other: whole slices are copied, not single rows.
+
+    >>> _runs([1, 0, 1, 2, 3, 2])
+    [(1, 1), (0, 4), (2, 1)]
+    """
+    found: list[Run] = []
+    for place in places:
+        if found and place == sum(found[-1]):
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((place, 1))
+    return found
