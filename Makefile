@@ -10,7 +10,8 @@ demo: $(READY)
 	$(BIN)/tessel demo
 
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal -m "not alone"
+	$(BIN)/pytest -m alone
 
 test-quick: $(READY)
 	$(BIN)/pytest --quick

@@ -17,6 +17,7 @@ torch.set_num_threads(1)  # of this process: tensors are small here, and more th
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
 # tensors of some functions, and with forward mode
 PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
+ALONE = ("launch", "transport")  # folders whose tests must have the machine for themselves
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
 
@@ -42,6 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): time limit of a test, else {LIMIT:g} s")
     config.addinivalue_line("markers", "slow: takes seconds, of processor time; not for --quick")
     config.addinivalue_line(
+        "markers", "alone: watches processes, memory or time; no other test runs beside it"
+    )
+    config.addinivalue_line(
         "markers", "ends_workers: of the pool, whose imports are lost; runs last"
     )
 
@@ -51,6 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Those that end workers come last: new workers import anew what the others have imported.
     """
+    for item in items:
+        if item.path.parent.name in ALONE:
+            item.add_marker("alone")
     if config.getoption("quick"):
         chosen = set(_quick(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
