@@ -1,4 +1,4 @@
-"""Marks of shards: torch's functions keep them where they are known, and lose them loudly."""
+"""Shardings of shards: torch's functions keep them where they are known, and lose them loudly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import tessel.distributed
 from parity import close, values
 from tessel import Partition
 from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
-from tessel.distributed.shards import Shard, Sharding, marked, sharding_of, state_of, unmarked
+from tessel.distributed.shards import Shard, Sharding, as_plain, as_shard, sharding_of, state_of
 from tessel.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
 from tessel.nn.parallel import ParallelDropout, ParallelLinear, RegisterParallelDim
 from windowed_cases import raised
@@ -30,8 +30,8 @@ from windowed_cases import raised
 Run = Callable[..., list[Any]]
 Function = Callable[[Tensor], Any]
 
-# What keeps the mark of a tensor (4, 6, 10) that is a shard along dim 1: the shards of the result
-# are the result of the whole.
+# What keeps the sharding of a tensor (4, 6, 10) that is a shard along dim 1: the shards of the
+# result are the result of the whole.
 KEPT: dict[str, Function] = {
     "add": lambda x: 1 + x + x * 2 - x / 3,
     "operators": lambda x: -((2 - x) ** 2) / (3 + x.abs()) % 2,
@@ -124,7 +124,7 @@ def _set_item(x: Tensor) -> Tensor:
 
 
 def check_kept(names: list[str], size: int) -> None:
-    """The function of the shards, gathered by its mark, is the function of the whole."""
+    """The function of the shards, gathered by its sharding, is the function of the whole."""
     for name in names:
         function = KEPT[name]
         whole = values((4, size, 10), 1).requires_grad_()
@@ -144,13 +144,13 @@ def check_kept(names: list[str], size: int) -> None:
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
-def test_marks_are_kept_where_they_are_known(run: Run, nprocs: int) -> None:
+def test_shardings_are_kept_where_they_are_known(run: Run, nprocs: int) -> None:
     """All of 6 lines are split over 1, 2 and 3 workers, and so are 7, in shards of two lengths."""
     run(check_kept, list(KEPT), 6, nprocs=nprocs)
     run(check_kept, list(KEPT), 7, nprocs=nprocs)
 
 
-# What loses the mark, and the name of the function that the error gives.
+# What loses the sharding, and the name of the function that the error gives.
 LOST: dict[str, tuple[str, Function]] = {
     "sum of all": ("sum", lambda x: x.sum()),
     "mean": ("mean", lambda x: x.mean(1)),
@@ -161,7 +161,7 @@ LOST: dict[str, tuple[str, Function]] = {
     "slice": ("__getitem__", lambda x: x[:, 1:]),
     "mask": ("__getitem__", lambda x: x[x > 0]),
     "broadcast of one": ("add", lambda x: _stretched()),
-    "other marks": ("mul", lambda x: x[:, :, : x.shape[1]].mT * x[:, :, : x.shape[1]]),
+    "other shardings": ("mul", lambda x: x[:, :, : x.shape[1]].mT * x[:, :, : x.shape[1]]),
     "merged as the inner one": ("flatten", lambda x: x.flatten(0, 1)),
     "may be outer": ("view", lambda x: x.sum(2).view(4, 1, -1)),
     "squeezed": ("squeeze", lambda x: scatter(values((4, _workers()), 0), 1).squeeze()),
@@ -178,7 +178,7 @@ LOST: dict[str, tuple[str, Function]] = {
     "cumsum": ("cumsum", lambda x: x.cumsum(1)),
     "flip": ("flip", lambda x: x.flip(0, 1)),
     "cat": ("cat", lambda x: torch.cat([x, x], 1)),
-    "cat with another": ("cat", lambda x: torch.cat([x, torch.ones_like(unmarked(x))])),
+    "cat with another": ("cat", lambda x: torch.cat([x, torch.ones_like(as_plain(x))])),
     "expand": ("expand", lambda x: scatter(values((4, _workers(), 1), 0), 1).expand(4, 5, 3)),
     "repeat": ("repeat", lambda x: x.repeat(1, 2, 1)),
     "layer_norm": ("layer_norm", lambda x: F.layer_norm(x.mT, (x.shape[1],))),
@@ -198,7 +198,7 @@ LOST: dict[str, tuple[str, Function]] = {
 
 
 def check_reshapes(seed: int, count: int) -> int:
-    """Random merges and splits of neighbouring dimensions: known marks are right.
+    """Random merges and splits of neighbouring dimensions: known shardings are right.
 
     A dimension of length 1 before the split one stays what it is, and could as well be read as the
     outer part of a split; here there is none. Returns how many were known.
@@ -246,7 +246,7 @@ def _regroup(
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
-def test_marks_of_random_shapes_are_right(run: Run, nprocs: int) -> None:
+def test_shardings_of_random_shapes_are_right(run: Run, nprocs: int) -> None:
     for kept in run(check_reshapes, 5, 400, nprocs=nprocs):
         assert kept > 150
 
@@ -298,7 +298,7 @@ def check_lost(names: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("nprocs", [2, 3])
-def test_a_lost_mark_raises_the_same_on_every_worker(run: Run, nprocs: int) -> None:
+def test_a_lost_sharding_raises_the_same_on_every_worker(run: Run, nprocs: int) -> None:
     """The next parallel layer names the function that lost it, and what to write."""
     first, *others = run(check_lost, list(LOST), nprocs=nprocs)
     assert all(other == first for other in others)
@@ -344,17 +344,17 @@ def writes(kind: str) -> Any:
         return raised(lambda: torch.add(x, 1, out=views[0])), raised(lambda: views[1].copy_(x))
     target = register_parallel_dim(plain, 1)
     assert get_parallel_dim(torch.mul(x, 2, out=target)) == 1
-    assert torch.equal(unmarked(target), torch.full_like(plain, 2))
+    assert torch.equal(as_plain(target), torch.full_like(plain, 2))
     assert torch.equal(plain, torch.full_like(plain, 2))
     return None
 
 
-@pytest.mark.parametrize("kind", ["add_", "__setitem__", "add", "marked"])
+@pytest.mark.parametrize("kind", ["add_", "__setitem__", "add", "as_shard"])
 def test_a_shard_is_not_written_into_a_view(run: Run, kind: str) -> None:
     """Nothing would tell of the tensor whose view it is that a part of it is a shard now."""
     first, second = run(writes, kind, nprocs=2)
     assert first == second
-    if kind != "marked":
+    if kind != "as_shard":
         for error in first:
             assert error[0] is ValueError and "writes a shard into a tensor" in error[1]
 
@@ -367,16 +367,16 @@ def write_into_own_memory() -> None:
     for name, value in layer.named_parameters():
         average[name].mul_(0.9).add_(value.detach(), alpha=0.1)
         assert get_parallel_dim(average[name]) == 0
-        close(name, unmarked(average[name]), unmarked(value.detach()), 1e-6)
+        close(name, as_plain(average[name]), as_plain(value.detach()), 1e-6)
     x = scatter(values((4, 6), 0), 1)
-    plain = unmarked(x).clone()
+    plain = as_plain(x).clone()
     plain[x > 0] = 2.0
     close("by a mask", gather(plain), values((4, 6), 0).where(values((4, 6), 0) <= 0, 2.0))
     penalty = torch.zeros(())
     penalty += layer.weight.square().sum()
     assert raised(lambda: get_parallel_dim(penalty))[0] is ValueError
     penalty.backward()
-    close("gradient", unmarked(layer.weight.grad), 2 * unmarked(layer.weight.detach()), 1e-6)
+    close("gradient", as_plain(layer.weight.grad), 2 * as_plain(layer.weight.detach()), 1e-6)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
@@ -403,7 +403,7 @@ def survive() -> None:
         x.to(torch.float64),
     ):
         assert isinstance(other, Shard) and state_of(other) == sharding
-        assert torch.equal(unmarked(other.detach()), unmarked(x))
+        assert torch.equal(as_plain(other.detach()), as_plain(x))
     assert copy.deepcopy(leaf).requires_grad
     assert torch.equal(copy.deepcopy(leaf).grad, leaf.grad)
     assert get_parallel_dim(leaf.grad) == 1
@@ -439,7 +439,7 @@ def check_parameters() -> None:
         for name, function in OF_PARAMETERS.items():
             result = function(layer.weight)
             assert state_of(result) == Sharding(dim, tessel.world(), 7), (name, state_of(result))
-            assert torch.equal(unmarked(result.detach()).float(), unmarked(layer.weight.detach()))
+            assert torch.equal(as_plain(result.detach()).float(), as_plain(layer.weight.detach()))
             assert isinstance(result, torch.nn.Parameter) == (name in ARE_PARAMETERS), name
         assert copy.deepcopy(layer.weight).requires_grad
         assert not pickle.loads(pickle.dumps(layer.weight.requires_grad_(False))).requires_grad
@@ -478,7 +478,7 @@ ARE_PARAMETERS = (
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
-def test_marks_survive_copies_and_files(run: Run, nprocs: int) -> None:
+def test_shardings_survive_copies_and_files(run: Run, nprocs: int) -> None:
     run(survive, nprocs=nprocs)
 
 
@@ -524,7 +524,7 @@ def use_own_parts() -> None:
     x = scatter(values((3, 4), 0), 1)
     part = values((x.shape[1],), 0).requires_grad_()
     scale = layer(values((3, 6), 0)).square()
-    for other in (part, layer.bias, unmarked(scale).mean(1, keepdim=True), layer.weight[:, 0]):
+    for other in (part, layer.bias, as_plain(scale).mean(1, keepdim=True), layer.weight[:, 0]):
         assert get_parallel_dim(x * other) == 1
 
 
@@ -606,7 +606,7 @@ def test_what_comes_of_a_transform_is_not_taken_for_whole(run: Run) -> None:
 
 
 def use_parameters() -> Any:
-    """Layers of the user's own, of the parameters of ours: torch's functions know the marks."""
+    """Layers of the user's own, of the parameters of ours: torch's functions know the shardings."""
     torch.manual_seed(0)
     head, row = ParallelLinear(6, 7, dim=-1).double(), ParallelLinear(7, 4, dim=0).double()
     torch.manual_seed(0)
@@ -679,12 +679,12 @@ def swap_values() -> None:
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
-def test_parameters_are_exchanged_with_their_marks(run: Run, nprocs: int) -> None:
+def test_parameters_are_exchanged_with_their_shardings(run: Run, nprocs: int) -> None:
     run(swap_values, nprocs=nprocs)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
-def test_values_are_replaced_with_their_marks(run: Run, nprocs: int) -> None:
+def test_values_are_replaced_with_their_shardings(run: Run, nprocs: int) -> None:
     run(replace_values, nprocs=nprocs)
 
 
@@ -733,7 +733,7 @@ def derive_by_parameters() -> None:
         for grad, value in zip(found, [*parameters, None, None, x], strict=True):
             assert (grad is None) == (value is None)
             if value is not None and grad is not None:
-                close("gradient", unmarked(grad), unmarked(value.grad))
+                close("gradient", as_plain(grad), as_plain(value.grad))
         filled = torch.autograd.grad(loss, [*unused.parameters()], materialize_grads=True)
         assert [tuple(each.shape) for each in filled] == [
             tuple(u.shape) for u in unused.parameters()
@@ -758,7 +758,7 @@ NOT_FUSED = ("rprop",)
 
 
 def step(name: str, way: dict[str, bool]) -> None:
-    """Five steps are those of torch in one process, and leave marks and files as they are."""
+    """Five steps are those of torch in one process, and leave shardings and files as they are."""
     torch.manual_seed(0)
     norm, again = torch.nn.LayerNorm(6).double(), torch.nn.LayerNorm(6).double()
     model = torch.nn.Sequential(norm, ParallelLinear(6, 7, dim=-1), ParallelLinear(7, 6, dim=0))
@@ -798,7 +798,7 @@ def step_along_one_direction() -> Any:
     before = layer.weight.detach().clone()
     x, optimizer = values((3, 6), 0), torch.optim.LBFGS(layer.parameters())
     error = raised(lambda: optimizer.step(lambda: gather(layer(x)).square().sum()))
-    assert error is None or torch.equal(unmarked(layer.weight.detach()), unmarked(before))
+    assert error is None or torch.equal(as_plain(layer.weight.detach()), as_plain(before))
     return error
 
 
@@ -847,7 +847,8 @@ def test_a_weight_is_not_scaled_by_a_number_of_one_worker(run: Run, nprocs: int)
         assert first is None
     else:
         assert (
-            first[0] is ValueError and "by a number of a mark that was lost in `norm`" in first[1]
+            first[0] is ValueError
+            and "by a number of a sharding that was lost in `norm`" in first[1]
         )
 
 
@@ -890,10 +891,10 @@ def test_parametrizations_are_right_or_raise(run: Run, nprocs: int) -> None:
     for error in first:
         assert (error is None) == (nprocs == 1)
         if error:
-            assert error[0] is ValueError and "of the weight its mark was lost" in error[1]
+            assert error[0] is ValueError and "of the weight its sharding was lost" in error[1]
 
 
-def test_marks_are_registered_by_hand() -> None:
+def test_shardings_are_registered_by_hand() -> None:
     x = torch.ones(3)
     assert get_parallel_dim(x) is None
     y = RegisterParallelDim(dim=0)(x)
@@ -920,8 +921,8 @@ def test_a_dim_that_is_no_number_is_refused(dim: Any) -> None:
         RegisterParallelDim(dim)
 
 
-def test_gradients_pass_marks() -> None:
-    """Also those of second order, and those with respect to a marked tensor."""
+def test_gradients_pass_shardings() -> None:
+    """Also those of second order, and those with respect to a shard."""
     x = values((3, 4), 0).requires_grad_()
     y = register_parallel_dim(x, 1)
     (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
@@ -938,7 +939,7 @@ def test_gradients_pass_marks() -> None:
 def test_sizes_follow_heads() -> None:
     """Features become heads and back, as attention does it."""
     P = tessel.world()
-    x = marked(torch.ones(2, 3, 8), Sharding(2, P, 8))
+    x = as_shard(torch.ones(2, 3, 8), Sharding(2, P, 8))
     heads = x.view(2, 3, 4, 2).transpose(1, 2)
     assert sharding_of(heads) == Sharding(1, P, 4)
     weights = (heads @ heads.mT).softmax(-1)
@@ -969,7 +970,7 @@ def test_gradients_by_keyword() -> None:
         assert get_parallel_dim(register_parallel_dim(torch.ones(2), 0) + 1) == 0
 
 
-def test_checkpoints_compute_marks_again() -> None:
+def test_checkpoints_compute_shardings_again() -> None:
     layer, x = ParallelLinear(4, 6, dim=1).double(), values((3, 4), 0).requires_grad_()
     back = ParallelLinear(6, 4, dim=0).double()
 
@@ -994,10 +995,10 @@ def test_modules_and_optimizers_take_shards() -> None:
     optimizer = torch.optim.Adam([parameter], 0.1)
     (parameter * 2).sum().backward()
     optimizer.step()
-    assert not torch.equal(unmarked(parameter.detach()), torch.ones(2, 3))
+    assert not torch.equal(as_plain(parameter.detach()), torch.ones(2, 3))
     dropped = torch.nn.Dropout(0.5)(shard)
     assert get_parallel_dim(dropped) == 1
-    rows = marked(torch.ones(3, 4), state_of(shard).at(0))
+    rows = as_shard(torch.ones(3, 4), state_of(shard).at(0))
     assert get_parallel_dim(torch.nn.LayerNorm(4)(rows)) == 0
     assert "Shard" in repr(shard) and len(shard) == 2 and shard.tolist() == [[1.0] * 3] * 2
 
@@ -1022,14 +1023,14 @@ def compiled(fullgraph: bool) -> Any:
     own = torch.compile(lambda w: torch.tanh(w) * 2, backend="aot_eager")
     z = own(column.weight)
     assert get_parallel_dim(z) == 0, type(z)
-    close("parameter", unmarked(z), unmarked(torch.tanh(column.weight) * 2), 1e-6)
-    close("shard", unmarked(y), unmarked(torch.tanh(column(x)) * 2), 1e-6)
+    close("parameter", as_plain(z), as_plain(torch.tanh(column.weight) * 2), 1e-6)
+    close("shard", as_plain(y), as_plain(torch.tanh(column(x)) * 2), 1e-6)
     return None
 
 
 @pytest.mark.limit(180)
 @pytest.mark.parametrize("nprocs", [1, 2])
-def test_compiled_code_keeps_marks(run: Run, nprocs: int) -> None:
+def test_compiled_code_keeps_shardings(run: Run, nprocs: int) -> None:
     run(compiled, False, nprocs=nprocs, timeout=150)
 
 

@@ -393,16 +393,16 @@ def test_a_model_is_converted_before_it_is_wrapped(run: Run, one_alone: bool) ->
     assert one_alone or "convert the model first" in results[0][1]
 
 
-def lost_mark() -> tuple[type[BaseException], str] | None:
+def lost_sharding() -> tuple[type[BaseException], str] | None:
     model = split_model(plain_model())
     model.pair[0].weight.data = torch.ones(3)
     return raised(lambda: DistributedDataParallel(model))
 
 
-def test_a_lost_mark_is_named(run: Run) -> None:
-    results = run(lost_mark, nprocs=2)
+def test_a_lost_sharding_is_named(run: Run) -> None:
+    results = run(lost_sharding, nprocs=2)
     assert len(set(results)) == 1 and results[0] is not None and results[0][0] is ValueError
-    assert "of pair.0.weight its mark was lost in `data`" in results[0][1]
+    assert "of pair.0.weight its sharding was lost in `data`" in results[0][1]
 
 
 def delayed() -> tuple[type[BaseException], str] | None:

@@ -15,7 +15,7 @@ from parity import close, values
 from scripts import python
 from tessel import Partition
 from tessel.distributed.movements import copying, reducing, scattering
-from tessel.distributed.shards import Sharding, marked, sharding_of, unmarked
+from tessel.distributed.shards import Sharding, as_plain, as_shard, sharding_of
 from tessel.testing import check_adjoint, check_gradient, count_traffic
 from windowed_cases import raised
 
@@ -89,7 +89,7 @@ def traffic() -> dict[str, Any]:
         with count_traffic() as there:
             y = move(argument)
         with count_traffic() as back:
-            unmarked(y).sum().backward()
+            as_plain(y).sum().backward()
         counts[name] = (there.bytes_sent, back.bytes_sent), (there.agreements, back.agreements)
     return counts
 
@@ -116,7 +116,7 @@ def stay() -> None:
             y = move(x)
             assert torch.equal(x, before)
             if move is not parallel.copy:
-                unmarked(y).zero_()
+                as_plain(y).zero_()
                 assert torch.equal(x, before)
         whole = parallel.gather(parallel.scatter(x, -1))
         assert torch.equal(whole, before)
@@ -180,8 +180,8 @@ def bad(kind: str) -> Any:
         "copy of a shard": lambda: parallel.copy(shard),
         "sum of shards": lambda: parallel.reduce(shard),
         "scatter of a shard": lambda: parallel.scatter(shard, 0),
-        "one without a mark": lambda: parallel.gather(unmarked(shard) if last else shard, 1),
-        "another size": lambda: parallel.gather(marked(unmarked(shard), Sharding(1, P, 11))),
+        "one without a sharding": lambda: parallel.gather(as_plain(shard) if last else shard, 1),
+        "another size": lambda: parallel.gather(as_shard(as_plain(shard), Sharding(1, P, 11))),
         "other rows": lambda: parallel.gather(shard[:3] if last else shard),
         "no tensor": lambda: parallel.copy("x" if last else x),  # type: ignore[arg-type]
     }
@@ -195,11 +195,11 @@ BAD = {
     "other dims": "same calls",
     "out of range": "dim 2 is out of range",
     "no dim": "gather(x, dim)",
-    "another dim": "the mark says otherwise",
+    "another dim": "the sharding says otherwise",
     "copy of a shard": "gather(x)",
     "sum of shards": "gather(x)",
     "scatter of a shard": "gather(x)",
-    "one without a mark": "not marked as a shard",
+    "one without a sharding": "not registered as a shard",
     "another size": "11 in all",
     "other rows": "shape (but for dim 1)",
     "no tensor": "no tensor",
@@ -264,7 +264,7 @@ def test_a_group_size_that_does_not_divide_is_refused(run: Run, kind: str) -> No
 
 
 def with_rows() -> None:
-    """A grid of workers is taken as one row; a data-parallel sum keeps a model-parallel mark."""
+    """A grid of workers is taken as one row; a data-parallel sum keeps a sharding."""
     P = tessel.world()
     grid = P.create_cartesian_topology_partition([2, 2])
     rows, columns = grid.slices([1]), grid.slices([0])

@@ -275,14 +275,14 @@ def count_plain(limit: int, width: int = 3, depth: int = 3) -> list[tuple[int, i
     return found
 
 
-WEIGHT, BIAS, MARK = 9 * 8, 3 * 8, 8  # bytes of a layer of `plain`, and of a mark in a message
+WEIGHT, BIAS, FLAG = 9 * 8, 3 * 8, 8  # bytes of a layer of `plain`, and of a flag in a message
 
 
 def test_two_workers_swap_the_gradients_of_a_model_in_one_message(run: Run) -> None:
-    """Beside the gradients travels a mark for each: that it is there."""
+    """Beside the gradients travels a flag for each: that it is there."""
     size = 3 * (WEIGHT + BIAS)
     for counts in run(count_plain, 2**22, nprocs=2):
-        assert counts == [(6, size, 0), (1, size + 6 * MARK, 0), (1, size + 6 * MARK, 0)]
+        assert counts == [(6, size, 0), (1, size + 6 * FLAG, 0), (1, size + 6 * FLAG, 0)]
 
 
 def test_a_message_has_at_most_so_many_bytes(run: Run) -> None:
@@ -291,10 +291,10 @@ def test_a_message_has_at_most_so_many_bytes(run: Run) -> None:
     expected = {
         0: (6, size),
         BIAS: (6, size),
-        2 * BIAS: (5, size + 2 * MARK),
-        WEIGHT - 1: (5, size + 2 * MARK),
-        WEIGHT + BIAS: (3, size + 6 * MARK),
-        2 * (WEIGHT + BIAS): (2, size + 6 * MARK),
+        2 * BIAS: (5, size + 2 * FLAG),
+        WEIGHT - 1: (5, size + 2 * FLAG),
+        WEIGHT + BIAS: (3, size + 6 * FLAG),
+        2 * (WEIGHT + BIAS): (2, size + 6 * FLAG),
     }
     for limit, (messages, sent) in expected.items():
         for counts in run(count_plain, limit, nprocs=2):
@@ -303,7 +303,7 @@ def test_a_message_has_at_most_so_many_bytes(run: Run) -> None:
 
 def test_four_workers_sum_parts_and_collect_them(run: Run) -> None:
     """Of P workers each sends 2·(P − 1)/P times the gradients, in 2·(P − 1) messages."""
-    length = 3 * 4 + 4 + 3 * (4 * 4 + 4) + 8  # with the marks; a multiple of four
+    length = 3 * 4 + 4 + 3 * (4 * 4 + 4) + 8  # with the flags; a multiple of four
     for counts in run(count_plain, 2**22, 4, 4, nprocs=4):
         assert counts[0] == (8 * 2 * 3, 2 * 3 * (length - 8) // 4 * 8, 0)
         assert counts[1] == counts[2] == (2 * 3, 2 * 3 * length // 4 * 8, 0)

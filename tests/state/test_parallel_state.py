@@ -96,7 +96,7 @@ class Plain(Module):
 
 
 def part(whole: Tensor, like: Tensor) -> Tensor:
-    """What a worker has of a whole value, by the mark of a parameter."""
+    """What a worker has of a whole value, by the sharding of a parameter."""
     sharding = sharding_of(like)
     if sharding is None or sharding.interval is None:
         return whole
@@ -119,7 +119,7 @@ def same(got: Any, expected: Any, where: str = "") -> None:
 
 
 def check_own(net: Module, plain: Module) -> None:
-    """Raise unless the model has its parts of the values of the plain one, marked as shards."""
+    """Raise unless the model has its parts of the values of the plain one, registered as shards."""
     wholes = plain.state_dict()
     for name, value in net.state_dict(keep_vars=True).items():
         assert torch.equal(value, part(wholes[name], value)), name
@@ -275,7 +275,7 @@ def test_tied_weights_stay_one(run: Run) -> None:
     run(check_tied, nprocs=3)
 
 
-def check_marks_stay(size: int) -> None:
+def check_shardings_stay(size: int) -> None:
     P, plain = group(size), Plain(UNEVEN)
     net = loaded(DIMS[0], UNEVEN, P, plain)
     assigned = Net(DIMS[0], UNEVEN, P)
@@ -308,8 +308,8 @@ def check_marks_stay(size: int) -> None:
 
 
 @everywhere
-def test_marks_survive_what_is_done_with_models(run: Run, nprocs: int, size: int) -> None:
-    run(check_marks_stay, size, nprocs=nprocs)
+def test_shardings_survive_what_is_done_with_models(run: Run, nprocs: int, size: int) -> None:
+    run(check_shardings_stay, size, nprocs=nprocs)
 
 
 class OnSome(Module):

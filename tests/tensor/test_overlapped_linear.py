@@ -126,13 +126,13 @@ def test_other_modes_give_the_same(run: Any, mode: str, overlaps: bool) -> None:
 
 
 def lost_marks(needs_grad: bool) -> list[str]:
-    """What the loss says of logits whose mark was lost, behind a layer that overlaps or not."""
+    """What the loss says of logits whose sharding was lost, behind a layer that overlaps or not."""
     torch.manual_seed(0)
     layer = tessel.nn.ParallelLinear(4, 6, dim=-1)
     h = layer(torch.ones(3, 4).requires_grad_(needs_grad)).as_subclass(Tensor)
     texts = []
     for logits in (h, h * 2):
-        with pytest.raises(ValueError, match="mark was lost") as error:
+        with pytest.raises(ValueError, match="sharding was lost") as error:
             tessel.nn.ParallelCrossEntropyLoss()(logits, torch.tensor([0, 1, 2]))
         texts.append(str(error.value))
     return texts

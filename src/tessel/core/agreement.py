@@ -140,16 +140,16 @@ class Agreement(Generic[T]):
             remember(self._said, kind, said)
         return self._concluded(self.group.share(said))
 
-    def agree_with_mark(self, signature: Signature, mark: int) -> tuple[T, dict[int, int]]:
+    def agree_with_number(self, signature: Signature, number: int) -> tuple[T, dict[int, int]]:
         """Agree, and learn a number about values from each worker, which is in no signature.
 
-        Marks may change with every call, and conclusions are still drawn once.
+        Numbers may change with every call, and conclusions are still drawn once.
         """
-        said = packed_words([self._code, *signature.words(), mark])
+        said = packed_words([self._code, *signature.words(), number])
         rows = np.frombuffer(self.group.share(said), dtype=np.int64).reshape(-1, NUM_WORDS).copy()
-        marks = rows[:, 1 + NUM_SIGNED].tolist()
+        numbers = rows[:, 1 + NUM_SIGNED].tolist()
         rows[:, 1 + NUM_SIGNED] = 0
-        return self._concluded(rows.tobytes()), dict(zip(self.group.workers, marks, strict=True))
+        return self._concluded(rows.tobytes()), dict(zip(self.group.workers, numbers, strict=True))
 
     def _concluded(self, everyones: bytes) -> T:
         """The conclusion; the call that follows from it is counted on all workers alike."""

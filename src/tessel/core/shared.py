@@ -187,8 +187,8 @@ class GradientBucket:
         self.shapes = tuple(shapes)
         self.like = like.detach()
         self._lengths = [prod(shape) for shape in self.shapes]
-        marks = len(self.shapes) if len(self.shapes) > 1 else 0
-        self._sum = _sum(partition, axes, sum(self._lengths) + marks)
+        flags = len(self.shapes) if len(self.shapes) > 1 else 0
+        self._sum = _sum(partition, axes, sum(self._lengths) + flags)
         self.group = partition.group
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
@@ -206,7 +206,7 @@ class GradientBucket:
         return self.like.new_empty(0)
 
     def start(self, grads: Parts) -> Callable[[], Parts]:
-        """Send gradients, with marks of those that are there; the result waits for the sums."""
+        """Send gradients, with flags of those that are there; the result waits for the sums."""
         wait = self._sum.start(self._packed(grads))
         is_all = all(grad is not None for grad in grads)
 
@@ -219,20 +219,20 @@ class GradientBucket:
         if len(grads) == 1:
             (grad,) = grads
             return self.like.new_zeros(self._lengths[0]) if grad is None else grad.reshape(-1)
-        marks = self.like.new_tensor([grad is not None for grad in grads])
+        flags = self.like.new_tensor([grad is not None for grad in grads])
         flat = [
             self.like.new_zeros(length) if grad is None else grad.reshape(-1)
             for grad, length in zip(grads, self._lengths, strict=True)
         ]
-        return torch.cat([*flat, marks])
+        return torch.cat([*flat, flags])
 
     def _unpacked(self, flat: Tensor, is_all: bool) -> Parts:
-        *parts, marks = flat.split([*self._lengths, flat.numel() - sum(self._lengths)])
+        *parts, flags = flat.split([*self._lengths, flat.numel() - sum(self._lengths)])
         found = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-        if is_all or not marks.numel():  # no need to read them
+        if is_all or not flags.numel():  # no need to read them
             return tuple(found)
-        there = marks.ne(0).tolist()
-        return tuple(part if mark else None for part, mark in zip(found, there, strict=True))
+        there = flags.ne(0).tolist()
+        return tuple(part if flag else None for part, flag in zip(found, there, strict=True))
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
 from tessel.distributed.shards import (
     Sharding,
     State,
+    as_plain,
+    as_shard,
     check_known,
     describe,
-    marked,
     state_of,
     traced_state,
-    unmarked,
 )
 from tessel.primitives.movement import Movement
 from tessel.transport import kept_in_job
@@ -70,7 +70,7 @@ def reduce(x: Tensor, partition: Partition | None = None) -> Tensor:
 
 @eagerly
 def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
-    """Keep this worker's shard of a shared value, marked as one.
+    """Keep this worker's shard of a shared value, registered as one.
 
     Forward:  y_k = x[part k], nothing moves.    Adjoint:  x = (y_0, y_1, …), an all-gather.
 
@@ -89,12 +89,12 @@ def scatter(x: Tensor, dim: int, partition: Partition | None = None) -> Tensor:
     if not row.active:
         return y
     place = as_int(dim) % x.ndim
-    return marked(y, Sharding(place, row, x.shape[place]))
+    return as_shard(y, Sharding(place, row, x.shape[place]))
 
 
 @eagerly
 def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None) -> Tensor:
-    """Put the shards of all workers together to one shared value, which has no mark.
+    """Put the shards of all workers together to one shared value, which has no sharding.
 
     Forward:  y = (x_0, x_1, …), an all-gather.    Adjoint:  x_k = y[part k], nothing moves.
 
@@ -102,9 +102,9 @@ def gather(x: Tensor, dim: int | None = None, partition: Partition | None = None
     tensor on a grid together on the first worker, and `tessel.all_gather(x, P)` on all.
 
     Args:
-        x: this worker's shard; without a mark, its length along `dim` may be any.
-        dim: the dimension of which each worker has a part; None for that of the mark.
-        partition: the workers; None for those of the mark, or the default group.
+        x: this worker's shard; without a sharding, its length along `dim` may be any.
+        dim: the dimension of which each worker has a part; None for that of the sharding.
+        partition: the workers; None for those of the sharding, or the default group.
 
     >>> import tessel, torch
     >>> y = tessel.distributed.scatter(torch.ones(2, 3), dim=-1)
@@ -128,14 +128,14 @@ def _whole_number(dim: int | None) -> int | None:
 
 
 def _plain(x: Any) -> Any:
-    return unmarked(x) if isinstance(x, Tensor) else x
+    return as_plain(x) if isinstance(x, Tensor) else x
 
 
 def _sent_whole(kind: type[_TensorMovement], x: Tensor, row: Partition) -> Tensor:
-    """Move a value that is of one shape on all workers; a mark of other workers stays."""
+    """Move a value that is of one shape on all workers; a sharding of other workers stays."""
     state = state_of(x)
     y = _movement(kind, row, None, state)(_plain(x))
-    return y if state is None else marked(y, state)
+    return y if state is None else as_shard(y, state)
 
 
 @kept_in_job
@@ -146,7 +146,7 @@ def _movement(
 
 
 class _TensorMovement(Movement):
-    """A movement within one group of a tensor whose mark all workers know."""
+    """A movement within one group of a tensor whose sharding all workers know."""
 
     def __init__(self, partition: Partition, dim: int | None, state: State) -> None:
         super().__init__(partition, partition)
@@ -219,7 +219,7 @@ class _Scatter(_OfOneValue):
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         if self.state is not None:
             raise ValueError(
-                f"{self.label}: a tensor that is split over two groups at once has no mark; "
+                f"{self.label}: a tensor that is split over two groups at once has no sharding; "
                 f"gather it first"
             )
         shape = self.whole_shape(shapes)
@@ -235,8 +235,8 @@ class _Gather(_TensorMovement):
             self.P_x.ranks,
         ):
             raise ValueError(
-                f"{self.label}: the mark says otherwise; gather along the dimension and over the "
-                f"workers of the mark, or register another one with tessel.register_parallel_dim"
+                f"{self.label}: the sharding says otherwise; gather along its dimension and over "
+                f"its workers, or register another one with tessel.register_parallel_dim"
             )
         return gathering(layout_of_parts(self.P_x, shapes, dim, size, self.label))
 

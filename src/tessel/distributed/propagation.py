@@ -4,7 +4,7 @@ A shard computes as any tensor does, with the part of one worker. Whether that g
 part of what the function gives of the whole tensors, the table of `tessel.tensor` knows: its rule
 is followed on outlines of the whole tensors, which have layouts and no values. If it moves nothing,
 the result is a shard, and the layout says along which dimension; if it would have to move
-something, the part of one worker is not the whole story, and the mark is lost.
+something, the part of one worker is not the whole story, and the sharding is lost.
 
 Three things are not asked of the table, since a shard means something else by them than a spread
 tensor: lengths that it is given are those of this worker (`tessel.distributed.regrouping`), plain
@@ -37,10 +37,10 @@ Rule = Callable[[TorchCall, Sharding, Shape, Tensor], State]
 
 
 def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding | None:
-    """The mark of the result of the most frequent calls; None for others, which `TorchCall` tells.
+    """The sharding of the result of the most frequent calls; None for others: see `TorchCall`.
 
-    These are pointwise functions of shards with one mark and one shape, and of values beside them
-    that need no gradient.
+    These are pointwise functions of shards with one sharding and one shape, and of values beside
+    them that need no gradient.
     """
     if not _is_always_pointwise(name) or type(state_of(args[0] if args else None)) is not Sharding:
         return None
@@ -125,7 +125,7 @@ def state_after_writing(call: TorchCall) -> Sharding | UnknownSharding:
     ndim = selected.ndim
     if isinstance(written, Sharding):
         written = written.at(written.dim + ndim - value.ndim)
-    return state if part == written else call.lost("of a value with another mark")
+    return state if part == written else call.lost("of a value with another sharding")
 
 
 def state_after_replacing(call: TorchCall, is_parameter: bool) -> State:
@@ -148,9 +148,9 @@ def state_after_replacing(call: TorchCall, is_parameter: bool) -> State:
 
 
 def shardings_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
-    """The marks of the results of a pointwise function of lists, in their order.
+    """The shardings of the results of a pointwise function of lists, in their order.
 
-    Nothing where tensors at one place have different marks or shapes, which `TorchCall` tells.
+    Nothing where tensors at one place have different shardings or shapes, which `TorchCall` tells.
     """
     if torch.is_grad_enabled() or any(map(tensors_in, kwargs.values())):
         return []
@@ -175,7 +175,7 @@ def shardings_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def calls_of_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, TorchCall]:
-    """What a function of lists does at each place where there is a mark."""
+    """What a function of lists does at each place where there is a sharding."""
     length = len(args[0])
 
     def at(value: Any, k: int) -> Any:
@@ -205,8 +205,8 @@ def check_target(call: TorchCall) -> None:
     for each in () if fills_by_mask(call) else targets(call):
         if state_of(each) is None and (call.name == "__setitem__" or not is_own(each)):
             raise ValueError(
-                f"`{call.name}` writes a shard into a tensor that is not marked as one; mark that "
-                f"first: x = tessel.register_parallel_dim(x, dim)"
+                f"`{call.name}` writes a shard into a tensor that is not registered as one; "
+                f"register that first: x = tessel.register_parallel_dim(x, dim)"
             )
 
 
@@ -239,7 +239,7 @@ def _is_other(call: TorchCall) -> bool:
 
 
 def _pointwise(call: TorchCall, result: Tensor) -> State:
-    """Marks count from the last dimension, as broadcasting does."""
+    """Shardings count from the last dimension, as broadcasting does."""
     found: Sharding | None = None
     for sharding, shape in _shardings(call):
         dim = sharding.dim + result.ndim - len(shape)
@@ -288,7 +288,7 @@ def _loaded(call: TorchCall, result: Tensor) -> State:
         return call.lost()
     old, given = call.states
     if isinstance(old, Sharding) and isinstance(given, Sharding):
-        return old.merged(given) or call.lost("of a value with another mark")
+        return old.merged(given) or call.lost("of a value with another sharding")
     return old or given
 
 

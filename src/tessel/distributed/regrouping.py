@@ -1,8 +1,8 @@
-"""Marks of reshaped shards: which dimension is split when a shard gets another shape.
+"""Shardings of reshaped shards: which dimension is split when a shard gets another shape.
 
 A shard is given the lengths that it has here, not those of the whole tensor, so that the table of
 `tessel.tensor` cannot be asked: where the split dimension went is read from the lengths, and where
-they allow several readings the mark is lost.
+they allow several readings the sharding is lost.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _rescaled(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) -> 
 
 
 def _resized(sharding: Sharding, inner: int, new_inner: int) -> Sharding:
-    """The mark of a dimension that was merged with what it contains, or split from it.
+    """The sharding of a dimension that was merged with what it contains, or split from it.
 
     Where balanced parts of the one are not those of the other, the size is not told.
     """

@@ -1,7 +1,7 @@
 """Sharding: what says of a tensor that it is one worker's shard of a larger one.
 
-A shard carries it as a mark through torch's functions; where one of them does not say what its
-result is, the mark is lost, and the sharding of the result is an `UnknownSharding`.
+A shard carries it through torch's functions; where one of them does not say what its result is, the
+sharding is lost: that of the result is an `UnknownSharding`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class UnknownSharding:
     """A tensor was computed from shards in a way that does not say what it is now.
 
     Args:
-        function: which function lost the mark.
+        function: which function lost the sharding.
         why: what it did, or nothing.
         partition: the workers of the shards.
     """
@@ -127,7 +127,7 @@ class UnknownSharding:
     partition: Partition | None = None
 
     def __str__(self) -> str:
-        return f"of a mark that was lost in {self._where}"
+        return f"of a sharding that was lost in {self._where}"
 
     @property
     def _where(self) -> str:
@@ -137,9 +137,9 @@ class UnknownSharding:
     def remedy(self) -> str:
         """What happened, and what the user can write."""
         return (
-            f"its mark was lost in {self._where}, so that it is not known whether it is a shard, "
-            f"and along which dimension; write x = tessel.register_parallel_dim(x, dim) after "
-            f"that, with dim=None if it is whole on every worker or a number of this worker "
+            f"its sharding was lost in {self._where}, so that it is not known whether it is a "
+            f"shard, and along which dimension; write x = tessel.register_parallel_dim(x, dim) "
+            f"after that, with dim=None if it is whole on every worker or a number of this worker "
             f"alone, or x = tessel.distributed.gather(x) before"
         )
 
@@ -174,17 +174,17 @@ def silent_row(ranks: Iterable[int]) -> Partition:
 
 
 def state_of(x: Any) -> State:
-    """The mark of a tensor, that it is not known, or None for a tensor without one."""
+    """The sharding of a tensor, that it is not known, or None for a tensor without one."""
     state: State = getattr(x, ATTRIBUTE, None)
     return state
 
 
 def describe(state: State) -> str:
     """A state in words, for the text of errors."""
-    return "not marked as a shard" if state is None else str(state)
+    return "not registered as a shard" if state is None else str(state)
 
 
 def check_known(state: State, label: str) -> None:
-    """Raise ValueError in the name of `label` if a mark was lost."""
+    """Raise ValueError in the name of `label` if a sharding was lost."""
     if isinstance(state, UnknownSharding):
         raise ValueError(f"{label}: {state.remedy}")

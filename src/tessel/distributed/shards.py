@@ -48,11 +48,13 @@ __all__ = [
     "Sharding",
     "State",
     "UnknownSharding",
+    "as_plain",
+    "as_shard",
     "call",
     "check_known",
     "describe",
+    "drop_shardings",
     "get_parallel_dim",
-    "marked",
     "note",
     "register_parallel_attribute",
     "register_parallel_dim",
@@ -62,8 +64,6 @@ __all__ = [
     "shared_by",
     "state_of",
     "traced_state",
-    "unmark_values",
-    "unmarked",
 ]
 
 
@@ -128,8 +128,8 @@ class Shard(Tensor):
         """
         sharding = _known(self, "x.spread()")
         if sharding.size is None:
-            return spreading.agreed_part(unmarked(self), sharding, "x.spread()")
-        return spreading.spread_part(unmarked(self), sharding, None)
+            return spreading.agreed_part(as_plain(self), sharding, "x.spread()")
+        return spreading.spread_part(as_plain(self), sharding, None)
 
     @eagerly
     def full(self) -> Tensor:
@@ -219,7 +219,7 @@ def _make_plain(stepped: Optimizer, *_: Any) -> None:
 
 @eagerly
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a torch function gives of shards, with the mark that it has."""
+    """What a torch function gives of shards, with the sharding that it has."""
     name = calls.name_of(func)
     if name in ("backward", "grad"):
         return _derive(name, func, args, kwargs)
@@ -249,15 +249,15 @@ def _check(call: calls.TorchCall) -> None:
 
 
 @eagerly
-def marked(x: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
-    """The same tensor, marked; gradients pass. `x` itself stays as it is."""
+def as_shard(x: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
+    """The same tensor, as a shard; gradients pass. `x` itself stays as it is."""
     adapt_torch(Shard)  # it may become a buffer
     with torch._C.DisableTorchFunctionSubclass():
         return _become(x.as_subclass(Tensor), sharding)
 
 
 @eagerly
-def unmarked(x: Tensor) -> Tensor:
+def as_plain(x: Tensor) -> Tensor:
     """The same values as a plain tensor; gradients pass."""
     if not isinstance(x, Shard):
         return x
@@ -265,15 +265,15 @@ def unmarked(x: Tensor) -> Tensor:
         return x.as_subclass(Tensor)
 
 
-def unmark_values(state: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+def drop_shardings(state: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
     """Let some values of a state be plain tensors, which files contain as those of any layer."""
     for name in names:
         if isinstance(state.get(prefix + name), Tensor):
-            state[prefix + name] = unmarked(state[prefix + name])
+            state[prefix + name] = as_plain(state[prefix + name])
 
 
 def sharding_of(x: Tensor) -> Sharding | None:
-    """The mark of a tensor, or None if it has none; ValueError if it was lost."""
+    """The sharding of a tensor, or None if it has none; ValueError if it was lost."""
     state = state_of(x)
     check_known(state, "this tensor")
     assert not isinstance(state, UnknownSharding)
@@ -288,7 +288,7 @@ def get_parallel_dim(x: Tensor) -> int | None:
     inputs as 0 and its outputs as 1 or -1, in the order of its arguments, where the weight is
     (outputs, inputs); what is computed from the weight answers with its own dimension.
 
-    Raises ValueError where the mark was lost on the way.
+    Raises ValueError where the sharding was lost on the way.
 
     >>> import tessel, torch
     >>> x = tessel.distributed.register_parallel_dim(torch.ones(2, 3), -1)
@@ -314,7 +314,7 @@ def get_parallel_dim(x: Tensor) -> int | None:
 def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | None = None) -> Tensor:
     """Say that a tensor is this worker's shard along a dimension; None says that it is whole.
 
-    The tensor itself is marked, and returned. Its values stay as they are.
+    The tensor itself is registered, and returned. Its values stay as they are.
 
     Args:
         x: the tensor.
@@ -342,7 +342,7 @@ def register_parallel_dim(x: Tensor, dim: int | None, partition: Partition | Non
 def _sharding_along(
     x: Tensor, dim: int | None, partition: Partition | None, name: str
 ) -> Sharding | None:
-    """The mark of a shard along a dimension, of which the size of the whole is not known."""
+    """The sharding of a shard along a dimension, of which the size of the whole is not known."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: a tensor is needed, got {x!r}")
     if dim is None:
@@ -399,10 +399,10 @@ def register_parallel_attribute(
 
 
 def note(x: Tensor, sharding: Sharding | None) -> Tensor:
-    """The tensor with a mark, or without one: a parameter itself, else another tensor."""
+    """The tensor with a sharding, or without one: a parameter itself, else another tensor."""
     if isinstance(x, torch.nn.Parameter):
         return _note_parameter(x, sharding)
-    return settled(unmarked(x)) if sharding is None else marked(x, sharding)
+    return settled(as_plain(x)) if sharding is None else as_shard(x, sharding)
 
 
 def call(shard: Tensor, dim: int | None) -> None:
@@ -463,7 +463,7 @@ def _become_plain(shard: Shard) -> None:
 
 
 def _noted(result: Any, call: calls.TorchCall) -> Any:
-    """The result of a function, its tensors with the marks that they have."""
+    """The result of a function, its tensors with the shardings that they have."""
     states = propagation.states_after(call, result)
     if not states:
         return result
@@ -478,8 +478,8 @@ def _note_one(result: Tensor, state: State, call: calls.TorchCall) -> Tensor:
         return result
     if any(result is each for each in calls.targets(call)):
         return _written(result, state, call)
-    if any(result is each for each in call.tensors):  # one that was there before keeps its mark
-        return result if _is_parameter(result) else marked(result, state)
+    if any(result is each for each in call.tensors):  # one that was there before keeps its sharding
+        return result if _is_parameter(result) else as_shard(result, state)
     return _become(result, state)
 
 
@@ -498,7 +498,7 @@ def _written(target: Tensor, state: Sharding | UnknownSharding, call: calls.Torc
 
 
 def _replace(call: calls.TorchCall, func: Any) -> Any:
-    """Let a tensor take the values of another, and with them its mark."""
+    """Let a tensor take the values of another, and with them its sharding."""
     target = call.args[0]
     result = func(*call.args, **call.kwargs)
     state = propagation.state_after_replacing(call, _is_parameter(target))
@@ -532,12 +532,12 @@ def _of_lists(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a backward pass, in which torch's functions on shards keep marks as always."""
+    """Run a backward pass, in which torch's functions on shards keep shardings as always."""
     if calls.is_property(func):
         with torch._C.DisableTorchFunctionSubclass():
             return _gradient(func(*args, **kwargs), args[0])
-    outputs = {key: calls.mapped(unmarked, kwargs[key]) for key in kwargs if key == "outputs"}
-    args, kwargs = (*calls.mapped(unmarked, args[:1]), *args[1:]), {**kwargs, **outputs}
+    outputs = {key: calls.mapped(as_plain, kwargs[key]) for key in kwargs if key == "outputs"}
+    args, kwargs = (*calls.mapped(as_plain, args[:1]), *args[1:]), {**kwargs, **outputs}
     if name == "grad":
         return _slopes(func, args, kwargs)
     inputs = calls.tensors_in(kwargs.get("inputs"))
@@ -571,7 +571,7 @@ def _slopes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not fills:
         return found
     return tuple(
-        torch.zeros_like(unmarked(x)) if grad is None else grad
+        torch.zeros_like(as_plain(x)) if grad is None else grad
         for grad, x in zip(found, several, strict=True)
     )
 
@@ -598,10 +598,10 @@ def _met(shard: Shard, partition: Partition | None) -> SpreadTensor:
     """What a shard is beside a tensor that is spread over its workers; None for `tessel.spread`."""
     if partition is None:  # the others may have something else: all say what they have
         return spreading.agreed_part(
-            unmarked(shard), _known(shard, "tessel.spread"), "tessel.spread"
+            as_plain(shard), _known(shard, "tessel.spread"), "tessel.spread"
         )
     sharding = _known(shard, "a shard that meets a spread tensor")
-    return spreading.spread_part(unmarked(shard), sharding, partition)
+    return spreading.spread_part(as_plain(shard), sharding, partition)
 
 
 def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:
@@ -609,7 +609,7 @@ def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:
     sharding = _known(shard, "tessel.from_local")
     if where is not None:
         spreading.check_where(sharding, where)
-    return unmarked(shard), spreading.grid_of(shard, sharding) if where is None else where
+    return as_plain(shard), spreading.grid_of(shard, sharding) if where is None else where
 
 
 def _shard_of(x: SpreadTensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""What a value was computed from, where its mark does not say it: autograd's graph knows.
+"""What a value was computed from, where its sharding does not say it: autograd's graph knows.
 
 A parameter that is whole on every worker and multiplies a shard gets, on each worker, only the
 gradient of that worker's part. `tessel.distributed.copy` says so to autograd, and sums it; without
 it the number would be wrong and nothing would tell.
 
-What the transforms of `torch.func` compute from a shard has no mark, and is not whole.
+What the transforms of `torch.func` compute from a shard has no sharding, and is not whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def check_uses(call: TorchCall) -> None:
                 f"`{call.name}` of {sharding} and a tensor of shape {tuple(tensor.shape)} that is "
                 f"whole on every worker: each worker would compute a part of its gradient only; "
                 f"write tessel.distributed.copy(tensor) for that tensor, which sums the parts; if "
-                f"it is this worker's part, mark it with tessel.register_parallel_dim(tensor, dim)"
+                f"it is this worker's part, register it with "
+                f"tessel.register_parallel_dim(tensor, dim)"
             )
 
 
@@ -103,7 +104,7 @@ def _first_sharding(call: TorchCall) -> tuple[Sharding | None, Shape]:
 
 
 def traced_state(x: Any) -> State:
-    """The state of a tensor, and that its mark was lost if it has none and comes of a shard."""
+    """The state of a tensor, and that its sharding was lost if it has none and comes of a shard."""
     state = state_of(x)
     if state is not None or not isinstance(x, Tensor) or isinstance(x, spread.Tensor):
         return state
@@ -139,7 +140,7 @@ def _settle(node: Any) -> None:
 
 
 def _is_own_part(call: TorchCall, sharding: Sharding, shape: Shape, other: Shape) -> bool:
-    """Whether a tensor without a mark has the split dimension too, as long as it is here."""
+    """Whether a tensor without a sharding has the split dimension too, as long as it is here."""
     place = sharding.dim - len(shape)  # from the end, as in broadcasting
     if call.base in _OF_WEIGHTS or not (is_pointwise(call.base) or place < -2):
         return False

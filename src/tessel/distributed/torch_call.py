@@ -93,7 +93,7 @@ class TorchCall:
 
     @property
     def subject(self) -> tuple[Sharding, Shape] | None:
-        """The mark and the shape of the first argument, if it is the only tensor with a mark."""
+        """The sharding and the shape of the first argument, if no other tensor has one."""
         first = self.args[0] if self.args else self.kwargs.get("input")
         shards = [k for k, state in enumerate(self.states) if state is not None]
         if len(shards) != 1 or self.tensors[shards[0]] is not first:

@@ -118,7 +118,7 @@ class HeldShard(NamedTuple):
 
     Args:
         name: of the parameter or buffer.
-        what: the mark in words, or what is to be done about a lost one.
+        what: the sharding in words, or what is to be done about a lost one.
         is_lost: whether it is a lost one.
         dim: that is split.
         size: of the whole along it, if that is known.
@@ -373,7 +373,7 @@ def _check_left_out(
     """Raise ValueError unless FSDP leaves all shards alone, and none has copies that would drift.
 
     It makes one tensor of what its workers hold, or takes what they hold for one tensor; a layer
-    gets neither its shard nor a mark from it.
+    gets neither its shard nor a sharding from it.
     """
     if len(workers) < 2:
         return

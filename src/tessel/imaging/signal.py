@@ -128,10 +128,10 @@ class DistributedSignal:
             elif data.shape == self.shape:
                 part = self.layout.local_part(data).to(self.device)
         # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
-        mark = 0 if part is None or self._copies == 1 else checksum_of([part])
+        number = 0 if part is None or self._copies == 1 else checksum_of([part])
         workers, identity = self.layout.partition, f"{self._update} {self.layout.identity}"
         [(shapes, meta)], told = agree_and_tell(
-            workers, self._update, [("the tensor", data)], [mark], identity
+            workers, self._update, [("the tensor", data)], [number], identity
         )
         self._check(shapes, meta.dtype)
         assert part is not None

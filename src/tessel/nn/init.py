@@ -27,8 +27,8 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
 
     Args:
         init_method: fills a tensor in place, as the functions of `torch.nn.init` do.
-        tensor: a parameter of a parallel layer, a tensor that is marked as a shard, or any other,
-            which is one value that all workers of the default group have.
+        tensor: a parameter of a parallel layer, a tensor that is registered as a shard, or any
+            other, which is one value that all workers of the default group have.
         kwargs: further arguments of the method.
 
     >>> import tessel, torch

@@ -41,12 +41,12 @@ class Agreed:
     Attributes:
         shapes: of the parts, by worker.
         meta: of what kind they are.
-        marks: of each worker, a fault of its values, and a checksum if they are copies.
+        numbers: of each worker, a fault of its values, and a checksum if they are copies.
     """
 
     shapes: dict[int, Shape]
     meta: TensorMeta
-    marks: dict[int, int]
+    numbers: dict[int, int]
 
 
 class DistributedLossBase(Layer):
@@ -87,12 +87,12 @@ class DistributedLossBase(Layer):
         """The weights, whole."""
         return tuple(getattr(self, name) for name in self.weight_names)
 
-    def agree_on(self, name: str, value: Any, mark: int, note: str = "") -> Agreed:
+    def agree_on(self, name: str, value: Any, number: int, note: str = "") -> Agreed:
         """Learn from all workers what they hold of a tensor beside the input."""
-        (shapes, meta), marks = self._agreement_on(name, note).agree_with_mark(
-            Signature.of(value), mark
+        (shapes, meta), numbers = self._agreement_on(name, note).agree_with_number(
+            Signature.of(value), number
         )
-        return Agreed(shapes, meta, {worker: marks[worker] for worker in shapes})
+        return Agreed(shapes, meta, {worker: numbers[worker] for worker in shapes})
 
     def check_parts(self, name: str, agreed: Agreed, layout: Layout, expected: Layout) -> None:
         """Raise ValueError if the parts of a tensor do not lie as those of the input."""
@@ -107,19 +107,19 @@ class DistributedLossBase(Layer):
 
     def check_values(self, agreed: Agreed) -> None:
         """Raise what torch raises for bad values, if any worker has some."""
-        for worker, mark in agreed.marks.items():
-            if fault := mark % NUM_FAULTS:
+        for worker, number in agreed.numbers.items():
+            if fault := number % NUM_FAULTS:
                 kind, text = _FAULTS[fault]
                 raise kind(f"{self!r}: {text}, on worker {worker}")
 
     def check_copies(self, name: str, agreed: Agreed, layout: Layout, axes: Sequence[int]) -> None:
-        """Raise ValueError if workers along `axes` hold other values, by their marks."""
+        """Raise ValueError if workers along `axes` hold other values, by their numbers."""
         partition = layout.partition
-        for worker, mark in agreed.marks.items():
+        for worker, number in agreed.numbers.items():
             place = partition.coordinates(worker)
             assert place is not None
             first = partition.worker_at([0 if a in axes else at for a, at in enumerate(place)])
-            if mark != agreed.marks[first]:
+            if number != agreed.numbers[first]:
                 raise ValueError(
                     f"{self!r}: workers along axes {tuple(axes)} must hold the same {name}, and "
                     f"worker {worker} holds another than worker {first}"
@@ -416,7 +416,7 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
         return self.agree_on_target(x, target, layout, " and var"), self._variance(var, layout)
 
     def _variance(self, var: Tensor, layout: Layout) -> SpreadTensor:
-        agreed = self.agree_on("var", var, self._mark(var, layout))
+        agreed = self.agree_on("var", var, self._number(var, layout))
         dim = _narrow_dim(agreed, layout)
         if dim is None:
             self.check_parts("var", agreed, layout, layout)
@@ -427,7 +427,7 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
         var = var if var.ndim == len(layout.shape) else var.unsqueeze(-1)
         return _spread(var, agreed, _narrowed(layout, dim))
 
-    def _mark(self, var: Tensor, layout: Layout) -> int:
+    def _number(self, var: Tensor, layout: Layout) -> int:
         if not (is_dense(var) and var.dtype in _FLOATS):
             return 0
         fault = 4 if bool((var.detach() < 0).any()) else 0
@@ -480,7 +480,7 @@ class _OverClasses(DistributedLossBase):
         (target,) = args
         dim = _class_dim(layout)
         is_split = len(layout.cuts[dim].intervals) > 1
-        agreed = self.agree_on("target", target, self._mark(target, layout.shape[dim], is_split))
+        agreed = self.agree_on("target", target, self._number(target, layout.shape[dim], is_split))
         num_dims = len(next(iter(agreed.shapes.values())))
         is_probable = self.takes_probabilities and num_dims == len(layout.shape)
         expected = layout if is_probable else without(layout, (dim,), False)[1]
@@ -490,7 +490,7 @@ class _OverClasses(DistributedLossBase):
             self.check_copies("target", agreed, layout, layout.cuts[dim].axes)
         return (_spread(target, agreed, expected),)
 
-    def _mark(self, target: Any, num_classes: int, is_split: bool) -> int:
+    def _number(self, target: Any, num_classes: int, is_split: bool) -> int:
         """What is wrong with the classes that this worker was given, and their checksum."""
         if not (is_dense(target) and target.dtype in (torch.int64, torch.uint8)):
             return 0

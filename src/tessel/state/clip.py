@@ -18,7 +18,7 @@ from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import gathering
 from tessel.distributed.shard_layouts import shard_layout
-from tessel.distributed.shards import sharding_of, shared_by, unmarked
+from tessel.distributed.shards import as_plain, sharding_of, shared_by
 from tessel.nn.blocks import Weighted
 from tessel.transport import code_of, kept_in_job
 
@@ -65,9 +65,9 @@ def clip_grad_norm_(
     Forward:  ‖g‖ = (Σ |g_i|^p)^(1/p) over all shards and, once, all shared parameters; then
     g ← g · min(1, max_norm / (‖g‖ + 1e-6)), on every worker.
 
-    Parameters that are marked as shards count on each worker of their group. All others are
+    Parameters that are registered as shards count on each worker of their group. All others are
     taken for shared: every worker has the same gradient, which counts once; ValueError on every
-    worker if the gradients differ. Layers that store blocks of their weights without a mark, as
+    worker if the gradients differ. Layers that store blocks of their weights without a sharding, as
     `DistributedLinear` with `P_w` does, are known when the module itself is passed. Sparse
     gradients count as the dense ones that they stand for.
 
@@ -118,7 +118,7 @@ Named = tuple[str, Tensor, Layout | None]
 
 
 def _named(parameters: Tensor | Iterable[Tensor] | Module) -> Iterator[Named]:
-    """Each parameter with a name, and where its parts lie if a mark or its module says so."""
+    """Each parameter with a name, and where its parts lie if a sharding or its module says so."""
     if isinstance(parameters, Module):
         known = {
             id(module._parameters.get(name)): layout
@@ -134,7 +134,7 @@ def _named(parameters: Tensor | Iterable[Tensor] | Module) -> Iterator[Named]:
 
 
 def _layouts_of(module: Module) -> Mapping[str, Layout]:
-    """Where the parameters of a layer lie that are not marked themselves."""
+    """Where the parameters of a layer lie that are no shards themselves."""
     if isinstance(module, Weighted):
         return module._block_layouts()
     layout = getattr(module, "layout", None)  # of a weight that is a module of its own
@@ -142,7 +142,7 @@ def _layouts_of(module: Module) -> Mapping[str, Layout]:
 
 
 def _layout_of(parameter: Tensor) -> Layout | None:
-    """Which workers have which part, by the mark; the shape is of no matter here."""
+    """Which workers have which part, by the sharding; the shape is of no matter here."""
     sharding, sharing = sharding_of(parameter), shared_by(parameter)
     if sharding is not None:
         return Layout.balanced(sharding.partition, (sharding.partition.size,))
@@ -204,7 +204,7 @@ def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
     """The norm of one gradient; of no values, that which does not change those of others."""
     if grad is None:
         return torch.tensor(NO_GRADIENT, dtype=torch.float64)
-    values = grad.coalesce().values() if grad.is_sparse else unmarked(grad)
+    values = grad.coalesce().values() if grad.is_sparse else as_plain(grad)
     if not values.numel():
         least = 0.0 if norm_type >= 0 else float("inf")
         return torch.tensor(least, dtype=torch.float64, device=grad.device)

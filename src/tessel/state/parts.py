@@ -11,7 +11,7 @@ from torch import Tensor
 from tessel.core.agreement import tell
 from tessel.core.layout import Layout
 from tessel.core.move import Move
-from tessel.distributed.shards import unmarked
+from tessel.distributed.shards import as_plain
 from tessel.state.places import Places
 
 
@@ -32,7 +32,7 @@ class StateCollector:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._known:
-            self._known[id(value)] = self._whole(unmarked(value).detach(), layout)
+            self._known[id(value)] = self._whole(as_plain(value).detach(), layout)
         return self._known[id(value)]
 
     def _whole(self, value: Tensor, layout: Layout | None) -> Tensor:
@@ -53,7 +53,7 @@ class Relocator:
             return value
         key = (*_memory(value), layout)
         if key not in self._known:
-            self._known[key] = layout.local_part(unmarked(value).detach()).clone()
+            self._known[key] = layout.local_part(as_plain(value).detach()).clone()
         return self._known[key]
 
 
@@ -78,7 +78,7 @@ class Receiver(Relocator):
         target = layout or Layout.whole(self._places.row, shape, shared=True)
         empty = torch.empty(0, dtype=value.dtype, device=self._device)
         given = self._given.get(id(value))
-        whole = empty if given is None else unmarked(given).detach().to(self._device)
+        whole = empty if given is None else as_plain(given).detach().to(self._device)
         return Move(Layout.whole(self._places.first, shape), target).apply(whole)
 
 
@@ -157,7 +157,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def _outlined(value: Tensor) -> Tensor:
     """What all workers get to know of a value: a single number, or the shape and the dtype."""
-    plain = unmarked(value).detach()
+    plain = as_plain(value).detach()
     return plain.to("cpu" if plain.dim() == 0 else "meta")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import tessel
 from parity import close, values
 from tessel import Layout, Partition
-from tessel.distributed.shards import Sharding, marked
+from tessel.distributed.shards import Sharding, as_shard
 from tessel.nn.parallel.cross_entropy import ParallelCrossEntropyLoss, parallel_cross_entropy
 from tessel.tensor.rules import split_classes
 from tessel.testing import count_memory, count_traffic
@@ -62,7 +62,7 @@ class Case:
     workers: str = "all"
     needs_grad: bool = True  # also of probabilities, and of the weight with them
     orders: tuple[int, ...] = (1, 2)
-    sized: bool = True  # whether the mark knows the number of classes
+    sized: bool = True  # whether the sharding knows the number of classes
     seed: int = 0
 
     @property
@@ -164,8 +164,8 @@ class Tensors:
 
 def loss_of_mine(case: Case, mine: Tensors) -> Tensor:
     sharding = case.sharding()
-    target = marked(mine.target, sharding) if case.target == "shard" else mine.target
-    return parallel_cross_entropy(marked(mine.x, sharding), target, mine.weight, **case.options())
+    target = as_shard(mine.target, sharding) if case.target == "shard" else mine.target
+    return parallel_cross_entropy(as_shard(mine.x, sharding), target, mine.weight, **case.options())
 
 
 def parts(case: Case, wholes: Sequence[Tensor]) -> list[Tensor]:
@@ -383,7 +383,7 @@ def whole_and_old_names() -> None:
     expected = F.cross_entropy(whole.x, whole.target)
     assert torch.equal(parallel_cross_entropy(whole.x, whole.target), expected)
     assert torch.equal(ParallelCrossEntropyLoss()(whole.x, whole.target), expected)
-    shard = marked(mine.x, case.sharding())
+    shard = as_shard(mine.x, case.sharding())
     for size_average, reduce in product((None, True, False), repeat=2):
         old = {"size_average": size_average, "reduce": reduce}
         with warnings.catch_warnings():
@@ -415,7 +415,7 @@ def dtypes_of_torch() -> None:
         whole = x.to(logits).requires_grad_()
         mine = layout.local_part(x).to(logits).requires_grad_()
         expected = F.cross_entropy(whole, target, weight)
-        got = parallel_cross_entropy(marked(mine, sharding), target, weight)
+        got = parallel_cross_entropy(as_shard(mine, sharding), target, weight)
         tolerance = TOLERANCES[logits]
         near("loss", got, expected, tolerance)
         expected.backward()
@@ -426,7 +426,7 @@ def dtypes_of_torch() -> None:
     for reduction in REDUCTIONS:
         expected = F.cross_entropy(x[0], short, reduction=reduction)
         part = Layout.split(P, (5,), (0,)).local_part(x[0])
-        got = parallel_cross_entropy(marked(part, Sharding(0, P, 5)), short, reduction=reduction)
+        got = parallel_cross_entropy(as_shard(part, Sharding(0, P, 5)), short, reduction=reduction)
         near("loss", got, expected, 1e-12)
 
 
@@ -441,7 +441,7 @@ def short_numbers_are_better() -> list[float]:
     target = torch.arange(64) * 15
     exact = F.cross_entropy(x.double(), target, reduction="none")
     part = Layout.split(P, (64, 1001), (None, 0)).local_part(x)
-    ours = parallel_cross_entropy(marked(part, Sharding(1, P, 1001)), target, reduction="none")
+    ours = parallel_cross_entropy(as_shard(part, Sharding(1, P, 1001)), target, reduction="none")
     theirs = F.cross_entropy(x, target, reduction="none")
     return [(each.double() - exact).abs().max().item() for each in (theirs, ours)]
 
@@ -462,7 +462,7 @@ def derive_behind_a_head() -> None:
     mine = layout.local_part(weight).clone().requires_grad_()
     for _ in range(5):
         want = F.cross_entropy(x @ whole.T, target)
-        have = ParallelCrossEntropyLoss()(marked(x @ mine.T, Sharding(1, P, num_classes)), target)
+        have = ParallelCrossEntropyLoss()(as_shard(x @ mine.T, Sharding(1, P, num_classes)), target)
         near("loss", have, want, 1e-12)
         for loss, each in ((want, whole), (have, mine)):
             (grad,) = torch.autograd.grad(loss, each)
@@ -494,7 +494,7 @@ def derive_one_need(who: int) -> Any:
     x = mine.x.detach()
     if tessel.world().rank == who:
         x.requires_grad_()
-    loss = parallel_cross_entropy(marked(x, case.sharding()), mine.target)
+    loss = parallel_cross_entropy(as_shard(x, case.sharding()), mine.target)
     loss.backward()
     return None if x.grad is None else bool(x.grad.any())
 
@@ -690,7 +690,7 @@ def refused(what: str) -> tuple[tuple[str, str], tuple[str, str]]:
     dim = min(1, x.ndim - 1)
     axes = [0 if d == dim else None for d in range(x.ndim)]
     part = Layout.split(tessel.world(), x.shape, axes).local_part(x)
-    shard = marked(part, Sharding(dim, tessel.world(), 5))
+    shard = as_shard(part, Sharding(dim, tessel.world(), 5))
     return alone, outcome(lambda: parallel_cross_entropy(shard, target, **more))
 
 
@@ -731,7 +731,7 @@ def misfit(what: str) -> tuple[str, str]:
     world = tessel.world()
     is_last = world.rank == world.size - 1
     x, target, more = torch.zeros(4, 3 - is_last), CLASSES, {}
-    sharding, goal_mark, weight_sharding = Sharding(1, world, 5), None, None
+    sharding, goal_sharding, weight_sharding = Sharding(1, world, 5), None, None
     if what == "unbalanced":
         x = torch.zeros(4, 2 + is_last)
     elif what == "unbalanced, not sized":
@@ -763,15 +763,15 @@ def misfit(what: str) -> tuple[str, str]:
         more = {"weight": torch.ones(5)} if is_last else {}
     elif what == "reductions":
         more = {"reduction": "sum" if is_last else "mean"}
-    elif what == "unmarked target":
+    elif what == "plain target":
         target = torch.rand(x.shape)
     elif what == "target along batch":
-        target, goal_mark = torch.rand(2, 5), Sharding(0, world, 4)
+        target, goal_sharding = torch.rand(2, 5), Sharding(0, world, 4)
     elif what == "classes in shards":
-        target, goal_mark = CLASSES[:2], Sharding(0, world, 4)
+        target, goal_sharding = CLASSES[:2], Sharding(0, world, 4)
     elif what == "images in shards":
         x, target = torch.zeros(4, 3 - is_last, 4), torch.zeros(4, 2, dtype=torch.int64)
-        goal_mark = Sharding(1, world, 4)
+        goal_sharding = Sharding(1, world, 4)
     elif what == "sparse target":
         target = CLASSES.to_sparse() if is_last else CLASSES
     elif what == "sparse weight":
@@ -782,12 +782,12 @@ def misfit(what: str) -> tuple[str, str]:
         more = {"partition": world.create_partition_inclusive([0])}
     elif what == "no gradient":
         x.requires_grad_()
-    if goal_mark is not None:
-        target = marked(target, goal_mark)
+    if goal_sharding is not None:
+        target = as_shard(target, goal_sharding)
     if weight_sharding is not None:
-        more["weight"] = marked(more["weight"], weight_sharding)
+        more["weight"] = as_shard(more["weight"], weight_sharding)
     with torch.set_grad_enabled(not (what == "no gradient" and is_last)):
-        return outcome(lambda: parallel_cross_entropy(marked(x, sharding), target, **more))
+        return outcome(lambda: parallel_cross_entropy(as_shard(x, sharding), target, **more))
 
 
 ALONG_1 = "a shard along dim 1 over workers 0, 1"
@@ -811,7 +811,7 @@ ALONG_1 = "a shard along dim 1 over workers 0, 1"
         ("weights", "ValueError", "same weight, and worker 1 has other values"),
         ("weight of one", "ValueError", "all workers must make the same calls"),
         ("reductions", "ValueError", "all workers must make the same calls"),
-        ("unmarked target", "ValueError", "write tessel.register_parallel_dim(target, 1)"),
+        ("plain target", "ValueError", "write tessel.register_parallel_dim(target, 1)"),
         (
             "target along batch",
             "ValueError",
@@ -836,20 +836,20 @@ def test_misfits_raise_on_every_worker(run: Run, what: str, kind: str, says: str
     assert results[0][0] == kind and says in results[0][1]
 
 
-def marks_that_do_not_fit() -> list[tuple[str, str]]:
+def shardings_that_do_not_fit() -> list[tuple[str, str]]:
     world = tessel.world()
     first = world.create_partition_inclusive([0])
     x = torch.zeros(4, 5)
-    soft = marked(torch.rand(4, 5), Sharding(1, world, 5 * world.size))
-    outside = outcome(lambda: parallel_cross_entropy(marked(x, Sharding(1, first, 5)), CLASSES))
+    soft = as_shard(torch.rand(4, 5), Sharding(1, world, 5 * world.size))
+    outside = outcome(lambda: parallel_cross_entropy(as_shard(x, Sharding(1, first, 5)), CLASSES))
     return [outcome(lambda: parallel_cross_entropy(x, soft)), outside]
 
 
-def test_marks_that_do_not_fit(run: Run) -> None:
-    """A shard as the target of a whole input; a worker outside of those of the mark."""
-    first, second = run(marks_that_do_not_fit, nprocs=2, timeout=20)
+def test_shardings_that_do_not_fit(run: Run) -> None:
+    """A shard as the target of a whole input; a worker outside of those of the sharding."""
+    first, second = run(shardings_that_do_not_fit, nprocs=2, timeout=20)
     assert first[0] == second[0] and first[0][0] == "ValueError"
-    assert "the input has no mark of a shard and the target has one" in first[0][1]
+    assert "the input has no sharding and the target has one" in first[0][1]
     assert first[1] == ("", "")
     assert second[1][0] == "ValueError" and "worker 1 does not belong" in second[1][1]
 
@@ -857,16 +857,16 @@ def test_marks_that_do_not_fit(run: Run) -> None:
 def lost_on_one() -> tuple[str, str]:
     """Of three classes on two workers one is alone, and may be any dimension of length 1."""
     P = tessel.world()
-    x = marked(torch.zeros(2, 1, 2 - (P.rank or 0)), Sharding(2, P, 3))
+    x = as_shard(torch.zeros(2, 1, 2 - (P.rank or 0)), Sharding(2, P, 3))
     return outcome(lambda: parallel_cross_entropy(x.view(2, x.shape[2]), CLASSES[:2]))
 
 
 def lost_on_all() -> tuple[str, str]:
-    x = marked(torch.zeros(4, 5), Sharding(1, tessel.world(), 5 * tessel.world().size))
+    x = as_shard(torch.zeros(4, 5), Sharding(1, tessel.world(), 5 * tessel.world().size))
     return outcome(lambda: parallel_cross_entropy(x.cumsum(1), CLASSES))
 
 
-def test_a_lost_mark_raises_on_every_worker(run: Run) -> None:
+def test_a_lost_sharding_raises_on_every_worker(run: Run) -> None:
     for lose, says in ((lost_on_one, "same calls"), (lost_on_all, "lost in `cumsum`")):
         first, second = run(lose, nprocs=2, timeout=20)
         assert first == second and first[0] == "ValueError" and says in first[1]
@@ -879,7 +879,7 @@ def copied() -> None:
     first = ParallelCrossEntropyLoss(mine.weight, label_smoothing=0.3, partition=tessel.world())
     alone = torch.nn.CrossEntropyLoss(whole.weight, label_smoothing=0.3)
     assert list(first.state_dict()) == list(alone.state_dict()) == ["weight"]
-    shard = marked(mine.x, case.sharding())
+    shard = as_shard(mine.x, case.sharding())
     expected = alone(whole.x, whole.target)
     for loss in (first, copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         near("loss", loss(shard, mine.target), expected, 1e-12)
@@ -897,7 +897,7 @@ def noncontiguous() -> None:
     target = torch.randint(7, (2, 3), generator=torch.Generator().manual_seed(0))
     whole = x.clone().requires_grad_()
     part = Layout.split(P, x.shape, (None, None, 0)).local_part(x).clone().requires_grad_()
-    shard = marked(part, Sharding(2, P, 7))
+    shard = as_shard(part, Sharding(2, P, 7))
     expected = F.cross_entropy(whole.transpose(1, 2), target)
     got = parallel_cross_entropy(shard.transpose(1, 2), target)
     flat = parallel_cross_entropy(shard.flatten(0, 1), target.flatten())
@@ -914,7 +914,7 @@ def test_logits_of_a_language_model(run: Run) -> None:
 
 
 def registered() -> None:
-    """A shard that was marked by hand, over the default group."""
+    """A shard that was registered by hand, over the default group."""
     case = Case((4, 5))
     whole, mine = Tensors.whole(case), Tensors.mine(case)
     shard = tessel.distributed.register_parallel_dim(mine.x, -1)
@@ -922,7 +922,7 @@ def registered() -> None:
     near("loss", parallel_cross_entropy(shard, mine.target), expected, 1e-12)
 
 
-def test_marks_by_hand(run: Run) -> None:
+def test_shardings_by_hand(run: Run) -> None:
     run(registered, nprocs=2)
 
 
@@ -933,7 +933,7 @@ def compiled() -> None:
     sharding = case.sharding()
 
     def step(x: Tensor) -> Tensor:
-        return parallel_cross_entropy(marked(2 * x, sharding), mine.target) * 3
+        return parallel_cross_entropy(as_shard(2 * x, sharding), mine.target) * 3
 
     expected = F.cross_entropy(2 * whole.x, whole.target) * 3
     got = torch.compile(step, backend="eager")(mine.x)

@@ -201,7 +201,7 @@ def test_halves_are_renormalised(run: Run, dtype: torch.dtype) -> None:
 
 
 def check_function(size: int) -> None:
-    """The functional form, with the shard as any tensor, marked or not, and a negative padding."""
+    """The functional form, with the shard as any tensor, registered or not, and a negative padding."""
     P = group(size)
     for dim, shardings, negative in product((0, 1, -1), (False, True), (-3, 7)):
         table = values((10, 6), 1)
@@ -346,7 +346,7 @@ def attempt(kind: str, dim: int) -> tuple[type[BaseException], str] | None:
         ids = ids.float()
     elif kind == "no tensor":
         ids = [1, 2]  # type: ignore[assignment]
-    elif kind == "marked":
+    elif kind == "as_shard":
         ids = register_parallel_dim(ids, 0)
     elif kind == "lost":
         ids = register_parallel_dim(ids, 0).sort(0).values
@@ -394,7 +394,7 @@ FAULTS = {
     "dtype": (ValueError, "dtype"),
     "floats": (ValueError, "int64 or int32"),
     "no tensor": (ValueError, "passed no tensor"),
-    "marked": (ValueError, "whole on every worker"),
+    "as_shard": (ValueError, "whole on every worker"),
     "lost": (ValueError, "whole on every worker"),
     "shard": (ValueError, "worker 0 expected a part of shape"),
     "whole weight": (ValueError, "expected a part of shape"),

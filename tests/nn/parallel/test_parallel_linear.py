@@ -20,7 +20,7 @@ import tessel.distributed as parallel
 from parity import close, slopes, values
 from tessel import Layout, Partition, transport
 from tessel.core.move import Move
-from tessel.distributed.shards import Sharding, marked, sharding_of, unmarked
+from tessel.distributed.shards import Sharding, as_plain, as_shard, sharding_of
 from tessel.nn.functional import parallel_linear
 from tessel.nn.init import shard_init_helper_
 from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
@@ -304,7 +304,7 @@ class Products(TorchDispatchMode):
 def order_of_gradients() -> list[str]:
     """What the backward pass of a column layer does, in its order."""
     layer, x = ParallelLinear(6, 4, dim=1).double(), values((3, 6), 0).requires_grad_()
-    loss = unmarked(layer(x)).square().sum()
+    loss = as_plain(layer(x)).square().sum()
     seen: list[str] = []
     start = Move.start
 
@@ -394,7 +394,7 @@ def test_without_dim_it_compiles_as_one_graph() -> None:
     close("output", fast(x), layer(x), 1e-6)
 
 
-def unmarked_shard(inputs: int, dtype: torch.dtype) -> None:
+def plain_shard(inputs: int, dtype: torch.dtype) -> None:
     """A plain input of each worker's own length is its shard."""
     P = tessel.world()
     torch.manual_seed(0)
@@ -424,7 +424,7 @@ def unmarked_shard(inputs: int, dtype: torch.dtype) -> None:
 def test_a_plain_input_may_be_a_shard(run: Run, nprocs: int) -> None:
     """Also where some shards are as long as the whole, or empty: lengths of all workers tell."""
     for inputs in (12, 7, 3, 1):
-        run(unmarked_shard, inputs, torch.float64, nprocs=nprocs)
+        run(plain_shard, inputs, torch.float64, nprocs=nprocs)
 
 
 def bad(kind: str) -> Any:
@@ -463,7 +463,7 @@ def _calls(
         "width of one": lambda: column(torch.ones(2, 5) if last else x),
         "rows of one": lambda: column(torch.ones(3, 6) if last else x),
         "no dimension": lambda: column(torch.tensor(1.0)),
-        "whole and unmarked shard": lambda: row(wide if last else unmarked(shard)),
+        "whole and plain shard": lambda: row(wide if last else as_plain(shard)),
         "shard of nobody": lambda: row(torch.ones(2, 4)),
         "shard of another size": lambda: row(parallel.scatter(torch.ones(2, 10), 1)),
         "shard of wrong length": lambda: row(parallel.register_parallel_dim(wide, 1)),
@@ -483,7 +483,7 @@ def _calls(
         "function: parts": lambda: parallel_linear(x, torch.ones(3 + last, 6), dim=1),
         "function: inputs": lambda: parallel_linear(x, torch.ones(3, 6 + last), dim=1),
         "function: bias": lambda: parallel_linear(x, column.weight, torch.ones(9), dim=1),
-        "function: mark": lambda: parallel_linear(x, column.weight, dim=0),
+        "function: sharding": lambda: parallel_linear(x, column.weight, dim=0),
         "function: vector": lambda: parallel_linear(x, torch.ones(3), dim=1),
         "function: input": lambda: parallel_linear(torch.ones(2, 7), column.weight, dim=1),
     }
@@ -501,7 +501,7 @@ BAD = {
     "width of one": "worker 2 expected a part of shape (2, 6) of an input of shape (2, 6)",
     "rows of one": "shape before the last",
     "no dimension": "at least one dimension",
-    "whole and unmarked shard": "all workers pass the whole input, or each its shard",
+    "whole and plain shard": "all workers pass the whole input, or each its shard",
     "shard of nobody": "all workers pass the whole input, or each its shard",
     "shard of another size": f"the input must be {NINE}, got a shard along dim 1, 10 long",
     "shard of wrong length": "expected a part of shape (2, 3) of an input of shape (2, 9)",
@@ -521,7 +521,7 @@ BAD = {
     "function: parts": "balanced shards",
     "function: inputs": "other length",
     "function: bias": "the bias of worker",
-    "function: mark": "the weight must be a shard along dim 1",
+    "function: sharding": "the weight must be a shard along dim 1",
     "function: vector": "(outputs, inputs)",
     "function: input": "expected a part of shape (2, 6) of an input of shape (2, 6)",
 }
@@ -909,7 +909,7 @@ def check_by_hand(P: Partition, dtype: torch.dtype) -> None:
         tensor = parallel.register_parallel_dim(tensor, 1)
         torch.manual_seed(5 + rank)
         shard_init_helper_(torch.nn.init.xavier_normal_, tensor)
-        assert torch.equal(unmarked(tensor), expected)
+        assert torch.equal(as_plain(tensor), expected)
     assert torch.equal(plain, expected)
 
 
@@ -920,7 +920,7 @@ def test_initialization_sees_the_whole(run: Run, nprocs: int) -> None:
 
 
 def as_function() -> None:
-    """With marks on the shards of the weight and without."""
+    """With shardings on the shards of the weight and without."""
     P = tessel.world()
     for dim, inputs, outputs in ((1, 5, 7), (0, 7, 5), (1, 2, 1), (0, 1, 2)):
         weight, bias = values((outputs, inputs), 1), values((outputs,), 2)
@@ -935,7 +935,7 @@ def as_function() -> None:
             b.requires_grad_()
             expected = F.linear(whole[0], whole[1], whole[2] if with_bias else None)
             sharding = Sharding(0 if dim == 1 else 1, P, outputs if dim == 1 else inputs)
-            for shard in (w, marked(w, sharding)):
+            for shard in (w, as_shard(w, sharding)):
                 got = whole_of(parallel_linear(x, shard, b if with_bias else None, dim=dim))
                 close("output", got, expected)
                 grads = torch.autograd.grad(got.square().sum(), [x, w])

@@ -173,7 +173,7 @@ def test_no_module_loses_the_builtin_slice() -> None:
     assert bound == ["__init__.py"]
 
 
-def marks_in_place() -> None:
+def shardings_in_place() -> None:
     """As torchshard's programs call it: without taking the result."""
     x = values((4, 3), (tessel.world().rank or 0)).requires_grad_()
     assert tessel.get_parallel_dim(x) is None
@@ -204,8 +204,8 @@ def marks_in_place() -> None:
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
-def test_a_tensor_is_marked_itself(run: Run, nprocs: int) -> None:
-    run(marks_in_place, nprocs=nprocs)
+def test_a_tensor_is_registered_itself(run: Run, nprocs: int) -> None:
+    run(shardings_in_place, nprocs=nprocs)
 
 
 def dims_of_parameters(dim: int) -> None:

@@ -110,7 +110,7 @@ def loss_of(model: torch.nn.Module, ids: Tensor, target: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """What a worker has of a whole value, by the mark of its parameter."""
+    """What a worker has of a whole value, by the sharding of its parameter."""
     layout = layout_of(parameter)
     return whole if layout is None else layout.local_part(whole)
 
@@ -665,7 +665,7 @@ def dropout_faults(kind: str) -> tuple[type[BaseException], str] | None:
     x = torch.ones(4, 6)
     if kind == "shape" and odd:
         x = x[:2]
-    elif kind == "mark" and odd:
+    elif kind == "sharding" and odd:
         x = register_parallel_dim(x, 0)
     elif kind == "p" and odd:
         layer.p = 0.25
@@ -674,11 +674,11 @@ def dropout_faults(kind: str) -> tuple[type[BaseException], str] | None:
     elif kind == "shards":
         x = scatter(x, 0, P)
         x = x[:0] if odd else x
-        x = tessel.distributed.shards.marked(x, tessel.distributed.shards.Sharding(0, P, 4))
+        x = tessel.distributed.shards.as_shard(x, tessel.distributed.shards.Sharding(0, P, 4))
     return raised(lambda: layer(x))
 
 
-@pytest.mark.parametrize("kind", ["shape", "mark", "p", "lost", "shards"])
+@pytest.mark.parametrize("kind", ["shape", "sharding", "p", "lost", "shards"])
 def test_unequal_dropout_raises_the_same_everywhere(run: Run, kind: str) -> None:
     results = run(dropout_faults, kind, nprocs=3)
     assert len(set(results)) == 1 and results[0] is not None, results

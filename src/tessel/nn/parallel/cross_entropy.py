@@ -19,11 +19,11 @@ from tessel.distributed.movements import scattering
 from tessel.distributed.shards import (
     State,
     UnknownSharding,
+    as_plain,
     check_known,
     sharding_of,
     state_of,
     traced_state,
-    unmarked,
 )
 from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agree, kind_of
 from tessel.tensor.rules.split_classes import CrossEntropy
@@ -55,13 +55,13 @@ def parallel_cross_entropy(
         input: logits of shape (C), (N, C) or (N, C, d1, …); a shard is split along the classes.
         target: the classes, of the shape of the input without C, or probabilities, of the shape
             of the whole input; the same on every worker. Probabilities may also be a shard that
-            is marked as the input is.
+            is sharded as the input is.
         weight: of each class, all of it on every worker.
         size_average, reduce: torch's old names of reductions.
         ignore_index: a class that does not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: the share of the uniform distribution in the target.
-        partition: the workers of the shards; None for those that the input is marked with.
+        partition: the workers of the shards; None for those that the input is sharded over.
 
     >>> import torch
     >>> from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
@@ -99,7 +99,7 @@ def parallel_cross_entropy(
         CrossEntropy(ignore_index, label_smoothing, reduction),
         torch.is_autocast_enabled(input.device.type),
     )
-    return _of_shard(loss, *map(unmarked, (input, target, weight)))  # type: ignore[arg-type]
+    return _of_shard(loss, *map(as_plain, (input, target, weight)))  # type: ignore[arg-type]
 
 
 class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -116,7 +116,7 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
         ignore_index: a class that does not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: the share of the uniform distribution in the target.
-        partition: the workers of the shards; None for those that the input is marked with.
+        partition: the workers of the shards; None for those that the input is sharded over.
 
     >>> import torch
     >>> from tessel.nn.parallel.cross_entropy import ParallelCrossEntropyLoss
@@ -188,7 +188,7 @@ def _admitted(value: Tensor, meta: TensorMeta) -> Tensor:
 
 
 def _check_known(state: State) -> None:
-    """Raise ValueError for a lost mark, and on all workers, of which others may still have it."""
+    """Raise ValueError for a lost sharding, and on all workers, where others may still have it."""
     if isinstance(state, UnknownSharding):
         if state.partition is not None:
             _agree_that_lost(state, state.partition)
@@ -206,6 +206,6 @@ def _check_whole(input: Any, target: Any, weight: Any) -> None:
     for name, value in (("target", target), ("weight", weight)):
         if sharding_of(value) is not None:
             raise ValueError(
-                f"parallel_cross_entropy: the input has no mark of a shard and the {name} has one; "
+                f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
                 f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
             )

@@ -29,11 +29,11 @@ class ShardedLoss:
 
     Attributes:
         partition: the workers, in a row.
-        wanted: the workers that the caller names, None for those of the mark.
-        input: the mark of the logits.
+        wanted: the workers that the caller names, None for those of the sharding.
+        input: the sharding of the logits.
         target: that of the target, None for a whole one.
         weight: the kind of the weight, None for no weight; the name of its type if it has no kind.
-        weight_mark: that of the weight, which must have none.
+        weight_sharding: that of the weight, which must have none.
         measure: what else torch's loss takes.
         autocast: whether torch chooses the dtype of the loss.
     """
@@ -123,7 +123,7 @@ def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
         target_shape = _whole(loss, "the target", loss.target, of_target).shape
     elif of_input == of_target and target_shapes[0][1] != layout.shape:
         raise ValueError(
-            f"{loss.label}: the target has the shape of a shard of the input and no mark; if "
+            f"{loss.label}: the target has the shape of a shard of the input and no sharding; if "
             f"it is a shard of probabilities, write tessel.register_parallel_dim(target, {dim})"
         )
     else:
@@ -141,7 +141,7 @@ def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
 
 
 def _check_shardings(loss: ShardedLoss, ndim: int) -> None:
-    """Raise ValueError if marks do not fit the classes of the input."""
+    """Raise ValueError if shardings do not fit the classes of the input."""
     dim = min(1, ndim - 1)
     workers = loss.input.partition.ranks
     if loss.wanted not in (None, workers):

@@ -20,7 +20,7 @@ from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
-from tessel.distributed.shards import sharding_of, shared_by, unmarked
+from tessel.distributed.shards import as_plain, sharding_of, shared_by
 
 Draw = Callable[[Tensor], Any]
 
@@ -42,7 +42,7 @@ def draw_(tensor: Tensor, layout: Layout, draw: Draw) -> Tensor:
     """
     if not layout.partition.active:
         return tensor
-    part = unmarked(tensor.detach())
+    part = as_plain(tensor.detach())
     with torch.no_grad():
         alike = tuple(part.shape) == layout.shape
         whole = part if alike else part.new_empty(layout.shape)
@@ -79,7 +79,7 @@ def equalize_(parameters: Iterable[Tensor | None], partition: Partition) -> None
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
-    """Where the parts of a parameter lie, by its mark; None if nothing says that it is shared."""
+    """Where the parts of a parameter lie, by its sharding; None if nothing says so."""
     sharding, sharing = sharding_of(parameter), shared_by(parameter)
     shape = tuple(parameter.shape)
     if sharding is None:

@@ -18,10 +18,10 @@ from tessel.distributed.movements import gathering
 from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import (
     Sharding,
+    as_plain,
     describe,
     state_of,
     traced_state,
-    unmarked,
 )
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
@@ -295,9 +295,9 @@ def parallel_embedding(
         scale_grad_by_freq: whether gradients are divided by how often an id is in `input`.
         sparse: whether the gradient of the shard is a sparse tensor.
         num_embeddings: the number of rows of the whole table; None for that of all shards.
-        dim: which dimension of the table is split, 0, 1 or -1; None for that of the mark of
-            `weight`, and without a mark for none.
-        partition: the workers; None for those of the mark, or the default group.
+        dim: which dimension of the table is split, 0, 1 or -1; None for that of the sharding of
+            `weight`, and without a sharding for none.
+        partition: the workers; None for those of the sharding, or the default group.
 
     >>> import tessel, torch
     >>> ids = torch.tensor([[1, 2, 4, 5], [4, 3, 2, 9]])
@@ -333,7 +333,7 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
     """The rows of the ids, after all workers agreed that they look up the same."""
     if not lookup.partition.active:
         return weight.new_empty(0)
-    ids = unmarked(ids)
+    ids = as_plain(ids)
     with torch._C.DisableTorchFunctionSubclass():  # the weight itself, of which rows may be scaled
         layout, terms = agree(lookup, ids, weight)
         settings = lookup.settings.counted_from_front(layout.shape[0])

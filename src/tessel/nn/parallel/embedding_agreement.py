@@ -30,8 +30,8 @@ class Lookup:
         dim: the dimension of the table that is split, 0, 1 or -1; None if that was not said.
         num_embeddings: the rows of the whole table; None for what the shards have together.
         settings: what else torch takes.
-        weight: the mark of the weight.
-        ids: the mark of the ids.
+        weight: the sharding of the weight.
+        ids: the sharding of the ids.
         embedding_dim: the columns of the whole table; None for what the shards have together.
     """
 

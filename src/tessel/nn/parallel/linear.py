@@ -26,11 +26,11 @@ from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import (
     Sharding,
+    as_plain,
+    as_shard,
     describe,
-    marked,
     state_of,
     traced_state,
-    unmarked,
 )
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.agreed import check_sharding
@@ -74,7 +74,7 @@ def multiply(
             is_off=is_off,
             problem=problem_of(weight, bias, partition, dim, sizes),
         )
-        x = unmarked(x)
+        x = as_plain(x)
         layout, meta = conclude(product, x)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
@@ -83,10 +83,10 @@ def multiply(
         # where others carry tangents, this worker's are zeros, and travel with theirs
         with dual_level() if meta.has_tangent and not in_forward_mode() else nullcontext():
             given = SpreadTensor(as_agreed(grad_alike(x, meta), meta, True), layout)
-            own = SpreadTensor(unmarked(weight), layouts["weight"])
-            added = None if bias is None else SpreadTensor(unmarked(bias), layouts["bias"])
+            own = SpreadTensor(as_plain(weight), layouts["weight"])
+            added = None if bias is None else SpreadTensor(as_plain(bias), layouts["bias"])
             y = opened(F.linear(given, own, added))[0]
-    return marked(y, Sharding(x.ndim - 1, partition, sizes[1])) if dim == COLUMN else y
+    return as_shard(y, Sharding(x.ndim - 1, partition, sizes[1])) if dim == COLUMN else y
 
 
 def multiply_shards(
@@ -130,8 +130,8 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
 
     - `dim=None`: `torch.nn.Linear`, with the same values on all workers. Nothing moves.
     - `dim=1` or `-1`, *column*: each worker has the rows of the weight, and the bias, of its part
-      of the outputs. The input is whole on all workers, the output a shard, marked as one. Nothing
-      moves forward; the gradient of the input takes one all-reduce.
+      of the outputs. The input is whole on all workers, the output a shard. Nothing moves
+      forward; the gradient of the input takes one all-reduce.
     - `dim=0`, *row*: each worker has the columns of the weight of its part of the inputs, and the
       whole bias, which is added once. The input is a shard along the last dimension, or whole, of
       which the shard is taken then. The output is whole and takes one all-reduce; the gradient of

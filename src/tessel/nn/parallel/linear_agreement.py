@@ -91,7 +91,7 @@ class ShardedProduct:
         hint = ""
         if self.dim == ROW and self.state is None:
             hint = (
-                "; all workers pass the whole input, or each its shard, which may be marked by "
+                "; all workers pass the whole input, or each its shard, which may be registered by "
                 "tessel.register_parallel_dim(x, -1)"
             )
         check_parts(shapes, layout, "an input", self.label, hint)

@@ -1,4 +1,4 @@
-"""A module that marks tensors as shards."""
+"""A module that registers tensors as shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tessel.distributed.shards import registered
 class RegisterParallelDim(torch.nn.Module):
     """Say that tensors are shards along a dimension, or that they are whole.
 
-    Forward:  y = x, with another mark; `x` itself keeps its own.
+    Forward:  y = x, with another sharding; `x` itself keeps its own.
 
     Args:
         dim: the dimension that is split over the workers; None says that tensors are whole.

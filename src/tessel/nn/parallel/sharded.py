@@ -9,12 +9,12 @@ import torch
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.distributed.shards import Sharding, call, note, sharding_of, share, unmark_values
+from tessel.distributed.shards import Sharding, call, drop_shardings, note, sharding_of, share
 from tessel.nn.parallel.drawing import equalize_
 
 
 class ShardedLayer(torch.nn.Module):
-    """A layer of torch's that says where its parameters lie; they carry marks that say so, too.
+    """A layer of torch's that says where its parameters lie; they carry shardings that say so, too.
 
     A subclass gives `layouts`. Parameters that it does not name are none of this layer's business.
 
@@ -81,7 +81,7 @@ class ShardedLayer(torch.nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:  # files contain plain tensors
-            unmark_values(destination, prefix, self._parameters)
+            drop_shardings(destination, prefix, self._parameters)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dim={self.dim}"

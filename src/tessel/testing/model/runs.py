@@ -62,7 +62,7 @@ def run_alone(
     is_spread: list[bool],
     loss: Loss,
     seeds: list[int],
-    mark: bool = False,
+    draws_as_spread: bool = False,
 ) -> OneProcess:
     """Run a copy of a model in plain torch.
 
@@ -75,13 +75,13 @@ def run_alone(
         is_spread: which of the tensors among them are spread in the converted model.
         loss: of the output, by which it is derived.
         seeds: of the random numbers, one for each call.
-        mark: whether tensors draw as spread ones do.
+        draws_as_spread: whether tensors draw as spread ones do.
     """
     model, arguments, outputs = deepcopy(template), given.wholes(), []
 
     def enter(number: int, value: Tensor) -> Tensor:
         copy = value.clone()  # the model may change it
-        return drawing(copy) if mark and is_spread[number] else copy
+        return drawing(copy) if draws_as_spread and is_spread[number] else copy
 
     draws = False
     for number, seed in enumerate(seeds):
@@ -95,8 +95,8 @@ def run_alone(
             result = model(*args, **kwargs)
             draws = draws or _random_state() != before
             outputs.append(_derived(result, loss))
-    if draws and not mark:
-        return run_alone(template, given, is_spread, loss, seeds, mark=True)
+    if draws and not draws_as_spread:
+        return run_alone(template, given, is_spread, loss, seeds, draws_as_spread=True)
     # The peak is that of the last call, as it is of the converted model.
     return OneProcess(model, arguments, trace, outputs, memory.peak, draws)
 
