@@ -201,7 +201,7 @@ def test_halves_are_renormalised(run: Run, dtype: torch.dtype) -> None:
 
 
 def check_function(size: int) -> None:
-    """The functional form, with the shard as any tensor, registered or not, and negative padding."""
+    """The functional form, with the shard as any tensor, registered or not, and negative pads."""
     P = group(size)
     for dim, shardings, negative in product((0, 1, -1), (False, True), (-3, 7)):
         table = values((10, 6), 1)
