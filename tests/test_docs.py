@@ -115,7 +115,7 @@ def execute(sources: list[tuple[str, int, str]]) -> list[str]:
     module = types.ModuleType("page")
     sys.modules["page"] = module
     printed = []
-    with rules_kept():
+    with left_as_it_was():
         for page, line, source in sources:
             code = compile("\n" * line + source, page, "exec")
             with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -125,8 +125,8 @@ def execute(sources: list[tuple[str, int, str]]) -> list[str]:
 
 
 @contextlib.contextmanager
-def rules_kept() -> Iterator[None]:
-    """Leave the table as it was: the pages enter rules, which other workers of a pool lack."""
+def left_as_it_was() -> Iterator[None]:
+    """The table and the default group, after pages that enter rules and choose groups."""
     rules, plain = dict(table.RULES), set(table.PLAIN)
     try:
         yield
@@ -135,6 +135,8 @@ def rules_kept() -> Iterator[None]:
             each.clear()  # type: ignore[attr-defined]
             each.update(before)  # type: ignore[attr-defined]
         table.FOUND.clear()
+        if tessel.distributed.is_initialized():
+            tessel.distributed.destroy_process_group()
 
 
 def check_output(block: Block, printed: str) -> None:
