@@ -171,7 +171,8 @@ def check_all(names: Sequence[str]) -> int:
     workers = tessel.world().size
     verdict = Verdict()
     for name in names:
-        case = CASES[name]
+        # three workers have all kinds of parts: their second derivatives say it for others
+        case = CASES[name] if workers == 3 else replace(CASES[name], order=1)
         firsts = [*ways(case.shapes[0], workers), *grids(case.shapes[0], workers)]
         if workers == 4 and len(case.shapes[0]) > 1:
             # three workers have split each dimension, and four have for the support matrix
