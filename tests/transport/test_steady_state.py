@@ -210,7 +210,10 @@ def test_a_thousand_calls_do_not_need_more_memory_than_a_hundred(
 
 
 def objects_kept(name: str, num_bytes: int, calls: int) -> int:
-    """The bytes of Python's objects that are left from so many calls."""
+    """The bytes of Python's objects that are left from so many calls, at best of three times.
+
+    What is made once for all calls to come, as a view of a slot, may be made at any time.
+    """
     move = movement(name, num_bytes)
     x = input_of(move)
     for _ in range(20):
@@ -220,11 +223,14 @@ def objects_kept(name: str, num_bytes: int, calls: int) -> int:
     try:
         for _ in range(20):
             move.apply(x)
-        before, _ = tracemalloc.get_traced_memory()
-        for _ in range(calls):
-            move.apply(x)
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0] - before
+        kept = []
+        for _ in range(3):
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(calls):
+                move.apply(x)
+            gc.collect()
+            kept.append(tracemalloc.get_traced_memory()[0] - before)
+        return min(kept)
     finally:
         tracemalloc.stop()
 
