@@ -83,14 +83,17 @@ def input_of(move: Move) -> Tensor:
 
 
 def made_by(name: str, num_bytes: int) -> tuple[list[int], list[int]]:
-    """What a call allocates after some others, and the bytes of its result."""
+    """What a call allocates at best, after some others, and the bytes of its result."""
     move = movement(name, num_bytes)
     x = input_of(move)
     for _ in range(3):
         move.apply(x)
-    with Allocations() as counted:
-        y = move.apply(x)
-    return counted.made, filled(y)
+    made = []
+    for _ in range(5):  # what comes before it is asked for is kept meanwhile, in a place of its own
+        with Allocations() as counted:
+            y = move.apply(x)
+        made.append(counted.made)
+    return min(made, key=sum), filled(y)
 
 
 def filled(*results: Tensor) -> list[int]:
