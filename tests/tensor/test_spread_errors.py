@@ -49,6 +49,31 @@ def ctc(target: int = 1, times: int = 4, length: int = 1) -> Any:
 
 BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "ctc of classes": (lambda: ctc(target=3), RuntimeError, "3 classes"),
+    "einsum of lengths": (
+        lambda: torch.einsum("bc,c->b", reals(5, 14).mT.mT, values((7,), 1)),
+        RuntimeError,
+        "do not fit",
+    ),
+    "einsum of part": (
+        lambda: torch.einsum("bc,c->b", split(values((5, 14), 1), 1), values((7,), 1)),
+        RuntimeError,
+        "do not fit",
+    ),
+    "einsum of letters": (
+        lambda: torch.einsum("bc->bz", reals(6, 4)),
+        RuntimeError,
+        "no operand has the index z",
+    ),
+    "tensordot of part": (
+        lambda: torch.tensordot(split(values((5, 14), 1), 1), values((7, 2), 1), 1),
+        RuntimeError,
+        "do not fit",
+    ),
+    "linear of part": (
+        lambda: F.linear(split(values((5, 14), 1), 1), reals(4, 7)),
+        RuntimeError,
+        "do not fit",
+    ),
     "ctc of times": (lambda: ctc(times=5), RuntimeError, "input_lengths"),
     "ctc of lengths": (lambda: ctc(length=2), RuntimeError, "target_lengths"),
     "embedding_bag": (

@@ -1,7 +1,15 @@
-"""Outlines: what the table of rules says of a call on shards, without values and messages."""
+"""Outlines: what the table of rules says of a call on shards, without their values and messages.
+
+A rule that sends nothing may still do something else with a part than the function itself does: it
+may know where the part lies, as `tril` must, or leave out what only others need. So the rule is
+followed with numbers that are drawn, in the place of several workers, and the sharding is kept if
+the function of the part gives the same there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,12 +17,14 @@ from torch import Tensor
 
 from tessel import tensor, transport
 from tessel.core import boxes
+from tessel.core.context import setting
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.distributed.shardings import Sharding, silent_row
 from tessel.distributed.torch_call import Shape, TorchCall, mapped, tensors_in
 from tessel.tensor.call import by_rule
 from tessel.tensor.gathering import fallback, is_random
+from tessel.tensor.table import outlining
 from tessel.transport import kept_in_job
 
 Answer = tuple[Layout, ...] | str
@@ -34,6 +44,8 @@ def layouts_after(call: TorchCall) -> Answer:
         return "of which each worker draws numbers of its own"
     if call.base == "__getitem__" and None in call.states[1:]:
         return "at places of which each worker may have its own"  # as numbers that it drew
+    if call.function is None:
+        return "of which there is no form that leaves its operand as it is"
     given = {name: value for name, value in call.kwargs.items() if name not in _IGNORED}
     layouts = {id(each): _layout(call, k) for k, each in enumerate(call.tensors)}
     memory, key = _memory(), (call.function, _key(call.args, layouts), _key(given, layouts))
@@ -69,22 +81,88 @@ def _key(value: Any, layouts: dict[int, Layout | None]) -> Any:
 
 
 def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | None]) -> Answer:
-    """Follow the rule with outlines of the whole tensors in the places of tensors."""
+    """Follow the rule in the places of several workers, the same ones on all of them.
 
-    def outline(each: Tensor) -> Tensor:
-        part = torch.empty(tuple(each.shape), dtype=each.dtype, device="meta")
-        layout = layouts.get(id(each))
-        return part if layout is None else tensor.Tensor(part, layout)
-
-    try:
-        with torch._C._EnableTorchFunction(), fallback("raise"), torch.no_grad():
-            result = by_rule(call.function, mapped(outline, call.args), mapped(outline, given))
-    except Exception:  # the rule would send, or finds that a length is that of a part
+    These are all of few, and of many the first, the one in the middle and the last that have parts
+    of a shape.
+    """
+    known = [layout for layout in layouts.values() if layout is not None]
+    supposed = known[0].partition
+    shapes = [tuple(each.shape_on(worker) for each in known) for worker in supposed.ranks]
+    alike = [
+        [k for k, each in enumerate(shapes) if each == shape] for shape in dict.fromkeys(shapes)
+    ]
+    few = supposed.size <= 8
+    places = [
+        k for some in alike for k in (some if few else {some[0], some[len(some) // 2], some[-1]})
+    ]
+    here = supposed.rank or 0
+    found = None
+    for place in places:
+        try:
+            at_place = _at(place, call, given, layouts)
+        except Exception:  # the rule would send, or finds that a length is that of a part
+            if len(known) < len(layouts) and shapes[place] != shapes[here]:
+                continue  # what is plain may be this worker's part, and fits no other
+            at_place = None
+        if at_place is None:
+            return "over the dimension that is split"
+        found = at_place
+    if found is None:
         return "over the dimension that is split"
-    found = tensors_in(result)
+    return tuple(replace(each, partition=_as_worker(each.partition, here)) for each in found)
+
+
+def _at(
+    place: int,
+    call: TorchCall,
+    given: dict[str, Any],
+    layouts: dict[int, Layout | None],
+) -> tuple[Layout, ...] | None:
+    """The layouts of the results by the rule, as the worker at this place follows it.
+
+    None if the function of its part is not its part of the result.
+    """
+    draws = torch.Generator().manual_seed(place)
+
+    def outline(each: Tensor) -> tuple[Tensor, Tensor]:
+        layout = layouts.get(id(each))
+        if layout is not None:
+            layout = replace(layout, partition=_as_worker(layout.partition, place))
+        shape = tuple(each.shape) if layout is None else layout.local_shape
+        if each.dtype.is_floating_point or each.dtype.is_complex:
+            kind = torch.complex128 if each.dtype.is_complex else torch.float64
+            part = torch.rand(shape, generator=draws, dtype=kind).to(each.dtype)
+        elif shape == tuple(each.shape):
+            part = each.detach().as_subclass(Tensor).cpu()  # places and truths as they are
+        else:
+            part = torch.zeros(shape, dtype=each.dtype)
+        return part, part if layout is None else tensor.Tensor(part.clone(), layout)
+
+    drawn = {id(each): outline(each) for each in tensors_in((call.args, given))}
+    args, settings = (mapped(lambda each: drawn[id(each)][1], x) for x in (call.args, given))
+    with torch._C._EnableTorchFunction(), fallback("raise"), torch.no_grad():
+        with setting(outlining, True):  # values of others are not asked for
+            found = tensors_in(by_rule(call.function, args, settings))
+        args, settings = (mapped(lambda each: drawn[id(each)][0], x) for x in (call.args, given))
+        expected = tensors_in(call.function(*args, **settings))
     if not all(isinstance(each, tensor.Tensor) for each in found):
-        return ""
+        return None
+    parts = [each._part for each in found]  # type: ignore[attr-defined]
+    if len(parts) != len(expected) or not all(map(_alike, parts, expected)):
+        return None
     return tuple(each._layout for each in found)  # type: ignore[attr-defined]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return torch.equal(a, b)
+    scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
+    bound = 64 * torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, rtol=bound, atol=bound * scale, equal_nan=True)
 
 
 def _layout(call: TorchCall, number: int) -> Layout | None:
@@ -112,6 +190,8 @@ def layout_of(sharding: Sharding, shape: Shape) -> Layout:
     length = shape[sharding.dim]
     interval = sharding.interval
     size = sharding.size if interval is not None and interval[1] - interval[0] == length else None
+    if sharding.partition.size == 1:
+        size = None  # two workers are supposed, of which each has as much
     return _layout_of(_supposed(sharding.partition), sharding.dim, shape, size)
 
 
@@ -119,7 +199,7 @@ def layout_of(sharding: Sharding, shape: Shape) -> Layout:
 def _layout_of(partition: Partition, dim: int, shape: Shape, size: int | None) -> Layout:
     parts = (
         boxes.consecutive([shape[dim]] * partition.size)
-        if size in (None, shape[dim])  # or of one worker alone, of which there are two supposed
+        if size is None
         else boxes.balanced(size, partition.size)
     )
     cuts = tuple(
@@ -134,6 +214,12 @@ def _supposed(partition: Partition) -> Partition:
 
     There are two at least: of one alone a rule would not say what it needs of others.
     """
-    ranks = [-1 - k for k in range(max(2, partition.size))]
-    ranks[partition.rank or 0] = transport.this_worker()
+    return _as_worker(range(max(2, partition.size)), partition.rank or 0)
+
+
+@kept_in_job
+def _as_worker(row: Collection[int] | Partition, place: int) -> Partition:
+    """As many workers, this one at another place among them."""
+    ranks = [-1 - k for k in range(row.size if isinstance(row, Partition) else len(row))]
+    ranks[place] = transport.this_worker()
     return silent_row(ranks)

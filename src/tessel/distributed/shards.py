@@ -536,8 +536,15 @@ def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if calls.is_property(func):
         with torch._C.DisableTorchFunctionSubclass():
             return _gradient(func(*args, **kwargs), args[0])
-    outputs = {key: calls.mapped(as_plain, kwargs[key]) for key in kwargs if key == "outputs"}
-    args, kwargs = (*calls.mapped(as_plain, args[:1]), *args[1:]), {**kwargs, **outputs}
+    # Outputs, and gradients of them, are plain: what travels in the pass is no shard.
+    plain = ("outputs", "gradient", "grad_tensors", "grad_outputs")
+    kwargs = {k: calls.mapped(as_plain, v) if k in plain else v for k, v in kwargs.items()}
+    outputs, *rest = args or (None,)
+    if rest and name == "backward":
+        rest[0] = calls.mapped(as_plain, rest[0])
+    elif len(rest) > 1:
+        rest[1] = calls.mapped(as_plain, rest[1])
+    args = (calls.mapped(as_plain, outputs), *rest) if args else ()
     if name == "grad":
         return _slopes(func, args, kwargs)
     inputs = calls.tensors_in(kwargs.get("inputs"))

@@ -28,7 +28,7 @@ _WITHOUT_GRADIENT = frozenset(
         *("less", "less_equal", "logical_and", "logical_or", "logical_xor"),
     )
 )
-_OF_WEIGHTS = frozenset(("linear", "layer_norm", "rms_norm"))
+_BATCHED = frozenset(("matmul", "bmm", "baddbmm"))
 _SETTLED = "tessel: not a shard"  # in the metadata of a node behind which nobody looks
 
 
@@ -142,7 +142,8 @@ def _settle(node: Any) -> None:
 def _is_own_part(call: TorchCall, sharding: Sharding, shape: Shape, other: Shape) -> bool:
     """Whether a tensor without a sharding has the split dimension too, as long as it is here."""
     place = sharding.dim - len(shape)  # from the end, as in broadcasting
-    if call.base in _OF_WEIGHTS or not (is_pointwise(call.base) or place < -2):
+    # of other functions, as a convolution, the tensor may be a weight that is as long by chance
+    if not is_pointwise(call.base) and not (call.base in _BATCHED and place < -2):
         return False
     # where some worker's part is 1 long, a whole tensor, which broadcasts, may be as long
     lengths = [shape[sharding.dim]]

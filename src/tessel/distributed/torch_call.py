@@ -74,10 +74,10 @@ class TorchCall:
 
     @property
     def function(self) -> Any:
-        """The torch function; where this is one that works in place, the one that does not."""
+        """The torch function; of one that works in place the one that does not, or None."""
         if self.called is not None and (self.base == self.name or self.name.startswith("__")):
             return self.called
-        return getattr(Tensor, self.base, None) or getattr(torch, self.base)
+        return getattr(Tensor, self.base, None) or getattr(torch, self.base, None)
 
     def argument(self, position: int, *names: str, default: Any = None) -> Any:
         """An argument by its position or by one of its names."""

@@ -77,8 +77,18 @@ def planned(
     lengths: dict[str, int] = {}
     for letters, shape in zip(indices, shapes, strict=True):
         for letter, length in zip(letters, shape, strict=True):
-            if lengths.setdefault(letter, length) == 1:
+            known = lengths.setdefault(letter, length)
+            if known == 1:
                 lengths[letter] = length
+            elif length not in (1, known) and min(partition.ranks) >= 0:
+                # beside supposed workers, of an outline, a plain operand may be a part
+                raise RuntimeError(
+                    f"operands of shapes {shapes} do not fit: an index is {known} long in one and "
+                    f"{length} in another, as {','.join(indices)}->{output} names them"
+                )
+    for letter in output:
+        if letter not in lengths:
+            raise RuntimeError(f"{','.join(indices)}->{output}: no operand has the index {letter}")
     cuts = _cuts(indices, lengths, shapes, layouts)
     taken = {axis for cut in cuts.values() for axis in cut.axes}
     shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
