@@ -130,6 +130,7 @@ def shared_weights() -> list[str]:
         lambda: F.conv1d(h, w),
         lambda: torch.einsum("bnc,bcd->bnd", h.mT[:, :3], w),
         lambda: torch.tensordot(h.mT, w, 1),
+        lambda: h * w[0, 0, :1].expand_as(h),
     ):
         try:
             function()
@@ -140,8 +141,8 @@ def shared_weights() -> list[str]:
 
 
 def test_a_weight_is_no_part_though_it_is_as_long(run: Run) -> None:
-    for conv, _, tensordot in run(shared_weights, nprocs=2):
-        assert "tessel.distributed.copy" in conv and "tessel.distributed.copy" in tensordot
+    for conv, _, *others in run(shared_weights, nprocs=2):
+        assert all("tessel.distributed.copy" in said for said in (conv, *others))
 
 
 def gradients_that_are_shards() -> None:

@@ -42,7 +42,7 @@ def check_uses(call: TorchCall) -> None:
     for tensor, state in zip(call.tensors, call.states, strict=True):
         if state is not None or not tensor.requires_grad:
             continue
-        if not _is_own_part(call, sharding, shape, tuple(tensor.shape)) and _is_shared(tensor):
+        if not _is_own_part(call, sharding, shape, tensor) and _is_shared(tensor):
             raise ValueError(
                 f"`{call.name}` of {sharding} and a tensor of shape {tuple(tensor.shape)} that is "
                 f"whole on every worker: each worker would compute a part of its gradient only; "
@@ -139,7 +139,7 @@ def _settle(node: Any) -> None:
     node.metadata[_SETTLED] = True
 
 
-def _is_own_part(call: TorchCall, sharding: Sharding, shape: Shape, other: Shape) -> bool:
+def _is_own_part(call: TorchCall, sharding: Sharding, shape: Shape, other: Tensor) -> bool:
     """Whether a tensor without a sharding has the split dimension too, as long as it is here."""
     place = sharding.dim - len(shape)  # from the end, as in broadcasting
     # of other functions, as a convolution, the tensor may be a weight that is as long by chance
@@ -151,7 +151,10 @@ def _is_own_part(call: TorchCall, sharding: Sharding, shape: Shape, other: Shape
         lengths = [b - a for a, b in boxes.balanced(sharding.size, sharding.partition.size)]
     if 1 in lengths:
         return False
-    return -place <= len(other) and other[place] == shape[sharding.dim]
+    if -place > other.dim() or other.shape[place] != shape[sharding.dim]:
+        return False
+    # what was expanded to this length is one value along it, on all workers
+    return other.layout is not torch.strided or other.stride(place) != 0
 
 
 def _is_shared(tensor: Tensor) -> bool:
