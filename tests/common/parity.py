@@ -17,6 +17,16 @@ TOLERANCE = 1e-12
 Make = Callable[..., torch.nn.Module]
 
 
+def group(size: int) -> Partition:
+    """The group of this worker, of contiguous ones."""
+    everyone = tessel.world().size
+    groups = [
+        tessel.world().create_partition_inclusive(range(start, start + size))
+        for start in range(0, everyone, size)
+    ]
+    return next(each for each in groups if each.active)
+
+
 class OnGrid:
     """Where the tensor of a case lies."""
 

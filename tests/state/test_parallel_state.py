@@ -22,7 +22,7 @@ from torch.nn import Linear, Module
 from torch.nn.parallel import DistributedDataParallel
 
 import tessel
-from parity import values
+from parity import group, values
 from tessel import Partition
 from tessel.distributed import get_parallel_dim
 from tessel.distributed.shards import register_parallel_dim, sharding_of, shared_by
@@ -47,16 +47,6 @@ everywhere = pytest.mark.parametrize(("nprocs", "size"), GROUPS)
 DIMS: list[Dims] = [(0, -1, 0), (1, 0, -1), (-1, 1, 0), (0, None, -1), (None, -1, None)]
 UNEVEN: Sizes = (7, 5, 9)  # ids, features, hidden features
 FEW: Sizes = (3, 2, 3)  # fewer than workers
-
-
-def group(size: int) -> Partition:
-    """The group of this worker, of contiguous ones."""
-    everyone = tessel.world().size
-    groups = [
-        tessel.world().create_partition_inclusive(range(start, start + size))
-        for start in range(0, everyone, size)
-    ]
-    return next(each for each in groups if each.active)
 
 
 class Net(Module):

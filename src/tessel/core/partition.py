@@ -164,6 +164,14 @@ class Partition:
         return f"Partition({grid} on workers {self.listing})"
 
     @property
+    def is_supposed(self) -> bool:
+        """Whether some of these workers are only supposed, as negative numbers say.
+
+        Rules are followed on such partitions to see what they would do; nobody can talk there.
+        """
+        return min(self.ranks) < 0
+
+    @property
     def listing(self) -> str:
         """The workers in words."""
         first, last = self.ranks[0], self.ranks[-1]

@@ -2,9 +2,9 @@
 
 A shard computes as any tensor does, with the part of one worker. Whether that gives this worker's
 part of what the function gives of the whole tensors, the table of `tessel.tensor` knows: its rule
-is followed on outlines of the whole tensors, which have layouts and no values. If it moves nothing,
-the result is a shard, and the layout says along which dimension; if it would have to move
-something, the part of one worker is not the whole story, and the sharding is lost.
+is followed on outlines of the whole tensors (`tessel.distributed.outline`). If it does with a part
+what the function does, the result is a shard, and the layout says along which dimension; if it
+would send something, or does something else, the sharding is lost.
 
 Three things are not asked of the table, since a shard means something else by them than a spread
 tensor: lengths that it is given are those of this worker (`tessel.distributed.regrouping`), plain

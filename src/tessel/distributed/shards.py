@@ -272,10 +272,10 @@ def drop_shardings(state: dict[str, Any], prefix: str, names: Iterable[str]) -> 
             state[prefix + name] = as_plain(state[prefix + name])
 
 
-def sharding_of(x: Tensor) -> Sharding | None:
-    """The sharding of a tensor, or None if it has none; ValueError if it was lost."""
+def sharding_of(x: Tensor, label: str = "this tensor") -> Sharding | None:
+    """The sharding of a tensor, or None; ValueError in the name of `label` if it was lost."""
     state = state_of(x)
-    check_known(state, "this tensor")
+    check_known(state, label)
     assert not isinstance(state, UnknownSharding)
     return state
 
@@ -536,17 +536,14 @@ def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if calls.is_property(func):
         with torch._C.DisableTorchFunctionSubclass():
             return _gradient(func(*args, **kwargs), args[0])
-    # Outputs, and gradients of them, are plain: what travels in the pass is no shard.
-    plain = ("outputs", "gradient", "grad_tensors", "grad_outputs")
-    kwargs = {k: calls.mapped(as_plain, v) if k in plain else v for k, v in kwargs.items()}
-    outputs, *rest = args or (None,)
-    if rest and name == "backward":
-        rest[0] = calls.mapped(as_plain, rest[0])
-    elif len(rest) > 1:
-        rest[1] = calls.mapped(as_plain, rest[1])
-    args = (calls.mapped(as_plain, outputs), *rest) if args else ()
+    # outputs, and gradients of them, are plain: what travels in the pass is no shard
+    places = (0, 2) if name == "grad" else (0, 1)
+    args = tuple(
+        calls.mapped(as_plain, each) if place in places else each for place, each in enumerate(args)
+    )
+    kwargs = {k: v if k == "inputs" else calls.mapped(as_plain, v) for k, v in kwargs.items()}
     if name == "grad":
-        return _slopes(func, args, kwargs)
+        return _gradients(func, args, kwargs)
     inputs = calls.tensors_in(kwargs.get("inputs"))
     if any(isinstance(each, Shard) and not each.is_leaf for each in inputs):
         with torch._C.DisableTorchFunctionSubclass():  # an edge would leave them without gradient
@@ -566,7 +563,7 @@ def _gradient(found: Tensor | None, x: Tensor) -> Tensor | None:
     return found
 
 
-def _slopes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gradients with respect to shards, which torch is told by their places in its graph."""
     outputs, *rest = args
     inputs = rest.pop(0) if rest else kwargs.pop("inputs")
@@ -595,10 +592,9 @@ def _edge(x: Any) -> Any:
 
 def _known(shard: Tensor, label: str) -> Sharding:
     """Which shard this is; ValueError in the name of `label` if that was lost."""
-    state = state_of(shard)
-    check_known(state, label)
-    assert isinstance(state, Sharding)
-    return state
+    sharding = sharding_of(shard, label)
+    assert sharding is not None
+    return sharding
 
 
 def _met(shard: Shard, partition: Partition | None) -> SpreadTensor:

@@ -173,9 +173,8 @@ class Entrance:
         if running.get() is not None or (spread and in_backward()):
             return self.forward(*args, **kwargs)  # inside of a model, or of a checkpoint
         if not self.P_x.active:
-            for first in tensors(args, kwargs):
-                return zero_volume_tensor(dtype=first.dtype, device=first.device)
-            return zero_volume_tensor()
+            first = next(tensors(args, kwargs), torch.empty(0))
+            return zero_volume_tensor(dtype=first.dtype, device=first.device)
         if self.P_x.size == 1 and not spread:
             with setting(alone, True):
                 return self.forward(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tessel
-from parity import close, values
+from parity import close, group, values
 from tessel import Layout, Partition
 from tessel.distributed import get_parallel_dim, register_parallel_dim
 from tessel.distributed.shards import Shard
@@ -29,16 +29,6 @@ Run = Callable[..., list[Any]]
 GROUPS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # workers, and those of a group
 everywhere = pytest.mark.parametrize(("nprocs", "size"), GROUPS)
 INF = float("inf")
-
-
-def group(size: int) -> Partition:
-    """The group of this worker, of contiguous ones."""
-    everyone = tessel.world().size
-    groups = [
-        tessel.world().create_partition_inclusive(range(start, start + size))
-        for start in range(0, everyone, size)
-    ]
-    return next(each for each in groups if each.active)
 
 
 def table_layout(P: Partition, shape: Sequence[int], dim: int) -> Layout:

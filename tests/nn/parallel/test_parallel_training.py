@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import tessel
-from parity import close, values
+from parity import close, group, values
 from tessel import Layout, Partition
 from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
 from tessel.models import FNO
@@ -40,16 +40,6 @@ GROUPS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # workers, and those of a gro
 everywhere = pytest.mark.parametrize(("nprocs", "size"), GROUPS)
 INF = float("inf")
 WORDS, WIDTH, HIDDEN = 11, 6, 9
-
-
-def group(size: int) -> Partition:
-    """The group of this worker, of contiguous ones."""
-    everyone = tessel.world().size
-    groups = [
-        tessel.world().create_partition_inclusive(range(start, start + size))
-        for start in range(0, everyone, size)
-    ]
-    return next(each for each in groups if each.active)
 
 
 class Model(torch.nn.Module):

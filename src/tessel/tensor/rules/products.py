@@ -80,8 +80,8 @@ def planned(
             known = lengths.setdefault(letter, length)
             if known == 1:
                 lengths[letter] = length
-            elif length not in (1, known) and min(partition.ranks) >= 0:
-                # beside supposed workers, of an outline, a plain operand may be a part
+            elif length not in (1, known) and not partition.is_supposed:
+                # beside supposed workers a plain operand may be a part
                 raise RuntimeError(
                     f"operands of shapes {shapes} do not fit: an index is {known} long in one and "
                     f"{length} in another, as {','.join(indices)}->{output} names them"
