@@ -6,10 +6,17 @@ All of these decide by what every worker knows: so they raise on all of them, wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from tessel.core.agreement import Held, Numbers, TensorMeta
+from torch import Tensor
+from torch.autograd.forward_ad import dual_level
+
+from tessel.core.agreement import Held, Numbers, TensorMeta, as_agreed, in_forward_mode
 from tessel.core.layout import Layout, Shape
+from tessel.core.shared import grad_alike
 from tessel.distributed.shardings import Sharding, State, UnknownSharding
+from tessel.tensor import Tensor as SpreadTensor
 
 WAY_OUT = "tessel.distributed.gather(x) makes a tensor whole again"
 
@@ -20,6 +27,19 @@ def frozen(held: Held) -> Frozen:
     """The shapes by worker and the kind of a tensor, as a key of what follows from them."""
     shapes, meta = held
     return tuple(shapes.items()), meta
+
+
+def in_mode_of(meta: TensorMeta) -> AbstractContextManager[Any]:
+    """Forward mode where any worker computes in it: tangents of all workers travel together."""
+    return dual_level() if meta.has_tangent and not in_forward_mode() else nullcontext()
+
+
+def spread_part(part: Tensor, layout: Layout, meta: TensorMeta) -> SpreadTensor:
+    """A part that all agreed on, as a spread tensor.
+
+    It needs a gradient, or carries a tangent, of zeros, here if it does so on any worker.
+    """
+    return SpreadTensor(as_agreed(grad_alike(part, meta), meta, True), layout)
 
 
 def misfit(state: State, expected: Sharding | None, name: str) -> str:

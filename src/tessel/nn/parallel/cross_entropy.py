@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from tessel import transport
-from tessel.core.agreement import TensorMeta, agree_on_call, as_agreed
+from tessel.core.agreement import agree_on_call, as_agreed
+from tessel.core.context import setting
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
-from tessel.distributed.movements import scattering
 from tessel.distributed.shards import (
     State,
     UnknownSharding,
@@ -25,8 +25,12 @@ from tessel.distributed.shards import (
     state_of,
     traced_state,
 )
+from tessel.nn.parallel.agreed import in_mode_of, spread_part
 from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agree, kind_of
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.split_classes import CrossEntropy
+from tessel.tensor.table import opened
 from tessel.transport import kept_in_job
 
 
@@ -158,18 +162,14 @@ def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     layout, dim = logits.layout, loss.input.dim
     if loss.partition.size == 1:
         known.add(kinds)
-    x = _admitted(x, logits.input_terms)
-    target = _admitted(target, logits.target_terms)
+    terms, target_terms = logits.input_terms, logits.target_terms
+    target = grad_alike(as_agreed(target, target_terms, True), target_terms)
     if loss.partition.size == 1 or not layout.shape[dim]:
-        return loss.whole(x, target, weight)
-    if not logits.has_probabilities:  # one sample may have a dimension
-        target = target.reshape(layout.shape[:dim] + layout.shape[dim + 1 :])
-    elif loss.target is None and target.requires_grad and torch.is_grad_enabled():
-        target = scattering(loss.partition, layout.shape, dim).apply(target)
-    elif loss.target is None:
-        target = layout.local_part(target)  # a view: no graph is needed, and no copy
-    found, _ = loss.measure(x, layout, target, weight, logits.dtype, logits.input_terms)
-    return found
+        return loss.whole(grad_alike(as_agreed(x, terms, True), terms), target, weight)
+    goal = target if loss.target is None else SpreadTensor(target, layout)
+    # the workers told each other that every target is a class
+    with in_mode_of(terms), setting(checked, True):
+        return opened(loss.whole(spread_part(x, layout, terms), goal, weight))[0]
 
 
 @kept_in_job
@@ -180,11 +180,6 @@ def _known_alone(loss: ShardedLoss) -> set[Any]:
 
 def _kind(value: Any) -> Any:
     return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else type(value)
-
-
-def _admitted(value: Tensor, meta: TensorMeta) -> Tensor:
-    """A tensor that needs a gradient, or carries a tangent, here if it does so anywhere."""
-    return grad_alike(as_agreed(value, meta, True), meta)
 
 
 def _check_known(state: State) -> None:

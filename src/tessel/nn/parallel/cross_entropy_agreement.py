@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,10 +48,10 @@ class ShardedLoss:
     measure: CrossEntropy
     autocast: bool
 
-    @property
+    @cached_property
     def label(self) -> str:
         weight = f"weight of shape {self.weight.shape}, " if isinstance(self.weight, Kind) else ""
-        settings = ", ".join(f"{name}={value!r}" for name, value in asdict(self.measure).items())
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self.measure).items())
         return f"parallel_cross_entropy({weight}{settings}) over {self.partition}"
 
     def whole(self, x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
@@ -133,7 +134,7 @@ def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
         "input": Kind(layout.shape, input_terms.dtype, input_terms.device, False),
         "target": Kind(target_shape, target_terms.dtype, target_terms.device, False),
         "weight": loss.weight,
-        **asdict(loss.measure),
+        **vars(loss.measure),
     }
     # torch's loss of such tensors raises for what torch does not take, on all workers
     dtype = loss_dtype(F.cross_entropy, tuple(kinds.items()), loss.autocast)

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.forward_ad import dual_level
 
-from tessel.core.agreement import (
-    agree,
-    agree_on_call,
-    as_agreed,
-    conclude,
-    in_forward_mode,
-    same,
-)
+from tessel.core.agreement import agree, agree_on_call, conclude, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import (
@@ -33,7 +23,7 @@ from tessel.distributed.shards import (
     traced_state,
 )
 from tessel.nn.layer import needs_of
-from tessel.nn.parallel.agreed import check_sharding
+from tessel.nn.parallel.agreed import check_sharding, in_mode_of, spread_part
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_
 from tessel.nn.parallel.linear_agreement import COLUMN, ShardedProduct, layouts_of, problem_of
@@ -80,9 +70,8 @@ def multiply(
             y = F.linear(x, weight, bias)
     if partition.size > 1:
         layouts = layouts_of(partition, dim, sizes)
-        # where others carry tangents, this worker's are zeros, and travel with theirs
-        with dual_level() if meta.has_tangent and not in_forward_mode() else nullcontext():
-            given = SpreadTensor(as_agreed(grad_alike(x, meta), meta, True), layout)
+        with in_mode_of(meta):
+            given = spread_part(x, layout, meta)
             own = SpreadTensor(as_plain(weight), layouts["weight"])
             added = None if bias is None else SpreadTensor(as_plain(bias), layouts["bias"])
             y = opened(F.linear(given, own, added))[0]

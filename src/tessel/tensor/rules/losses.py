@@ -396,6 +396,7 @@ def _in_rows(targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 # -- of classes -----------------------------------------------------------------------------------
 
 GATHERED = 1 << 16  # bytes of scores of classes that go to all workers: one message is quicker
+NUM_FACTS = 3  # numbers of each sample that a worker tells of its classes, if it keeps the scores
 
 
 @rule("nll_loss", "cross_entropy", plain=True)
@@ -421,7 +422,8 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             target = target.reshape(())
         _check_targets(target, layout.shape[dim], given["ignore_index"])
     if is_split(layout, dim):
-        if prod(layout.shape) * x.element_size() > GATHERED:
+        few = max(stop - start for start, stop in layout.cuts[dim].intervals) <= NUM_FACTS
+        if prod(layout.shape) * x.element_size() > GATHERED or not (few or name == "nll_loss"):
             if name == "nll_loss":
                 return _of_split_scores(x, target, dim, given, reduction)
             measure = CrossEntropy(given["ignore_index"], given["label_smoothing"], reduction)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros, total
@@ -48,7 +47,6 @@ class CrossEntropy:
         target: Tensor,
         weight: Tensor | None,
         dtype: torch.dtype,
-        meta: TensorMeta | None = None,
     ) -> tuple[Tensor, Layout]:
         """The loss and its layout: one number that all workers share, or one of each sample.
 
@@ -62,7 +60,6 @@ class CrossEntropy:
                 as the logits do.
             weight: of all classes.
             dtype: of the loss; it is computed in float32 at least.
-            meta: what the workers agreed on, if they did.
         """
         dim = min(1, logits.ndim - 1)
         box = layout.box()
@@ -73,10 +70,10 @@ class CrossEntropy:
         if target.shape == logits.shape and target.is_floating_point():
             own = None if weight is None else _part_of_weight(weight, layout, dim)
             facts = facts_of_probabilities(shard, target, own, self.label_smoothing)
-            each = _merged(facts, layout, dim, meta).expected()
+            each = _merged(facts, layout, dim).expected()
             found = self._reduced(each, each.new_tensor(each.numel()), samples)
         else:
-            found = self._of_classes(shard, layout, samples, target.long(), weight, meta)
+            found = self._of_classes(shard, layout, samples, target.long(), weight)
         there = samples if self.reduction == "none" else shared_whole(layout.partition, ())
         return found.to(dtype), there
 
@@ -87,14 +84,13 @@ class CrossEntropy:
         samples: Layout,
         target: Tensor,
         weight: Tensor | None,
-        meta: TensorMeta | None,
     ) -> Tensor:
         dim, smooths = shard.dim, self.label_smoothing > 0
         ignored = target == self.ignore_index
         own = None if weight is None else weight[slice(*shard.own)]
         # a class that no worker has, so that nobody looks up a logit for it
         none = target.masked_fill(ignored, shard.num_classes)
-        merged = _merged(facts_of_classes(shard, none, own, smooths), layout, dim, meta)
+        merged = _merged(facts_of_classes(shard, none, own, smooths), layout, dim)
         counted = target.masked_fill(ignored, 0)
         parts = [each for each in layout.cuts[dim].intervals if each[0] < each[1]]
         stops = torch.tensor([stop for _, stop in parts], device=target.device)
@@ -125,13 +121,13 @@ class CrossEntropy:
         return found / divisor if self.reduction == "mean" else found
 
 
-def _merged(facts: list[Tensor], layout: Layout, dim: int, meta: TensorMeta | None) -> Merged:
+def _merged(facts: list[Tensor], layout: Layout, dim: int) -> Merged:
     """Let workers that have the same samples know what each of them has to tell.
 
     This is the one exchange; its adjoint is a slice.
     """
     rows, filled = _rows(layout, dim, len(facts))
-    everyones = move(rows, gathered(rows, (0,))).apply(torch.stack(facts).unsqueeze(0), meta)
+    everyones = move(rows, gathered(rows, (0,))).apply(torch.stack(facts).unsqueeze(0))
     return Merged.of(everyones if filled is None else everyones[filled])
 
 
