@@ -1,6 +1,7 @@
 """One pool of workers for the whole run, and a time limit for every test."""
 
 import faulthandler
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from tessel.testing.pool import WorkerPool
 
+# inductor would compile programs to see which vector instructions run, for half of a minute
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 torch.set_num_threads(1)  # of this process: tensors are small here, and more threads only wait
 
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta

@@ -16,21 +16,19 @@ Run = Callable[..., list[Any]]
 # earlier versions have fewer functions
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 13), reason="the page is of torch 2.13")
 
-_found: dict[str, list[Any]] = {}  # of each section, what the workers found
-
-
-def found(run: Run, section: str) -> list[Any]:
-    if section not in _found:
-        _found[section] = run(find, section, nprocs=WORKERS, timeout=300)
-    return _found[section]
-
 
 @pytest.mark.slow
-@pytest.mark.limit(330)  # some ten seconds, on a machine that does nothing else
-@pytest.mark.parametrize("section", SECTIONS)
-def test_the_page_says_what_is_found(run: Run, section: str) -> None:
-    text = table(section, agreed(found(run, section)))
-    assert text in PAGE.read_text(), f"docs/support.md is not what is found: make support\n{text}"
+@pytest.mark.limit(900)  # a minute or two, on a machine that does nothing else
+def test_the_page_says_what_is_found_and_every_rule_has_a_row(run: Run) -> None:
+    # one test: what is found is needed whole, and takes long
+    found = {section: run(find, section, nprocs=WORKERS, timeout=300) for section in SECTIONS}
+    page = PAGE.read_text()
+    for section, results in found.items():
+        text = table(section, agreed(results))
+        assert text in page, f"docs/support.md is not what is found: make support\n{text}"
+    followed = {name for results in found.values() for name in results[0][1]}
+    missing = {*RULES} - FACTS - followed
+    assert not missing, f"no row has {sorted(missing)}"
 
 
 def test_the_page_has_these_sections() -> None:
@@ -38,11 +36,3 @@ def test_the_page_has_these_sections() -> None:
     assert text.startswith(HEAD)
     heads = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
     assert heads == list(SECTIONS)
-
-
-@pytest.mark.slow
-@pytest.mark.limit(900)  # if no section was found before
-def test_every_rule_of_the_table_has_a_row(run: Run) -> None:
-    followed = {name for section in SECTIONS for name in found(run, section)[0][1]}
-    missing = {*RULES} - FACTS - followed
-    assert not missing, f"no row has {sorted(missing)}"
