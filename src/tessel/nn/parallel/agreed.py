@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tessel.core.agreement import Held, Numbers, TensorMeta
+from tessel.core.agreement import Held, Numbers, TensorMeta, agree_on_call
+from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
 from tessel.distributed.shardings import Sharding, State, UnknownSharding
 
 WAY_OUT = "tessel.distributed.gather(x) makes a tensor whole again"
@@ -20,6 +22,16 @@ def frozen(held: Held) -> Frozen:
     """The shapes by worker and the kind of a tensor, as a key of what follows from them."""
     shapes, meta = held
     return tuple(shapes.items()), meta
+
+
+@eagerly
+def agree_on_spread(partition: Partition, name: str) -> None:
+    """Raise on all workers unless all of them bring a spread tensor to a call.
+
+    A spread tensor needs no agreement: all workers know its layout. But those that bring another
+    kind wait for one, and would do so for ever.
+    """
+    agree_on_call(partition, f"{name} over {partition}, where the input is a spread tensor")
 
 
 def misfit(state: State, expected: Sharding | None, name: str) -> str:
