@@ -258,6 +258,14 @@ def gradients_that_are_shards() -> None:
     h = layer(x)
     (again,) = torch.autograd.grad(h, x, torch.ones_like(h))
     close("gradient", again, expected)
+    for of in (as_plain, lambda h: h.sum(0), lambda h: h.sum(1), lambda h: h.T, torch.clone):
+        y = of(layer(x))
+        (again,) = torch.autograd.grad(y, x, torch.ones_like(y if of is not as_plain else h))
+        close("gradient", again, expected)
+        y = of(layer(x))
+        x.grad = None
+        torch.autograd.backward([y], [torch.ones_like(y if of is not as_plain else h)])
+        close("gradient", x.grad, expected)
     assert tessel.distributed.reduce(torch.ones(2)).tolist() == [tessel.world().size] * 2
     head = tessel.nn.ParallelLinear(5, 1, dim=-1).double()(x)
     assert head.T.full().shape == (1, 3)

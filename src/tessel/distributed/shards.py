@@ -542,10 +542,12 @@ def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return _gradient(func(*args, **kwargs), args[0])
     # outputs, and gradients of them, are plain: what travels in the pass is no shard
     places = (0, 2) if name == "grad" else (0, 1)
-    args = tuple(
-        calls.mapped(as_plain, each) if place in places else each for place, each in enumerate(args)
-    )
-    kwargs = {k: v if k == "inputs" else calls.mapped(as_plain, v) for k, v in kwargs.items()}
+    with torch.enable_grad():  # in a backward pass, as of a checkpoint, views have no history
+        args = tuple(
+            calls.mapped(as_plain, each) if place in places else each
+            for place, each in enumerate(args)
+        )
+        kwargs = {k: v if k == "inputs" else calls.mapped(as_plain, v) for k, v in kwargs.items()}
     if name == "grad":
         return _gradients(func, args, kwargs)
     inputs = calls.tensors_in(kwargs.get("inputs"))
