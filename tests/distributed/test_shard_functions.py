@@ -13,8 +13,9 @@ from torch import Tensor
 
 import tessel
 from parity import close, values
-from tessel.distributed import gather, get_parallel_dim, scatter
-from tessel.distributed.shards import Shard, Sharding, state_of
+from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
+from tessel.distributed.shards import Shard, Sharding, as_plain, state_of
+from windowed_cases import raised
 
 Run = Callable[..., list[Any]]
 X = (4, 6, 10)
@@ -145,6 +146,103 @@ def test_a_weight_is_no_part_though_it_is_as_long(run: Run) -> None:
         assert all("tessel.distributed.copy" in said for said in (conv, *others))
 
 
+class Doubled(torch.autograd.Function):
+    """Nobody but its author knows what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+# what is as long as a part of (3, 10), and was computed from a whole value of that shape
+AS_LONG: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "expanded": lambda w, n: w[:, :1].expand(3, n).clone(),
+    "expanded number": lambda w, n: w.sum().expand(3, n).exp(),
+    "broadcast": lambda w, n: w[0, :1] * torch.ones(3, n, dtype=w.dtype),
+    "gate": lambda w, n: F.linear(w, torch.ones(n, 10, dtype=w.dtype)).sigmoid(),
+    "cat": lambda w, n: torch.cat([w[:, :2], w[:, 2:n]], 1),
+    "repeat": lambda w, n: w[:, :1].repeat(1, n),
+    "index": lambda w, n: w[:, torch.arange(n)] + 1,
+    "slice": lambda w, n: w[:, :n].relu().double(),
+    "own function": lambda w, n: Doubled.apply(w[:, :n]),
+    "maximum": lambda w, n: w.view(3, 2, 5).max(1).values[:, :n],
+}
+
+
+def use_as_long(name: str) -> list[Any]:
+    """Such a value beside a shard: what is raised, and what that says to do is right."""
+    function, whole = AS_LONG[name], values((3, 10), 0)
+    w, expected, again = (values((3, 10), 1).requires_grad_() for _ in range(3))
+    h = scatter(whole, 1)
+    n = h.shape[1]
+    errors = [raised(lambda: h * function(w, n)), raised(lambda: torch.add(function(w, n), h))]
+    with torch.no_grad():
+        assert get_parallel_dim(h * function(w, n)) == 1
+    assert get_parallel_dim(h * function(w.detach(), n)) == 1
+    (h * register_parallel_dim(function(tessel.distributed.copy(again), n), 1)).sum().backward()
+    for part in whole.split(n, 1):
+        (part * function(expected, n)).sum().backward()
+    assert again.grad is not None and expected.grad is not None
+    close("gradient", again.grad, expected.grad)
+    return errors
+
+
+@pytest.mark.parametrize("name", AS_LONG)
+def test_a_value_is_no_part_though_it_was_made_as_long(run: Run, name: str) -> None:
+    """Each worker would have a gradient of one part, and nothing would tell."""
+    first, second = run(use_as_long, name, nprocs=2)
+    assert first == second
+    for error in first:
+        assert error[0] is ValueError and "tessel.distributed.copy(tensor)" in error[1]
+
+
+def use_sum() -> Any:
+    h = scatter(values((3, 10), 0), 1)
+    own = values((3, h.shape[1]), 1).requires_grad_()
+    error = raised(lambda: h * tessel.distributed.reduce(own).relu())
+    total = tessel.distributed.reduce(own)
+    (h * tessel.distributed.copy(total)).sum().backward()
+    assert own.grad is not None
+    close("gradient", own.grad, tessel.distributed.reduce(as_plain(h)))
+    return error
+
+
+def test_a_sum_over_workers_is_no_part_though_it_is_as_long(run: Run) -> None:
+    first, second = run(use_sum, nprocs=2)
+    assert first == second and "tessel.distributed.copy(tensor)" in first[1]
+
+
+# what keeps each number of a part in its place
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaf": lambda own: own,
+    "activations": lambda own: F.leaky_relu(own.relu().clone()) + own.log1p() * F.gelu(own),
+    "dtypes": lambda own: own.float().to(torch.float64).type(torch.float32).double(),
+    "choices": lambda own: torch.where(own > 0.5, own, 0.5).masked_fill(own > 2, 1).clamp(max=1),
+    "dropout": lambda own: F.dropout(own) / own.sqrt() + torch.zeros_like(own).copy_(own),
+    "expanded": lambda own: torch.maximum(own, own**2) * own.expand(3, -1),
+    "complex": lambda own: torch.complex(own, own).abs(),
+}
+
+
+def use_own_in_place() -> None:
+    for name, function in IN_PLACE.items():
+        h = scatter(values((3, 10), 0), 1)
+        own = values((h.shape[1],), 1).abs().add(0.1).requires_grad_()
+        y = h * function(own)
+        assert get_parallel_dim(y) == 1, name
+        y.sum().backward()
+        assert own.grad is not None and own.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_part_stays_one_where_its_numbers_stay_in_their_places(run: Run, nprocs: int) -> None:
+    run(use_own_in_place, nprocs=nprocs)
+
+
 def gradients_that_are_shards() -> None:
     """A gradient that is given as a shard, and what the group does afterwards."""
     x = values((3, 5), 0).requires_grad_()
@@ -160,6 +258,14 @@ def gradients_that_are_shards() -> None:
     h = layer(x)
     (again,) = torch.autograd.grad(h, x, torch.ones_like(h))
     close("gradient", again, expected)
+    for of in (as_plain, lambda h: h.sum(0), lambda h: h.sum(1), lambda h: h.T, torch.clone):
+        y = of(layer(x))
+        (again,) = torch.autograd.grad(y, x, torch.ones_like(y if of is not as_plain else h))
+        close("gradient", again, expected)
+        y = of(layer(x))
+        x.grad = None
+        torch.autograd.backward([y], [torch.ones_like(y if of is not as_plain else h)])
+        close("gradient", x.grad, expected)
     assert tessel.distributed.reduce(torch.ones(2)).tolist() == [tessel.world().size] * 2
     head = tessel.nn.ParallelLinear(5, 1, dim=-1).double()(x)
     assert head.T.full().shape == (1, 3)

@@ -239,6 +239,74 @@ def test_a_stray_outlives_the_mode_in_which_it_begins() -> None:
     assert unexpected.is_done and unexpected.values.tolist() == [0] * 4 + [3] * 4
 
 
+class Broken(torch.Tensor):
+    """A tensor whose values cannot be copied, from some time on."""
+
+    left = 0  # copies that still go well
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "copy_":
+            if not cls.left:
+                raise KeyError("timeout: my own mistake")
+            cls.left -= 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def send_what_breaks(shape: tuple[int, ...], left: int, at_once: bool, adds: bool) -> Any:
+    """The second worker fails while it sends; all others hear why, and the next sum is right."""
+    group, worker = tessel.world().group, transport.this_worker()
+    values = torch.full(shape, 1.0 + worker).mT
+    Broken.left = left
+    broken = values.as_subclass(Broken) if worker == 1 else values
+
+    def swap(values: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(values.shape)
+        copies = [total if adds else torch.zeros_like(total) for _ in group.workers]
+        sends = [SendBuffer(other, values) for other in group.workers if other != worker]
+        takes = [
+            ReceiveBuffer(other, copies[other], adds) for other in group.workers if other != worker
+        ]
+        if at_once:
+            group.exchange_at_once(sends, takes, total.device)
+        else:
+            group.exchange(sends, takes, total.device)()
+        return total if adds else torch.stack(copies).sum(0)
+
+    said = []
+    for _ in range(2 * SLOTS + 1):
+        try:
+            swap(broken)
+        except (RuntimeError, KeyError) as error:
+            said.append(f"{type(error).__name__} {error}")
+        heard = memoryview(group.share_words([worker])).cast("q")[::NUM_WORDS].tolist()
+        assert heard == list(group.workers)
+        expected = sum(1.0 + other for other in group.workers if other != worker)
+        assert torch.equal(swap(values), torch.full_like(values, expected))
+    if group._ways.host is not None:
+        assert all(each.is_quiet for each in group._ways.host._incoming.values())
+        assert not any(each.is_busy for each in group._ways.host._outgoing.values())
+    return said
+
+
+@pytest.mark.skipif("TESSEL_TRANSPORT" in os.environ, reason="Gloo waits until its time limit")
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "left", "at_once"),
+    [((2, 3), 0, True), ((2, 3), 0, False), ((512, 1500), 0, False), ((512, 1500), 2, False)],
+)
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_message_that_cannot_be_written_is_given_up(
+    run: Any, nprocs: int, shape: tuple[int, ...], left: int, at_once: bool, adds: bool
+) -> None:
+    found = run(send_what_breaks, shape, left, at_once, adds, nprocs=nprocs, timeout=30)
+    for worker, said in enumerate(found):
+        assert len(said) == 2 * SLOTS + 1
+        for text in said:
+            assert "KeyError" in text and "my own mistake" in text
+            assert worker == 1 or text.startswith("RuntimeError worker 1 could not send")
+
+
 def test_an_offer_of_a_process_that_ends_is_a_lost_worker() -> None:
     hosts = [Host((0, 1), worker) for worker in (0, 1)]
     addresses = {worker: host.address for worker, host in enumerate(hosts)}

@@ -459,6 +459,17 @@ def _number_of_call(operator: Any) -> int:
     return 0 if group is None else group.num_calls
 
 
+def _values_of(grad: Any) -> Any:
+    """A gradient as a plain tensor: hooks may return a subclass of it, and only its values count.
+
+    A kind that computes in a way of its own, as fake tensors, stays; and so does a missing one.
+    """
+    kind = type(grad)
+    if kind is Tensor or grad is None or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return grad
+    return grad.as_subclass(Tensor)
+
+
 class _Apply(torch.autograd.Function):
     """The gradient of A is A.H, itself recorded, so that derivatives of every order exist.
 
@@ -487,6 +498,7 @@ class _Apply(torch.autograd.Function):
         anchor = token if torch.is_grad_enabled() else None
         if torch.compiler.is_compiling():
             return _apply(ctx.operator.H, grad, anchor), None, None
+        grad = _values_of(grad)
         # Backward passes are not agreed on: that of another call must not answer this one.
         with transport.tagged(ctx.call):
             return _apply(ctx.operator.H, grad, anchor), None, None
@@ -529,7 +541,7 @@ class _ApplyProduct(_ApplyAnyMode):
         token, *kept = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
         with transport.tagged(ctx.call):
-            x, *factors = ctx.product.vjp(grad, anchor, ctx.needs_input_grad, *kept)
+            x, *factors = ctx.product.vjp(_values_of(grad), anchor, ctx.needs_input_grad, *kept)
         return x, None, None, *factors
 
 
@@ -554,6 +566,6 @@ class _ApplySeveral(_ApplyAnyMode):
         (token,) = ctx.saved_tensors
         anchor = token if torch.is_grad_enabled() else None
         with transport.tagged(ctx.call):
-            found = record_several(ctx.operator.H, grads[:-1], anchor)
+            found = record_several(ctx.operator.H, tuple(map(_values_of, grads[:-1])), anchor)
         needs = ctx.needs_input_grad[2:]  # what was missing may be there on other workers
         return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))

@@ -67,7 +67,7 @@ def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding |
 def _is_always_pointwise(name: str) -> bool:
     """Whether a function of this name is pointwise, whatever arguments it has."""
     base = plain_name(name)
-    several = base in _REDUCTIONS or base in _OF_SEVERAL or base in ("where", "data", "set")
+    several = base in REDUCTIONS or base in _OF_SEVERAL or base in ("where", "data", "set")
     return is_pointwise(base) and not several
 
 
@@ -235,7 +235,7 @@ def _is_other(call: TorchCall) -> bool:
     """Whether `max` and the like reduce one tensor, or `where` gives the places of its values."""
     if call.base == "where":
         return len(call.args) + len(call.kwargs) == 1
-    return call.base in _REDUCTIONS and len(call.tensors) == 1
+    return call.base in REDUCTIONS and len(call.tensors) == 1
 
 
 def _pointwise(call: TorchCall, result: Tensor) -> State:
@@ -300,7 +300,7 @@ def _expand(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -
     return sharding.at(dim)
 
 
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     (
         *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin"),
         *("var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian", "mode"),

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
+from tessel.core.agreement import agree_on_call
 from tessel.core.graph import eagerly
-from tessel.core.partition import Partition
+from tessel.core.partition import Partition, world
 from tessel.distributed import propagation, spreading
 from tessel.distributed import torch_call as calls
 from tessel.distributed.group import row_of
@@ -126,7 +127,7 @@ class Shard(Tensor):
         >>> h.spread().softmax(1).shard().shape
         torch.Size([3, 6])
         """
-        sharding = _known(self, "x.spread()")
+        sharding = _agreed_sharding(self, "x.spread()")
         if sharding.size is None:
             return spreading.agreed_part(as_plain(self), sharding, "x.spread()")
         return spreading.spread_part(as_plain(self), sharding, None)
@@ -141,7 +142,10 @@ class Shard(Tensor):
         >>> tessel.nn.ParallelLinear(4, 6, dim=-1)(torch.ones(3, 4)).full().shape
         torch.Size([3, 6])
         """
-        return self.spread().full()
+        sharding = _agreed_sharding(self, "x.full()")
+        if not sharding.partition.active:
+            return self.spread().full()
+        return spreading.agreed_part(as_plain(self), sharding, "x.full()").full()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         if id(self) in memo:
@@ -538,10 +542,12 @@ def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return _gradient(func(*args, **kwargs), args[0])
     # outputs, and gradients of them, are plain: what travels in the pass is no shard
     places = (0, 2) if name == "grad" else (0, 1)
-    args = tuple(
-        calls.mapped(as_plain, each) if place in places else each for place, each in enumerate(args)
-    )
-    kwargs = {k: v if k == "inputs" else calls.mapped(as_plain, v) for k, v in kwargs.items()}
+    with torch.enable_grad():  # in a backward pass, as of a checkpoint, views have no history
+        args = tuple(
+            calls.mapped(as_plain, each) if place in places else each
+            for place, each in enumerate(args)
+        )
+        kwargs = {k: v if k == "inputs" else calls.mapped(as_plain, v) for k, v in kwargs.items()}
     if name == "grad":
         return _gradients(func, args, kwargs)
     inputs = calls.tensors_in(kwargs.get("inputs"))
@@ -590,29 +596,37 @@ def _edge(x: Any) -> Any:
 # -- shards and spread tensors ---------------------------------------------------------------------
 
 
-def _known(shard: Tensor, label: str) -> Sharding:
-    """Which shard this is; ValueError in the name of `label` if that was lost."""
-    sharding = sharding_of(shard, label)
-    assert sharding is not None
-    return sharding
+def _agreed_sharding(shard: Shard, call: str) -> Sharding:
+    """Which shard this is, for a call that agrees; ValueError on all workers if that was lost."""
+    state = shard._tessel_sharding
+    if isinstance(state, UnknownSharding) and state.partition is not None:
+        # others may still have theirs, and agree: they hear it there
+        agree_on_call(row_of(state.partition), f"{call} of a tensor {state}")
+    check_known(state, call)
+    assert isinstance(state, Sharding)
+    return state
 
 
 def _met(shard: Shard, partition: Partition | None) -> SpreadTensor:
     """What a shard is beside a tensor that is spread over its workers; None for `tessel.spread`."""
     if partition is None:  # the others may have something else: all say what they have
-        return spreading.agreed_part(
-            as_plain(shard), _known(shard, "tessel.spread"), "tessel.spread"
-        )
-    sharding = _known(shard, "a shard that meets a spread tensor")
-    return spreading.spread_part(as_plain(shard), sharding, partition)
+        sharding = _agreed_sharding(shard, "tessel.spread")
+        return spreading.agreed_part(as_plain(shard), sharding, "tessel.spread")
+    state = shard._tessel_sharding
+    check_known(state, "a shard that meets a spread tensor")
+    assert isinstance(state, Sharding)
+    return spreading.spread_part(as_plain(shard), state, partition)
 
 
 def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:
     """The part of a shard, and where it lies, for `tessel.from_local`."""
-    sharding = _known(shard, "tessel.from_local")
-    if where is not None:
-        spreading.check_where(sharding, where)
-    return as_plain(shard), spreading.grid_of(shard, sharding) if where is None else where
+    state = shard._tessel_sharding
+    problem = spreading.contradiction(state, where)
+    if problem:  # all workers of the job agree there, and hear it
+        agree_on_call(world(), problem)
+        raise ValueError(problem)
+    assert isinstance(state, Sharding)
+    return as_plain(shard), spreading.grid_of(shard, state) if where is None else where
 
 
 def _shard_of(x: SpreadTensor) -> Tensor:

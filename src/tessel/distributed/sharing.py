@@ -9,7 +9,9 @@ What the transforms of `torch.func` compute from a shard has no sharding, and is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from tessel import tensor as spread
 from tessel.core import boxes
 from tessel.core.linop import LinearOperator
+from tessel.distributed.propagation import REDUCTIONS
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
 from tessel.distributed.torch_call import Shape, TorchCall, is_pointwise
 
@@ -42,7 +45,7 @@ def check_uses(call: TorchCall) -> None:
     for tensor, state in zip(call.tensors, call.states, strict=True):
         if state is not None or not tensor.requires_grad:
             continue
-        if not _is_own_part(call, sharding, shape, tensor) and _is_shared(tensor):
+        if _is_shared(tensor, _own_place(call, sharding, shape), shape[sharding.dim]):
             raise ValueError(
                 f"`{call.name}` of {sharding} and a tensor of shape {tuple(tensor.shape)} that is "
                 f"whole on every worker: each worker would compute a part of its gradient only; "
@@ -110,7 +113,7 @@ def traced_state(x: Any) -> State:
         return state
     if x.grad_fn is None:
         return None
-    for origin in _origins(x.grad_fn, _is_settled):
+    for origin in _origins([x.grad_fn], _is_settled):
         if _is_of_shard(origin):
             why = "functions of a parameter, or another tensor, that is a shard"
             sharding = state_of(origin)
@@ -139,35 +142,77 @@ def _settle(node: Any) -> None:
     node.metadata[_SETTLED] = True
 
 
-def _is_own_part(call: TorchCall, sharding: Sharding, shape: Shape, other: Tensor) -> bool:
-    """Whether a tensor without a sharding has the split dimension too, as long as it is here."""
-    place = sharding.dim - len(shape)  # from the end, as in broadcasting
-    # of other functions, as a convolution, the tensor may be a weight that is as long by chance
+def _own_place(call: TorchCall, sharding: Sharding, shape: Shape) -> int | None:
+    """The split dimension, from the end as in broadcasting, where plain tensors may have it, too.
+
+    None where a tensor that is as long there may be so by chance.
+    """
+    place = sharding.dim - len(shape)
+    # of other functions, as a convolution, the tensor may be a weight
     if not is_pointwise(call.base) and not (call.base in _BATCHED and place < -2):
-        return False
+        return None
     # where some worker's part is 1 long, a whole tensor, which broadcasts, may be as long
     lengths = [shape[sharding.dim]]
     if sharding.size is not None:
         lengths = [b - a for a, b in boxes.balanced(sharding.size, sharding.partition.size)]
-    if 1 in lengths:
-        return False
-    if -place > other.dim() or other.shape[place] != shape[sharding.dim]:
-        return False
-    # what was expanded to this length is one value along it, on all workers
-    return other.layout is not torch.strided or other.stride(place) != 0
+    return None if 1 in lengths else place
 
 
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether a gradient reaches a parameter, or an input, without being summed on its way."""
+def _is_shared(tensor: Tensor, place: int | None, length: int) -> bool:
+    """Whether a gradient reaches a parameter, or an input, of all workers without being summed.
+
+    Args:
+        tensor: a plain one beside a shard.
+        place: the split dimension, from the end, if tensors may be parts along it.
+        length: of the parts here.
+    """
+
+    def is_part(leaf: Tensor) -> bool:
+        if place is None or -place > leaf.dim() or leaf.shape[place] != length:
+            return False
+        # what was expanded to this length is one value along it, on all workers
+        return leaf.layout is not torch.strided or leaf.stride(place) != 0
+
     if tensor.grad_fn is None:
-        return True
-    for each in _origins(tensor.grad_fn):
-        if isinstance(each, LinearOperator):
-            if each.codomain.shared:
-                return True
-        elif isinstance(each, Tensor) and state_of(each) is None:
+        return not is_part(tensor)
+    # Only a leaf tells whether it is a part, and only if each of its numbers stayed in its place:
+    # a value that was expanded, or computed by a matrix, is as long as a part in the end.
+    ends: list[Any] = []
+    for each in _origins([tensor.grad_fn], lambda node: not _keeps_places(node), ends):
+        if _is_of_all(each) and not (isinstance(each, Tensor) and is_part(each)):
             return True
-    return False
+    return any(map(_is_of_all, _origins(ends)))
+
+
+def _is_of_all(origin: Any) -> bool:
+    """Whether a value with this origin is one value on all workers."""
+    if isinstance(origin, LinearOperator):
+        return bool(origin.codomain.shared)
+    return isinstance(origin, Tensor) and state_of(origin) is None
+
+
+def _keeps_places(node: Any) -> bool:
+    """Whether the elements of a result lie where those lie that it was computed from.
+
+    Places count from the end, as in broadcasting; so what is expanded keeps those that it had.
+    """
+    return not isinstance(node, BackwardCFunction) and _is_node_of_places(node.name())
+
+
+@lru_cache(maxsize=1024)
+def _is_node_of_places(name: str) -> bool:
+    """The same by the name of a node, `LeakyReluBackward0` for `leaky_relu`."""
+    found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backward(?:s|\d+)", name)
+    if found is None:
+        return False
+    function = re.sub("(?<=[a-z])(?=[A-Z])", "_", found[1]).lower()
+    return function in _KEEP_PLACES or (is_pointwise(function) and function not in REDUCTIONS)
+
+
+# nodes of pointwise functions that autograd knows by other names, and of broadcasting
+_KEEP_PLACES = frozenset(
+    ("to_copy", "expand", "complex", "prelu_kernel", "native_dropout", "rrelu_with_noise")
+)
 
 
 def _is_of_shard(origin: Any) -> bool:
@@ -183,10 +228,20 @@ def _is_settled(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
 
 
-def _origins(node: Any, ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
-    """What a value was computed from: parameters, inputs, and operators of this library."""
+def _origins(
+    nodes: list[Any],
+    is_end: Callable[[Any], bool] = lambda node: False,
+    ends: list[Any] | None = None,
+) -> Iterator[Any]:
+    """What values were computed from: parameters, inputs, and operators of this library.
+
+    Args:
+        nodes: of the values.
+        is_end: whether not to look behind a node.
+        ends: where to put those nodes.
+    """
     seen: set[Any] = set()
-    nodes = [node]
+    nodes = list(nodes)
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -201,5 +256,7 @@ def _origins(node: Any, ends: Callable[[Any], bool] = lambda node: False) -> Ite
             yield ours
         elif not sources and hasattr(node, "variable"):
             yield node.variable
-        elif not ends(node):
+        elif not is_end(node):
             nodes += [source for source, _ in sources]
+        elif ends is not None:
+            ends.append(node)

@@ -11,7 +11,7 @@ from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_parts
-from tessel.distributed.shardings import Sharding
+from tessel.distributed.shardings import Sharding, UnknownSharding
 from tessel.tensor import Tensor
 from tessel.tensor.create import Where
 from tessel.tensor.table import is_whole
@@ -52,18 +52,23 @@ def grid_of(part: torch.Tensor, sharding: Sharding) -> Where:
     return sharding.partition.create_cartesian_topology_partition(sizes)
 
 
-def check_where(sharding: Sharding, where: Where) -> None:
-    """Raise ValueError if a shard is not the part that its user says it is."""
+def contradiction(state: Sharding | UnknownSharding, where: Where | None) -> str:
+    """Why a tensor is not the part that its user says it is; nothing if it may be."""
+    if isinstance(state, UnknownSharding):
+        return f"tessel.from_local: {state.remedy}"
+    if where is None:
+        return ""
     partition = where.partition if isinstance(where, Layout) else where
     if isinstance(where, Layout):
         split = [dim for dim, cut in enumerate(where.cuts) if len(cut.intervals) > 1]
     else:
         split = [axis for axis, size in enumerate(partition.shape) if size > 1]
-    if partition.ranks != sharding.partition.ranks or not {*split} <= {sharding.dim}:
-        raise ValueError(
-            f"tessel.from_local over {where} of {sharding}, which says otherwise; leave out "
-            f"`where`, and write x.spread().move_to(where) to have it there"
-        )
+    if partition.ranks == state.partition.ranks and {*split} <= {state.dim}:
+        return ""
+    return (
+        f"tessel.from_local over {where} of {state}, which says otherwise; leave out `where`, and "
+        f"write x.spread().move_to(where) to have it there"
+    )
 
 
 def sharding_within(layout: Layout) -> Sharding | None:

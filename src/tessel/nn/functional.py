@@ -10,9 +10,10 @@ from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, check_known, state_of, traced_state
+from tessel.nn.parallel.agreed import agree_on_spread
 from tessel.nn.parallel.cross_entropy import parallel_cross_entropy
 from tessel.nn.parallel.embedding import parallel_embedding
-from tessel.nn.parallel.linear import multiply_shards
+from tessel.nn.parallel.linear import multiply_shards, name_of_product
 from tessel.tensor import Tensor as SpreadTensor
 
 __all__ = [
@@ -49,9 +50,12 @@ def parallel_linear(
     tensor([[3., 3., 3., 3.],
             [3., 3., 3., 3.]])
     """
-    if dim is None or isinstance(input, SpreadTensor):
-        if not isinstance(input, SpreadTensor):  # which knows what a shard is
-            _check_whole(weight)
+    if isinstance(input, SpreadTensor):  # F.linear has a rule for it, which knows what a shard is
+        if dim is not None:
+            agree_on_spread(row_of(partition), name_of_product(bias, dim))
+        return F.linear(input, weight, bias)
+    if dim is None:
+        _check_whole(weight)
         return F.linear(input, weight, bias)
     return _parallel_linear(input, weight, bias, dim, partition)
 

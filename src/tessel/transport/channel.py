@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tessel.transport.constants import (
     CALL,
+    FAILED,
     FREE,
     GROUP,
     HEADER,
@@ -41,6 +42,7 @@ from tessel.transport.constants import (
 )  # fmt: skip
 from tessel.transport.reading import Reader
 from tessel.transport.request import (
+    Failure,
     Key,
     ReceiveRequest,
     ReceiveWords,
@@ -48,6 +50,7 @@ from tessel.transport.request import (
     SendRequest,
     SendWords,
     UnexpectedMessage,
+    told,
 )
 from tessel.transport.segment import Segment
 from tessel.transport.semaphore import Semaphore
@@ -56,6 +59,7 @@ from tessel.transport.wakeup import END, Wakeup
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
+Message = SendRequest | SendWords | Rendezvous | Failure
 VIEWS = 512  # tensors that a channel remembers
 
 
@@ -168,11 +172,11 @@ class Outgoing(Channel):
         super().__init__(segment, ground, place)
         self.filled.initialise()
         self.emptied.initialise()
-        self.queue: deque[SendRequest | SendWords | Rendezvous] = deque()
+        self.queue: deque[Message] = deque()
         self._offers: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
         self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, 0])
 
-    def send(self, message: SendRequest | SendWords | Rendezvous) -> None:
+    def send(self, message: Message) -> None:
         """Send a message, as far as there is room for it."""
         self.queue.append(message)
         self.state[IS_BUSY] = True  # the engine must not overtake it, whatever happens
@@ -186,29 +190,50 @@ class Outgoing(Channel):
     def post(self, key: Key, tensor: Tensor, num_bytes: int) -> None:
         """Send a tensor that fits a slot, where there is room for it."""
         slot = self._next_slot()
-        slot.tensor(tensor.dtype, tensor.shape).copy_(tensor)
-        header = slot.header
-        header[GROUP], header[CALL] = key
-        header[WHOLE] = header[PART] = num_bytes
-        self._publish()
+        try:
+            slot.tensor(tensor.dtype, tensor.shape).copy_(tensor)
+            slot.num_bytes = num_bytes
+        except BaseException as error:
+            Failure(key, 0, num_bytes, error).write(slot)
+            raise
+        finally:  # the receiver waits for it, whatever it is
+            slot.header[GROUP], slot.header[CALL] = key
+            slot.header[WHOLE] = num_bytes
+            self._publish()
 
     def push(self) -> bool:
-        """Send what finds free slots; whether anything did."""
+        """Send what finds free slots; whether anything did.
+
+        A message that cannot be written is given up, and its receiver hears why.
+        """
         moved = self._look_for_free() > 0 if self.state[NUM_FREE] < SLOTS else False
-        while self.queue and (self.state[NUM_FREE] or self._look_for_free()):
-            message, slot = self.queue[0], self._next_slot()
+        try:
+            while self.queue and (self.state[NUM_FREE] or self._look_for_free()):
+                self._write_next()
+                moved = True
+        finally:
+            self.state[IS_BUSY] = self.is_busy
+        return moved
+
+    def _write_next(self) -> None:
+        """Put the next piece of the first message into a slot."""
+        message, slot = self.queue[0], self._next_slot()
+        try:
             message.write(slot)
+        except BaseException as error:
+            # The receiver may have pieces of it already, and would take what comes for the rest.
+            Failure(message.key, message.worker, message.num_bytes, error).write(slot)
+            message.is_gone = True
+            raise
+        finally:
             slot.header[GROUP], slot.header[CALL] = message.key
             slot.header[WHOLE] = message.num_bytes
-            if isinstance(message, Rendezvous):
+            if isinstance(message, Rendezvous) and not message.is_gone:
                 self._offers.append((self.state[NUM_FILLED], message))
                 self.queue.popleft()
             elif message.is_gone:
                 self.queue.popleft()
             self._publish()
-            moved = True
-        self.state[IS_BUSY] = self.is_busy
-        return moved
 
     def adopt(self, offer: Rendezvous) -> bool:
         """Wait for the readers of what the engine offered last; whether they have not read yet."""
@@ -282,7 +307,10 @@ class Incoming(Channel):
             moved, slot = True, self._next_slot()
             try:
                 current = self._current or self._asked_for(slot)
-                current.read(slot)
+                if slot.num_bytes == FAILED:  # whoever waits for it raises
+                    current.failure, current.is_done = told(slot), True
+                else:
+                    current.read(slot)
             finally:  # the slot is free again, also if what it held did not fit
                 self.emptied.post()
                 self.other.ring()
@@ -294,7 +322,10 @@ class Incoming(Channel):
             request = self._request(unexpected.key, waiting.get(unexpected.key, 0))
             if unexpected.is_done and request is not None and request.is_open:
                 self._check(request, unexpected.values.nbytes)
-                request.read_all(unexpected.values)
+                if unexpected.failure:
+                    request.failure, request.is_done = unexpected.failure, True
+                else:
+                    request.read_all(unexpected.values)
                 self.expected.remove(request)
                 self._unexpected_messages.remove(unexpected)
                 moved = True

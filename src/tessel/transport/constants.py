@@ -8,9 +8,10 @@ HEADER = 8  # words that a slot has for its header
 SIZE = 64  # bytes to keep for a semaphore: a cache line of its own; sem_t itself takes 32
 
 # the words of a header: of the message its group, its call and its bytes, the bytes in the slot
-# (RENDEZVOUS if it says where the tensor lies instead), and the number of the slot
+# (RENDEZVOUS if it says where the tensor lies instead, FAILED if it says why nothing more comes),
+# and the number of the slot
 GROUP, CALL, WHOLE, PART, SLOT = range(5)
-RENDEZVOUS = -1
+RENDEZVOUS, FAILED = -1, -2
 # the words of a sender's state: counts, free slots as a stack, those in use as a ring, and how many
 # had been filled when the engine had offered something last
 NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE = range(5)

@@ -62,7 +62,11 @@ class Exchange:
             if come:
                 self._awaited = ways.host.expect(key, come, self._ordered)
             if go:
-                self._messages = ways.host.send(key, go)
+                try:
+                    self._messages = ways.host.send(key, go)
+                except BaseException:
+                    self._open_all()
+                    raise
         if not ways.all_near:
             far, tag = set(ways.others) - ways.near, key[1]
             for buffer in receives:
@@ -78,6 +82,18 @@ class Exchange:
 
     def __call__(self) -> None:
         """Wait until all has come and is in its place, and all was sent."""
+        try:
+            self._finish()
+        except BaseException:
+            self._open_all()
+            raise
+
+    def _open_all(self) -> None:
+        """Let all that still comes find its place, and not that of a later exchange."""
+        for _, request in self._awaited:
+            request.is_open = True
+
+    def _finish(self) -> None:
         if self._ordered:  # so that a sum comes out the same each time, to the last bit
             requests = dict(self._awaited)
             for buffer in self._receives:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -15,7 +16,7 @@ from tessel.limits import time_limit
 from tessel.machine import usable_cores
 from tessel.transport.backoff import SPINS, YIELDS, Backoff
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
-from tessel.transport.channel import Ground, Incoming, Outgoing
+from tessel.transport.channel import Ground, Incoming, Message, Outgoing
 from tessel.transport.copy_program import (
     KINDS,
     MOST_LOOPS,
@@ -28,6 +29,7 @@ from tessel.transport.copy_program import (
 from tessel.transport.process import PeerProcess
 from tessel.transport.reading import SHORTEST, Reader, Staging, allow_siblings, can_be_offered
 from tessel.transport.request import (
+    Failure,
     Key,
     ReceiveRequest,
     ReceiveWords,
@@ -124,16 +126,23 @@ class Host:
         """Send what finds room now; the rest goes while this worker waits for something."""
         self._check_owner()
         messages: list[SendRequest | Rendezvous] = []
+        waiting = deque(sends)
         with self._lock:
-            for worker, tensor in sends:
-                message: SendRequest | Rendezvous
-                is_large = tensor.nbytes > self._small
-                if self._direct and is_large and can_be_offered(tensor):
-                    message = Rendezvous(key, worker, tensor)
-                else:
-                    message = SendRequest(key, worker, tensor, self._ground.slot_size)
-                self._send(message)
-                messages.append(message)
+            try:
+                while waiting:
+                    worker, tensor = waiting.popleft()
+                    message: SendRequest | Rendezvous
+                    is_large = tensor.nbytes > self._small
+                    if self._direct and is_large and can_be_offered(tensor):
+                        message = Rendezvous(key, worker, tensor)
+                    else:
+                        message = SendRequest(key, worker, tensor, self._ground.slot_size)
+                    self._send(message)
+                    messages.append(message)
+            except BaseException as error:  # all who wait for something of it hear that
+                for worker, tensor in waiting:
+                    self._send(Failure(key, worker, tensor.nbytes, error))
+                raise
         return messages
 
     def program(
@@ -238,8 +247,15 @@ class Host:
                 if num_bytes > self._small or not channel.has_room:
                     return False
                 messages.append((channel, tensor, num_bytes))
-            for channel, tensor, num_bytes in messages:
-                channel.post(key, tensor, num_bytes)
+            try:
+                while messages:
+                    channel, tensor, num_bytes = messages.pop(0)
+                    channel.post(key, tensor, num_bytes)
+            except BaseException as error:
+                for channel, _, num_bytes in messages:
+                    channel.send(Failure(key, 0, num_bytes, error))
+                self._expect(key, receives, False)
+                raise
         self.take(key, receives, own, group)
         return True
 
@@ -251,11 +267,17 @@ class Host:
         group: Sequence[int],
     ) -> None:
         """Take what comes, in order; `own` is what this worker gives itself."""
-        for buffer in receives:
-            if buffer.worker != self.worker:
-                self._take(key, buffer, group)
-            elif own is not None:
-                buffer.put(own)
+        waiting = deque(receives)
+        try:
+            while waiting:
+                buffer = waiting.popleft()
+                if buffer.worker != self.worker:
+                    self._take(key, buffer, group)
+                elif own is not None:
+                    buffer.put(own)
+        except BaseException:  # what still comes must not be taken for an answer to the next call
+            self.expect(key, waiting, False)
+            raise
 
     def _take(self, key: Key, buffer: ReceiveBuffer, group: Sequence[int]) -> None:
         """Wait for what fits a slot most likely, and put it into its place."""
@@ -275,12 +297,15 @@ class Host:
 
     def expect(self, key: Key, receives: Iterable[ReceiveBuffer], ordered: bool) -> list[Awaited]:
         """Name the places for what is to come, all open at once, or closed until opened."""
-        awaited: list[Awaited] = []
         with self._lock:
-            for worker, place, adds in receives:
-                request = ReceiveRequest(
-                    key, place, adds, self._ground.slot_size, is_open=not ordered
-                )
+            return self._expect(key, receives, ordered)
+
+    def _expect(self, key: Key, receives: Iterable[ReceiveBuffer], ordered: bool) -> list[Awaited]:
+        awaited: list[Awaited] = []
+        for worker, place, adds in receives:
+            if worker != self.worker:
+                slot_size = self._ground.slot_size
+                request = ReceiveRequest(key, place, adds, slot_size, is_open=not ordered)
                 self._incoming[worker].expect(request)
                 awaited.append((worker, request))
         return awaited
@@ -322,6 +347,12 @@ class Host:
         """
         backoff = Backoff(self._wakeup, self._spins)
         while True:  # what happens may be the doing of another thread
+            for worker, request in awaited:
+                if request.failure:
+                    raise RuntimeError(
+                        f"worker {worker} could not send what worker {self.worker} waits for:\n"
+                        f"{request.failure}"
+                    )
             awaited = [each for each in awaited if not each[1].is_done]
             messages = [message for message in messages if not message.is_gone]
             if not awaited and not messages:
@@ -372,11 +403,13 @@ class Host:
         except OSError as error:  # the memory of a process that ends cannot be read
             raise self._lost([worker], str(error)) from error
 
-    def _send(self, message: SendRequest | SendWords | Rendezvous) -> None:
+    def _send(self, message: Message) -> None:
         channel = self._outgoing[message.worker]
-        channel.send(message)
-        if channel.is_busy:
-            self._held.add(message.worker)
+        try:
+            channel.send(message)
+        finally:
+            if channel.is_busy:
+                self._held.add(message.worker)
 
     def _lost(self, workers: Iterable[int], reason: str) -> WorkerLost:
         names = ", ".join(map(str, sorted(set(workers))))

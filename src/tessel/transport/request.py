@@ -15,18 +15,19 @@ from torch import Tensor
 
 from tessel.core import boxes
 from tessel.core.boxes import Region
-from tessel.transport.constants import RENDEZVOUS
+from tessel.transport.constants import FAILED, RENDEZVOUS
 from tessel.transport.reading import Reader, Runs, can_be_offered
 
 WORDS = 64  # of an offer, at most: tensors have fewer than 30 dimensions
 AGREED = 64  # words with which workers agree
+LONGEST = 256  # words of the text of an error that the receiver hears
 Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same
 
 
 class SlotLike(Protocol):
     """Room for one piece in the memory of a channel."""
 
-    num_bytes: int  # of what is in it; RENDEZVOUS if that says where the tensor lies
+    num_bytes: int  # of what is in it, or RENDEZVOUS, or FAILED
     reader: Reader | None  # of the sender's memory
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor: ...
@@ -114,6 +115,36 @@ class SendWords:
         self.is_gone = True
 
 
+class Failure:
+    """That a message, or the rest of it, will not come, in the place of it.
+
+    Args:
+        key, worker, num_bytes: of the message.
+        error: why.
+    """
+
+    __slots__ = ("_text", "is_gone", "key", "num_bytes", "worker")
+
+    def __init__(self, key: Key, worker: int, num_bytes: int, error: BaseException) -> None:
+        self.key, self.worker, self.num_bytes = key, worker, num_bytes
+        self._text = f"{type(error).__name__}: {error}".encode()[: 8 * LONGEST]
+        self.is_gone = False
+
+    def write(self, slot: SlotLike) -> None:
+        words = array("q", [len(self._text)])
+        words.frombytes(self._text.ljust(8 * LONGEST, b"\0"))
+        slot.write_words(memoryview(words))
+        slot.num_bytes = FAILED
+        self.is_gone = True
+
+
+def told(slot: SlotLike) -> str:
+    """Why a message does not come, as a slot says."""
+    said = slot.read_words(1 + LONGEST)
+    (length,) = memoryview(said[:8]).cast("q")
+    return said[8 : 8 + length].decode(errors="replace")
+
+
 class ReceiveRequest:
     """A place that waits for a message.
 
@@ -125,7 +156,10 @@ class ReceiveRequest:
         is_open: whether it may be filled now; sums are opened one after the other.
     """
 
-    __slots__ = ("_next", "_pieces", "_place", "adds", "is_done", "is_open", "key", "num_bytes")
+    __slots__ = (
+        *("_next", "_pieces", "_place", "adds", "failure", "is_done", "is_open", "key"),
+        "num_bytes",
+    )
 
     def __init__(self, key: Key, place: Tensor, adds: bool, slot_size: int, is_open: bool) -> None:
         self.key = key
@@ -134,7 +168,7 @@ class ReceiveRequest:
         self._pieces = cut(tuple(place.shape), slot_size // place.element_size())
         self._next = 0
         self.adds, self.is_open = adds, is_open
-        self.is_done = False
+        self.is_done, self.failure = False, ""
 
     def read(self, slot: SlotLike) -> None:
         """Take the next piece out of a slot, or all that is offered."""
@@ -170,12 +204,12 @@ class ReceiveRequest:
 class ReceiveWords:
     """A place for the words of another worker."""
 
-    __slots__ = ("is_done", "is_open", "key", "num_bytes", "words")
+    __slots__ = ("failure", "is_done", "is_open", "key", "num_bytes", "words")
 
     def __init__(self, key: Key) -> None:
         self.key, self.num_bytes = key, 8 * AGREED
         self.words = b""
-        self.is_open, self.is_done = True, False
+        self.is_open, self.is_done, self.failure = True, False, ""
 
     def read(self, slot: SlotLike) -> None:
         self.words = slot.read_words(self.num_bytes // 8)
@@ -189,7 +223,7 @@ class ReceiveWords:
 class UnexpectedMessage:
     """A message that came before anybody asked for it, kept until then."""
 
-    __slots__ = ("_next", "is_done", "key", "values")
+    __slots__ = ("_next", "failure", "is_done", "key", "values")
 
     def __init__(self, key: Key, num_bytes: int) -> None:
         self.key = key
@@ -197,7 +231,7 @@ class UnexpectedMessage:
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             self.values = torch.empty(num_bytes, dtype=torch.uint8)
         self._next = 0
-        self.is_done = False
+        self.is_done, self.failure = False, ""
 
     def read(self, slot: SlotLike) -> None:
         """Keep the next piece, or all that is offered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -248,6 +249,69 @@ def other_workers() -> Any:
 def test_a_shard_of_other_workers_is_refused(run: Run) -> None:
     found = run(other_workers, nprocs=3)
     assert all(kind is ValueError and "over the same workers" in text for kind, text in found)
+
+
+def kinds() -> dict[str, Callable[[Tensor], Tensor]]:
+    """What workers may make of one whole tensor (6, 6), in ways that do not fit together."""
+    P = tessel.world()
+    return {
+        "plain": lambda x: x,
+        "spread": lambda x: tessel.spread(x, layouts((6, 6))[0]),
+        "shard": lambda x: tessel.distributed.scatter(x, 1),
+        "registered": lambda x: register_parallel_dim(x.clone(), 0, P),
+        "lost": lambda x: tessel.distributed.scatter(x, 1).flatten(0),
+    }
+
+
+def calls_of_kinds() -> dict[str, Callable[[Tensor], Any]]:
+    """What all workers call together with a tensor of one kind; each has made it before."""
+    column, row = ParallelLinear(6, 6, dim=-1).double(), ParallelLinear(6, 6, dim=0).double()
+    lookup, drop = ParallelEmbedding(6, 6, dim=0), ParallelDropout()
+    where = Layout.split(tessel.world(), (6, 6), (0, None))
+    return {
+        "column": column,
+        "row": row,
+        "by name": lambda x: parallel_linear(x, column.weight, column.bias, -1),
+        "embedding": lambda x: lookup(x.long()),
+        "dropout": drop,
+        "spread": lambda x: tessel.spread(x, where),
+        "from_local": lambda x: tessel.from_local(x, where),
+        "from_local alone": lambda x: tessel.from_local(x),
+        "full": lambda x: x.full(),
+    }
+
+
+CALLS = (
+    *("column", "row", "by name", "embedding", "dropout", "spread", "from_local"),
+    *("from_local alone", "full"),
+)
+
+
+def bring_other_kinds(name: str, grads: bool) -> list[Any]:
+    """The first worker brings another kind than the others: what is raised, for each two kinds."""
+    P, makers, call = tessel.world(), kinds(), calls_of_kinds()[name]
+    found = []
+    with torch.set_grad_enabled(grads):
+        made = {kind: make(values((6, 6), 0).abs().ceil()) for kind, make in makers.items()}
+        for mine, others in itertools.permutations(made, 2):
+            if name == "full" and {"plain", "spread"} & {mine, others}:
+                continue  # the one has no such method, and of the other all know the layout
+            x = made[mine if P.rank == 0 else others]
+            found.append((mine, others, raised(lambda x=x: call(x))))
+            assert tessel.distributed.reduce(torch.ones(2)).tolist() == [P.size] * 2
+    return found
+
+
+@pytest.mark.parametrize("grads", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_workers_that_bring_other_kinds_all_raise(
+    run: Run, nprocs: int, name: str, grads: bool
+) -> None:
+    first, *rest = run(bring_other_kinds, name, grads, nprocs=nprocs, timeout=30)
+    for k, (mine, others, error) in enumerate(first):
+        assert all(each[k] == (mine, others, error) for each in rest), (mine, others)
+        assert error is not None, (mine, others)
 
 
 def tables_in_parts(workers: int) -> None:

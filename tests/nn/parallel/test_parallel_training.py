@@ -632,6 +632,145 @@ def test_a_checkpoint_drops_the_same_again(run: Run) -> None:
     run(dropout_in_checkpoint, nprocs=3)
 
 
+def drop_what_one_worker_derives(inplace: bool) -> list[Any]:
+    """Only the first worker's input needs a gradient: all results do, and all can go on."""
+    P, layer = tessel.world(), ParallelDropout(0.5, inplace=inplace)
+    row = ParallelLinear(6, 2, dim=0).double()
+    for make in (lambda x: x, lambda x: scatter(x, 1)):
+        x = values((4, 6), 0).requires_grad_(P.rank == 0)
+        x = make(x * 1) if P.rank == 0 else make(x)
+        y = layer(x)
+        assert y.requires_grad and get_parallel_dim(y) == get_parallel_dim(x)
+        row(y).sum().backward()
+        with torch.no_grad():
+            assert not layer(make(values((4, 6), 0))).requires_grad
+    leaf = values((4, 6), 0).requires_grad_(P.rank == 0)
+    error = raised(lambda: layer(leaf))
+    assert tessel.distributed.reduce(torch.ones(2)).tolist() == [P.size] * 2
+    return [error]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_dropout_of_what_one_worker_derives(run: Run, nprocs: int, inplace: bool) -> None:
+    (error,), *others = run(drop_what_one_worker_derives, inplace, nprocs=nprocs)
+    assert all(other == [error] for other in others)
+    assert (error is not None) == inplace  # torch writes into no leaf that needs a gradient
+
+
+class Net(torch.nn.Module):
+    """A column layer, and a row layer of what it gives."""
+
+    def __init__(self, linear: Callable[..., torch.nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up, self.down = linear(6, 7, -1), linear(7, 4, 0)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).tanh())
+        return y
+
+
+def parallel_and_alone() -> tuple[Net, Net]:
+    return (
+        Net(lambda *sizes: ParallelLinear(*sizes[:2], dim=sizes[2])),
+        Net(lambda *sizes: torch.nn.Linear(*sizes[:2])),
+    )
+
+
+def compare_gradients(net: Net, alone: Net, run_net: Callable[[Net, Tensor], Tensor]) -> None:
+    """The loss and all gradients are those of one process."""
+    x, again = (values((3, 6), 0).requires_grad_() for _ in range(2))
+    y, expected = run_net(net, x), run_net(alone, again)
+    close("output", gather(y) if get_parallel_dim(y) is not None else y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert x.grad is not None and again.grad is not None
+    close("input", x.grad, again.grad)
+    for own, whole in zip(net.parameters(), alone.parameters(), strict=True):
+        assert type(own.grad) is Tensor and whole.grad is not None
+        layout = layout_of(own)
+        assert layout is not None
+        close("parameter", own.grad, layout.local_part(whole.grad))
+    net.zero_grad()
+    alone.zero_grad()
+
+
+def as_part(x: Tensor, net: Net) -> Tensor:
+    """Twice a tensor; a shard along the last dimension beside parallel layers."""
+    if not isinstance(net.up, ParallelLinear):
+        return 2 * x
+    dim = x.ndim - 1
+    return register_parallel_dim(2 * x, dim)
+
+
+def hook_modules(net: Net) -> list[Any]:
+    """Hooks that change what passes, and say what it is."""
+    return [
+        net.up.register_forward_hook(lambda layer, given, y: 2 * y),
+        net.down.register_forward_pre_hook(lambda layer, given: (as_part(given[0], net),)),
+        net.up.register_full_backward_pre_hook(
+            lambda layer, grads: tuple(as_part(grad, net) for grad in grads)
+        ),
+        net.down.register_full_backward_hook(
+            lambda layer, grads, _: tuple(as_part(grad, net) for grad in grads)
+        ),
+        net.up.weight.register_hook(lambda grad: grad * torch.ones_like(net.up.weight)),
+    ]
+
+
+def hook_tensors(net: Net, x: Tensor) -> Tensor:
+    """Hooks of tensors that return shards, in front of the movements of a backward pass."""
+    h = net.up(x)
+    h.register_hook(lambda grad: as_part(grad, net))
+    h = h.tanh()
+    h.register_hook(lambda grad: as_part(grad, net))
+    y: Tensor = net.down(h)
+    y.register_hook(lambda grad: as_part(grad, net))
+    return y
+
+
+def run_with_hooks() -> None:
+    net, alone = parallel_and_alone()
+    compare_gradients(net, alone, hook_tensors)
+    for each in (net, alone):
+        hook_modules(each)
+    for _ in range(2):
+        compare_gradients(net, alone, lambda net, x: net(x))
+    assert tessel.distributed.reduce(torch.ones(2)).tolist() == [tessel.world().size] * 2
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_hooks_may_return_shards(run: Run, nprocs: int) -> None:
+    run(run_with_hooks, nprocs=nprocs)
+
+
+CHECKPOINTED: dict[str, Callable[[Net, Tensor, bool], Tensor]] = {
+    "all": lambda net, x, again: checkpoint(net, x, use_reentrant=again),
+    "column": lambda net, x, again: net.down(checkpoint(net.up, x, use_reentrant=again)),
+    "row": lambda net, x, again: checkpoint(net.down, net.up(x), use_reentrant=again),
+    "each": lambda net, x, again: checkpoint(
+        net.down, checkpoint(net.up, x, use_reentrant=again).tanh(), use_reentrant=again
+    ),
+    "inside": lambda net, x, again: net.down(
+        checkpoint(torch.tanh, net.up(x), use_reentrant=again) * 2
+    ),
+}
+
+
+def run_checkpointed(reentrant: bool) -> None:
+    net, alone = parallel_and_alone()
+    for function in CHECKPOINTED.values():
+        compare_gradients(net, alone, lambda net, x, f=function: f(net, x, reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_both_kinds_of_checkpoints_compute_again(run: Run, nprocs: int, reentrant: bool) -> None:
+    run(run_checkpointed, reentrant, nprocs=nprocs)
+
+
 def train_with_dropout(size: int) -> None:
     """A model with dropout on shards gives the gradients of one that is not split."""
     worlds = [Partition((rank,), (1,)) for rank in tessel.world().ranks]

@@ -12,8 +12,17 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level
 
-from tessel.core.agreement import Held, Numbers, TensorMeta, as_agreed, in_forward_mode
+from tessel.core.agreement import (
+    Held,
+    Numbers,
+    TensorMeta,
+    agree_on_call,
+    as_agreed,
+    in_forward_mode,
+)
+from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
+from tessel.core.partition import Partition
 from tessel.core.shared import grad_alike
 from tessel.distributed.shardings import Sharding, State, UnknownSharding
 from tessel.tensor import Tensor as SpreadTensor
@@ -40,6 +49,16 @@ def spread_part(part: Tensor, layout: Layout, meta: TensorMeta) -> SpreadTensor:
     It needs a gradient, or carries a tangent, of zeros, here if it does so on any worker.
     """
     return SpreadTensor(as_agreed(grad_alike(part, meta), meta, True), layout)
+
+
+@eagerly
+def agree_on_spread(partition: Partition, name: str) -> None:
+    """Raise on all workers unless all of them bring a spread tensor to a call.
+
+    A spread tensor needs no agreement: all workers know its layout. But those that bring another
+    kind wait for one, and would do so for ever.
+    """
+    agree_on_call(partition, f"{name} over {partition}, where the input is a spread tensor")
 
 
 def misfit(state: State, expected: Sharding | None, name: str) -> str:

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import agree_and_tell, same
+from tessel.core.agreement import TensorMeta, agree_and_tell, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.core.shared import grad_alike
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_parts
 from tessel.distributed.shards import Sharding, State, check_known, describe, traced_state
@@ -57,10 +58,13 @@ class ParallelDropout(torch.nn.Dropout):
         row = state.partition if isinstance(state, Sharding) else self.partition
         if not row.active:
             return input.clone()
-        layout, seed = _agree(row, f"ParallelDropout({self.extra_repr()})", state, input)
+        name = f"ParallelDropout({self.extra_repr()})"
+        if self.inplace and input.is_leaf and input.requires_grad and torch.is_grad_enabled():
+            name += " of a leaf that needs a gradient"  # which torch refuses, where it is one
+        layout, seed, meta = _agree(row, name, state, input)
         kept = bits(seed, places(layout, input.device), 0) >= min(int(self.p * 2.0**63), SEEDS)
         mask = kept.to(input.dtype).mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
-        return input.mul_(mask) if self.inplace else input * mask
+        return grad_alike(input.mul_(mask) if self.inplace else input * mask, meta)
 
 
 @contextmanager
@@ -86,7 +90,7 @@ def random_stream(split: bool, partition: Partition | None = None) -> Iterator[N
     if not row.active:
         yield
         return
-    _, seed = _agree(row, f"random_stream(split={split!r})", None, torch.empty(0))
+    _, seed, _ = _agree(row, f"random_stream(split={split!r})", None, torch.empty(0))
     if split:
         seed = int(bits(seed, torch.tensor(row.rank or 0), 0))  # another one for each worker
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -95,13 +99,16 @@ def random_stream(split: bool, partition: Partition | None = None) -> Iterator[N
         yield
 
 
-def _agree(row: Partition, name: str, state: State, x: Tensor) -> tuple[Layout, int]:
-    """How the whole tensor lies, and a seed: that of the first worker, others drew theirs."""
+def _agree(row: Partition, name: str, state: State, x: Tensor) -> tuple[Layout, int, TensorMeta]:
+    """How the whole tensor lies, a seed, and the kind of the tensor.
+
+    The seed is that of the first worker; others drew theirs.
+    """
     drawn = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))
     label = f"{name} over {row}, where the input is {describe(state)}"
-    [(shapes, _)], seeds = agree_and_tell(row, label, [("the input", x)], [drawn])
+    [(shapes, meta)], seeds = agree_and_tell(row, label, [("the input", x)], [drawn])
     check_known(state, label)
     (seed,) = seeds[row.ranks[0]]
     if isinstance(state, Sharding):
-        return layout_of_parts(row, shapes, state.dim, state.size, label), seed
-    return Layout.whole(row, same(shapes, "shape", label), shared=True), seed
+        return layout_of_parts(row, shapes, state.dim, state.size, label), seed, meta
+    return Layout.whole(row, same(shapes, "shape", label), shared=True), seed, meta

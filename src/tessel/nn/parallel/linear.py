@@ -84,7 +84,7 @@ def multiply_shards(
     """The same, for shards of which the workers first learn of which whole they are."""
     if not partition.active:
         return x.clone()
-    name = f"parallel_linear(input, weight, {'no bias' if bias is None else 'bias'}, dim={dim!r})"
+    name = name_of_product(bias, dim)
     state = state_of(weight)
     label = f"{name} over {partition}, where the weight is {describe(state)}"
     [(shapes, _)] = agree(partition, label, weight)
@@ -100,6 +100,11 @@ def multiply_shards(
     outputs, inputs = layout.shape
     sizes = inputs, outputs
     return multiply(x, weight, bias, name=name, partition=partition, dim=split, sizes=sizes)
+
+
+def name_of_product(bias: Tensor | None, dim: int) -> str:
+    """What a user calls that passes shards."""
+    return f"parallel_linear(input, weight, {'no bias' if bias is None else 'bias'}, dim={dim!r})"
 
 
 def checked_dim(dim: int | None, name: str) -> int | None:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.shards import Sharding, call, drop_shardings, note, sharding_of, share
+from tessel.nn.parallel.agreed import agree_on_spread
 from tessel.nn.parallel.drawing import equalize_
 
 
@@ -30,6 +32,13 @@ class ShardedLayer(torch.nn.Module):
     def layouts(self) -> Mapping[str, Layout]:
         """Where parameters lie, by name; nothing if they are not split."""
         raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What torch's layer gives: of parameters that are not split, or of a spread tensor."""
+        if self.dim is not None:
+            agree_on_spread(self.partition, f"{type(self).__name__}({self.extra_repr()})")
+        found: Tensor = super().forward(input)
+        return found
 
     @classmethod
     def _like(cls, layer: torch.nn.Module, dim: int | None, partition: Partition) -> Self:
