@@ -96,7 +96,7 @@ class Halo(LinearOperator):
 
     def finish(self, arrived: Parts, like: Tensor) -> Tensor:
         """Put what came into the strips."""
-        flat = like.new_zeros(self.codomain.local_shape)
+        flat = like.new_zeros(self.codomain.local_shape)  # as is what lies outside of the tensor
         views = self.split(flat)
         for peer, strip, there, here in self._copies:
             views[strip][there].copy_(arrived[peer][here])

@@ -148,17 +148,20 @@ class Layout:
     def from_lengths(cls, partition: Partition, lengths: Sequence[Sequence[int]]) -> Layout:
         """Axis d of the partition splits dimension d into parts of the lengths `lengths[d]`."""
         _check_dims(partition, len(lengths))
-        intervals = [boxes.consecutive(parts) for parts in lengths]
-        return cls._aligned(partition, tuple(map(sum, lengths)), intervals)
+        cuts = tuple(Cut((axis,), boxes.consecutive(parts)) for axis, parts in enumerate(lengths))
+        return cls(partition, tuple(map(sum, lengths)), cuts)
 
     @classmethod
     def from_local_shapes(cls, partition: Partition, shapes: Mapping[int, Shape]) -> Layout:
         """The layout of a tensor whose worker w stores a part of the shape `shapes[w]`."""
         _check_dims(partition, len(shapes[partition.ranks[0]]))
-        lengths = [
-            [shapes[partition.worker_at(_on_axis(partition, dim, k))][dim] for k in range(parts)]
-            for dim, parts in enumerate(partition.shape)
-        ]
+        lengths = []
+        for dim, parts in enumerate(partition.shape):
+            # the workers along this axis, at the first place of all others
+            places = [
+                [k if axis == dim else 0 for axis in range(partition.dim)] for k in range(parts)
+            ]
+            lengths.append([shapes[partition.worker_at(place)][dim] for place in places])
         layout = cls.from_lengths(partition, lengths)
         for worker in partition.ranks:
             if layout.shape_on(worker) != shapes[worker]:
@@ -168,13 +171,6 @@ class Layout:
                     f"{layout.shape_on(worker)}"
                 )
         return layout
-
-    @classmethod
-    def _aligned(
-        cls, partition: Partition, shape: Shape, intervals: Sequence[tuple[Interval, ...]]
-    ) -> Layout:
-        cuts = tuple(Cut((axis,), parts) for axis, parts in enumerate(intervals))
-        return cls(partition, shape, cuts)
 
     @classmethod
     def whole(cls, partition: Partition, shape: Iterable[int], *, shared: bool = False) -> Layout:
@@ -230,7 +226,7 @@ class Layout:
         return hash((self.partition, self.shape, self.cuts, self.shared, self.blocks))
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._hash  # computed once: layouts are keys in every call
 
     def gathered(self, dims: Iterable[int]) -> Layout:
         """The same with some dimensions whole, shared along the axes that split them.
@@ -463,22 +459,14 @@ def zero_volume_tensor(
     >>> tessel.zero_volume_tensor().shape, tessel.zero_volume_tensor(16).shape
     (torch.Size([0]), torch.Size([16, 0]))
     """
-    shape = (0,) if b is None else (_batch_size(b), 0)
-    return torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
-
-
-def _batch_size(b: object) -> int:
-    if not isinstance(b, SupportsIndex) or as_int(b) < 0:
+    if b is not None and (not isinstance(b, SupportsIndex) or as_int(b) < 0):
         kind = f"; for its kind write zero_volume_tensor(dtype={b})"
         raise ValueError(
             f"zero_volume_tensor takes the batch size b first, an integer from 0 on, got {b!r}"
             f"{kind if isinstance(b, torch.dtype) else ''}"
         )
-    return as_int(b)
-
-
-def _on_axis(partition: Partition, axis: int, at: int) -> Coordinates:
-    return tuple(at if each == axis else 0 for each in range(partition.dim))
+    shape = (0,) if b is None else (as_int(b), 0)
+    return torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def _check_dims(partition: Partition, dims: int) -> None:

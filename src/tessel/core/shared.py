@@ -148,7 +148,7 @@ class Sum:
 
 
 def _added(rows: Tensor) -> Tensor:
-    """The sum of at least two rows, one after the other."""
+    """The sum of at least two rows, one after the other; they are freed when it returns."""
     first, second, *more = rows
     found = first + second
     for each in more:
