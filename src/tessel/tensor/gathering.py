@@ -21,6 +21,7 @@ from tessel.tensor.table import (
     UnsupportedError,
     as_spread,
     is_whole,
+    mapped,
     spread_among,
 )
 from tessel.tensor.tensor import Tensor
@@ -90,13 +91,7 @@ def without_rule(
 
 def gathered(value: Any) -> Any:
     """The same arguments with whole tensors in the places of spread ones."""
-    if isinstance(value, Tensor):
-        return value.full()
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)([gathered(each) for each in value])
-    if type(value) is dict:
-        return {name: gathered(each) for name, each in value.items()}
-    return value
+    return mapped(lambda each: each.full() if isinstance(each, Tensor) else each, value)
 
 
 def shared(result: Any, partition: Any) -> Any:
