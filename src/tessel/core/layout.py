@@ -33,6 +33,11 @@ class Cut:
     axes: tuple[int, ...]
     intervals: Sequence[Interval]
 
+    @classmethod
+    def whole(cls, length: int) -> Cut:
+        """That of a dimension which no axis splits."""
+        return cls((), ((0, length),))
+
     def __hash__(self) -> int:
         # This tells most cuts apart, and costs as little for very many intervals as for two.
         return hash((self.axes, len(self.intervals), self.intervals[0]))
@@ -137,7 +142,7 @@ class Layout:
             raise ValueError(f"one axis or None for each of {lengths} is needed, got {axes}")
         partition.axes(axis for axis in axes if axis is not None)
         cuts = tuple(
-            Cut((), ((0, length),))
+            Cut.whole(length)
             if axis is None
             else Cut((axis % partition.dim,), boxes.balanced(length, partition.shape[axis]))
             for length, axis in zip(lengths, axes, strict=True)
@@ -219,7 +224,7 @@ class Layout:
 
     @cached_property
     def _resized(self) -> dict[Shape, Layout]:
-        return {}
+        return {}  # those that were asked for
 
     @cached_property
     def _hash(self) -> int:
@@ -240,7 +245,7 @@ class Layout:
         axes: tuple[int, ...] = ()
         for dim in dims:
             axes += cuts[dim].axes
-            cuts[dim] = Cut((), ((0, self.shape[dim]),))
+            cuts[dim] = Cut.whole(self.shape[dim])
         return replace(self, cuts=tuple(cuts), shared=tuple(sorted({*self.shared, *axes})))
 
     def embedded(self, before: Sequence[int], after: Sequence[int]) -> Layout:
@@ -396,6 +401,7 @@ class Layout:
     def local_inner(self, x: Tensor, y: Tensor) -> Tensor:
         """This worker's share of `inner`: shared values count on one worker only."""
         coordinates = self._coordinates(None)
+        # the worker at the first place along the shared axes
         counted = coordinates is not None and not any(coordinates[axis] for axis in self.shared)
         if not counted:
             return x.new_zeros(())
@@ -428,6 +434,7 @@ class Layout:
         return f"[{' × '.join(parts)}]"
 
     def __getstate__(self) -> dict[str, Any]:
+        # without what was worked out for this worker, as its own shape
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __repr__(self) -> str:

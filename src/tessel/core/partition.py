@@ -35,10 +35,12 @@ class Partition:
     _places: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # not by an attribute: partitions are frozen
         object.__setattr__(self, "ranks", tuple(as_int(rank) for rank in self.ranks))
         object.__setattr__(self, "shape", tuple(as_int(size) for size in self.shape))
         self._find_places()
         _check(self.ranks, self.shape)
+        # Groups are made by all workers of the job together, and all of them pass here.
         transport.group_of(self.ranks)
 
     @property

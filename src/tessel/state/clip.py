@@ -190,7 +190,7 @@ def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -
     wholes = []
     for number, piece in enumerate(pieces):
         column = {worker: norms[row.place(worker) or 0, number] for worker in piece.workers}
-        _check(piece, column)
+        _check(piece, column)  # every worker has all norms: all raise, or none
         counted = torch.stack([column[worker] for worker in piece.counted])
         if not bool((counted == NO_GRADIENT).all()):
             # the norms of p = 0 are counts, which add

@@ -66,6 +66,7 @@ class Places:
 
     def is_apart(self, layout: Layout | None) -> bool:
         """Whether some worker of the row does not have the whole value."""
+        # a value without a layout is taken for one that all have
         if layout is None:
             return False
         outside = {*self.row.ranks} - {*layout.partition.ranks}
@@ -86,6 +87,7 @@ class Places:
         """Raise on all workers if one has a problem, or they bring different things."""
         problem = "; ".join(problems[:3]) + (" …" if len(problems) > 3 else "")
         what = f"{call} over {self.row}{': ' if problem else ''}{problem}"
+        # One that has a problem says it while others do not: all raise, and quote it.
         agree_on_call(self.row, what)
         if problem:
             raise error(what)
