@@ -127,6 +127,7 @@ def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             if kind is Tensor:
                 if layout is None:
                     layout = each._layout
+                # a history between wrappers has to be opened first
                 if each._layout is not layout or each.grad_fn is not None:
                     break
                 operands.append(each._part)

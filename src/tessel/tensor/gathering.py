@@ -80,7 +80,7 @@ def without_rule(
     """Gather the operands and let every worker compute the same, or raise."""
     if not may_gather() or is_in_place(name) or kwargs.get("out") is not None:
         raise why
-    if is_random(name):
+    if is_random(name):  # each worker would draw numbers of its own
         raise why
     spread = list(spread_among(args, kwargs))
     say(name, spread)

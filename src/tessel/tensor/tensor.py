@@ -143,6 +143,7 @@ class Tensor(torch.Tensor):
         moved = move(self._layout, target)
         part = open_part(self)
         if target.is_outside and not moved.takes_part:
+            # nothing, which hangs on the part: this worker is there in the backward pass
             return Tensor(part.reshape(-1)[:0], target)
         return Tensor(moved.apply(part), target)
 
