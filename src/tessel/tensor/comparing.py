@@ -92,10 +92,13 @@ def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
     counts = name in _COMPARED_FACTS or call.rule_of(name) in (call.at_once, call.follow)
     if _inside.get() or torch.compiler.is_compiling() or not counts:
         return call.above(func, args, kwargs)
+    said = [_said(name, each) for each in args]
+    said += [f"{key}={_said(name, each)}" for key, each in sorted(kwargs.items())]
+    mode = "" if torch.is_grad_enabled() else "; under torch.no_grad()"
     layouts = held_layouts(args, kwargs)
     exactly = " ".join(layout.identity for layout in layouts)
     for group in dict.fromkeys(e.partition.group for e in layouts if e.partition.active):
-        compare(group, f"`{name}`({_arguments(name, args, kwargs)})", exactly)
+        compare(group, f"`{name}`({', '.join(said)}{mode})", exactly)
     if name in ("backward", "grad"):  # whose hooks and checkpoints call functions of the user's
         return call.above(func, args, kwargs)
     with setting(_inside, True):
@@ -155,12 +158,6 @@ def _anything_moves(source: Layout, target: Layout) -> bool:
 
 
 # -- arguments in words ---------------------------------------------------------------------------
-
-
-def _arguments(name: str, args: Arguments, kwargs: Settings) -> str:
-    said = [_said(name, each) for each in args]
-    said += [f"{key}={_said(name, each)}" for key, each in sorted(kwargs.items())]
-    return ", ".join(said) + ("" if torch.is_grad_enabled() else "; under torch.no_grad()")
 
 
 def _said(name: str, value: Any) -> str:
