@@ -270,7 +270,7 @@ def plans(drawn: list[Case]) -> list[str]:
                 for plan in route(source, target, worker)
                 for piece in plan.arrives
             )
-            if total != adaptive._bytes(way, *widths):
+            if total != way.num_bytes(*widths):
                 wrong.append(f"{each}: {total} bytes")
     return wrong
 

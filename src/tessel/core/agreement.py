@@ -148,7 +148,7 @@ class Agreement(Generic[T]):
         said = packed_words([self._code, *signature.words(), number])
         rows = np.frombuffer(self.group.share(said), dtype=np.int64).reshape(-1, NUM_WORDS).copy()
         numbers = rows[:, 1 + NUM_SIGNED].tolist()
-        rows[:, 1 + NUM_SIGNED] = 0
+        rows[:, 1 + NUM_SIGNED] = 0  # so that the key of the conclusion does not depend on them
         return self._concluded(rows.tobytes()), dict(zip(self.group.workers, numbers, strict=True))
 
     def _concluded(self, everyones: bytes) -> T:
@@ -180,9 +180,13 @@ class Agreement(Generic[T]):
         given = {
             w: c for w, c in zip(self.group.workers, signatures, strict=True) if w in self.givers
         }
-        self._check_compiling(signatures)
-        self._check_grad_mode(signatures)
-        self._check_movable(given)
+        self._check_modes(signatures)
+        for worker, signature in given.items():
+            if signature.dtype is None:
+                raise ValueError(
+                    f"{self.label}: worker {worker} passed no tensor, or one of a dtype, device or "
+                    f"layout that cannot be moved; dense tensors of the usual dtypes can"
+                )
         ndim = self._same("number of dimensions", {w: len(c.shape) for w, c in given.items()})
         if ndim > MAX_DIM:
             raise ValueError(f"{self.label}: at most {MAX_DIM} dimensions can be moved, got {ndim}")
@@ -197,42 +201,33 @@ class Agreement(Generic[T]):
     def _same(self, what: str, values: dict[int, Any]) -> Any:
         return same(values, what, self.label)
 
-    def _check_movable(self, given: dict[int, Signature]) -> None:
-        for worker, signature in given.items():
-            if signature.dtype is None:
-                raise ValueError(
-                    f"{self.label}: worker {worker} passed no tensor, or one of a dtype, device or "
-                    f"layout that cannot be moved; dense tensors of the usual dtypes can"
-                )
-
-    def _check_grad_mode(self, signatures: list[Signature]) -> None:
-        """A worker under no_grad() would not take part in the backward exchange of the others."""
-        needs = [w for w, c in zip(self.group.workers, signatures, strict=True) if c.needs_grad]
-        forbids = [w for w, c in zip(self.group.workers, signatures, strict=True) if c.forbids_grad]
+    def _check_modes(self, signatures: list[Signature]) -> None:
+        said = [*zip(self.group.workers, signatures, strict=True)]
+        needs = [worker for worker, signature in said if signature.needs_grad]
+        forbids = [worker for worker, signature in said if signature.forbids_grad]
+        compiling = [worker for worker, signature in said if signature.compiles]
+        # A compiled call has fixed shapes: workers compile it together or not at all.
+        if compiling and len(compiling) < len(signatures):
+            raise ValueError(
+                f"{self.label}: workers {compiling} compile this call anew and the others do not, "
+                f"since only their tensors changed shape; change all, or do not compile the call"
+            )
+        if compiling and needs and len(needs) < len(signatures):
+            raise ValueError(
+                f"{self.label}: only workers {needs} need a gradient, and a compiled call has no "
+                f"backward pass on the others; let all inputs need one, also empty ones"
+            )
+        # A worker under no_grad() would not take part in the backward exchange of the others.
         if needs and forbids:
             raise ValueError(
                 f"{self.label}: workers {needs} need a gradient and workers {forbids} run under "
                 f"torch.no_grad(), so that there would be no backward pass; do the same on all"
             )
 
-    def _check_compiling(self, signatures: list[Signature]) -> None:
-        """A compiled call has fixed shapes: workers compile it together or not at all."""
-        compiling = [w for w, c in zip(self.group.workers, signatures, strict=True) if c.compiles]
-        if compiling and len(compiling) < len(signatures):
-            raise ValueError(
-                f"{self.label}: workers {compiling} compile this call anew and the others do not, "
-                f"since only their tensors changed shape; change all, or do not compile the call"
-            )
-        needs = [w for w, c in zip(self.group.workers, signatures, strict=True) if c.needs_grad]
-        if compiling and needs and len(needs) < len(signatures):
-            raise ValueError(
-                f"{self.label}: only workers {needs} need a gradient, and a compiled call has no "
-                f"backward pass on the others; let all inputs need one, also empty ones"
-            )
-
 
 def remember(memory: dict[K, V], key: K, value: V) -> None:
     """Keep something, and forget what was kept first if there is much."""
+    # Workers may forget at different times: what is forgotten is worked out again, alone.
     if len(memory) >= MEMORY:
         memory.pop(next(iter(memory)), None)
     memory[key] = value
@@ -251,6 +246,7 @@ def agree_on_all(agreements: Sequence[Agreement[T]], signatures: Sequence[Signat
         everyones = some[0].group.share_words([some[0]._code, *said])
         rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
         for number, agreement in enumerate(some):
+            # the words as if this agreement had been made alone, which is how it remembers them
             own = np.zeros_like(rows)
             own[:, 0] = rows[:, 0]
             own[:, 1 : 1 + NUM_SIGNED] = rows[

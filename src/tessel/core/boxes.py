@@ -53,7 +53,7 @@ def balanced_place(length: int, parts: int, index: int) -> int:
     1
     """
     short, longer = divmod(length, parts)
-    long = longer * (short + 1)
+    long = longer * (short + 1)  # where the longer intervals end
     return index // (short + 1) if index < long else longer + (index - long) // short
 
 
@@ -121,6 +121,8 @@ def all_overlap(some: Sequence[Interval], others: Sequence[Interval]) -> bool:
     """
     if any(start == stop for start, stop in (*some, *others)):
         return False
+    # Two intervals overlap if each starts before the other stops: so the last start and the first
+    # stop decide for all, without a look at each pair.
     starts, stops = zip(*some, strict=True)
     other_starts, other_stops = zip(*others, strict=True)
     return max(starts) < min(other_stops) and max(other_starts) < min(stops)
@@ -172,6 +174,8 @@ def runs(shape: Sequence[int], limit: int) -> tuple[Box, ...]:
     >>> runs((2, 3), 2)
     (((0, 1), (0, 2)), ((0, 1), (2, 3)), ((1, 2), (0, 2)), ((1, 2), (2, 3)))
     """
+    # As many of the last dimensions as fit are taken whole; the one before them is cut into parts,
+    # and those before that one are taken index by index.
     inner, dim = 1, len(shape)
     while dim and inner * shape[dim - 1] <= limit:
         inner *= shape[dim - 1]

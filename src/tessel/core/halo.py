@@ -96,7 +96,7 @@ class Halo(LinearOperator):
 
     def finish(self, arrived: Parts, like: Tensor) -> Tensor:
         """Put what came into the strips."""
-        flat = like.new_zeros(self.codomain.local_shape)
+        flat = like.new_zeros(self.codomain.local_shape)  # as is what lies outside of the tensor
         views = self.split(flat)
         for peer, strip, there, here in self._copies:
             views[strip][there].copy_(arrived[peer][here])
@@ -104,6 +104,7 @@ class Halo(LinearOperator):
 
     def start_adjoint(self, y: Tensor) -> Callable[[], Parts]:
         """Send what the strips hold back to where it came from."""
+        # Zeros: of what a peer sends, forward, the strips may leave something out.
         sends = {piece.peer: y.new_zeros(piece.shape) for piece in self._plan.arrives}
         views = self.split(y.contiguous())
         for peer, strip, there, here in self._copies:
@@ -112,6 +113,8 @@ class Halo(LinearOperator):
 
     def finish_adjoint(self, arrived: Parts, like: Tensor) -> Tensor:
         """Add what came to where it belongs."""
+        # Added, not copied: the strips of two workers may hold the same index. And in the order of
+        # the plan, whoever answers first, so that sums are the same in every run.
         x = like.new_zeros(self.domain.local_shape)
         for piece in self._plan.gives:
             x[piece.region].add_(arrived[piece.peer])

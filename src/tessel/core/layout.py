@@ -33,6 +33,11 @@ class Cut:
     axes: tuple[int, ...]
     intervals: Sequence[Interval]
 
+    @classmethod
+    def whole(cls, length: int) -> Cut:
+        """That of a dimension which no axis splits."""
+        return cls((), ((0, length),))
+
     def __hash__(self) -> int:
         # This tells most cuts apart, and costs as little for very many intervals as for two.
         return hash((self.axes, len(self.intervals), self.intervals[0]))
@@ -137,7 +142,7 @@ class Layout:
             raise ValueError(f"one axis or None for each of {lengths} is needed, got {axes}")
         partition.axes(axis for axis in axes if axis is not None)
         cuts = tuple(
-            Cut((), ((0, length),))
+            Cut.whole(length)
             if axis is None
             else Cut((axis % partition.dim,), boxes.balanced(length, partition.shape[axis]))
             for length, axis in zip(lengths, axes, strict=True)
@@ -148,17 +153,20 @@ class Layout:
     def from_lengths(cls, partition: Partition, lengths: Sequence[Sequence[int]]) -> Layout:
         """Axis d of the partition splits dimension d into parts of the lengths `lengths[d]`."""
         _check_dims(partition, len(lengths))
-        intervals = [boxes.consecutive(parts) for parts in lengths]
-        return cls._aligned(partition, tuple(map(sum, lengths)), intervals)
+        cuts = tuple(Cut((axis,), boxes.consecutive(parts)) for axis, parts in enumerate(lengths))
+        return cls(partition, tuple(map(sum, lengths)), cuts)
 
     @classmethod
     def from_local_shapes(cls, partition: Partition, shapes: Mapping[int, Shape]) -> Layout:
         """The layout of a tensor whose worker w stores a part of the shape `shapes[w]`."""
         _check_dims(partition, len(shapes[partition.ranks[0]]))
-        lengths = [
-            [shapes[partition.worker_at(_on_axis(partition, dim, k))][dim] for k in range(parts)]
-            for dim, parts in enumerate(partition.shape)
-        ]
+        lengths = []
+        for dim, parts in enumerate(partition.shape):
+            # the workers along this axis, at the first place of all others
+            places = [
+                [k if axis == dim else 0 for axis in range(partition.dim)] for k in range(parts)
+            ]
+            lengths.append([shapes[partition.worker_at(place)][dim] for place in places])
         layout = cls.from_lengths(partition, lengths)
         for worker in partition.ranks:
             if layout.shape_on(worker) != shapes[worker]:
@@ -168,13 +176,6 @@ class Layout:
                     f"{layout.shape_on(worker)}"
                 )
         return layout
-
-    @classmethod
-    def _aligned(
-        cls, partition: Partition, shape: Shape, intervals: Sequence[tuple[Interval, ...]]
-    ) -> Layout:
-        cuts = tuple(Cut((axis,), parts) for axis, parts in enumerate(intervals))
-        return cls(partition, shape, cuts)
 
     @classmethod
     def whole(cls, partition: Partition, shape: Iterable[int], *, shared: bool = False) -> Layout:
@@ -223,14 +224,14 @@ class Layout:
 
     @cached_property
     def _resized(self) -> dict[Shape, Layout]:
-        return {}
+        return {}  # those that were asked for
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.partition, self.shape, self.cuts, self.shared, self.blocks))
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._hash  # computed once: layouts are keys in every call
 
     def gathered(self, dims: Iterable[int]) -> Layout:
         """The same with some dimensions whole, shared along the axes that split them.
@@ -244,7 +245,7 @@ class Layout:
         axes: tuple[int, ...] = ()
         for dim in dims:
             axes += cuts[dim].axes
-            cuts[dim] = Cut((), ((0, self.shape[dim]),))
+            cuts[dim] = Cut.whole(self.shape[dim])
         return replace(self, cuts=tuple(cuts), shared=tuple(sorted({*self.shared, *axes})))
 
     def embedded(self, before: Sequence[int], after: Sequence[int]) -> Layout:
@@ -400,6 +401,7 @@ class Layout:
     def local_inner(self, x: Tensor, y: Tensor) -> Tensor:
         """This worker's share of `inner`: shared values count on one worker only."""
         coordinates = self._coordinates(None)
+        # the worker at the first place along the shared axes
         counted = coordinates is not None and not any(coordinates[axis] for axis in self.shared)
         if not counted:
             return x.new_zeros(())
@@ -432,6 +434,7 @@ class Layout:
         return f"[{' × '.join(parts)}]"
 
     def __getstate__(self) -> dict[str, Any]:
+        # without what was worked out for this worker, as its own shape
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __repr__(self) -> str:
@@ -463,22 +466,14 @@ def zero_volume_tensor(
     >>> tessel.zero_volume_tensor().shape, tessel.zero_volume_tensor(16).shape
     (torch.Size([0]), torch.Size([16, 0]))
     """
-    shape = (0,) if b is None else (_batch_size(b), 0)
-    return torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
-
-
-def _batch_size(b: object) -> int:
-    if not isinstance(b, SupportsIndex) or as_int(b) < 0:
+    if b is not None and (not isinstance(b, SupportsIndex) or as_int(b) < 0):
         kind = f"; for its kind write zero_volume_tensor(dtype={b})"
         raise ValueError(
             f"zero_volume_tensor takes the batch size b first, an integer from 0 on, got {b!r}"
             f"{kind if isinstance(b, torch.dtype) else ''}"
         )
-    return as_int(b)
-
-
-def _on_axis(partition: Partition, axis: int, at: int) -> Coordinates:
-    return tuple(at if each == axis else 0 for each in range(partition.dim))
+    shape = (0,) if b is None else (as_int(b), 0)
+    return torch.empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def _check_dims(partition: Partition, dims: int) -> None:

@@ -73,7 +73,12 @@ class LinearOperator(HasHandle):
         if self._group is None:
             self.prepare()
         if not self.takes_part:
-            return self._outlined(x) if isinstance(self.domain.partition, Outline) else x
+            if not isinstance(self.domain.partition, Outline):
+                return x
+            # This worker holds nothing and follows without values: x has none, and so has this.
+            # As a sum it hangs on x in autograd's graph, as it does where there are values.
+            shape = self.codomain.local_shape
+            return x.sum(dtype=x.dtype).expand(shape) if x.requires_grad else x.new_empty(shape)
         if x.shape != self.domain.local_shape:
             raise ValueError(
                 f"{self._label}: worker {transport.this_worker()} expected a tensor of shape "
@@ -83,11 +88,6 @@ class LinearOperator(HasHandle):
         if meta is not None and meta.has_tangent and not in_forward_mode():
             self._apply(torch.zeros_like(x))  # others move tangents: so does this worker, a zero
         return y
-
-    def _outlined(self, x: Tensor) -> Tensor:
-        """The output without values, as a worker sees it that holds nothing; x is without, too."""
-        shape = self.codomain.local_shape
-        return x.sum(dtype=x.dtype).expand(shape) if x.requires_grad else x.new_empty(shape)
 
     def prepare(self) -> transport.Group:
         """Make the group of the operator, all workers of the job together, and give it.

@@ -59,7 +59,7 @@ class Move(LinearOperator):
     @cached_property
     def H(self) -> Move:
         adjoint = Move(self.codomain, self.domain)
-        adjoint.__dict__["H"] = self
+        adjoint.__dict__["H"] = self  # not by an attribute, which is frozen; A.H.H is A itself
         return adjoint
 
     @cached_property

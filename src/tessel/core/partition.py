@@ -35,11 +35,12 @@ class Partition:
     _places: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # not by an attribute: partitions are frozen
         object.__setattr__(self, "ranks", tuple(as_int(rank) for rank in self.ranks))
         object.__setattr__(self, "shape", tuple(as_int(size) for size in self.shape))
         self._find_places()
-        _check_ranks(self.ranks)
-        _check_shape(self.shape, len(self.ranks))
+        _check(self.ranks, self.shape)
+        # Groups are made by all workers of the job together, and all of them pass here.
         transport.group_of(self.ranks)
 
     @property
@@ -232,7 +233,8 @@ def world() -> Partition:
     return Partition(tuple(range(workers)), (workers,))
 
 
-def _check_ranks(ranks: tuple[int, ...]) -> None:
+def _check(ranks: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless these are workers of the job that make up a grid of this shape."""
     if not ranks:
         raise ValueError("a partition needs at least one worker, got none")
     if len(set(ranks)) < len(ranks):
@@ -243,12 +245,9 @@ def _check_ranks(ranks: tuple[int, ...]) -> None:
             f"there are {workers} workers, numbered 0 to {workers - 1}, got ranks {ranks}; "
             f"start more with `tessel run -n {max(ranks) + 1}`"
         )
-
-
-def _check_shape(shape: tuple[int, ...], workers: int) -> None:
     if any(size < 1 for size in shape):
         raise ValueError(f"every axis of a partition needs at least one worker, got {shape}")
-    if math.prod(shape) != workers:
+    if math.prod(shape) != len(ranks):
         raise ValueError(
-            f"a partition of shape {shape} needs {math.prod(shape)} workers, got {workers}"
+            f"a partition of shape {shape} needs {math.prod(shape)} workers, got {len(ranks)}"
         )

@@ -89,10 +89,6 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     part of it and then gives it to the others, which sends the least. Two workers swap their copies
     unless these are large: it sends as much, in one message less, but both add up everything.
     """
-    return tuple(plan(a, b, worker) for a, b in _legs(source, target))
-
-
-def _legs(source: Layout, target: Layout) -> list[tuple[Layout, Layout]]:
     copies = prod(source.partition.shape[axis] for axis in source.separate)
     sums_in_place = (
         source.partition == target.partition
@@ -101,12 +97,12 @@ def _legs(source: Layout, target: Layout) -> list[tuple[Layout, Layout]]:
     )
     numel = prod(source.shape) * copies // max(1, source.partition.size)  # on a worker, on average
     if not sums_in_place or copies < 2 or (copies == 2 and numel <= LARGE):
-        return [(source, target)]
+        return (plan(source, target, worker),)
     # The boxes may be too thin to be split along a dimension, so their elements are put in a row:
     # halves of any size can be cut then, and a contiguous tensor is not copied for it.
     flat = _flattened(source)
     scattered = _scattered(flat, copies)
-    return [(flat, scattered), (scattered, _flattened(target))]
+    return plan(flat, scattered, worker), plan(scattered, _flattened(target), worker)
 
 
 def _flattened(layout: Layout) -> Layout:

@@ -125,8 +125,8 @@ class Sum:
     def __init__(self, partition: Partition, axes: tuple[int, ...], length: int) -> None:
         copies = prod(partition.shape[axis] for axis in axes)
         others = tuple(axis for axis in range(partition.dim) if axis not in axes)
-        row, rows = Cut(axes, tuple((k, k + 1) for k in range(copies))), Cut((), ((0, copies),))
-        whole, part = Cut((), ((0, length),)), Cut(axes, boxes.balanced(length, copies))
+        row, rows = Cut(axes, tuple((k, k + 1) for k in range(copies))), Cut.whole(copies)
+        whole, part = Cut.whole(length), Cut(axes, boxes.balanced(length, copies))
 
         def layout(*cuts: Cut) -> Layout:
             shape = (copies, length)[-len(cuts) :]
@@ -148,7 +148,7 @@ class Sum:
 
 
 def _added(rows: Tensor) -> Tensor:
-    """The sum of at least two rows, one after the other."""
+    """The sum of at least two rows, one after the other; they are freed when it returns."""
     first, second, *more = rows
     found = first + second
     for each in more:
@@ -253,12 +253,26 @@ class _BucketStep:
         token.carried = carried  # type: ignore[attr-defined]
         return (token,)
 
+    def _carried(self, xs: Parts) -> Any:
+        """What came with the token; None if nothing did, as where no loss depends on the values."""
+        (token,) = xs
+        return None if token is None else token.carried  # type: ignore[attr-defined]
+
+    @property
+    def _nothing(self) -> Parts:
+        return (None,) * len(self.bucket.shapes)
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    """The same values, as a tensor of its own."""
+    return None if x is None else x.detach()
+
 
 class _EnterBucket(_BucketStep):
     """Values to a token; nothing moves."""
 
     def _apply(self, *xs: Tensor | None) -> Parts:
-        return self._token(tuple(None if x is None else x.detach() for x in xs))
+        return self._token(tuple(map(_detached, xs)))
 
     @property
     def H(self) -> _WaitForSum:
@@ -269,10 +283,8 @@ class _LeaveBucket(_BucketStep):
     """A token to the values; nothing moves."""
 
     def _apply(self, *xs: Tensor | None) -> Parts:
-        (token,) = xs
-        if token is None:
-            return (None,) * len(self.bucket.shapes)
-        return tuple(None if x is None else x.detach() for x in token.carried)  # type: ignore[attr-defined]
+        carried = self._carried(xs)
+        return self._nothing if carried is None else tuple(map(_detached, carried))
 
     @property
     def H(self) -> _StartSum:
@@ -294,11 +306,8 @@ class _WaitForSum(_BucketStep):
     """A token to the sums, when they have come."""
 
     def _apply(self, *xs: Tensor | None) -> Parts:
-        (token,) = xs
-        if token is None:
-            return (None,) * len(self.bucket.shapes)
-        found: Parts = token.carried()  # type: ignore[attr-defined]
-        return found
+        wait = self._carried(xs)
+        return self._nothing if wait is None else wait()
 
     @property
     def H(self) -> _EnterBucket:

@@ -55,7 +55,8 @@ class Stage:
         if not self._follow(x, y, False):
             sends, receives = self._sends(x), self._receives(y)
             if plan.silent:
-                _keep(sends, receives)
+                for buffer in receives:
+                    buffer.put(sends[0].tensor)
             else:
                 self.group.exchange_at_once(sends, receives, x.device, plan.dense)
         return y
@@ -156,26 +157,19 @@ class Stage:
         return True
 
     def _remembered(self, key: Lies) -> CopyProgram | None:
+        """Make the program for tensors that lie like this, or learn that there is none."""
         if len(self._programs) >= MOST_PROGRAMS:
             self._programs.clear()
-        program = None if self.plan.silent else self._prepared(*key)
+        program = None
+        if not self.plan.silent:
+            dtype, x_steps, y_steps, is_there = key
+            leaves = self.plan.gives if is_there else self.plan.outgoing
+            incoming = self._incoming(is_there)
+            gives = [(piece.peer, Place(piece.region, x_steps)) for piece in leaves]
+            takes = [(piece.peer, Place(piece.region, y_steps), adds) for piece, adds in incoming]
+            program = self.group.program(dtype, gives, takes)
         self._programs[key] = program
         return program
-
-    def _prepared(
-        self, dtype: torch.dtype, x_steps: Shape, y_steps: Shape, is_there: bool
-    ) -> CopyProgram | None:
-        leaves = self.plan.gives if is_there else self.plan.outgoing
-        gives = [(piece.peer, Place(piece.region, x_steps)) for piece in leaves]
-        incoming = self._incoming(is_there)
-        takes = [(piece.peer, Place(piece.region, y_steps), adds) for piece, adds in incoming]
-        return self.group.program(dtype, gives, takes)
-
-
-def _keep(sends: list[SendBuffer], receives: list[ReceiveBuffer]) -> None:
-    """Put what stays on this worker into its place."""
-    for buffer in receives:
-        buffer.put(sends[0].tensor)
 
 
 def _spaced(like: Tensor, shape: Shape, dim: int) -> Tensor:

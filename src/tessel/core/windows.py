@@ -81,6 +81,8 @@ class TransposedWindow:
     def hull(self, outputs: Interval) -> Interval:
         start, stop = outputs[0] + self.before, outputs[1] + self.before
         span = self.dilation * (self.kernel - 1)
+        # Output o is written by input i with s·i = o + before − d·t: from t = kernel − 1, rounded
+        # up, to t = 0, rounded down.
         return -((span - start) // self.stride), (stop - 1) // self.stride + 1
 
     def writes(self, inputs: Interval) -> Interval:

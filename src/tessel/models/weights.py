@@ -62,7 +62,7 @@ class SpectralWeight(torch.nn.Module):
         usual = usual_convolution(P_x, width, modes, dtype)
         # The real and the imaginary part are a last dimension, which nobody splits.
         layout = usual.operator.parameter_layout(usual.weights)
-        cuts = (*layout.cuts, Cut((), ((0, 2),)))
+        cuts = (*layout.cuts, Cut.whole(2))
         self.layout = replace(layout, shape=(*layout.shape, 2), cuts=cuts)
         if P_x.active:
             part = draw(usual.weights, seed, usual.operator.part_boxes[usual.weights])

@@ -37,7 +37,7 @@ def needed(leaf: Leaf, task: OperatorTask, here: Layout) -> Layout:
     if isinstance(task.actor, Summands):
         return whole(leaf, here)
     cuts = (
-        Cut((), ((0, length),)) if dim is None else here.cuts[task.dims[dim]]
+        Cut.whole(length) if dim is None else here.cuts[task.dims[dim]]
         for dim, length in zip(leaf.parameter_dims, shape, strict=True)
     )
     return Layout(here.partition, shape, tuple(cuts))

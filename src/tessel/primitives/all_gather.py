@@ -80,6 +80,7 @@ class ReduceScatter(_AlongDim):
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
         shape = same({worker: shapes[worker] for worker in row.ranks}, "shape", repr(self))
         dim = self._dim(len(shape))
+        # the adjoint of an all-gather of balanced parts, which sums what its copies are asked for
         return _gather(row, shape, dim, boxes.balanced(shape[dim], row.size)).H
 
     @property

@@ -31,7 +31,7 @@ class Broadcast(Movement):
     """
 
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
-        _kept_axes(P_x, P_y)
+        _kept_axes(P_x, P_y)  # raises unless they fit
         super().__init__(P_x, P_y)
 
     def operator(self, shapes: Mapping[int, Shape]) -> Move:
@@ -62,13 +62,14 @@ class SumReduce(Movement):
     """
 
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
-        _kept_axes(P_y, P_x)
+        _kept_axes(P_y, P_x)  # raises unless they fit
         super().__init__(P_x, P_y)
 
     def operator(self, shapes: Mapping[int, Shape]) -> Move:
         kept = _kept_axes(self.P_y, self.P_x)
         summed = [axis for axis in range(self.P_x.dim) if axis not in kept]
         rows = self.P_x.rows(summed)
+        # Each slice has a sum of its own; within it all workers bring the same shape.
         common = [same({w: shapes[w] for w in row}, "shape", repr(self)) for row in rows]
         return _broadcast(self.P_y, self.P_x, common).H
 
@@ -80,6 +81,8 @@ class SumReduce(Movement):
 
 def _broadcast(P_x: Partition, P_y: Partition, shapes: Sequence[Shape]) -> Move:
     """The operator that copies a tensor of `shapes[k]` from the k-th worker of `P_x`."""
+    # Tensors of different slices may have different shapes, so they have no index space in common
+    # but the one in which they lie one after the other.
     source = Layout.blocks_along(P_x, tuple(range(P_x.dim)), shapes)
     return Move(source, Layout.blocks_along(P_y, _kept_axes(P_x, P_y), shapes))
 

@@ -46,6 +46,7 @@ class HaloExchange(Movement):
 
     def operator(self, shapes: Mapping[int, Shape]) -> Move:
         source = Layout.from_local_shapes(self.P_x, shapes)
+        # The widened boxes hold the workers' own parts, too, which are copied along.
         return Move(source, source.grow(self.halo))
 
     def extra_repr(self) -> str:

@@ -32,7 +32,7 @@ class Movement(HasHandle, torch.nn.Module):
         super().__init__()
         self.P_x = P_x
         self.P_y = P_y
-        self.prepare()
+        self.prepare()  # here all workers pass, also those that will never call it
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         """The operator for local tensors of these shapes, by worker of `P_x`.
@@ -68,10 +68,6 @@ class Movement(HasHandle, torch.nn.Module):
         return f"{self.P_x} → {self.P_y}"
 
     def _is_derived(self, name: str) -> bool:
-        return name in (
-            "handle",
-            "_group",
-            "takes_part",
-            "_agreement",
-            "_slices",
-        ) or name.startswith("_agreed_")
+        # A copy, or one that was loaded, finds these anew: it may be in another job.
+        derived = ("handle", "_group", "takes_part", "_agreement", "_slices")
+        return name in derived or name.startswith("_agreed_")

@@ -38,6 +38,7 @@ class Repartition(Movement):
         super().__init__(P_x, P_y)
 
     def operator(self, shapes: Mapping[int, Shape]) -> Move:
+        # The global shape is the sum of the parts' lengths, which all workers have agreed on.
         source = Layout.from_local_shapes(self.P_x, shapes)
         return Move(source, Layout.balanced(self.P_y, source.shape))
 

@@ -26,6 +26,7 @@ class SliceMovement(Movement):
         raise NotImplementedError(f"{type(self).__name__} does not give its operator")
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
+        # Of all slices, though this worker is in one: what is wrong in one raises in all of them.
         operators = [self.slice_operator(row, shapes) for row in self._slices]
         return next(op for op in operators if transport.this_worker() in op.domain.partition.ranks)
 

@@ -95,7 +95,7 @@ class Part(Tensor):
         return [ChunkStorageMetadata(torch.Size(self._offsets), self._part.size())]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return self._part
+        return self._part  # the memory of the model itself, which `load` reads into
 
 
 class ModelState:

@@ -15,11 +15,11 @@ from tessel.core.agreement import agree_on_call
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.distributed.group import row_of
 from tessel.distributed.movements import gathering
 from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
 from tessel.nn.blocks import Weighted
+from tessel.state.places import row_of_model
 from tessel.transport import code_of, kept_in_job
 
 NO_GRADIENT = -1.0  # where the norm of a gradient would be
@@ -89,9 +89,14 @@ def clip_grad_norm_(
     0.5
     """
     found = list(_named(parameters))
-    row = _row(found, partition)
+    row = row_of_model((layout.partition for _, _, layout in found if layout), partition)
     if not row.active:
-        return _outside(found, row)
+        if any(value.grad is not None and value.grad.numel() for _, value, _ in found):
+            raise ValueError(
+                f"clip_grad_norm_ over {row}: this worker is not one of these and has gradients; "
+                f"pass `partition`, with all workers that hold the model"
+            )
+        return torch.tensor(0.0)
     pieces = [_piece(name, value, layout, row) for name, value, layout in found]
     code = code_of(" ".join(piece.identity for piece in pieces))
     agree_on_call(
@@ -101,8 +106,7 @@ def clip_grad_norm_(
         f"shards lie as the number {code} says",
     )
     with torch.no_grad():
-        norms = _everyones(pieces, float(norm_type), row)
-        total = _total(pieces, norms, float(norm_type), row)
+        total = _total(pieces, float(norm_type), row)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is "
@@ -120,11 +124,12 @@ Named = tuple[str, Tensor, Layout | None]
 def _named(parameters: Tensor | Iterable[Tensor] | Module) -> Iterator[Named]:
     """Each parameter with a name, and where its parts lie if a sharding or its module says so."""
     if isinstance(parameters, Module):
-        known = {
-            id(module._parameters.get(name)): layout
-            for module in parameters.modules()
-            for name, layout in _layouts_of(module).items()
-        }
+        known: dict[int, Layout | None] = {}
+        for module in parameters.modules():
+            layout = getattr(module, "layout", None)  # of a weight that is a module of its own
+            alone = {"weight": layout} if isinstance(layout, Layout) else {}
+            own = module._block_layouts() if isinstance(module, Weighted) else alone
+            known.update((id(module._parameters.get(name)), each) for name, each in own.items())
         for name, value in parameters.named_parameters():
             yield name, value, known.get(id(value)) or _layout_of(value)
         return
@@ -133,41 +138,12 @@ def _named(parameters: Tensor | Iterable[Tensor] | Module) -> Iterator[Named]:
         yield f"number {number}", value, _layout_of(value)
 
 
-def _layouts_of(module: Module) -> Mapping[str, Layout]:
-    """Where the parameters of a layer lie that are no shards themselves."""
-    if isinstance(module, Weighted):
-        return module._block_layouts()
-    layout = getattr(module, "layout", None)  # of a weight that is a module of its own
-    return {"weight": layout} if isinstance(layout, Layout) else {}
-
-
 def _layout_of(parameter: Tensor) -> Layout | None:
     """Which workers have which part, by the sharding; the shape is of no matter here."""
     sharding, sharing = sharding_of(parameter), shared_by(parameter)
     if sharding is not None:
         return Layout.balanced(sharding.partition, (sharding.partition.size,))
     return None if sharing is None else Layout.whole(sharing, (), shared=True)
-
-
-def _row(found: Sequence[Named], partition: Partition | None) -> Partition:
-    """The workers that hold the model together, in a row."""
-    if partition is not None:
-        return row_of(partition)
-    groups = {layout.partition.group.workers for _, _, layout in found if layout is not None}
-    if len(groups) == 1:
-        ranks = groups.pop()
-        return Partition(ranks, (len(ranks),))
-    return row_of(None)
-
-
-def _outside(found: Sequence[Named], row: Partition) -> Tensor:
-    """What a worker gets that has nothing of the model."""
-    if any(value.grad is not None and value.grad.numel() for _, value, _ in found):
-        raise ValueError(
-            f"clip_grad_norm_ over {row}: this worker is not one of these and has gradients; pass "
-            f"`partition`, with all workers that hold the model"
-        )
-    return torch.tensor(0.0)
 
 
 def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
@@ -190,16 +166,6 @@ def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ..
     return tuple(counted), tuple(tuple(layout.holders(places[worker])) for worker in counted)
 
 
-def _everyones(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -> Tensor:
-    """The norms of all gradients on all workers, in the order of the workers; on the CPU."""
-    if not pieces:
-        return torch.zeros(row.size, 0)
-    device = pieces[0].value.device
-    norms = [_norm(piece.value.grad, norm_type).to(device) for piece in pieces]
-    rows = gathering(shard_layout(row, (row.size, len(pieces)), 0))
-    return rows.apply(torch.stack(norms)[None]).cpu()
-
-
 def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
     """The norm of one gradient; of no values, that which does not change those of others."""
     if grad is None:
@@ -209,18 +175,22 @@ def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
         least = 0.0 if norm_type >= 0 else float("inf")
         return torch.tensor(least, dtype=torch.float64, device=grad.device)
     if values.dtype in (torch.float16, torch.bfloat16):
-        values = values.float()
+        values = values.float()  # the squares of half precision overflow at 256
     return vector_norm(values, norm_type).double()
 
 
-def _total(
-    pieces: Sequence[ParameterPiece], norms: Tensor, norm_type: float, row: Partition
-) -> Tensor:
+def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -> Tensor:
     """The norm of the whole model, of the dtype and on the device that torch gives it."""
+    if not pieces:
+        return torch.tensor(0.0)
+    device = pieces[0].value.device
+    own = torch.stack([_norm(piece.value.grad, norm_type).to(device) for piece in pieces])
+    # A row for each worker, in their order. One copy to the CPU, since each number will be read.
+    norms = gathering(shard_layout(row, (row.size, len(pieces)), 0)).apply(own[None]).cpu()
     wholes = []
     for number, piece in enumerate(pieces):
         column = {worker: norms[row.place(worker) or 0, number] for worker in piece.workers}
-        _check(piece, column)
+        _check(piece, column)  # every worker has all norms: all raise, or none
         counted = torch.stack([column[worker] for worker in piece.counted])
         if not bool((counted == NO_GRADIENT).all()):
             # the norms of p = 0 are counts, which add

@@ -11,8 +11,10 @@ from torch import Tensor
 from tessel.core.agreement import tell
 from tessel.core.layout import Layout
 from tessel.core.move import Move
+from tessel.core.partition import Partition
 from tessel.distributed.shards import as_plain
 from tessel.state.places import Places
+from tessel.transport import kept_in_job
 
 
 class StateCollector:
@@ -32,13 +34,18 @@ class StateCollector:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._known:
-            self._known[id(value)] = self._whole(as_plain(value).detach(), layout)
+            whole = as_plain(value).detach()
+            if layout is not None and self._places.is_apart(layout):
+                whole = _to_whole(layout, self._target).apply(whole)
+            # at once, so that the device needs room for one whole value, not for all of them
+            self._known[id(value)] = whole.cpu() if self._cpu and not self.is_empty else whole
         return self._known[id(value)]
 
-    def _whole(self, value: Tensor, layout: Layout | None) -> Tensor:
-        if layout is not None and self._places.is_apart(layout):
-            value = self._places.whole_on(layout, self._target).apply(value)
-        return value.cpu() if self._cpu and not self.is_empty else value
+
+@kept_in_job
+def _to_whole(layout: Layout, workers: Partition) -> Move:
+    """The movement that gives the whole of a value to some workers."""
+    return Move(layout, Layout.whole(workers, layout.shape, shared=True))
 
 
 class Relocator:
@@ -51,7 +58,8 @@ class Relocator:
     def __call__(self, value: Any, layout: Layout | None) -> Any:
         if layout is None or not isinstance(value, Tensor) or not self._places.is_apart(layout):
             return value
-        key = (*_memory(value), layout)
+        # by memory, not by identity: `state_dict` detaches tied weights once for each name
+        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), layout)
         if key not in self._known:
             self._known[key] = layout.local_part(as_plain(value).detach()).clone()
         return self._known[key]
@@ -66,6 +74,7 @@ class Receiver(Relocator):
         told = tell(places.row, _mapped(state, _outlined))
         super().__init__(places, told[places.row.ranks[0]])
         self._device = device
+        # Outline and state have their tensors in the same order; other workers have no state.
         given = _tensors(state) if places.first.active else []
         self._given = dict(zip(map(id, _tensors(self.outline)), given, strict=False))
 
@@ -92,6 +101,8 @@ def relocator(
     """What gives this worker its parts of a state, and the outline of the state on all workers."""
     needs = not rank0_only or places.first.active
     missing = ["the whole state is needed, got None"] if needs and state is None else []
+    # Before anything is sent, all hear that the first worker has a state. Where each brings one of
+    # its own, who has none says so while others say what they have: all raise.
     if rank0_only or missing:
         places.agree(call, (), missing)
     given: Mapping[str, Any] = state if needs and state is not None else {}
@@ -166,7 +177,3 @@ def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     _mapped(value, found.append)
     return found
-
-
-def _memory(value: Tensor) -> tuple[Any, ...]:
-    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()

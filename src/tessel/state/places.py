@@ -12,13 +12,11 @@ from torch.nn import Module
 
 from tessel.core.agreement import agree_on_call, agree_on_items
 from tessel.core.layout import Layout
-from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, shared_by, state_of
 from tessel.nn.parallel.drawing import layout_of
 from tessel.nn.parallel.sharded import ShardedLayer
-from tessel.transport import kept_in_job
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,19 @@ class Places:
     def of(cls, module: Module, partition: Partition | None, call: str) -> Places:
         """The places of the values of a module; ValueError if `partition` does not hold them."""
         values = list(_values(module))
-        row = _row(values, partition, call)
+        held: dict[str, Partition | None] = {}
+        for name, value, known in values:
+            state = state_of(value)
+            shards = state.partition if isinstance(state, Sharding) else shared_by(value)
+            held[name] = shards if known is None else known.partition
+        row = row_of_model((each for each in held.values() if each is not None), partition)
+        for name, each in held.items():
+            outside = [] if each is None else [w for w in each.ranks if row.place(w) is None]
+            if outside:
+                raise ValueError(
+                    f"{call} over {row}: the value {name} has parts on workers {outside}, which "
+                    f"are not among these; pass `partition`, with all workers that hold the model"
+                )
         layouts, of_value = {}, {}
         for name, value, known in values:
             layout = known or (layout_of(value) if row.active else None)
@@ -56,6 +66,7 @@ class Places:
 
     def is_apart(self, layout: Layout | None) -> bool:
         """Whether some worker of the row does not have the whole value."""
+        # a value without a layout is taken for one that all have
         if layout is None:
             return False
         outside = {*self.row.ranks} - {*layout.partition.ranks}
@@ -76,14 +87,11 @@ class Places:
         """Raise on all workers if one has a problem, or they bring different things."""
         problem = "; ".join(problems[:3]) + (" …" if len(problems) > 3 else "")
         what = f"{call} over {self.row}{': ' if problem else ''}{problem}"
+        # One that has a problem says it while others do not: all raise, and quote it.
         agree_on_call(self.row, what)
         if problem:
             raise error(what)
         agree_on_items(self.row, what, list(listing))
-
-    def whole_on(self, layout: Layout, workers: Partition) -> Move:
-        """The movement that gives the whole of a value to some workers."""
-        return _gathering(layout, workers)
 
 
 Value = tuple[str, Tensor, Layout | None]
@@ -105,31 +113,10 @@ def _values(module: Module) -> Iterator[Value]:
                 yield f"{prefix}.{name}" if prefix else name, value, own.get(name)
 
 
-def _row(values: list[Value], partition: Partition | None, call: str) -> Partition:
-    """The workers that hold the model together, in a row."""
-    held = {name: _partition(value, known) for name, value, known in values}
-    several = {each.group.workers for each in held.values() if each is not None}
-    if partition is None and len(several) == 1:
-        ranks = several.pop()
-        return Partition(ranks, (len(ranks),))
-    row = row_of(partition)
-    for name, each in held.items():
-        outside = [] if each is None else [w for w in each.ranks if row.place(w) is None]
-        if outside:
-            raise ValueError(
-                f"{call} over {row}: the value {name} has parts on workers {outside}, which are "
-                f"not among these; pass `partition`, with all workers that hold the model"
-            )
-    return row
-
-
-def _partition(value: Tensor, known: Layout | None) -> Partition | None:
-    state = state_of(value)
-    if known is not None:
-        return known.partition
-    return state.partition if isinstance(state, Sharding) else shared_by(value)
-
-
-@kept_in_job
-def _gathering(layout: Layout, workers: Partition) -> Move:
-    return Move(layout, Layout.whole(workers, layout.shape, shared=True))
+def row_of_model(held: Iterable[Partition], partition: Partition | None) -> Partition:
+    """The workers that hold a model together, in a row: `partition`, or those of all its parts."""
+    groups = {each.group.workers for each in held}
+    if partition is not None or len(groups) != 1:
+        return row_of(partition)
+    ranks = groups.pop()
+    return Partition(ranks, (len(ranks),))

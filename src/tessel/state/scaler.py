@@ -50,5 +50,5 @@ class ParallelGradScaler(torch.amp.GradScaler):
         here = sum(
             (each.to(self._scale.device) for each in found.values()), torch.zeros_like(self._scale)
         )
-        anywhere = reduce(here, self.partition)
+        anywhere = reduce(here, self.partition)  # torch makes a step only where this is zero
         return {device: anywhere.to(device) for device in found}

@@ -214,6 +214,7 @@ def relocate_optimizer_state_dict(
     listing = [f"{each.identity}{shape_text(each.value)}" for each in entries]
     places.agree(call, listing, problems)
     own = {each.path: relocate(each.value, each.layout) for each in entries}
+    # groups, with rates that may be tensors: where the first worker alone has them, they are sent
     others = {name: relocate(value, None) for name, value in outline.items() if name != "state"}
     return _with_values({**outline, **others}, own)
 
@@ -291,6 +292,7 @@ def _settings(rank0_only: bool, cpu_offload: bool) -> str:
 
 def _like(state: Mapping[str, Any], values: dict[str, Any]) -> State:
     """Values in a dictionary as `state_dict` makes it, with what it says of versions."""
+    # a copy for its attributes: torch keeps the versions of modules in `_metadata`
     result = copy(state) if isinstance(state, dict) else {}
     result.clear()
     result.update(values)

@@ -245,17 +245,11 @@ def shown(name: str, func: Any, args: Arguments, kwargs: Settings) -> str:
         values = str(part.detach())
     else:
         where = f"{layout}"
-        values = "" if layout.is_outside else f":\n{part.detach()}"
-        values = f"worker {transport.this_worker()} holds {_box(layout)}{values}"
+        box = ", ".join(f"{start}:{stop}" for start, stop in layout.box() or ())
+        held = "nothing" if layout.is_outside else f"[{box}]:\n{part.detach()}"
+        values = f"worker {transport.this_worker()} holds {held}"
     grad = ", requires_grad=True" if part.requires_grad else ""
     return f"tessel.Tensor(shape={tuple(layout.shape)}, {where}{grad})\n{values}"
-
-
-def _box(layout: Layout) -> str:
-    box = layout.box()
-    if box is None:
-        return "nothing"
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 @rule("__iter__")

@@ -49,6 +49,7 @@ from tessel.tensor.table import (
     held_layouts,
     is_whole,
     made,
+    mapped,
     parts,
     spread_among,
     tensors,
@@ -101,7 +102,7 @@ def rule_of(name: str) -> Rule:
 
 def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Code that nobody can look into: of whole operands, with the same random numbers on all."""
-    args, kwargs = _settled(args), _settled(kwargs)
+    args, kwargs = mapped(_settled, args), mapped(_settled, kwargs)
     layouts = held_layouts(args, kwargs)
     if not may_gather() and not all(map(is_whole, layouts)):
         raise unsupported(name, "scripted code has no rule", *layouts)
@@ -126,6 +127,7 @@ def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             if kind is Tensor:
                 if layout is None:
                     layout = each._layout
+                # a history between wrappers has to be opened first
                 if each._layout is not layout or each.grad_fn is not None:
                     break
                 operands.append(each._part)
@@ -162,13 +164,15 @@ def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if _needs_settling(args) or (kwargs and _needs_settling(kwargs.values())):
-        args, kwargs = _settled(args), _settled(kwargs)
+        args, kwargs = mapped(_settled, args), mapped(_settled, kwargs)
     if kwargs and kwargs.get("out") is not None:
         return _written(name, func, args, kwargs)
     rule = RULES.get(name)
     if rule is not None:
-        if kwargs and name not in _SECOND:
-            args, kwargs = _in_order(args, kwargs)
+        if kwargs and name not in _SECOND and not kwargs.keys().isdisjoint(_RENAMED):
+            # torch's first names, and the input by its position: rules know no others
+            kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
+            args = (kwargs.pop("input"), *args) if "input" in kwargs else args
         if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
         first = args[0]
@@ -235,32 +239,20 @@ def _needs_settling(values: Iterable[Any]) -> bool:
 
 
 def _settled(value: Any) -> Any:
-    """The same arguments; a tensor in separate copies is a sum that is not made yet: it is now."""
-    if isinstance(value, Tensor):
-        layout = value._layout
-        if layout.is_outside:
-            raise _OutsideError
-        if layout.separate and (summed := layout.summed) is not layout:
-            return made(move(layout, summed).apply(value.local), summed)
+    """An argument; a tensor in separate copies is a sum that is not made yet: it is now."""
+    if not isinstance(value, Tensor):
         return value
-    if type(value) in (list, tuple):
-        return type(value)([_settled(each) for each in value])
-    if type(value) is dict:
-        return {name: _settled(each) for name, each in value.items()}
+    layout = value._layout
+    if layout.is_outside:
+        raise _OutsideError
+    if layout.separate and (summed := layout.summed) is not layout:
+        return made(move(layout, summed).apply(value.local), summed)
     return value
 
 
 _SECOND = frozenset(("searchsorted",))  # where `input` is not the first argument
 _TORCHS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "tensors": "input"}
 _RENAMED = frozenset((*_TORCHS, "input"))
-
-
-def _in_order(args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings]:
-    """The same arguments with torch's first names, the input by its position."""
-    if kwargs.keys().isdisjoint(_RENAMED):
-        return args, kwargs
-    kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
-    return ((kwargs.pop("input"), *args) if "input" in kwargs else args), kwargs
 
 
 def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -270,13 +262,8 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
     partition = _partition(args, kwargs)
 
     def convert(value: Any) -> Any:
-        if type(value) in converters:
-            return converters[type(value)](value, partition)
-        if type(value) in (list, tuple):
-            return type(value)([convert(each) for each in value])
-        if type(value) is dict:
-            return {name: convert(each) for name, each in value.items()}
-        return value
+        known = converters.get(type(value))
+        return value if known is None else known(value, partition)
 
     name = name_of(func)
     if name == "grad":  # what something is derived by must be what it was computed from
@@ -286,7 +273,7 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
             f"`{name}` would write a spread tensor into a {type(args[0]).__name__}; write "
             f"its part, y.local, after y.move_to(...) the layout that it has"
         )
-    return above(func, convert(args), convert(kwargs))
+    return above(func, mapped(convert, args), mapped(convert, kwargs))
 
 
 def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -311,7 +298,7 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
         plain = any(not isinstance(each, Tensor) and each.dim() for each in tensors(args, kwargs))
         alike = all(each._layout == first._layout for each in found)
         if alike and not plain and (torch.Tag.pointwise in func.tags or name in _LIKE):
-            part = func(*_values(args), **_values(kwargs))
+            part = func(*mapped(_detached, args), **mapped(_detached, kwargs))
             return Tensor(part, first._layout, records=False)
         result = without_rule(
             name, func, args, kwargs, unsupported(name, "it has no rule", *held_layouts(found))
@@ -325,14 +312,8 @@ _ALIASES = frozenset(
 _LIKE = frozenset(("zeros_like", "ones_like", "empty_like", "full_like", "clone", "_to_copy"))
 
 
-def _values(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value._part.detach()
-    if type(value) in (list, tuple):
-        return type(value)([_values(each) for each in value])
-    if type(value) is dict:
-        return {name: _values(each) for name, each in value.items()}
-    return value
+def _detached(value: Any) -> Any:
+    return value._part.detach() if isinstance(value, Tensor) else value
 
 
 Tensor.above = staticmethod(above)

@@ -88,22 +88,21 @@ def switch(on: bool) -> None:
 def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Call a torch function on spread tensors, after all of their workers said that they do so."""
     name = call.name_of(func)
-    if _inside.get() or torch.compiler.is_compiling() or not _counts(name):
+    # what computes or moves something, rather than tell a fact
+    counts = name in _COMPARED_FACTS or call.rule_of(name) in (call.at_once, call.follow)
+    if _inside.get() or torch.compiler.is_compiling() or not counts:
         return call.above(func, args, kwargs)
+    said = [_said(name, each) for each in args]
+    said += [f"{key}={_said(name, each)}" for key, each in sorted(kwargs.items())]
+    mode = "" if torch.is_grad_enabled() else "; under torch.no_grad()"
     layouts = held_layouts(args, kwargs)
     exactly = " ".join(layout.identity for layout in layouts)
     for group in dict.fromkeys(e.partition.group for e in layouts if e.partition.active):
-        compare(group, f"`{name}`({_arguments(name, args, kwargs)})", exactly)
+        compare(group, f"`{name}`({', '.join(said)}{mode})", exactly)
     if name in ("backward", "grad"):  # whose hooks and checkpoints call functions of the user's
         return call.above(func, args, kwargs)
     with setting(_inside, True):
         return call.above(func, args, kwargs)
-
-
-def _counts(name: str) -> bool:
-    """Whether a function computes or moves something, rather than tell a fact."""
-    rule = call.rule_of(name)
-    return name in _COMPARED_FACTS or rule in (call.at_once, call.follow)
 
 
 def compare(group: Group, said: str, exactly: str = "") -> None:
@@ -161,16 +160,13 @@ def _anything_moves(source: Layout, target: Layout) -> bool:
 # -- arguments in words ---------------------------------------------------------------------------
 
 
-def _arguments(name: str, args: Arguments, kwargs: Settings) -> str:
-    said = [_said(name, each) for each in args]
-    said += [f"{key}={_said(name, each)}" for key, each in sorted(kwargs.items())]
-    return ", ".join(said) + ("" if torch.is_grad_enabled() else "; under torch.no_grad()")
-
-
 def _said(name: str, value: Any) -> str:
     """What all workers must pass alike, in words: a tensor by its kind, a number by its value."""
     if isinstance(value, torch.Tensor):
-        return _tensor(value)
+        needs, where = value.requires_grad, f"plain tensor {tuple(value.shape)}"
+        if isinstance(value, Tensor):
+            needs, where = value._part.requires_grad, str(value._layout)
+        return f"{where} of {value.dtype}" + (" that needs a gradient" if needs else "")
     if isinstance(value, list | tuple):
         members = ", ".join(_said(name, each) for each in value)
         return f"[{members}]" if isinstance(value, list) else f"({members})"
@@ -191,14 +187,6 @@ def _said(name: str, value: Any) -> str:
         return str(value)
     named = getattr(value, "__qualname__", None)
     return str(named) if named else type(value).__name__
-
-
-def _tensor(x: torch.Tensor) -> str:
-    if not isinstance(x, Tensor):
-        needs, where = x.requires_grad, f"plain tensor {tuple(x.shape)}"
-    else:
-        needs, where = x._part.requires_grad, str(x._layout)
-    return f"{where} of {x.dtype}" + (" that needs a gradient" if needs else "")
 
 
 def _as_asked() -> None:

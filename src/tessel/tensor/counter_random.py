@@ -38,7 +38,8 @@ def places(layout: Layout, device: Any = None) -> Tensor:
 
 def bits(seed: int, counter: Tensor, stream: int) -> Tensor:
     """63 random bits for each place; other streams give other numbers for the same places."""
-    z = (counter * 2 + stream + 1) * _GOLDEN + _signed(seed)
+    signed = (seed + 2**63) % 2**64 - 2**63
+    z = (counter * 2 + stream + 1) * _GOLDEN + signed
     for _ in range(2):
         z = (z ^ _shifted(z, 30)) * _FIRST
         z = (z ^ _shifted(z, 27)) * _SECOND
@@ -49,11 +50,6 @@ def bits(seed: int, counter: Tensor, stream: int) -> Tensor:
 def _shifted(z: Tensor, by: int) -> Tensor:
     """To the right, with zeros from the left, which torch's shift of signed numbers has not."""
     return (z >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(number: int) -> int:
-    number %= 2**64
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _unit(seed: int, counter: Tensor, stream: int) -> Tensor:

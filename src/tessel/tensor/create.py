@@ -32,7 +32,7 @@ owners: dict[type, Callable[[Any, Where | None], tuple[torch.Tensor, Where]]] = 
 
 @eagerly
 def spread(x: torch.Tensor, where: Where) -> Tensor:
-    """Replicate a tensor that all workers have whole, with the same values.
+    """Spread a tensor that all workers have whole, with the same values.
 
     Forward:  each worker keeps its part, and nothing moves.    Backward:  every worker gets the
     whole gradient, an all-gather.

@@ -21,6 +21,7 @@ from tessel.tensor.table import (
     UnsupportedError,
     as_spread,
     is_whole,
+    mapped,
     spread_among,
 )
 from tessel.tensor.tensor import Tensor
@@ -79,7 +80,7 @@ def without_rule(
     """Gather the operands and let every worker compute the same, or raise."""
     if not may_gather() or is_in_place(name) or kwargs.get("out") is not None:
         raise why
-    if is_random(name):
+    if is_random(name):  # each worker would draw numbers of its own
         raise why
     spread = list(spread_among(args, kwargs))
     say(name, spread)
@@ -90,13 +91,7 @@ def without_rule(
 
 def gathered(value: Any) -> Any:
     """The same arguments with whole tensors in the places of spread ones."""
-    if isinstance(value, Tensor):
-        return value.full()
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)([gathered(each) for each in value])
-    if type(value) is dict:
-        return {name: gathered(each) for name, each in value.items()}
-    return value
+    return mapped(lambda each: each.full() if isinstance(each, Tensor) else each, value)
 
 
 def shared(result: Any, partition: Any) -> Any:

@@ -45,36 +45,27 @@ class Pieces:
     def apply(self, x: Tensor, pool: Pool) -> Tensor:
         """This worker's outputs."""
         flat = self.fringe.apply(x)
-        own, outputs = self._intervals()
-        inner = _inner(self.window, own, outputs, self._length)
+        dim, length = self.dim, self.plan.source.shape[self.dim]
+        own, wanted = self.plan.source.box(), self.plan.target.box()
+        assert own is not None and wanted is not None
+        (a, b), outputs = own[dim], wanted[dim]
+        inner = _inner(self.window, (a, b), outputs, length)
         strips = iter(self.fringe.split(flat))
-        pieces = [
-            self._piece(x, part, pool, strips)
-            for part in ((outputs[0], inner[0]), inner, (inner[1], outputs[1]))
-            if part[0] < part[1]
-        ]
+        pieces = []
+        for part in ((outputs[0], inner[0]), inner, (inner[1], outputs[1])):
+            if part[0] >= part[1]:
+                continue
+            start, stop = overlap(self.window.hull(part), (0, length)) or (0, 0)
+            rows = x.narrow(dim, max(start, a) - a, min(stop, b) - max(start, a))
+            if start < a:
+                rows = torch.cat([next(strips), rows], dim)
+            if stop > b:
+                rows = torch.cat([rows, next(strips)], dim)
+            pieces.append(pool(rows, part))
+        # A worker that reads nothing of others hangs on the halo, too: they may read of its part.
         empty = list(self.plan.target.local_shape)
-        empty[self.dim] = 0
-        return torch.cat([*pieces, anchored_zeros(tuple(empty), flat)], self.dim)
-
-    @property
-    def _length(self) -> int:
-        return self.plan.source.shape[self.dim]
-
-    def _intervals(self) -> tuple[Interval, Interval]:
-        own, outputs = self.plan.source.box(), self.plan.target.box()
-        assert own is not None and outputs is not None
-        return own[self.dim], outputs[self.dim]
-
-    def _piece(self, x: Tensor, outputs: Interval, pool: Pool, strips: object) -> Tensor:
-        (a, b), _ = self._intervals()
-        start, stop = overlap(self.window.hull(outputs), (0, self._length)) or (0, 0)
-        rows = x.narrow(self.dim, max(start, a) - a, min(stop, b) - max(start, a))
-        if start < a:
-            rows = torch.cat([next(strips), rows], self.dim)  # type: ignore[call-overload]
-        if stop > b:
-            rows = torch.cat([rows, next(strips)], self.dim)  # type: ignore[call-overload]
-        return pool(rows, outputs)
+        empty[dim] = 0
+        return torch.cat([*pieces, anchored_zeros(tuple(empty), flat)], dim)
 
 
 @kept_in_job

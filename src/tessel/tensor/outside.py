@@ -28,7 +28,7 @@ from tessel.core.partition import Outline, Partition
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import Arguments, Settings, held_layouts, outlining, parts, tensors
-from tessel.tensor.tensor import Tensor, absent, open_part
+from tessel.tensor.tensor import Tensor, absent, nodes_of, open_part
 from tessel.transport import kept_in_job
 
 
@@ -115,12 +115,7 @@ def _check_history(value: torch.Tensor) -> None:
     All workers that have it would need its gradient, and those outside of a partition get none of
     what is computed there.
     """
-    nodes, seen = [value.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of(value):
         operator = getattr(node, "operator", None)
         if isinstance(operator, LinearOperator) and operator.takes_part:
             raise ValueError(
@@ -128,4 +123,3 @@ def _check_history(value: torch.Tensor) -> None:
                 f"other workers, and would get no gradient here; move it there as a spread tensor: "
                 f"x.move_to(...)"
             )
-        nodes += [source for source, _ in node.next_functions]

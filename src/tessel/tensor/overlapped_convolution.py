@@ -112,7 +112,12 @@ def stripped(
     }
     if not split or any(each is None for parts in sides.values() for each in parts):
         return None
-    if sum(_concerned(sides[d]) / max(1, target.shape[lead + d]) for d in split) > share:
+    # how many outputs read something of others, as a share of all along each dimension
+    concerned = {
+        d: sum(stop - start for each in sides[d] if each for start, stop in (each.left, each.right))
+        for d in split
+    }
+    if sum(concerned[d] / max(1, target.shape[lead + d]) for d in split) > share:
         return None
     field: tuple[ReceptiveField | None, ...] = (*[None] * (lead - 1), None, *windows)
     inputs = target.resized(
@@ -151,12 +156,6 @@ def _side(window: Window, part: Interval, outputs: Interval, length: int) -> _Si
     left = (i, stop) if a > 0 and stop > i else (i, i)
     right = (first, j) if b < length and first < j else (j, j)
     return _Side(padding, left, right)
-
-
-def _concerned(sides: list[_Side | None]) -> int:
-    """How many outputs read something of others."""
-    found = [each for each in sides if each is not None]
-    return sum(stop - start for each in found for start, stop in (each.left, each.right))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ make the same movements in the same order, and nothing has to be agreed on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from tessel.core.layout import Layout, Shape
+from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.tensor import Tensor, move, open_part
-from tessel.tensor.use import used
+from tessel.tensor.use import shared_whole, used
 from tessel.transport import kept_in_job
 
 Arguments = tuple[Any, ...]
@@ -99,15 +99,19 @@ def opened(x: Any) -> tuple[torch.Tensor, Layout]:
     return open_part(x), x._layout
 
 
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same lists, tuples and dictionaries with other members."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([mapped(change, each) for each in value])
+    if kind is dict:
+        return {name: mapped(change, each) for name, each in value.items()}
+    return change(value)
+
+
 def parts(value: Any) -> Any:
     """The same arguments with the parts of spread tensors in their places."""
-    if isinstance(value, Tensor):
-        return open_part(value)
-    if type(value) in (list, tuple):
-        return type(value)([parts(each) for each in value])
-    if type(value) is dict:
-        return {name: parts(each) for name, each in value.items()}
-    return value
+    return mapped(lambda each: open_part(each) if isinstance(each, Tensor) else each, value)
 
 
 def made(part: torch.Tensor, layout: Layout) -> Tensor:
@@ -144,16 +148,6 @@ def as_spread(value: torch.Tensor, partition: Partition) -> Tensor:
 
 
 @kept_in_job
-def _shared_whole(partition: Partition, shape: Shape) -> Layout:
-    return Layout.whole(partition, shape, shared=True)
-
-
-def shared_whole(partition: Partition, shape: Any) -> Layout:
-    """The layout of one value that all workers have whole."""
-    return _shared_whole(partition, tuple(shape))
-
-
-@kept_in_job
 def is_whole(layout: Layout) -> bool:
     """Whether every worker has the whole tensor, as one shared value."""
     sizes = layout.partition.shape
@@ -164,6 +158,22 @@ def is_whole(layout: Layout) -> bool:
 def is_split(layout: Layout, dim: int) -> bool:
     """Whether a dimension lies in several parts."""
     return layout.is_split(dim)
+
+
+def of_cuts(partition: Partition, shape: Sequence[int], cuts: Sequence[Cut]) -> Layout:
+    """The layout of these cuts; along axes that split nothing, workers share one value."""
+    taken = {axis for cut in cuts for axis in cut.axes}
+    shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
+    return Layout(partition, tuple(shape), tuple(cuts), shared)
+
+
+def check_together(name: str, layouts: Sequence[Layout]) -> None:
+    """Raise if tensors lie on different workers or grids."""
+    if any(each.partition != layouts[0].partition for each in layouts):
+        raise ValueError(
+            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
+            f"bring them together by x.move_to(...)"
+        )
 
 
 def check_whole(name: str, *values: Any) -> None:
@@ -226,23 +236,20 @@ def sliced(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def outlines(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What a function gives for tensors of the global shapes, without values."""
-    return func(*_outline(args), **_outline(kwargs))
 
-
-def _outline(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    def outline(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
         shape = value._layout.shape if isinstance(value, Tensor) else tuple(value.shape)
         return torch.empty(shape, dtype=value.dtype, device="meta")
-    if isinstance(value, list | tuple):
-        return type(value)(map(_outline, value)) if type(value) in (list, tuple) else value
-    if isinstance(value, dict):
-        return {name: _outline(each) for name, each in value.items()}
-    return value
+
+    return func(*mapped(outline, args), **mapped(outline, kwargs))
 
 
 def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
     """Remember that torch has a view of `x` in `y`, which may be a copy here."""
     kin: list[Any] = x.__dict__.setdefault("_kin", [weakref.ref(x)])  # what has the same values
+    # Weak references: a view must not keep alive what nobody else holds any more.
     if copied:
         # `x` may itself be a view that is soon gone, of a tensor that is not
         y._originals = (

@@ -143,6 +143,7 @@ class Tensor(torch.Tensor):
         moved = move(self._layout, target)
         part = open_part(self)
         if target.is_outside and not moved.takes_part:
+            # nothing, which hangs on the part: this worker is there in the backward pass
             return Tensor(part.reshape(-1)[:0], target)
         return Tensor(moved.apply(part), target)
 
@@ -219,21 +220,17 @@ def open_part(x: Tensor) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
         if x.grad_fn is None:
             return x._part
-        return _bridged(x)
-
-
-def _bridged(x: Tensor) -> torch.Tensor:
-    """The part of a tensor with a history between wrappers, as one node of the parts' graph."""
-    if not torch.is_grad_enabled():
-        return x._part.detach()
-    # The node holds an alias: what held `x` itself would be held by it, too, for ever.
-    alias = x.view_as(x)
-    assert isinstance(alias, Tensor)
-    # where the history between wrappers starts
-    inputs = [each.variable for each in _nodes(alias.grad_fn) if hasattr(each, "variable")]
-    first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
-    x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
-    return bridge
+        if not torch.is_grad_enabled():
+            return x._part.detach()
+        # The history between wrappers becomes one node of the parts' graph. The node holds an
+        # alias: what held `x` itself would be held by it, too, for ever.
+        alias = x.view_as(x)
+        assert isinstance(alias, Tensor)
+        # where the history between wrappers starts
+        inputs = [each.variable for each in nodes_of(alias) if hasattr(each, "variable")]
+        first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
+        x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
+        return bridge
 
 
 class _History:
@@ -283,7 +280,7 @@ class _History:
     @cached_property
     def _is_reentrant(self) -> bool:
         """Whether a reentrant checkpoint is part of it, for which torch has no `autograd.grad`."""
-        return any("CheckpointFunction" in node.name() for node in _nodes(self.result.grad_fn))
+        return any("CheckpointFunction" in node.name() for node in nodes_of(self.result))
 
     def _accumulated(self, seed: Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients as `backward()` leaves them, which a reentrant checkpoint asks for.
@@ -313,10 +310,10 @@ def _gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return of._layout.local_part(grad) if isinstance(of, Tensor) else grad
 
 
-def _nodes(node: Any) -> Iterator[Any]:
-    """All nodes of a history."""
+def nodes_of(x: torch.Tensor) -> Iterator[Any]:
+    """All nodes of autograd's graph that a tensor was computed by."""
     seen: set[Any] = set()
-    nodes = [node]
+    nodes: list[Any] = [x.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

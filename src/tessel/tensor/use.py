@@ -22,7 +22,7 @@ def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ())
     """
     if parameter is None:
         return None
-    whole = _shared(layout.partition, tuple(parameter.shape))
+    whole = shared_whole(layout.partition, parameter.shape)
     return replicate(parameter, whole, _separate(layout, shared))
 
 
@@ -30,7 +30,7 @@ def used_together(
     parameters: Sequence[Tensor], layout: Layout, shared: tuple[int, ...] = ()
 ) -> list[Tensor]:
     """The same for several parameters of one shape, whose gradients travel in one message."""
-    whole = _shared(layout.partition, tuple(parameters[0].shape))
+    whole = shared_whole(layout.partition, parameters[0].shape)
     separate = _separate(layout, shared)
     found = [from_bucket(each, whole, separate) for each in parameters]
     if all(each is None for each in found):
@@ -38,7 +38,7 @@ def used_together(
         if not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters)):
             return list(parameters)
         stack = torch.stack(list(parameters))
-        several = _shared(layout.partition, tuple(stack.shape))
+        several = shared_whole(layout.partition, stack.shape)
         return list(replicate(stack, several, separate).unbind())
     pairs = zip(parameters, found, strict=True)
     return [replicate(p, whole, separate) if each is None else each for p, each in pairs]
@@ -50,6 +50,11 @@ def _separate(layout: Layout, shared: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in range(layout.partition.dim) if axis not in same)
 
 
+def shared_whole(partition: Partition, shape: Sequence[int]) -> Layout:
+    """The layout of one value that all workers have whole."""
+    return _shared_whole(partition, tuple(shape))
+
+
 @kept_in_job
-def _shared(partition: Partition, shape: Shape) -> Layout:
+def _shared_whole(partition: Partition, shape: Shape) -> Layout:
     return Layout.whole(partition, shape, shared=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -96,7 +96,20 @@ def average(x: Tensor, layout: Layout, shape: Shape, num_dims: int) -> tuple[Ten
     x = way.fetch.fetch(x)
     if way.stays_whole:
         return _AVERAGES[num_dims - 1](x, shape[-num_dims:]), way.target
-    y = _average(x, way)
+    # this worker's share of the means
+    if not math.prod(way.pooled.local_shape):
+        y = anchored_zeros(way.pooled.local_shape, x)
+    elif way.in_few_runs:
+        (y,) = _joined(x, way.spans, _fitting_average)
+    else:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        for dim, spans in enumerate(way.spans, x.ndim - num_dims):
+            if not spans.fits:
+                # windows made equally long, one after the other: each is a row to be summed
+                rows = wide.index_select(dim, _constant(spans.indices, torch.int64, x.device))
+                rows = rows * _along(_constant(spans.weights, wide.dtype, x.device), dim, x.ndim)
+                wide = rows.unflatten(dim, (-1, spans.longest)).sum(dim + 1)
+        y = _fitting_average(wide, way.spans)[0].to(x.dtype)
     return (way.sum.apply(y) if any(way.partial) else y), way.target
 
 
@@ -138,18 +151,17 @@ class Way:
     @cached_property
     def pooled(self) -> Layout:
         """The outputs that every worker has a part of, as separate values."""
-        cuts = tuple(
-            _touched(field, have, length) if partial else want
-            for partial, field, have, want, length in zip(
-                self.partial,
-                self.field,
-                self.source.cuts,
-                self.target.cuts,
-                self.target.shape,
-                strict=True,
-            )
-        )
-        return replace(self.target, cuts=cuts)
+        cuts = list(self.target.cuts)
+        for dim, (field, length) in enumerate(zip(self.field, self.target.shape, strict=True)):
+            if self.partial[dim]:
+                # Which outputs read something of a part: the same rule from outputs to inputs.
+                have = self.source.cuts[dim]
+                inverse = None
+                if isinstance(field, AdaptiveWindow):
+                    inverse = AdaptiveWindow(inputs=field.outputs, outputs=field.inputs)
+                touched = tuple(reads(inverse, part, length) for part in have.intervals)
+                cuts[dim] = Cut(have.axes, touched)
+        return replace(self.target, cuts=tuple(cuts))
 
     @cached_property
     def sum(self) -> Move:
@@ -176,7 +188,7 @@ class Way:
         held, outputs = self.fetch.read.box(), self.pooled.box()
         assert held is not None and outputs is not None
         return tuple(
-            _spans(field, have, want)
+            Spans.of(field, have, want)
             for field, have, want in zip(self.field, held, outputs, strict=True)
             if isinstance(field, AdaptiveWindow)
         )
@@ -186,11 +198,14 @@ class Way:
         """Whether torch's own adaptive pool gives this worker's outputs in a few calls."""
         return math.prod(len(spans.runs) for spans in self.spans) <= _FEW
 
-
-def _touched(field: Any, cut: Cut, length: int) -> Cut:
-    """The outputs that read something of each part."""
-    inverse = field and AdaptiveWindow(inputs=field.outputs, outputs=field.inputs)
-    return Cut(cut.axes, tuple(reads(inverse, part, length) for part in cut.intervals))
+    def num_bytes(self, width: int, extra: int) -> int:
+        """How many bytes it sends: of values, and what more travels with a part of an output."""
+        fetched = width * traffic(self.source, self.fetch.read)
+        if not any(self.partial):
+            return fetched
+        if not extra:
+            return fetched + width * traffic(self.pooled, self.target)
+        return fetched + (width + extra) * traffic(self.stack.source, self.stack.target)
 
 
 @kept_in_job
@@ -211,16 +226,7 @@ def best_way(source: Layout, shape: Shape, num_dims: int, widths: tuple[int, int
     choices = [(False, True) if len(cut.intervals) > 1 else (False,) for cut in source.cuts]
     field = leading(len(shape), windows)
     ways = [Way(source, target, field, partial) for partial in product(*choices)]
-    return min(ways, key=lambda way: (_bytes(way, *widths), sum(way.partial)))
-
-
-def _bytes(way: Way, width: int, extra: int) -> int:
-    fetched = width * traffic(way.source, way.fetch.read)
-    if not any(way.partial):
-        return fetched
-    if not extra:
-        return fetched + width * traffic(way.pooled, way.target)
-    return fetched + (width + extra) * traffic(way.stack.source, way.stack.target)
+    return min(ways, key=lambda way: (way.num_bytes(*widths), sum(way.partial)))
 
 
 def traffic(source: Layout, target: Layout) -> int:
@@ -254,6 +260,17 @@ class Spans:
     windows: tuple[Interval, ...]
     counts: Numbers
     held: Interval
+
+    @classmethod
+    def of(cls, window: AdaptiveWindow, held: Interval, outputs: Interval) -> Spans:
+        """Those of some outputs of the whole tensor."""
+        hulls = [window.hull((i, i + 1)) for i in range(*outputs)]
+        windows = [boxes.overlap(hull, held) or (held[0], held[0]) for hull in hulls]
+        return cls(
+            tuple(boxes.shift(each, -held[0]) for each in windows),
+            tuple(stop - start for start, stop in hulls),
+            held,
+        )
 
     @cached_property
     def fits(self) -> bool:
@@ -328,35 +345,12 @@ class Spans:
         return any(share != 1 for share in self.shares)
 
 
-def _spans(window: AdaptiveWindow, held: Interval, outputs: Interval) -> Spans:
-    hulls = [window.hull((i, i + 1)) for i in range(*outputs)]
-    windows = [boxes.overlap(hull, held) or (held[0], held[0]) for hull in hulls]
-    return Spans(
-        tuple(boxes.shift(each, -held[0]) for each in windows),
-        tuple(stop - start for start, stop in hulls),
-        held,
-    )
-
-
 @lru_cache(maxsize=1024)
 def _constant(
     numbers: tuple[float, ...] | Numbers, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     with to_keep():
         return torch.tensor(numbers, dtype=dtype, device=device)
-
-
-def _average(x: Tensor, way: Way) -> Tensor:
-    """This worker's share of the means of the windows."""
-    if not math.prod(way.pooled.local_shape):
-        return anchored_zeros(way.pooled.local_shape, x)
-    if way.in_few_runs:
-        return _joined(x, way.spans, _fitting_average)[0]
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    for dim, spans in enumerate(way.spans, x.ndim - way.num_dims):
-        if not spans.fits:
-            wide = _weighted_sums(wide, dim, spans)
-    return _fitting_average(wide, way.spans)[0].to(x.dtype)
 
 
 def _joined(x: Tensor, all_spans: Sequence[Spans], pool: Pool) -> tuple[Tensor, ...]:
@@ -386,13 +380,6 @@ def _fitting_average(x: Tensor, all_spans: Sequence[Spans]) -> tuple[Tensor]:
     return (y,)
 
 
-def _weighted_sums(x: Tensor, dim: int, spans: Spans) -> Tensor:
-    """Means along one dimension, or the shares of them that are held here."""
-    expanded = x.index_select(dim, _constant(spans.indices, torch.int64, x.device))
-    weights = _along(_constant(spans.weights, x.dtype, x.device), dim, x.ndim)
-    return (expanded * weights).unflatten(dim, (-1, spans.longest)).sum(dim + 1)
-
-
 def _along(values: Tensor, dim: int, ndim: int) -> Tensor:
     """Values along one dimension, to be used for all indices of the others."""
     return values.view([-1 if each == dim else 1 for each in range(ndim)])
@@ -409,8 +396,11 @@ def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
 
     def pool(x: Tensor, all_spans: Sequence[Spans]) -> Maxima:
         fits = all(spans.fits for spans in all_spans)
-        rule = _fitting_maximum if fits else _equal_windows_maximum
-        result = rule(x, all_spans, with_places)
+        if fits:
+            sizes = tuple(len(spans.windows) for spans in all_spans)
+            result: Any = _MAXIMA[len(sizes) - 1](x, sizes, return_indices=with_places)
+        else:
+            result = _equal_windows_maximum(x, all_spans, with_places)
         if not with_places:
             return result, result.detach()
         values, places = result
@@ -419,11 +409,6 @@ def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
 
     values, places = _joined(x, way.spans, pool) if way.in_few_runs else pool(x, way.spans)
     return values, places
-
-
-def _fitting_maximum(x: Tensor, all_spans: Sequence[Spans], with_places: bool) -> Any:
-    sizes = tuple(len(spans.windows) for spans in all_spans)
-    return _MAXIMA[len(sizes) - 1](x, sizes, return_indices=with_places)
 
 
 def _equal_windows_maximum(x: Tensor, all_spans: Sequence[Spans], with_places: bool) -> Any:
@@ -481,15 +466,14 @@ class Stack:
     @cached_property
     def target(self) -> Layout:
         """From the first to the last part that the outputs of each worker have."""
-        cuts = tuple(
-            Cut(want.axes, tuple(_hull(_positions(parts, each)) for each in want.intervals))
-            if partial
-            else want
-            for partial, parts, want in zip(
-                self.partial, self.pooled.cuts, self.outputs.cuts, strict=True
-            )
-        )
-        return replace(self.source, cuts=cuts)
+        cuts = list(self.outputs.cuts)
+        for dim, want in enumerate(self.outputs.cuts):
+            if self.partial[dim]:
+                parts = self.pooled.cuts[dim]
+                each = [list(chain(*_positions(parts, some))) for some in want.intervals]
+                hulls = tuple((min(some), max(some) + 1) if some else (0, 0) for some in each)
+                cuts[dim] = Cut(want.axes, hulls)
+        return replace(self.source, cuts=tuple(cuts))
 
     @cached_property
     def move(self) -> Move:
@@ -522,11 +506,6 @@ def _positions(parts: Cut, outputs: Interval) -> list[list[int]]:
         [begin + output - start for (start, stop), (begin, _) in laid if start <= output < stop]
         for output in range(*outputs)
     ]
-
-
-def _hull(positions: list[list[int]]) -> Interval:
-    each = [position for some in positions for position in some]
-    return (min(each), max(each) + 1) if each else (0, 0)
 
 
 def _padded(positions: list[list[int]], start: int) -> tuple[Numbers, int]:

@@ -105,12 +105,10 @@ def _planned(name: str, operands: tuple[torch.Tensor, ...]) -> Any:
 def _loosened(layout: Layout, number: int) -> Layout:
     """Queries, keys or values with whole vectors, and whole sequences if they can be hosted."""
     sequence, features = len(layout.shape) - 2, len(layout.shape) - 1
-    if not layout.is_split(sequence) and not layout.is_split(features):
-        return layout
     there = hosted(layout, (sequence, features))
     if number or len(there.shared) == len(layout.shared):
         return there
-    return hosted(layout, (features,)) if layout.is_split(features) else layout
+    return hosted(layout, (features,))
 
 
 def _with_dropout(
@@ -183,26 +181,23 @@ def _check_attention(
         )
 
 
-def _projected(q: Any, k: Any, v: Any, given: Settings) -> tuple[Any, Any, Any]:
-    """Queries, keys and values of all heads, (sequence, batch, features)."""
-    bias = given["in_proj_bias"]
-    biases = (None, None, None) if bias is None else bias.chunk(3)
-    if given["use_separate_proj_weight"]:
-        weights = tuple(given[f"{letter}_proj_weight"] for letter in "qkv")
-    else:
-        weights = given["in_proj_weight"].chunk(3)
-    found = (F.linear(*each) for each in zip((q, k, v), weights, biases, strict=True))
-    return tuple(found)  # type: ignore[return-value]
-
-
 def _heads_attended(q: Any, k: Any, v: Any, padding: Any, mask: Any, given: Settings) -> Any:
     """Attention of all heads, and the weights if they are asked for."""
     heads, (length, batch, width) = given["num_heads"], q.shape
-    q, k, v = _projected(q, k, v, given)
+    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+    if given["use_separate_proj_weight"]:
+        matrices = [given[f"{letter}_proj_weight"] for letter in "qkv"]
+    else:
+        matrices = given["in_proj_weight"].chunk(3)
+    # (sequence, batch, features of all heads)
+    q, k, v = (F.linear(*each) for each in zip((q, k, v), matrices, biases, strict=True))
     if given["bias_k"] is not None:
         k = torch.cat([k, given["bias_k"].expand(1, batch, -1)])
         v = torch.cat([v, given["bias_v"].expand(1, batch, -1)])
-    q, k, v = (_in_heads(each, heads) for each in (q, k, v))
+    # (batch, heads, sequence, features of a head)
+    q, k, v = (
+        x.reshape(*x.shape[:2], heads, x.shape[2] // heads).permute(1, 2, 0, 3) for x in (q, k, v)
+    )
     k = _statics(k, given["static_k"], heads)
     v = _statics(v, given["static_v"], heads)
     if given["add_zero_attn"]:
@@ -221,12 +216,6 @@ def _heads_attended(q: Any, k: Any, v: Any, padding: Any, mask: Any, given: Sett
         found = F.scaled_dot_product_attention(q, k, v, bias, dropout)
     found = found.permute(2, 0, 1, 3).reshape(length, batch, width)
     return F.linear(found, given["out_proj_weight"], given["out_proj_bias"]), weights
-
-
-def _in_heads(x: Any, heads: int) -> Any:
-    """(sequence, batch, features) to (batch, heads, sequence, features of a head)."""
-    length, batch, width = x.shape
-    return x.reshape(length, batch, heads, width // heads).permute(1, 2, 0, 3)
 
 
 def _statics(x: Any, static: Any, heads: int) -> Any:

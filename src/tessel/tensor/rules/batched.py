@@ -16,7 +16,7 @@ from tessel.core.layout import Layout
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.products import Contraction, planned
-from tessel.tensor.table import made, moved, outlining
+from tessel.tensor.table import check_together, made, moved, outlining
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.use import used
 
@@ -56,7 +56,9 @@ def plan_of(
     """How the operands and the result lie; mixed dimensions that are split go to hosts."""
     indices, output = equation
     layouts = tuple(
-        _loosened(x._layout, letters, whole) if isinstance(x, Tensor) else None
+        hosted(x._layout, tuple(dim for dim, letter in enumerate(letters) if letter in whole))
+        if isinstance(x, Tensor)
+        else None
         for x, letters in zip(operands, indices, strict=True)
     )
     partition = check_partition(name, operands)
@@ -67,17 +69,8 @@ def plan_of(
 def check_partition(name: str, operands: Sequence[torch.Tensor]) -> Any:
     """The partition on which all spread operands lie."""
     layouts = [each._layout for each in operands if isinstance(each, Tensor)]
-    if any(each.partition != layouts[0].partition for each in layouts):
-        raise ValueError(
-            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
-            f"bring them together by x.move_to(...)"
-        )
+    check_together(name, layouts)
     return layouts[0].partition
-
-
-def _loosened(layout: Layout, letters: str, whole: str) -> Layout:
-    mixed = tuple(dim for dim, letter in enumerate(letters) if letter in whole)
-    return hosted(layout, mixed) if any(map(layout.is_split, mixed)) else layout
 
 
 def applied(

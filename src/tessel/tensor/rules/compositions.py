@@ -323,7 +323,7 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             f"`{name}`: indices of the shape of the input are needed, {layout.shape}, got "
             f"{tuple(indices.shape)}"
         )
-    there = hosted(layout, space) if any(map(layout.is_split, space)) else layout
+    there = hosted(layout, space)
     size = _unpooled(layout.shape[-D:], D, **given)
     shape = (*layout.shape[:-D], *size)
     if holds_anywhere((indices < 0) | (indices >= prod(size))):

@@ -59,7 +59,7 @@ def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_split(x._layout, columns) and not is_split(x._layout, rows):
         rows, columns, offset = columns, rows, -offset  # it reads the same either way
     layout = x._layout
-    there = hosted(layout, (columns,)) if is_split(layout, columns) else layout
+    there = hosted(layout, (columns,))
     part, box = moved(x, there), there.box()
     assert box is not None
     y = computed(lambda z: z.diagonal(offset + box[rows][0], rows, columns), part)
@@ -93,9 +93,9 @@ def diag_embed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         range(len(shape))[argument(args, kwargs, 3, "dim2", -1)],
     }
     layout, last = x._layout, len(x._layout.shape) - 1
-    there = hosted(layout, (last,)) if is_split(layout, last) else layout
+    there = hosted(layout, (last,))
     others = iter(there.cuts[:-1])
-    cuts = tuple(Cut((), ((0, n),)) if d in new else next(others) for d, n in enumerate(shape))
+    cuts = tuple(Cut.whole(n) if d in new else next(others) for d, n in enumerate(shape))
     shared = tuple(sorted({*there.shared, *there.cuts[-1].axes}))
     target = replace(there, shape=shape, cuts=cuts, shared=shared)
     return made(computed(lambda part: func(part, *args[1:], **kwargs), moved(x, there)), target)

@@ -47,7 +47,11 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
     lengths = argument(args, kwargs, 1, "s")
     given = argument(args, kwargs, 2, "dim", (-2, -1) if name.endswith("2") else None)
     norm = argument(args, kwargs, 3, "norm")
-    dims = _in_order(given, lengths, len(layout.shape))
+    ndim = len(layout.shape)
+    if given is None:  # the last ones, as many as there are lengths
+        given = range(ndim - (ndim if lengths is None else len(lengths)), ndim)
+    # in the order in which they are named: the last of them may be the real one
+    dims = [dim % ndim for dim in ((given,) if isinstance(given, int) else given)]
     if not dims:  # torch gives what it got, in the type of a transform
         return x if x.is_complex() else x + 0j
     sizes = [None] * len(dims) if lengths is None else [None if n == -1 else n for n in lengths]
@@ -57,14 +61,6 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
         x = _along_one(last, x, *steps[-1], norm)
     x = _along_several(most, x, steps[:-1], norm)
     return x if is_first else _along_one(last, x, *steps[-1], norm)
-
-
-def _in_order(given: Any, lengths: Any, ndim: int) -> list[int]:
-    """The dimensions, in the order in which they are named."""
-    if given is None:
-        count = ndim if lengths is None else len(lengths)
-        return list(range(ndim - count, ndim))
-    return [dim % ndim for dim in ([given] if isinstance(given, int) else given)]
 
 
 def _along_one(kind: str, x: Tensor, dim: int, n: int | None, norm: str | None) -> Tensor:

@@ -22,19 +22,25 @@ from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
 
-@kept_in_job
 def hosted(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """A layout of the same tensor with some dimensions whole, on as many workers as it can be.
 
+    The layout itself, if they are.
+
     >>> import tessel
     >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
-    >>> hosted(layout, (0,)).shared
-    (0,)
+    >>> hosted(layout, (0,)) is layout
+    True
     """
+    return _hosted(layout, dims) if any(map(layout.is_split, dims)) else layout
+
+
+@kept_in_job
+def _hosted(layout: Layout, dims: tuple[int, ...]) -> Layout:
     sizes = layout.partition.shape
     cuts = list(layout.cuts)
     for dim in dims:
-        cuts[dim] = Cut((), ((0, layout.shape[dim]),))
+        cuts[dim] = Cut.whole(layout.shape[dim])
     shared = list(layout.shared)
     for axis in (axis for dim in dims for axis in layout.cuts[dim].axes):
         hosts = [
@@ -84,7 +90,7 @@ def along(x: Tensor, dims: Sequence[int], compute: Callable[[torch.Tensor], Any]
     """
     mixed = tuple(dims)
     layout = x._layout
-    there = hosted(layout, mixed) if any(layout.is_split(dim) for dim in mixed) else layout
+    there = hosted(layout, mixed)
     result = computed(compute, moved(x, there))
     if isinstance(result, tuple):
         members = [_back(each, layout, there, mixed) for each in result]

@@ -19,7 +19,13 @@ from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.rules.batched import whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
-from tessel.tensor.rules.masks import is_mask, masked_values, places_of, put_at_mask
+from tessel.tensor.rules.masks import (
+    indexed_lengths,
+    is_mask,
+    masked_values,
+    places_of,
+    put_at_mask,
+)
 from tessel.tensor.rules.pointwise import changed, check_change, fitted, pointwise
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import (
@@ -34,6 +40,7 @@ from tessel.tensor.table import (
     made,
     moved,
     note_view,
+    of_cuts,
     opened,
     outlines,
     outlining,
@@ -221,7 +228,7 @@ def _reading(
         found.append((length, Cut(cut.axes, intervals)))
     kept: list[Any] = list(found)
     for place in news:
-        kept.insert(place, (1, Cut((), ((0, 1),))))
+        kept.insert(place, (1, Cut.whole(1)))
     kept = [each for each in kept if each is not None]
     there = replace(layout, cuts=tuple(reads), shared=tuple(sorted({*layout.shared, *lost})))
     target = replace(
@@ -252,25 +259,18 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
         there = _beside(layout, tuple(indices), split[0])
         cuts = split[0].cuts
     else:
-        mixed = tuple(indices)
-        there = hosted(layout, mixed) if any(is_split(layout, d) for d in mixed) else layout
-        cuts = tuple(Cut((), ((0, n),)) for n in shape)
+        there = hosted(layout, tuple(indices))
+        cuts = tuple(Cut.whole(n) for n in shape)
     dims = sorted(indices)
     at = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     kept = [dim for dim in range(len(layout.shape)) if dim not in indices]
     lengths = [layout.shape[dim] for dim in kept]
     lying = [there.cuts[dim] for dim in kept]
     all_cuts = (*lying[:at], *cuts, *lying[at:])
-    taken = {axis for cut in all_cuts for axis in cut.axes}
-    target = Layout(
-        layout.partition,
-        (*lengths[:at], *shape, *lengths[at:]),
-        all_cuts,
-        tuple(axis for axis in range(layout.partition.dim) if axis not in taken),
-    )
+    target = of_cuts(layout.partition, (*lengths[:at], *shape, *lengths[at:]), all_cuts)
     key = tuple(parts(indices[d]) if d in indices else slice(None) for d in range(x.dim()))
     y = made(computed(lambda part: part[key], moved(x, there)), target)
-    if len(shape) == len(indices) == 1 and not split:
+    if len(shape) == len(indices) == 1 and not split:  # one dimension for one: it lies as before
         return y.move_to(split_like(layout, target.shape))
     return y
 
@@ -366,23 +366,20 @@ def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> N
     rest, at = _beside_mask(given, place, x.dim())
     if not isinstance(value, torch.Tensor):
         value = x._part.new_empty(()).fill_(value)  # torch's own error, on all workers
-    if rest is None and not at and not value.dim() and isinstance(given[place], torch.Tensor):
-        _fill_where(x, given[place], value)
+    mask = given[place]
+    if rest is None and not at and not value.dim() and isinstance(mask, torch.Tensor):
+        # one value wherever the mask says so, of which nobody has to know how often
+        if tuple(mask.shape) != tuple(x.shape[: mask.dim()]):
+            raise IndexError(
+                f"The shape of the mask {list(mask.shape)} does not match the shape of the indexed "
+                f"tensor {list(x.shape)}"
+            )
+        x.masked_fill_(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), value)
         return
     y: Any = x if rest is None else x[rest].clone()
-    put_at_mask(name, y, given[place], value, at)
+    put_at_mask(name, y, mask, value, at)
     if rest is not None:
         x[rest] = y
-
-
-def _fill_where(x: Tensor, mask: torch.Tensor, value: torch.Tensor) -> None:
-    """One value wherever a mask says so, of which nobody has to know how often."""
-    if tuple(mask.shape) != tuple(x.shape[: mask.dim()]):
-        raise IndexError(
-            f"The shape of the mask {list(mask.shape)} does not match the shape of the indexed "
-            f"tensor {list(x.shape)}"
-        )
-    x.masked_fill_(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), value)
 
 
 def _assign(x: Tensor, items: list[Any], value: Any) -> None:
@@ -423,40 +420,19 @@ def _region(layout: Layout, picks: tuple[Pick, ...]) -> Layout:
     for pick, cut in zip(picks, layout.cuts, strict=True):
         start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
         length = len(range(start, stop, step))
-        # how many indices of the run lie before a bound
-        cuts.append(
-            Cut(
-                cut.axes,
-                tuple(
-                    (_count(start, step, length, a), _count(start, step, length, b))
-                    for a, b in cut.intervals
-                ),
-            )
-        )
+        # how many indices of the run lie before each bound
+        counts = ((min(max(-((start - k) // step), 0), length) for k in ab) for ab in cut.intervals)
+        cuts.append(Cut(cut.axes, tuple((a, b) for a, b in counts)))
         lengths.append(length)
     return replace(layout, shape=tuple(lengths), cuts=tuple(cuts))
-
-
-def _count(start: int, step: int, length: int, bound: int) -> int:
-    """How many indices of a run lie before a bound."""
-    return min(max(-((start - bound) // step), 0), length)
 
 
 def _like_region(value: torch.Tensor, items: list[Any]) -> torch.Tensor:
     """Values with a dimension for each number, and none for new ones: as the region is."""
     kept = [each for each in items if not isinstance(each, int)]
-    given = list(value.shape)
-    while len(given) > len(kept) and given[0] == 1:  # torch leaves them out
-        given.pop(0)
-    given = [1] * (len(kept) - len(given)) + given
     expected = [1 if each is None else len(range(*each)) for each in kept]
-    if len(given) != len(kept) or any(
-        n not in (1, m) for n, m in zip(given, expected, strict=True)
-    ):
-        raise RuntimeError(
-            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
-            f"indexing result of shape {expected}"
-        )
+    given = indexed_lengths(value, expected)
+    given = [1] * (len(kept) - len(given)) + given
     lengths = iter(n for n, each in zip(given, kept, strict=True) if each is not None)
     return value.reshape(
         [1 if isinstance(each, int) else next(lengths) for each in items if each is not None]
@@ -470,7 +446,7 @@ def _assign_at(name: str, x: Tensor, items: list[Any], value: Any) -> None:
         raise unsupported(name, "new dimensions beside tensors of indices are not known", layout)
     there, region, key = _places(x, items)
     if isinstance(value, torch.Tensor):
-        value = fitted(_like_places(value, region), region)
+        value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
     else:
         value = x._part.new_empty(()).fill_(value)  # torch's own error, on all workers
     if there is layout:
@@ -494,7 +470,7 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
         for dim, each in enumerate(items)
         if not isinstance(each, tuple) or each != everything[dim]
     )
-    there = hosted(layout, named) if any(is_split(layout, d) for d in named) else layout
+    there = hosted(layout, named)
     key = tuple(
         slice(None)
         if dim not in named
@@ -509,35 +485,15 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
     picked = [dim for dim, each in enumerate(items) if not isinstance(each, tuple)]
     shape = torch.broadcast_shapes(*(e.shape for e in items if isinstance(e, torch.Tensor)))
     kept = [
-        (len(range(*each)), Cut((), ((0, len(range(*each))),)) if dim in named else there.cuts[dim])
+        (len(range(*each)), Cut.whole(len(range(*each))) if dim in named else there.cuts[dim])
         for dim, each in enumerate(items)
         if dim not in picked
     ]
     neighbours = picked == list(range(picked[0], picked[-1] + 1))
     at = picked[0] if neighbours else 0
-    found = [*kept[:at], *((n, Cut((), ((0, n),))) for n in shape), *kept[at:]]
-    taken = {axis for _, cut in found for axis in cut.axes}
-    region = Layout(
-        layout.partition,
-        tuple(n for n, _ in found),
-        tuple(cut for _, cut in found),
-        tuple(axis for axis in range(layout.partition.dim) if axis not in taken),
-    )
+    found = [*kept[:at], *((n, Cut.whole(n)) for n in shape), *kept[at:]]
+    region = of_cuts(layout.partition, [n for n, _ in found], [cut for _, cut in found])
     return there, region, key
-
-
-def _like_places(value: torch.Tensor, region: Layout) -> torch.Tensor:
-    """Values that fit a region; dimensions of length one in front of it are left out."""
-    given = list(value.shape)
-    while len(given) > len(region.shape) and given[0] == 1:
-        given.pop(0)
-    pairs = zip(reversed(given), reversed(region.shape), strict=False)
-    if len(given) > len(region.shape) or any(n not in (1, m) for n, m in pairs):
-        raise RuntimeError(
-            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
-            f"indexing result of shape {list(region.shape)}"
-        )
-    return value.reshape(given)
 
 
 @rule("index_put", "index_put_")
@@ -557,7 +513,8 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not any(isinstance(each, torch.Tensor) for each in items):
         raise unsupported(name, "tensors of indices are needed", layout)
     there, region, key = _places(x, items)
-    value = fitted(_like_places(given["values"], region), region)
+    value = given["values"]
+    value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
     indices = tuple(each for each in key if isinstance(each, torch.Tensor))
     origin = _origin(name, x, there)
     y = made(origin.index_put(indices, value, given.get("accumulate", False)), there)
@@ -591,11 +548,6 @@ def _origin(name: str, x: Tensor, there: Layout) -> torch.Tensor:
 
 def _out_of_place(name: str) -> Any:
     return getattr(torch, name.removesuffix("_"))
-
-
-def _along(x: Tensor, dim: int) -> Layout:
-    """Where a dimension is whole."""
-    return hosted(x._layout, (dim,)) if is_split(x._layout, dim) else x._layout
 
 
 def _whole_index(index: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -639,7 +591,7 @@ def gather(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     _check_range(index, dim, x.shape[dim])
     origin = x._layout
     x = x[tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(shape))]
-    there = _along(x, dim)
+    there = hosted(x._layout, (dim,))
     places = reshaped_along(there, shape, (dim,))
     spread = as_spread(index.reshape(shape), there.partition)
     chosen = moved(spread, places)
@@ -682,7 +634,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise unsupported(name, "tensors without dimensions are not known", layout)
     (dim,) = dims_of(dim, layout)
     _check_range(index, dim, layout.shape[dim])
-    there = _along(x, dim)
+    there = hosted(x._layout, (dim,))
     shape = tuple(index.shape)
     places = _corner(there, dim, shape)
     chosen = moved(as_spread(index, there.partition), places)
@@ -721,7 +673,7 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         raise unsupported(name, "tensors without dimensions are not known", layout)
     (dim,) = dims_of(dim, layout)
     _check_range(index, dim, layout.shape[dim], negative=last == "value")
-    there = _along(x, dim)
+    there = hosted(x._layout, (dim,))
     if isinstance(source, torch.Tensor) and source.dim():
         lying = reshaped_along(there, tuple(source.shape), (dim,))
         source = moved(as_spread(source, there.partition), lying)

@@ -202,6 +202,19 @@ class Line:
     scale: float | None = None
     skipped: int = 0
 
+    @classmethod
+    def of(cls, field: Interpolation, read: Interval, outputs: Interval) -> Line:
+        """That of some outputs and of what they read in the whole tensor."""
+        length = read[1] - read[0]
+        factor = field.outputs // field.inputs
+        if factor * field.inputs < field.outputs or not _shifts(field, factor, read, outputs):
+            whole = read == (0, field.inputs) and outputs == (0, field.outputs)
+            if whole and not isinstance(field, Nearest):
+                return cls(field, read, outputs, field.outputs, field.scale)
+            return cls(field, read, outputs)
+        scale = None if field.scale is None else float(factor)
+        return cls(field, read, outputs, factor * length, scale, outputs[0] - factor * read[0])
+
     @property
     def stays(self) -> bool:
         """Whether torch's own function has nothing to do; the cubic one always has."""
@@ -219,23 +232,11 @@ class Line:
 def _lines(
     fields: tuple[Interpolation, ...], read: tuple[Interval, ...], box: tuple[Interval, ...]
 ) -> tuple[Line, ...]:
-    lines = tuple(_line(*each) for each in zip(fields, read, box, strict=True))
+    lines = tuple(Line.of(*each) for each in zip(fields, read, box, strict=True))
     cubic = any(isinstance(field, Cubic) for field in fields)
     if cubic and any(line.length is None for line in lines):  # one that stays would be read again
         return tuple(Line(line.field, line.read, line.outputs) for line in lines)
     return lines
-
-
-def _line(field: Interpolation, read: Interval, outputs: Interval) -> Line:
-    length = read[1] - read[0]
-    factor = field.outputs // field.inputs
-    if factor * field.inputs < field.outputs or not _shifts(field, factor, read, outputs):
-        whole = read == (0, field.inputs) and outputs == (0, field.outputs)
-        if whole and not isinstance(field, Nearest):
-            return Line(field, read, outputs, field.outputs, field.scale)
-        return Line(field, read, outputs)
-    scale = None if field.scale is None else float(factor)
-    return Line(field, read, outputs, factor * length, scale, outputs[0] - factor * read[0])
 
 
 def _shifts(field: Interpolation, factor: int, read: Interval, outputs: Interval) -> bool:

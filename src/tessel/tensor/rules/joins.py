@@ -24,6 +24,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
+    check_together,
     held_layouts,
     is_split,
     made,
@@ -68,15 +69,6 @@ def _run(shape: Shape, dim: int, target: Layout, bounds: Interval, offset: int) 
     return replace(target, shape=shape, cuts=cuts)
 
 
-def check_together(name: str, layouts: Sequence[Layout]) -> None:
-    """Raise if tensors lie on different workers or grids."""
-    if any(each.partition != layouts[0].partition for each in layouts):
-        raise ValueError(
-            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
-            f"bring them together by x.move_to(...)"
-        )
-
-
 @rule("cat", "concat", "concatenate")
 def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The result lies as the operand that is split most; each worker reads its runs."""
@@ -91,17 +83,14 @@ def cat(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     check_together(name, held_layouts(given))
     if not layouts:  # only what is left out was spread
         return as_spread(torch.cat(parts(list(given)), dim), held_layouts(given)[0].partition)
-    target = split_like(max(layouts, key=_num_parts), shape)
+    # what is in more parts, and then what is larger, rather stays where it is
+    most = max(layouts, key=lambda x: (prod(len(c.intervals) for c in x.cuts), prod(x.shape)))
+    target = split_like(most, shape)
     strips: list[Strip] = []
     for each in operands:
         x = as_spread(each.to(outline.dtype), target.partition)
         strips.append((x, 0, x.shape[dim]))
     return joined(strips, dim, target)
-
-
-def _num_parts(layout: Layout) -> tuple[int, int]:
-    """Of how many parts a tensor is, and of how many values: what rather stays where it is."""
-    return prod(len(cut.intervals) for cut in layout.cuts), prod(layout.shape)
 
 
 @rule("stack")
@@ -139,17 +128,14 @@ def roll(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return torch.roll(x.reshape(-1), shifts, 0).reshape(x.shape)
     for shift, dim in zip(shifts, (dims,) if isinstance(dims, int) else dims, strict=True):
         (dim,) = dims_of(dim, x._layout)
-        x = _rolled(x, shift, dim)
+        part, layout = opened(x)
+        if layout.is_split(dim):
+            length = layout.shape[dim]
+            start = -shift % max(1, length)
+            x = joined([(x, start, length), (x, 0, start)], dim, layout)
+        else:
+            x = made(part.roll(shift, dim), layout)
     return x
-
-
-def _rolled(x: Tensor, shift: int, dim: int) -> Tensor:
-    part, layout = opened(x)
-    if not is_split(layout, dim):
-        return made(part.roll(shift, dim), layout)
-    length = layout.shape[dim]
-    start = -shift % max(1, length)
-    return joined([(x, start, length), (x, 0, start)], dim, layout)
 
 
 @rule("flip", "fliplr", "flipud")

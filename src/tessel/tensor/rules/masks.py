@@ -26,6 +26,7 @@ from tessel.tensor.table import (
     is_whole,
     made,
     moved,
+    of_cuts,
     outlines,
     rule,
     unsupported,
@@ -84,20 +85,16 @@ def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout
         parts = 1
         for axis in axes:
             parts *= layout.partition.shape[axis]
-        cuts[masked] = [Cut((), ((0, length),)) for length in layout.shape[masked]]
+        cuts[masked] = [Cut.whole(length) for length in layout.shape[masked]]
         cuts[at] = Cut(axes, boxes.balanced(layout.shape[at], parts))
-    taken = {axis for cut in cuts for axis in cut.axes}
-    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in taken)
-    return Layout(layout.partition, layout.shape, tuple(cuts), shared)
+    return of_cuts(layout.partition, layout.shape, cuts)
 
 
 @kept_in_job
 def _of_mask(there: Layout, at: int, count: int) -> Layout:
     """How the mask lies beside the tensor: one shared value along axes that split other dims."""
-    cuts = there.cuts[at : at + count]
-    taken = {axis for cut in cuts for axis in cut.axes}
-    shared = tuple(axis for axis in range(there.partition.dim) if axis not in taken)
-    return Layout(there.partition, there.shape[at : at + count], cuts, shared)
+    masked = slice(at, at + count)
+    return of_cuts(there.partition, there.shape[masked], there.cuts[masked])
 
 
 def _lengths(mask: torch.Tensor, part: torch.Tensor, cut: Cut, partition: Any) -> list[int]:
@@ -150,11 +147,7 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
     shape, cuts = list(there.shape), list(there.cuts)
     shape[masked], cuts[masked] = [runs[-1][1]], [Cut(there.cuts[at].axes, runs)]
     # axes of masked dimensions of one part, beside the first, split nothing any more
-    taken = {axis for cut in cuts for axis in cut.axes}
-    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in taken)
-    return MaskedChoice(
-        there, part, Layout(layout.partition, tuple(shape), tuple(cuts), shared), at
-    )
+    return MaskedChoice(there, part, of_cuts(layout.partition, shape, cuts), at)
 
 
 def masked_values(name: str, x: Tensor, mask: Any, at: int = 0) -> Tensor:
@@ -170,19 +163,10 @@ def put_at_mask(name: str, x: Tensor, mask: Any, value: torch.Tensor, at: int = 
 
 
 def _put(x: Tensor, choice: MaskedChoice, value: torch.Tensor) -> None:
-    shape = choice.result.shape
-    given = list(value.shape)
-    while len(given) > len(shape) and given[0] == 1:  # torch leaves them out
-        given.pop(0)
-    pairs = zip(reversed(given), reversed(shape), strict=False)
-    if len(given) > len(shape) or any(n not in (1, m) for n, m in pairs):
-        raise RuntimeError(
-            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
-            f"indexing result of shape {list(shape)}"
-        )
+    lengths = indexed_lengths(value, choice.result.shape)
     if value.is_complex() and not x.is_complex():
         raise RuntimeError(f"values of {value.dtype} cannot be put into a tensor of {x.dtype}")
-    new = fitted(value.reshape(given).to(x.dtype), choice.result)
+    new = fitted(value.reshape(lengths).to(x.dtype), choice.result)
     if choice.there == x._layout:
         x._part[choice.key] = new
     else:
@@ -190,6 +174,20 @@ def _put(x: Tensor, choice: MaskedChoice, value: torch.Tensor) -> None:
         part[choice.key] = new
         x._part.copy_(moved(made(part, choice.there), x._layout))
     changed(x)
+
+
+def indexed_lengths(value: torch.Tensor, shape: Sequence[int]) -> list[int]:
+    """The lengths of values for what a key picks, without dimensions of length one in front."""
+    given = list(value.shape)
+    while len(given) > len(shape) and given[0] == 1:
+        given.pop(0)
+    pairs = zip(reversed(given), reversed(shape), strict=False)
+    if len(given) > len(shape) or any(n not in (1, m) for n, m in pairs):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to "
+            f"indexing result of shape {list(shape)}"
+        )
+    return given
 
 
 @rule("masked_select", plain=True)
@@ -219,7 +217,7 @@ def nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     rows = replace(
         choice.result,
         shape=(*choice.result.shape, x.dim()),
-        cuts=(runs, Cut((), ((0, x.dim()),))),
+        cuts=(runs, Cut.whole(x.dim())),
     )
     found = made(choice.mask.nonzero() + starts, rows)
     return found.unbind(1) if argument(args, kwargs, 1, "as_tuple", False) else found

@@ -19,6 +19,7 @@ from tessel.tensor.table import (
     is_whole,
     made,
     moved,
+    of_cuts,
     outlines,
     rule,
     unsupported,
@@ -38,8 +39,7 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if last < 1 and not is_whole(layout):
         raise unsupported(name, "it has no rule for tensors that are split", layout)
     whole = outlines(func, args, kwargs)  # torch's own error
-    mixed = (last, last + 1)
-    there = hosted(layout, mixed) if any(map(layout.is_split, mixed)) else layout
+    there = hosted(layout, (last, last + 1))
     part = moved(x, there)
     members = whole if isinstance(whole, tuple) else (whole,)
     targets = [_target(there, tuple(each.shape), last) for each in members]
@@ -59,10 +59,8 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 @kept_in_job
 def _target(layout: Layout, shape: tuple[int, ...], num_batch: int) -> Layout:
     """The layout of results, of which each belongs to a matrix of the batch."""
-    cuts = (*layout.cuts[:num_batch], *(Cut((), ((0, n),)) for n in shape[num_batch:]))
-    taken = {axis for cut in cuts for axis in cut.axes}
-    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in taken)
-    return Layout(layout.partition, shape, cuts, shared)
+    cuts = (*layout.cuts[:num_batch], *(Cut.whole(n) for n in shape[num_batch:]))
+    return of_cuts(layout.partition, shape, cuts)
 
 
 @rule("linalg_solve", plain=True)

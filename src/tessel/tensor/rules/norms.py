@@ -27,6 +27,7 @@ from tessel.tensor.table import (
     held_layouts,
     is_whole,
     made,
+    of_cuts,
     opened,
     rule,
     whole_parts,
@@ -105,7 +106,7 @@ class Gathering:
         num = len(self.places)
         apart = Cut(self.axes, tuple((k, k + 1) for k in range(num)))
         shared = self.axes if self.is_shared else ()
-        return Move(self._moments(apart), self._moments(Cut((), ((0, num),)), shared))
+        return Move(self._moments(apart), self._moments(Cut.whole(num), shared))
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -114,16 +115,14 @@ class Gathering:
 
     def _moments(self, places: Cut, shared: tuple[int, ...] = ()) -> Layout:
         shape = (len(self.places), self.num_moments, *self.lengths)
-        cuts = (places, Cut((), ((0, self.num_moments),)), *self.cuts)
+        cuts = (places, Cut.whole(self.num_moments), *self.cuts)
         return Layout(self.layout.partition, shape, cuts, (*self.layout.shared, *shared))
 
     @cached_property
     def statistics(self) -> Layout:
         """Two statistics of the whole, one shared value along all axes that split none."""
-        split = {axis for cut in self.cuts for axis in cut.axes}
-        shared = tuple(axis for axis in range(self.layout.partition.dim) if axis not in split)
-        cuts = (Cut((), ((0, 2),)), *self.cuts)
-        return Layout(self.layout.partition, (2, *self.lengths), cuts, shared)
+        cuts = (Cut.whole(2), *self.cuts)
+        return of_cuts(self.layout.partition, (2, *self.lengths), cuts)
 
     def gather(self, *moments: Tensor) -> tuple[Tensor, ...]:
         """This worker's moments to those of all places, which are the first dimension."""
@@ -159,7 +158,7 @@ class ChannelGroups(Gathering):
             parts = tuple((start // size, stop // size) for start, stop in channels.intervals)
             groups = Cut(channels.axes, parts)
         else:
-            groups, first = Cut((), ((0, num_groups),)), 1
+            groups, first = Cut.whole(num_groups), 1
         dims = tuple(range(first, 2 + len(space)))
         return cls(layout, dims, (layout.shape[0], num_groups), (batch, groups), size=size)
 
@@ -175,21 +174,14 @@ class ChannelGroups(Gathering):
     def shares(self, like: Tensor) -> Tensor:
         if 1 not in self.dims:
             return super().shares(like)
+        groups = [(group * self.size, (group + 1) * self.size) for group in range(self.lengths[1])]
+        # of each place: how many of its channels are in each group, times the space that they have
         counts = [
-            [self._channels(part, group) * boxes.volume(tuple(space)) for group in self._groups]
+            [boxes.volume((boxes.overlap(part, group) or (0, 0), *space)) for group in groups]
             for part, *space in self.places
         ]
         table = torch.tensor(counts, dtype=like.dtype, device=like.device)
         return (table / table.sum(0)).unsqueeze(1)  # (place, 1, group)
-
-    @property
-    def _groups(self) -> range:
-        return range(self.lengths[1])
-
-    def _channels(self, part: Interval, group: int) -> int:
-        """How many channels of a group lie in `part`."""
-        start, stop = boxes.overlap(part, (group * self.size, (group + 1) * self.size)) or (0, 0)
-        return stop - start
 
 
 def _local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,6 +189,7 @@ def _local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     x = _widened(x)
     mean = x.sum(_all_but_second(x)) / max(1, _count(x))
     centre = mean.detach()
+    # The second term is zero, and so is its slope: second derivatives need it.
     return mean, _mean_square(x, centre) - (mean - centre).square()
 
 
@@ -457,9 +450,7 @@ def _collecting(layout: Layout, dims: tuple[int, ...]) -> Move | None:
     if all(len(cut.intervals) == 1 for cut in cuts):
         return None
     shape = (2, *(layout.shape[dim] for dim in dims))
-    split = {axis for cut in cuts for axis in cut.axes}
-    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in split)
-    source = Layout(layout.partition, shape, (Cut((), ((0, 2),)), *cuts), shared)
+    source = of_cuts(layout.partition, shape, (Cut.whole(2), *cuts))
     return Move(source, Layout.whole(layout.partition, shape, shared=True))
 
 
@@ -473,6 +464,7 @@ def _collected(mean: Tensor, variance: Tensor, layout: Layout, dims: tuple[int, 
 # -- of batches -----------------------------------------------------------------------------------
 
 
+# of arguments behind the input: those of torch.nn.functional, and of the function that it calls
 _ORDER = dict.fromkeys(("running_mean", "running_var", "weight", "bias"))
 _TORCHS_ORDER = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
 
@@ -481,12 +473,8 @@ _TORCHS_ORDER = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
 def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Over batch and space, of each channel; torch's function has another order of arguments."""
     settings = {"training": False, "momentum": 0.1, "eps": 1e-5}
-    parameters, running = (
-        {"weight": None, "bias": None},
-        {"running_mean": None, "running_var": None},
-    )
-    order = [running, parameters] if func is F.batch_norm else [parameters, running]
-    given = _named(args, kwargs, **order[0], **order[1], **settings)
+    order = _ORDER if func is F.batch_norm else _TORCHS_ORDER
+    given = _named(args, kwargs, **order, **settings)
     norm = Norm.of(name, args[0], given, range(1, 2))
     if norm.is_simple():
         return norm.simply()
@@ -495,7 +483,15 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             normalize_by_running(norm.x, norm.running(), *norm.parameters(), given["eps"])
         )
     gathering = Gathering.over(norm.layout, (0, *range(2, norm.x.dim())), is_shared=True)
-    y = _of_own_channels(norm) if gathering.stays else _of_all_parts(norm, gathering)
+    if gathering.stays:
+        y = _of_own_channels(norm)
+    else:
+        means, variances = gathering.gather(*_local_moments(norm.x))
+        mean, variance = _combined(means, variances, gathering.shares(means))
+        if norm.tracks:
+            _update(norm.running(), mean, _unbiased(variance, gathering), given["momentum"])
+        both = norm.parameters(gathering.axes)
+        y = _normalized(norm.x, mean, variance, *both, given["eps"], gathering)
     if norm.tracks:
         _collect_running(norm)
     return norm.result(y)
@@ -515,15 +511,6 @@ def _of_own_channels(norm: Norm) -> Tensor:
         if each is not None and new is not None:  # autograd keeps the new one: it must stay
             each.copy_(new)
     return y
-
-
-def _of_all_parts(norm: Norm, gathering: Gathering) -> Tensor:
-    means, variances = gathering.gather(*_local_moments(norm.x))
-    mean, variance = _combined(means, variances, gathering.shares(means))
-    if norm.tracks:
-        _update(norm.running(), mean, _unbiased(variance, gathering), norm.given["momentum"])
-    both = norm.parameters(gathering.axes)
-    return _normalized(norm.x, mean, variance, *both, norm.given["eps"], gathering)
 
 
 def _unbiased(variance: Tensor, gathering: Gathering) -> Tensor:
@@ -558,12 +545,8 @@ def _collect_running(norm: Norm) -> None:
 def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Over space, of each channel of each sample; torch's function has another order, too."""
     settings = {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5}
-    parameters, running = (
-        {"weight": None, "bias": None},
-        {"running_mean": None, "running_var": None},
-    )
-    order = [running, parameters] if func is F.instance_norm else [parameters, running]
-    given = _named(args, kwargs, **order[0], **order[1], **settings)
+    order = _ORDER if func is F.instance_norm else _TORCHS_ORDER
+    given = _named(args, kwargs, **order, **settings)
     norm = Norm.of(name, args[0], given, range(1, 2))
     if norm.is_simple():
         return norm.simply()

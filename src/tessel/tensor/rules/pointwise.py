@@ -13,6 +13,7 @@ from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    check_together,
     check_whole,
     held_layouts,
     is_copy,
@@ -20,6 +21,7 @@ from tessel.tensor.table import (
     made,
     moved,
     note_view,
+    of_cuts,
     opened,
     parts,
     rule,
@@ -154,11 +156,7 @@ def common_layout(name: str, values: Sequence[Any]) -> Layout:
         return first
     layouts = tuple(each._layout for each in operands if isinstance(each, Tensor))
     plain = tuple(tuple(each.shape) for each in operands if not isinstance(each, Tensor))
-    if any(each.partition != first.partition for each in layouts):
-        raise ValueError(
-            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
-            f"bring them together by x.move_to(...)"
-        )
+    check_together(name, layouts)
     return _common(layouts, plain)
 
 
@@ -170,8 +168,7 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
     if fitting:
         balanced = (each for each in fitting if each.cuts == each.resized(shape).cuts)
         return next(balanced, fitting[0])
-    partition = layouts[0].partition
-    cuts = [Cut((), ((0, length),)) for length in shape]
+    cuts = [Cut.whole(length) for length in shape]
     taken: set[int] = set()
     for layout in sorted(layouts, key=lambda each: -torch.Size(each.shape).numel()):
         first = len(shape) - len(layout.shape)
@@ -180,8 +177,7 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
             if len(cut.intervals) > 1 and layout.shape[dim - first] == shape[dim] and is_free:
                 cuts[dim] = cut
                 taken |= {*cut.axes}
-    shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
-    return Layout(partition, shape, tuple(cuts), shared)
+    return of_cuts(layouts[0].partition, shape, cuts)
 
 
 def fitted(value: Any, target: Layout) -> Any:

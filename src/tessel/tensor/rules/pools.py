@@ -133,9 +133,16 @@ class Frame:
         cls, windows: tuple[Window, ...], sides: Sequence[Interval], counts: Sequence[int]
     ) -> Frame:
         """For so many outputs, whose windows stick out so far on both sides."""
-        each = zip(windows, sides, counts, strict=True)
-        padding, outputs, behind = zip(*(_frame(*numbers) for numbers in each), strict=True)
-        return cls(windows, padding, (..., *outputs), behind)
+        padding, outputs, behind = [], [], []
+        for window, (before, after), count in zip(windows, sides, counts, strict=True):
+            missing = after - before - window.stride  # in ceil mode torch counts windows up to this
+            skipped = 0 if missing < 0 else missing // window.stride + 1
+            wide = before + skipped * window.stride
+            fits = wide <= window.before  # torch may refuse a padding that is wider
+            padding.append(wide if fits else before)
+            outputs.append(slice(skipped, skipped + count) if fits else slice(0, count))
+            behind.append(0 if fits else after - before)
+        return cls(windows, tuple(padding), (..., *outputs), tuple(behind))
 
     def filled(self, x: Tensor, value: float, least: Numbers | None = None) -> Tensor:
         """The tensor with `value` put behind it, so that it has also the lengths `least`."""
@@ -161,17 +168,6 @@ class Frame:
     @property
     def dilation(self) -> Numbers:
         return tuple(window.dilation for window in self.windows)
-
-
-def _frame(window: Window, overhang: Interval, count: int) -> tuple[int, slice, int]:
-    """Torch's padding, where the outputs lie then, and how many values must stand behind."""
-    before, after = overhang
-    missing = after - before - window.stride  # in ceil mode torch counts windows up to this
-    skipped = 0 if missing < 0 else missing // window.stride + 1
-    padding = before + skipped * window.stride
-    if padding <= window.before:
-        return padding, slice(skipped, skipped + count), 0
-    return before, slice(0, count), after - before
 
 
 # -- means ----------------------------------------------------------------------------------------

@@ -235,7 +235,10 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     dropout, variance.
     """
     target = args[0]
-    p, training = _dropout_arguments(name, args, kwargs)
+    p = argument(args, kwargs, 1, "p", 0.5)
+    called = "train" if "train" in kwargs else "training"
+    training = argument(args, kwargs, 2, called, "alpha" not in name)
+    training = training is None or bool(training)
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if "feature" in name or name[-1] == "d":
@@ -265,16 +268,6 @@ def dropout(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return changed(target)
     y = x * factors if terms is None else x * factors + terms
     return (made(y, layout), made(kept, layout)) if name == "native_dropout" else made(y, layout)
-
-
-def _dropout_arguments(name: str, args: Arguments, kwargs: Settings) -> tuple[float, bool]:
-    place = 1
-    p = argument(args, kwargs, place, "p", 0.5)
-    usual = "alpha" not in name
-    training = argument(
-        args, kwargs, place + 1, "train" if "train" in kwargs else "training", usual
-    )
-    return p, training is None or bool(training)
 
 
 _SATURATION = 1.7580993408473766  # of SELU, with the sign turned round
@@ -350,7 +343,7 @@ def multinomial(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         clocks = torch.empty_like(x, dtype=torch.float64).exponential_() / x
         return clocks.topk(count, -1, largest=False).indices
     last = x.dim() - 1
-    there = hosted(x._layout, (last,)) if x._layout.is_split(last) else x._layout
+    there = hosted(x._layout, (last,))
     sums = moved(x, there).double().cumsum(-1)
     target = reshaped_along(there, (*x.shape[:-1], count), (last,))
     levels = _even(target, x.device) * sums[..., -1:]

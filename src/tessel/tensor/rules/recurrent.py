@@ -50,7 +50,7 @@ class _Batch:
 
     def layout(self, shape: Shape, dim: int) -> Layout:
         """A result with the samples along one of its dimensions."""
-        cuts = [Cut((), ((0, length),)) for length in shape]
+        cuts = [Cut.whole(length) for length in shape]
         cuts[dim] = self.samples.cuts[0]
         return Layout(self.samples.partition, shape, tuple(cuts), self.samples.shared)
 

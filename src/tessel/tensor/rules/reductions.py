@@ -61,10 +61,9 @@ def argument(args: Arguments, kwargs: Settings, place: int, name: str, usual: An
 def without(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[Layout, Layout]:
     """Each worker's own share of a reduction, and the result that all of them share."""
     axes = {axis for dim in dims for axis in layout.cuts[dim].axes}
-    whole_cut = Cut((), ((0, 1),))
     kept = [dim for dim in range(len(layout.shape)) if keepdim or dim not in dims]
     shape = tuple(1 if dim in dims else layout.shape[dim] for dim in kept)
-    cuts = tuple(whole_cut if dim in dims else layout.cuts[dim] for dim in kept)
+    cuts = tuple(Cut.whole(1) if dim in dims else layout.cuts[dim] for dim in kept)
     separate = replace(layout, shape=shape, cuts=cuts)
     return separate, replace(separate, shared=tuple(sorted({*layout.shared, *axes})))
 
@@ -94,6 +93,7 @@ def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not _are_split(layout, dims) and x.numel():
         return made(func(x, *args[1:], **kwargs), shared)
     result = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    # Halves are summed in single precision, as torch sums them, and rounded once at the end.
     wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
     own = x.sum(dims, keepdim, dtype=wide) if dims else x.sum(dtype=wide)
     y = move(separate, shared).apply(own)
@@ -411,7 +411,7 @@ def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     dtype = kwargs.get("dtype")
     x = x if dtype is None else x.to(dtype)
     x = -x if name == "softmin" else x
-    offset = x - x.detach().amax(dim, True)
+    offset = x - x.detach().amax(dim, True)  # which cancels out: it needs no derivative
     if name == "log_softmax":
         return offset - offset.exp().sum(dim, True).log()
     powers = offset.exp()
@@ -468,7 +468,7 @@ def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
             func(moved(x, whole)), without(whole, tuple(range(len(layout.shape))), False)[1]
         )
     (dim,) = dims_of(given, x._layout) or (0,)
-    there = hosted(x._layout, (dim,)) if is_split(x._layout, dim) else x._layout
+    there = hosted(x._layout, (dim,))
     keepdim = argument(args, kwargs, place + 1, "keepdim", False)
     result = computed(lambda part: func(part, *args[1:], **kwargs), moved(x, there))
     _, shared = without(there, (dim,), keepdim)
@@ -487,10 +487,10 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         found = func(x.flatten(), q, 0, **settings)
         return found.reshape(*found.shape, *[1] * x.dim()) if keepdim else found
     (dim,) = dims_of(dim, x._layout) or (0,)
-    there = hosted(x._layout, (dim,)) if is_split(x._layout, dim) else x._layout
+    there = hosted(x._layout, (dim,))
     _, target = without(there, (dim,), keepdim)
     if isinstance(q, torch.Tensor) and q.dim():
-        first = Cut((), ((0, len(q)),))
+        first = Cut.whole(len(q))
         target = replace(target, shape=(len(q), *target.shape), cuts=(first, *target.cuts))
     part = moved(x, there)
     if 0 in part.shape and 0 not in there.shape:  # torch refuses it
@@ -532,7 +532,7 @@ def _counted(own: torch.Tensor, layout: Layout) -> Tensor:
     axes = {axis for cut in layout.cuts for axis in cut.axes if len(cut.intervals) > 1}
     shared = tuple(axis for axis in range(layout.partition.dim) if axis not in axes)
     shape = tuple(own.shape)
-    separate = Layout(layout.partition, shape, tuple(Cut((), ((0, n),)) for n in shape), shared)
+    separate = Layout(layout.partition, shape, tuple(Cut.whole(n) for n in shape), shared)
     return made(move(separate, separate.summed).apply(own), separate.summed)
 
 

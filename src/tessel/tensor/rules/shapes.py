@@ -26,6 +26,7 @@ from tessel.tensor.table import (
     made,
     moved,
     note_view,
+    of_cuts,
     opened,
     outlines,
     rule,
@@ -110,6 +111,29 @@ class _Slot:
     axes: tuple[int, ...] = ()
     intervals: tuple[Interval, ...] = ((0, 1),)  # of units
 
+    @classmethod
+    def of(cls, layout: Layout, after: Shape, block: Block) -> _Slot | None:
+        """The place where a block can be split, with the axes that do so now and may stay."""
+        dims, new = block
+        if not dims or not new:
+            return None
+        # dimensions of length one in front of the first longer one do not matter
+        first = next((dim for dim in dims if layout.shape[dim] > 1), dims[0])
+        then = next((dim for dim in new if after[dim] > 1), new[0])
+        inner = prod(layout.shape[dim] for dim in dims if dim > first)
+        inner_after = prod(after[dim] for dim in new if dim > then)
+        unit = lcm(inner, inner_after)
+        step = unit // inner
+        units = layout.shape[first] // step
+        slot = cls(first, then, step, unit // inner_after, units, (), ((0, units),))
+        cut = layout.cuts[first]
+        if all(a % step == 0 == b % step for a, b in cut.intervals if a < b):
+            slot.axes = cut.axes
+            slot.intervals = tuple(
+                (a // step, b // step if a < b else a // step) for a, b in cut.intervals
+            )
+        return slot
+
     def can_take(self, size: int) -> bool:
         return self.num_units >= len(self.intervals) * size
 
@@ -120,29 +144,6 @@ class _Slot:
 
     def cut(self, step: int) -> Cut:
         return Cut(self.axes, tuple((step * a, step * b) for a, b in self.intervals))
-
-
-def _slot(layout: Layout, after: Shape, block: Block) -> _Slot | None:
-    """The place where a block can be split, with the axes that do so now and may stay."""
-    dims, new = block
-    if not dims or not new:
-        return None
-    # dimensions of length one in front of the first longer one do not matter
-    first = next((dim for dim in dims if layout.shape[dim] > 1), dims[0])
-    then = next((dim for dim in new if after[dim] > 1), new[0])
-    inner = prod(layout.shape[dim] for dim in dims if dim > first)
-    inner_after = prod(after[dim] for dim in new if dim > then)
-    unit = lcm(inner, inner_after)
-    step = unit // inner
-    units = layout.shape[first] // step
-    slot = _Slot(first, then, step, unit // inner_after, units, (), ((0, units),))
-    cut = layout.cuts[first]
-    if all(a % step == 0 == b % step for a, b in cut.intervals if a < b):
-        slot.axes = cut.axes
-        slot.intervals = tuple(
-            (a // step, b // step if a < b else a // step) for a, b in cut.intervals
-        )
-    return slot
 
 
 @kept_in_job
@@ -157,7 +158,9 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
     if 0 in layout.shape:  # no values: parts are what they are called
         return layout, shared_whole(partition, after)
     blocks = _blocks(layout.shape, after)
-    slots = {block: slot for block in blocks if (slot := _slot(layout, after, block)) is not None}
+    slots = {
+        block: slot for block in blocks if (slot := _Slot.of(layout, after, block)) is not None
+    }
     for block in blocks:
         own = slots.get(block)
         kept = own.axes if own else ()
@@ -167,17 +170,15 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
             if axis not in kept and hosts and size > 1:
                 roomiest = max(hosts, key=lambda slot: slot.num_units / len(slot.intervals))
                 (own if own in hosts else roomiest).take(axis, size)
-    before = [Cut((), ((0, length),)) for length in layout.shape]
-    behind = [Cut((), ((0, length),)) for length in after]
+    before = [Cut.whole(length) for length in layout.shape]
+    behind = [Cut.whole(length) for length in after]
     for slot in slots.values():
         before[slot.before] = slot.cut(slot.before_step)
         behind[slot.after] = slot.cut(slot.after_step)
-    taken = {axis for slot in slots.values() for axis in slot.axes}
-    shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
-    target = Layout(partition, after, tuple(behind), shared)
+    target = of_cuts(partition, after, behind)
     if all(_alike(partition, *pair) for pair in zip(before, layout.cuts, strict=True)):
         return layout, target  # nothing moves: the result is a view
-    return Layout(partition, layout.shape, tuple(before), shared), target
+    return of_cuts(partition, layout.shape, before), target
 
 
 def _alike(partition: Partition, cut: Cut, other: Cut) -> bool:
@@ -196,6 +197,7 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Each dimension takes its parts along."""
     x, layout = opened(args[0])
+    # Which dimension goes where torch itself says, on an outline whose lengths tell them apart.
     sizes = _PRIMES[: len(layout.shape)]
     order = [
         sizes.index(n) for n in func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape
@@ -217,7 +219,7 @@ def expand(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     other = like._layout if isinstance(like, Tensor) else None
     if other is None:
         first = len(shape) - len(layout.shape)
-        new = tuple(Cut((), ((0, n),)) for n in shape[:first])
+        new = tuple(Cut.whole(n) for n in shape[:first])
         wider = replace(layout, shape=(*shape[:first], *layout.shape), cuts=(*new, *layout.cuts))
         other = split_like(wider, shape)
     y = moved(x, broadcast(layout, other)).expand(other.local_shape)
@@ -357,7 +359,7 @@ def channel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 def view_as_real(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """A new last dimension, which is whole."""
     x, layout = opened(args[0])
-    cuts = (*layout.cuts, Cut((), ((0, 2),)))
+    cuts = (*layout.cuts, Cut.whole(2))
     y = made(func(x), replace(layout, shape=(*layout.shape, 2), cuts=cuts))
     return note_view(y, args[0])
 
@@ -368,7 +370,7 @@ def view_as_complex(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
     x, layout = args[0], args[0]._layout
     outlines(func, args, kwargs)  # torch's own error
     last = len(layout.shape) - 1
-    there = hosted(layout, (last,)) if is_split(layout, last) else layout
+    there = hosted(layout, (last,))
     shared = tuple(sorted({*there.shared, *there.cuts[-1].axes}))
     target = replace(there, shape=there.shape[:-1], cuts=there.cuts[:-1], shared=shared)
     part = moved(x, there)
@@ -401,7 +403,7 @@ def unfold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def _windows(layout: Layout, dim: int, shape: Shape, step: int) -> tuple[Layout, Layout]:
     """What the windows of each worker read, and how they lie: in balanced parts."""
     *counts, size = shape
-    window = Cut((), ((0, size),))
+    window = Cut.whole(size)
     if not is_split(layout, dim):
         cut = Cut(layout.cuts[dim].axes, ((0, counts[dim]),))
         reads = layout
@@ -424,11 +426,11 @@ def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> A
     if x.dim() == 3:
         return _image_windows(name, func, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
     layout = x._layout
-    there = hosted(layout, (2, 3)) if is_split(layout, 2) or is_split(layout, 3) else layout
+    there = hosted(layout, (2, 3))
     part = moved(x, there)
     grown = _scaled(there, 1, shape[1] // max(1, layout.shape[1])) if layout.shape[1] else there
     shared = tuple(sorted({*there.shared, *there.cuts[2].axes, *there.cuts[3].axes}))
-    cuts = (*grown.cuts[:2], Cut((), ((0, shape[2]),)))
+    cuts = (*grown.cuts[:2], Cut.whole(shape[2]))
     target = replace(there, shape=shape, cuts=cuts, shared=shared)
     if not part.numel():
         return made(anchored_zeros(target.local_shape, part), target)
@@ -446,10 +448,10 @@ def fold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     # (batch, channel, value of the window, place): channels may be split, the rest may not
     windows = x.reshape(x.shape[0], shape[1], size, x.shape[2])
     layout = windows._layout
-    there = hosted(layout, (2, 3)) if is_split(layout, 2) or is_split(layout, 3) else layout
+    there = hosted(layout, (2, 3))
     part = moved(windows, there)
     shared = tuple(sorted({*there.shared, *there.cuts[2].axes, *there.cuts[3].axes}))
-    space = (Cut((), ((0, shape[2]),)), Cut((), ((0, shape[3]),)))
+    space = (Cut.whole(shape[2]), Cut.whole(shape[3]))
     target = replace(there, shape=shape, cuts=(*there.cuts[:2], *space), shared=shared)
     if not part.numel():
         return made(anchored_zeros(target.local_shape, part), target)
