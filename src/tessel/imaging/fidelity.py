@@ -132,7 +132,7 @@ class DistributedDataFidelity:
         call = self._entered("the loss", image, args, settings, gather)
         if call is None:
             return physics.everywhere(image.new_zeros(()))
-        batch = image.shape[0] if physics.layout is None else physics.layout.shape[0]
+        batch = physics.rows_of(image.shape).layout.shape[0]
         with computing_with(call.copies, call.users) as parameters:
             losses = [
                 f.loss(call.x, y, operator, batch, *call.args, **call.settings)
@@ -162,7 +162,7 @@ class DistributedDataFidelity:
         self, name: str, x: Tensor, args: tuple[Any, ...], settings: dict[str, Any], gather: bool
     ) -> OperatorCall | None:
         """What all workers agreed on, or raise; None of a worker without a part of the image."""
-        if self.physics.layout is not None:
+        if not self.physics.is_whole:
             if not gather:
                 raise NotImplementedError(
                     f"{self!r}: gather=False is for a whole image on every worker; of one in parts "
@@ -188,7 +188,7 @@ class DistributedDataFidelity:
     def _shape_of(self, call: str, losses: Sequence[Tensor], batch: int) -> Shape:
         """One shape for the losses of all workers, some of which may have none; or all raise."""
         physics = self.physics
-        if physics.layout is None:
+        if physics.is_whole:
             shapes = {tuple(each.shape) for each in losses}
             if len(shapes) == physics.partition.size == 1:
                 return shapes.pop()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -131,27 +132,24 @@ class DistributedPhysics:
         agree_on_call(ctx.partition, f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
         held = tensors_of((factory, self.shared))
-        # Whole images have a layout for each shape in which they come: None stands for all of them.
-        self.layout = None if layout is None or is_whole(layout) else layout
-        self.partition = ctx.partition if self.layout is None else self.layout.partition
+        # Whole images come in any shape: a layout without dimensions stands for all of theirs.
+        self.is_whole = layout is None or is_whole(layout)
+        self.layout = whole_layout(ctx.partition, ()) if layout is None or self.is_whole else layout
+        self.partition, self.rows = self.layout.partition, rows_of(self.layout)
         self.active = self.partition.active
-        row, self.num_rows, self.place = ctx.rank, ctx.world_size, f"worker {ctx.rank}"
-        if self.layout is not None:
-            self.rows = rows_of(self.layout)
-            row, self.num_rows = self.rows.place if self.active else 0, self.rows.count
+        row = self.rows.place if self.active else 0
+        self.place = f"worker {ctx.rank}"
+        if not self.is_whole:
             self.place = f"copy {row} of the image" if self.active else "no copy of the image"
-        mine = local_indices(self.num_ops, row, self.num_rows, ctx.sharding)
+        mine = local_indices(self.num_ops, row, self.rows.count, ctx.sharding)
         self.local_indices: list[int] = mine if self.active else []
-        self.local_operators: list[Any] = []
-        self._spread: list[Operator] = []
-        for position, i in enumerate(self.local_indices):
-            physics = self._made(factory, i)
-            self.local_operators.append(physics)
-            self._spread.append(
-                Whole(physics)
-                if self.layout is None
-                else partition_physics(physics, self.rows.own, self._owner(position))
-            )
+        self.local_operators = [self._made(factory, i) for i in self.local_indices]
+        self._spread: list[Operator] = [
+            Whole(physics)
+            if self.is_whole
+            else partition_physics(physics, self.rows.own, self._owner(position))
+            for position, physics in enumerate(self.local_operators)
+        ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
         self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
         self._agreements: dict[str, Agreement[tuple[Shape, TensorMeta]]] = {}
@@ -175,15 +173,13 @@ class DistributedPhysics:
             physics, owner = self.local_operators[position], self._owner(position)
             if not callable(physics):
                 return operator.A(x, **call.settings)
+            local = None if isinstance(operator, Whole) else operator
+            whole = Whole(physics, self.rows.own, owner) if local else operator
+            assert isinstance(whole, Whole)
             with self.ctx.drawing(self.local_indices[position], number):
-                if self.layout is None:
-                    return physics(x, **call.settings)
-                # It draws for the whole measurement, as in one process; the parts of that are sent.
-                whole = Whole(physics, self.rows.own, owner)
-                y = whole.computed(physics, whole.gather(x))
-            if isinstance(operator, Whole):
-                return y
-            return gathering(operator.codomain, owner).H.apply(y)
+                y = whole.computed(partial(physics, **call.settings), whole.gather(x))
+            # It drew for the whole measurement, as in one process; the parts of that are sent.
+            return gathering(local.codomain, owner).H.apply(y) if local else y
 
         return self._each("__call__", measured, x, users=self.local_operators, **settings)
 
@@ -218,9 +214,7 @@ class DistributedPhysics:
 
     def rows_of(self, shape: Shape) -> Rows:
         """The rows of workers that hold images of this shape on this worker."""
-        if self.layout is not None:
-            return self.rows
-        return rows_of(whole_layout(self.partition, tuple(shape)))
+        return rows_of(whole_layout(self.partition, tuple(shape))) if self.is_whole else self.rows
 
     def everywhere(self, value: Tensor) -> Tensor:
         """A shared value of the workers that have parts of the image, on all workers."""
@@ -256,8 +250,6 @@ class DistributedPhysics:
 
     def _owner(self, position: int) -> int:
         """The worker that sees the whole image for an operator, where one must."""
-        if self.layout is None:
-            return self.ctx.rank
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
@@ -286,13 +278,14 @@ class DistributedPhysics:
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
-        if self._common and self.layout is None:
+        if self._common:
+            what, way_out = self._label, WAY_OUT
             known = self.shared if shared is None else shared
-            check_common(self._label, self._common, known, WAY_OUT)
-        elif self._common:
-            way_out = "use a signal without partition, or let it need no gradient"
-            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
-        if settings and self.layout is not None:
+            if not self.is_whole:
+                what, known = f"{what} of an image in parts", ()
+                way_out = "use a signal without partition, or let it need no gradient"
+            check_common(what, self._common, known, way_out)
+        if settings and not self.is_whole:
             raise NotImplementedError(
                 f"{self._named(name)}: operators on an image in parts take no arguments, "
                 f"got {dict(settings)}"
@@ -328,10 +321,9 @@ class DistributedPhysics:
         with computing_with(call.copies, call.users) as parameters:
             found = [term(operator, brought, call) for operator, brought in call.pairs]
         self.check_results(call, found)
-        anchor = call.anchor
-        if call.needs_grad and call.has_image:
+        anchor = both(call.anchor, parameters)
+        if call.needs_grad:
             anchor = both(anchor, anchored_zeros((), call.x))
-        anchor = both(anchor, parameters)
         return LocalTensors([depending_on(each, anchor) for each in found], anchor)
 
     def _summed(
@@ -371,47 +363,29 @@ class DistributedPhysics:
             users: further objects whose parameters are used.
             arguments: of operators or fidelities, of whole images only.
         """
+        call, has_image = self._named(name), x is not None or measured is None
         ys, anchor = list(measured or ()), anchor_of(measured)
-        has_image = x is not None or measured is None
-        everyones_objects = (self.shared if self.layout is None else (), shared)
+        everyones_objects = (self.shared if self.is_whole else (), shared)
         everyones = learned(everyones_objects, arguments)
-        problem = "" if self.layout is None else self._problem(x, measured, fidelities)
-        call = self._named(name)
+        problem = self._problem(x, measured, fidelities)
         said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
+        images, own = [x] if has_image else [], list[Tensor]()
+        if self.is_whole:
+            dtype, records = torch.float32, self._agree_on_image(said, images)
+        else:
+            own = self._learned_by_row(everyones, (fidelities, users))
+            needs = [*ys, anchor, *everyones, *own]
+            dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
+            ys = [_even(y, records) for y in ys]
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
-        needs, own = list[Tensor](), list[Tensor]()
-        if torch.is_grad_enabled():
-            needs = [*ys, *([] if anchor is None else [anchor]), *everyones]
-        if torch.is_grad_enabled() and self.layout is not None:
-            # What the operators of this row use, all workers of the row hold: its gradient is
-            # summed over them. In rows of one worker there is nothing to sum.
-            whole = [each.physics for each in self._spread if isinstance(each, Whole)]
-            known_to_all = {id(each) for each in everyones}
-            own = learned((whole, fidelities, users))
-            own = [each for each in own if id(each) not in known_to_all]
-            local = [each for each in self._spread if isinstance(each, PartOperator)]
-            needs += [*own, *(value for operator in local for value in operator.values())]
-        dtype = torch.float32
-        if self.layout is None:
-            of_image = needs_grad(x)
-            if has_image and (self.num_rows > 1 or not isinstance(x, Tensor)):
-                ((shapes, meta),) = agree(self.partition, said, x)  # type: ignore[arg-type]
-                of_image = meta.needs_grad
-                same(shapes, "shape", said)
-            records = of_image or any(map(needs_grad, needs))
-        else:
-            images = [x] if has_image else []
-            dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
-            of_image, ys = records, [_even(y, records) for y in ys]
-        if x is None:  # in rows of one worker, nothing depends on what stands for an image
-            image = torch.empty(0, dtype=dtype, device=self.ctx.device)
-            image = _even(image, records and self.layout is not None)
+        if x is None:
+            image = _even(torch.empty(0, dtype=dtype, device=self.ctx.device), records)
         else:
             rows = self.rows_of(x.shape)
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
-            image = rows.use(_even(x, of_image))
+            image = rows.use(_even(x, records))
         copies = Copies()
         if everyones:
             copies.add(everyones, self.partition)
@@ -431,14 +405,36 @@ class DistributedPhysics:
             settings,
         )
 
+    def _learned_by_row(self, everyones: list[Tensor], users: Any) -> list[Tensor]:
+        """What operators and further objects use that needs a gradient, and is not everyone's.
+
+        All workers of the row hold it, and its gradient is summed over them.
+        """
+        if not torch.is_grad_enabled():
+            return []
+        whole = [each.physics for each in self._spread if isinstance(each, Whole)]
+        known_to_all = {id(each) for each in everyones}
+        return [each for each in learned((whole, users)) if id(each) not in known_to_all]
+
+    def _agree_on_image(self, said: str, images: list[Any]) -> bool:
+        """Whether a worker needs the gradient of the whole image, of which all have one shape."""
+        if not images or (self.rows.count == 1 and isinstance(images[0], Tensor)):
+            return any(map(needs_grad, images))
+        ((shapes, meta),) = agree(self.partition, said, *images)
+        same(shapes, "shape", said)
+        return meta.needs_grad
+
     def _agree_on_parts(
-        self, said: str, images: list[Any], ys: list[Tensor], needs: list[Tensor], problem: str
+        self, said: str, images: list[Any], ys: list[Tensor], needs: list[Any], problem: str
     ) -> tuple[torch.dtype, bool]:
         """The dtype of all that is brought, and whether a gradient is needed somewhere."""
         # A worker may bring nothing. The length of this tensor says which dtype it brings, so that
         # those without learn it.
         given = [] if problem else [each.dtype for each in (*ys, *images) if each is not None]
         code = _DTYPES.index(given[0]) if given else 0
+        if torch.is_grad_enabled():
+            local = [each for each in self._spread if isinstance(each, PartOperator)]
+            needs = [*needs, *(value for operator in local for value in operator.values())]
         sign = torch.empty(code, requires_grad=any(map(needs_grad, needs)))
         found = agree(self.partition, said, sign, *images)
         codes = {shape for shape in found[0][0].values() if shape != (0,)}
@@ -452,7 +448,8 @@ class DistributedPhysics:
 
     def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
-        assert self.layout is not None
+        if self.is_whole:  # of any shape and dtype: operators of users refuse what they do not take
+            return ""
         for each in (*(ys or ()), *([] if x is None else [x])):
             got = each.dtype if isinstance(each, Tensor) else type(each).__name__
             if got not in _DTYPES:
@@ -480,7 +477,7 @@ class DistributedPhysics:
     def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
         # Of an image in parts, each operator is checked where it is applied.
-        if self.layout is None and self.num_rows > 1 and torch.is_grad_enabled():
+        if self.is_whole and self.rows.count > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
             problem = stray_problem(results, call.users, call.users[:2], given)
             # At the first call all workers raise or none does: one without operators finds nothing
@@ -523,30 +520,30 @@ class DistributedPhysics:
         share, x = None, call.x
         # Terms on parts come from movements and are ours to change; user code may give back what
         # it was given, so that the first sum of its images is a tensor of its own.
-        is_ours = self.layout is not None
+        is_ours = not self.is_whole
         with computing_with(call.copies, call.users) as parameters:
             for operator, brought in call.pairs:
                 each = term(operator, brought, call)
                 is_like = each.shape == x.shape and each.dtype == x.dtype
-                if self.layout is None and call.has_image and not is_like:
+                if self.is_whole and call.has_image and not is_like:
                     raise ValueError(
                         f"{call.name}: for an image of shape {tuple(x.shape)} and {x.dtype} an "
                         f"operator gave back one of shape {tuple(each.shape)} and {each.dtype}"
                     )
                 if share is None:
                     share = each
-                elif call.needs_grad or each.requires_grad or not is_ours:
+                elif share.requires_grad or each.requires_grad or not is_ours:
                     share, is_ours = share + each, True
                 else:
                     share.add_(each)
         self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
-        if self.layout is None and not call.has_image and self.partition.size > 1:
+        if self.is_whole and not call.has_image and self.rows.count > 1:
             # The shape of the image is not known before: it is agreed on with the result.
             share, meta = self.completed(call.name, share)
         if share is None:
-            share = x.new_zeros(x.shape if self.layout is None else self.layout.local_shape)
-        if call.needs_grad and (call.has_image or self.layout is not None):
+            share = x.new_zeros(self.rows_of(x.shape).layout.local_shape)
+        if call.needs_grad:
             share = share + anchored_zeros((), x)
         share = depending_on(depending_on(share, parameters), call.anchor)
         return self.rows_of(share.shape).total(share, meta) if gather else share

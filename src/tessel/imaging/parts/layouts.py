@@ -97,8 +97,9 @@ class Rows:
         """The image in the parts of this worker's row alone."""
         whole = self.layout.partition
         along = [axis for axis in range(whole.dim) if axis not in self.layout.shared]
-        rows = whole.slices(along)
-        row = next(each for each in rows if each.active)
+        here = transport.this_worker()
+        workers = next(row for row in whole.rows(along) if here in row)
+        row = Partition(workers, tuple(whole.shape[axis] for axis in along))
         cuts = tuple(
             Cut(tuple(along.index(axis) for axis in cut.axes), cut.intervals)
             for cut in self.layout.cuts

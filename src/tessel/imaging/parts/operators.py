@@ -351,7 +351,7 @@ class Whole:
     def __init__(self, physics: Any, layout: Layout | None = None, owner: int = 0) -> None:
         self.physics, self.owner = physics, owner
         self._move: Move | None = None
-        self.here = True
+        self.here, self.is_alone = True, layout is None  # whether this worker has whole images
         if layout is not None:
             check_parts(layout, type(self).__name__)
             self.domain = layout
@@ -359,11 +359,6 @@ class Whole:
             self.here = self._move.codomain.partition.active
         # A linear operator has one derivative everywhere, for which no image is gathered.
         self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this worker has whole images."""
-        return self._move is None
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole image on the owner, elsewhere an empty tensor."""
