@@ -23,7 +23,7 @@ from tessel.imaging.parameters import (
     tensors_of,
 )
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole, vjp
-from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall, Term
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall
 from tessel.imaging.signal import Image, local_data
 
 REDUCTIONS = ("sum", "mean")
@@ -135,8 +135,8 @@ class DistributedDataFidelity:
         batch = physics.rows_of(image.shape).layout.shape[0]
         with computing_with(call.copies, call.users) as parameters:
             losses = [
-                f.loss(call.x, y, operator, batch, *call.args, **call.settings)
-                for f, (operator, y) in zip(self._on_parts, call.pairs, strict=True)
+                f.loss(*pair, call, batch)
+                for f, pair in zip(self._on_parts, call.pairs, strict=True)
             ]
         physics.check_results(call, losses)
         share = anchored_zeros(self._shape_of(call.name, losses, batch), call.x.real)
@@ -152,11 +152,8 @@ class DistributedDataFidelity:
         call = self._entered("the gradient", image, args, settings, gather)
         if call is None:
             return image
-        left = iter(self._on_parts)  # in the order of the operators, which `sum` asks one by one
-        term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
-            call.x, y, op, *call.args, **call.settings
-        )
-        return self._reduced(self.physics.sum(call, term, gather))
+        terms = [f.grad for f in self._on_parts]
+        return self._reduced(self.physics.sum(call, terms, gather))
 
     def _entered(
         self, name: str, x: Tensor, args: tuple[Any, ...], settings: dict[str, Any], gather: bool
@@ -173,12 +170,8 @@ class DistributedDataFidelity:
                     f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
                     f"{settings}"
                 )
-        shared = [self.physics.shared, self.shared]
-        self.physics.check_call(name, self.measurements.local, shared=shared)
         if self._common:
-            check_common(self._label, self._common, shared, WAY_OUT)
-        if not self.physics.active:
-            return None
+            check_common(self._label, self._common, (self.physics.shared, self.shared), WAY_OUT)
         ys, arguments = self.measurements.local, (args, settings)
         return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments)
 
@@ -253,21 +246,18 @@ class PartFidelity:
     fidelity: Any
     device: torch.device | str = "cpu"
 
-    def loss(
-        self, x: Tensor, y: Tensor, operator: Operator, batch: int, *args: Any, **settings: Any
-    ) -> Tensor:
+    def loss(self, operator: Operator, y: Tensor, call: OperatorCall, batch: int) -> Tensor:
         """This worker's share of f: of each image of the batch if f tells them apart, or a number.
 
         Args:
-            x: this worker's part of the image.
-            y: that of the measurement.
-            operator: between them.
+            operator: from the image to the measurement.
+            y: this worker's part of the measurement.
+            call: has that of the image, and arguments of f for whole images.
             batch: the number of images.
-            args, settings: of f, for whole images only.
         """
-        f = self.fidelity
+        f, x = self.fidelity, call.x
         if isinstance(operator, Whole) and operator.is_alone:
-            share: Tensor = f(x, y, operator.physics, *args, **settings)
+            share: Tensor = f(x, y, operator.physics, *call.args, **call.settings)
             return share
         shape = (batch,) if self.is_batched else ()
         if isinstance(operator, Whole):
@@ -297,26 +287,20 @@ class PartFidelity:
         start, stop = box[0]
         return torch.nn.functional.pad(share, (start, batch - stop))
 
-    def grad(self, x: Tensor, y: Tensor, operator: Operator, *args: Any, **settings: Any) -> Tensor:
-        """This worker's part of the gradient of f in x."""
-        f = self.fidelity
-        if isinstance(operator, Whole) and operator.is_alone:
-            return gradient(f, x, y, operator.physics, *args, **settings)
+    def grad(self, operator: Operator, y: Tensor, call: OperatorCall) -> Tensor:
+        """This worker's part of the gradient of f in x; see `loss`."""
+        f, x = self.fidelity, call.x
         if isinstance(operator, Whole):
-            found = operator.computed(
-                lambda image, y: gradient(f, image, y, operator.physics),
-                *(operator.gather(x), y),
-                users=f,
-            )
-            return operator.scatter(found)
+            physics, args, kw = operator.physics, call.args, call.settings
+            slope = lambda image, y: gradient(f, image, y, physics, *args, **kw)  # noqa: E731
+            return operator.image(slope, x, y, users=f)
         # The gradient of d takes the name of the measurement, which is so freed before the adjoint
         # begins: at its peak a worker holds one of the two beside the image.
         u = operator.A(x)
         if not self.is_separable:
             whole = _whole_of(operator)
-            u, all_of_y = whole.gather(u), whole.gather(y)
-            u = whole.computed(lambda u, y: gradient(f, u, y, _PLAIN), u, all_of_y, users=f)
-            u = whole.scatter(u)
+            slope = lambda u, y: gradient(f, u, y, _PLAIN)  # noqa: E731
+            u = whole.image(slope, u, whole.gather(y), users=f)
         elif 0 in u.shape:
             u = idle(tuple(u.shape), f, u, y)
         else:

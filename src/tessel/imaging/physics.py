@@ -10,10 +10,10 @@ summed over the rows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -157,7 +157,8 @@ class DistributedPhysics:
 
     def A(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
-        return self._each("A", lambda op, x, call: op.A(x, **call.settings), x, **settings)
+        terms = repeat(lambda op, x, call: op.A(x, **call.settings))
+        return self._each("A", terms, x, **settings)
 
     def __call__(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements with noise; that of measurement i depends on the seed and on i.
@@ -165,23 +166,26 @@ class DistributedPhysics:
         Of an image in parts each operator that can be called sees all of it, on one worker: noise
         is that of one process. For images that no worker can hold, add noise to `A(x)` yourself.
         """
-        number, positions = self._num_calls, count()
-        self._num_calls += 1
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        terms = [partial(self._measured, k, number) for k in range(len(self._spread))]
+        return self._each("__call__", terms, x, users=self.local_operators, **settings)
 
-        def measured(operator: Operator, x: Tensor, call: OperatorCall) -> Tensor:
-            position = next(positions)
-            physics, owner = self.local_operators[position], self._owner(position)
-            if not callable(physics):
-                return operator.A(x, **call.settings)
-            local = None if isinstance(operator, Whole) else operator
-            whole = Whole(physics, self.rows.own, owner) if local else operator
-            assert isinstance(whole, Whole)
-            with self.ctx.drawing(self.local_indices[position], number):
-                y = whole.computed(partial(physics, **call.settings), whole.gather(x))
-            # It drew for the whole measurement, as in one process; the parts of that are sent.
-            return gathering(local.codomain, owner).H.apply(y) if local else y
+    def _measured(
+        self, position: int, number: int, operator: Operator, x: Tensor, call: OperatorCall
+    ) -> Tensor:
+        """What the operator at this position measures, with the noise of the call of this number.
 
-        return self._each("__call__", measured, x, users=self.local_operators, **settings)
+        It draws for the whole measurement, as in one process; the parts of that are sent.
+        """
+        physics, owner = self.local_operators[position], self._owner(position)
+        if not callable(physics):
+            return operator.A(x, **call.settings)
+        local = None if isinstance(operator, Whole) else operator
+        whole = Whole(physics, self.rows.own, owner) if local else operator
+        assert isinstance(whole, Whole)
+        with self.ctx.drawing(self.local_indices[position], number):
+            y = whole.computed(partial(physics, **call.settings), whole.gather(x))
+        return gathering(local.codomain, owner).H.apply(y) if local else y
 
     def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The sum Σ_i J_i(x)ᵀ v_i over all operators, with the Jacobians J_i of A_i at x.
@@ -190,7 +194,7 @@ class DistributedPhysics:
             x: the image.
             v: one tensor for each of this worker's operators.
         """
-        return self._summed("A_vjp", lambda op, v, call: op.A_vjp(call.x, v), x, v)
+        return self._summed("A_vjp", repeat(lambda op, v, call: op.A_vjp(call.x, v)), x, v)
 
     def part_of(self, position: int, y: Tensor) -> Tensor:
         """What this worker stores of a measurement that it was given whole, or in its part.
@@ -253,24 +257,10 @@ class DistributedPhysics:
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
-    def check_call(
-        self,
-        name: str,
-        values: Sequence[Tensor] | None,
-        settings: Mapping[str, Any] | None = None,
-        shared: Any = None,
-    ) -> None:
-        """Raise on all workers if this call cannot be made.
-
-        Args:
-            name: of the method that is called, or what is computed ("the loss").
-            values: None, or one tensor for each of this worker's operators.
-            settings: of the operators.
-            shared: objects whose tensors get the gradient of all operators of whole images; None
-                for those that the operators share.
-        """
+    def check_count(self, name: str, values: Sequence[Tensor]) -> None:
+        """Raise on all workers unless there is one tensor for each of this worker's operators."""
         # Other workers may have as many as they need, and would wait for this one: all are told.
-        if values is not None and len(values) != len(self.local_operators):
+        if len(values) != len(self.local_operators):
             call = (
                 f"{self._named(name)}: worker {self.ctx.rank} has the operators "
                 f"{self.local_indices} and needs as many tensors, {len(self.local_indices)}, got "
@@ -278,18 +268,6 @@ class DistributedPhysics:
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
-        if self._common:
-            what, way_out = self._label, WAY_OUT
-            known = self.shared if shared is None else shared
-            if not self.is_whole:
-                what, known = f"{what} of an image in parts", ()
-                way_out = "use a signal without partition, or let it need no gradient"
-            check_common(what, self._common, known, way_out)
-        if settings and not self.is_whole:
-            raise NotImplementedError(
-                f"{self._named(name)}: operators on an image in parts take no arguments, "
-                f"got {dict(settings)}"
-            )
 
     def _named(self, name: str) -> str:
         return f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
@@ -297,7 +275,7 @@ class DistributedPhysics:
     def _each(
         self,
         method: str,
-        term: Term,
+        terms: Iterable[Term],
         x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
         users: Any = (),
@@ -307,19 +285,19 @@ class DistributedPhysics:
 
         Args:
             method: that is called.
-            term: makes a tensor of an operator, of what was brought for it, and of the call.
+            terms: for each operator, what makes a tensor of it, of what was brought for it, and of
+                the call.
             x: the image.
             ys: one tensor for each operator; None if the image is brought for all of them.
-            users: further objects whose parameters `term` uses.
+            users: further objects whose parameters the terms use.
             settings: of the operators.
         """
-        self.check_call(method, ys, settings)
-        if not self.active:
-            return LocalTensors()
         image = None if x is None else local_data(x)
         call = self.enter(method, image, ys, users=users, arguments=((), settings))
+        if call is None:
+            return LocalTensors()
         with computing_with(call.copies, call.users) as parameters:
-            found = [term(operator, brought, call) for operator, brought in call.pairs]
+            found = [term(*pair, call) for pair, term in zip(call.pairs, terms, strict=False)]
         self.check_results(call, found)
         anchor = both(call.anchor, parameters)
         if call.needs_grad:
@@ -329,17 +307,17 @@ class DistributedPhysics:
     def _summed(
         self,
         method: str,
-        term: Term,
+        terms: Iterable[Term],
         x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
         **settings: Any,
     ) -> Tensor:
         """The same, summed over all operators: parts of an image."""
-        self.check_call(method, ys, settings)
         image = None if x is None else local_data(x)
-        if not self.active:
+        call = self.enter(method, image, ys, arguments=((), settings))
+        if call is None:
             return torch.empty(0) if image is None else image
-        return self.sum(self.enter(method, image, ys, arguments=((), settings)), term)
+        return self.sum(call, terms)
 
     def enter(
         self,
@@ -350,8 +328,10 @@ class DistributedPhysics:
         shared: Any = (),
         users: Any = (),
         arguments: Arguments = _NO_ARGUMENTS,
-    ) -> OperatorCall:
-        """What goes into a call, after all workers agreed that it fits together.
+    ) -> OperatorCall | None:
+        """What goes into a call, after all workers agreed that it fits together, or raised.
+
+        A worker without a part of the image gets None.
 
         Args:
             name: of the method that is called, or what is computed ("the loss").
@@ -365,15 +345,26 @@ class DistributedPhysics:
         """
         call, has_image = self._named(name), x is not None or measured is None
         ys, anchor = list(measured or ()), anchor_of(measured)
+        if measured is not None:
+            self.check_count(name, ys)
         everyones_objects = (self.shared if self.is_whole else (), shared)
-        everyones = learned(everyones_objects, arguments)
-        problem = self._problem(x, measured, fidelities)
-        said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
-        images, own = [x] if has_image else [], list[Tensor]()
+        if self._common:
+            self._check_common(everyones_objects)
+        if arguments[1] and not self.is_whole:
+            raise NotImplementedError(
+                f"{call}: operators on an image in parts take no arguments, got "
+                f"{dict(arguments[1])}"
+            )
+        if not self.active:
+            return None
+        everyones, own = learned(everyones_objects, arguments), list[Tensor]()
+        said = f"{call}{gradients_of(everyones)}" if everyones else call
+        images = [x] if has_image else []
         if self.is_whole:
             dtype, records = torch.float32, self._agree_on_image(said, images)
         else:
             own = self._learned_by_row(everyones, (fidelities, users))
+            problem = self._problem(x, measured, fidelities)
             needs = [*ys, anchor, *everyones, *own]
             dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
             ys = [_even(y, records) for y in ys]
@@ -391,7 +382,7 @@ class DistributedPhysics:
             copies.add(everyones, self.partition)
         if own:
             copies.add(own, self.rows.own.partition)
-        args, settings = copies.instead(arguments)
+        args, settings = copies.instead(arguments) if copies else arguments
         return OperatorCall(
             call,
             image,
@@ -404,6 +395,14 @@ class DistributedPhysics:
             args,
             settings,
         )
+
+    def _check_common(self, known: Any) -> None:
+        """Raise if a tensor of several rows would get parts of a gradient; `known` are shared."""
+        if self.is_whole:
+            check_common(self._label, self._common, known, WAY_OUT)
+        else:
+            way_out = "use a signal without partition, or let it need no gradient"
+            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
 
     def _learned_by_row(self, everyones: list[Tensor], users: Any) -> list[Tensor]:
         """What operators and further objects use that needs a gradient, and is not everyone's.
@@ -435,6 +434,7 @@ class DistributedPhysics:
         if torch.is_grad_enabled():
             local = [each for each in self._spread if isinstance(each, PartOperator)]
             needs = [*needs, *(value for operator in local for value in operator.values())]
+        said += problem
         sign = torch.empty(code, requires_grad=any(map(needs_grad, needs)))
         found = agree(self.partition, said, sign, *images)
         codes = {shape for shape in found[0][0].values() if shape != (0,)}
@@ -448,8 +448,6 @@ class DistributedPhysics:
 
     def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
-        if self.is_whole:  # of any shape and dtype: operators of users refuse what they do not take
-            return ""
         for each in (*(ys or ()), *([] if x is None else [x])):
             got = each.dtype if isinstance(each, Tensor) else type(each).__name__
             if got not in _DTYPES:
@@ -509,12 +507,13 @@ class DistributedPhysics:
             self._agreements[said] = Agreement(group, said, have, conclude)
         return self._agreements[said].agree(own)
 
-    def sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
+    def sum(self, call: OperatorCall, terms: Iterable[Term], gather: bool = True) -> Tensor:
         """The sum of images over the operators of this row and of the others.
 
         Args:
             call: what it works on.
-            term: makes an image of an operator, of what was brought for it, and of the call.
+            terms: for each operator, what makes an image of it, of what was brought for it, and of
+                the call.
             gather: False: the share of this row.
         """
         share, x = None, call.x
@@ -522,8 +521,8 @@ class DistributedPhysics:
         # it was given, so that the first sum of its images is a tensor of its own.
         is_ours = not self.is_whole
         with computing_with(call.copies, call.users) as parameters:
-            for operator, brought in call.pairs:
-                each = term(operator, brought, call)
+            for pair, term in zip(call.pairs, terms, strict=False):
+                each = term(*pair, call)
                 is_like = each.shape == x.shape and each.dtype == x.dtype
                 if self.is_whole and call.has_image and not is_like:
                     raise ValueError(
@@ -593,7 +592,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         Args:
             ys: one tensor for each of this worker's operators.
         """
-        return self._summed("A_adjoint", lambda op, y, call: op.A_adjoint(y), None, ys)
+        return self._summed("A_adjoint", repeat(lambda op, y, call: op.A_adjoint(y)), None, ys)
 
     def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The same as `A_adjoint(v)`, since the operators are linear."""
@@ -601,9 +600,8 @@ class DistributedLinearPhysics(DistributedPhysics):
 
     def A_adjoint_A(self, x: Image, **settings: Any) -> Tensor:
         """The image Σ_i A_iᵀ A_i x."""
-        return self._summed(
-            "A_adjoint_A", lambda op, x, call: op.A_adjoint_A(x, **call.settings), x, **settings
-        )
+        terms = repeat(lambda op, x, call: op.A_adjoint_A(x, **call.settings))
+        return self._summed("A_adjoint_A", terms, x, **settings)
 
     def A_A_adjoint(self, ys: Sequence[Tensor]) -> LocalTensors:
         """The measurements A_i Σ_j A_jᵀ y_j of this worker's operators."""
@@ -623,7 +621,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
             max_iter: at most so many steps; a warning says if they did not suffice.
         """
-        self.check_call("A_dagger", ys)
+        self.check_count("A_dagger", ys)
         ys = LocalTensors(ys, anchor_of(ys))
         with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))

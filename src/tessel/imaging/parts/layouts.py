@@ -29,12 +29,12 @@ from tessel.core import (
     Move,
     Partition,
     ReceptiveField,
+    Replicate,
     Shape,
     TensorMeta,
     Window,
     boxes,
     reads,
-    replicate,
 )
 from tessel.imaging.context import is_whole
 from tessel.tensor import wrapped
@@ -108,12 +108,16 @@ class Rows:
 
     def use(self, x: Tensor) -> Tensor:
         """The shared parts as this row's own; the adjoint sums over the rows."""
-        return replicate(x, self.layout, self.layout.shared) if self.count > 1 else x
+        return self._use.apply(x) if self.count > 1 else x
 
     def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
         # Of whole images a share may be a tensor of the user, which the movement does not return.
         return self._sum.apply(share, meta) if self.count > 1 or is_whole(self.layout) else share
+
+    @cached_property
+    def _use(self) -> Replicate:
+        return Replicate(self.layout, replace(self.layout, shared=()))
 
     @cached_property
     def _sum(self) -> Move:
