@@ -47,7 +47,7 @@ from tessel.imaging.parameters import (
     stray_problem,
     tensors_of,
 )
-from tessel.imaging.parts.layouts import Rows, gathering, rows_of
+from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
 from tessel.imaging.parts.local_rules import partition_physics
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole
 from tessel.imaging.signal import Image, local_data
@@ -218,7 +218,7 @@ class DistributedPhysics:
 
     def rows_of(self, shape: Shape) -> Rows:
         """The rows of workers that hold images of this shape on this worker."""
-        return rows_of(whole_layout(self.partition, tuple(shape))) if self.is_whole else self.rows
+        return whole_rows(self.partition, tuple(shape)) if self.is_whole else self.rows
 
     def everywhere(self, value: Tensor) -> Tensor:
         """A shared value of the workers that have parts of the image, on all workers."""
@@ -257,20 +257,16 @@ class DistributedPhysics:
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
-    def check_count(self, name: str, values: Sequence[Tensor]) -> None:
+    def check_count(self, call: str, values: Sequence[Tensor]) -> None:
         """Raise on all workers unless there is one tensor for each of this worker's operators."""
         # Other workers may have as many as they need, and would wait for this one: all are told.
         if len(values) != len(self.local_operators):
-            call = (
-                f"{self._named(name)}: worker {self.ctx.rank} has the operators "
-                f"{self.local_indices} and needs as many tensors, {len(self.local_indices)}, got "
-                f"{len(values)}"
+            call += (
+                f": worker {self.ctx.rank} has the operators {self.local_indices} and needs as "
+                f"many tensors, {len(self.local_indices)}, got {len(values)}"
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
-
-    def _named(self, name: str) -> str:
-        return f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
 
     def _each(
         self,
@@ -293,7 +289,8 @@ class DistributedPhysics:
             settings: of the operators.
         """
         image = None if x is None else local_data(x)
-        call = self.enter(method, image, ys, users=users, arguments=((), settings))
+        said = f"{self._label}.{method}"
+        call = self.enter(said, image, ys, users=users, arguments=((), settings))
         if call is None:
             return LocalTensors()
         with computing_with(call.copies, call.users) as parameters:
@@ -314,14 +311,14 @@ class DistributedPhysics:
     ) -> Tensor:
         """The same, summed over all operators: parts of an image."""
         image = None if x is None else local_data(x)
-        call = self.enter(method, image, ys, arguments=((), settings))
+        call = self.enter(f"{self._label}.{method}", image, ys, arguments=((), settings))
         if call is None:
             return torch.empty(0) if image is None else image
         return self.sum(call, terms)
 
     def enter(
         self,
-        name: str,
+        call: str,
         x: Tensor | None,
         measured: Sequence[Tensor] | None = None,
         fidelities: Sequence[Any] | None = None,
@@ -334,7 +331,7 @@ class DistributedPhysics:
         A worker without a part of the image gets None.
 
         Args:
-            name: of the method that is called, or what is computed ("the loss").
+            call: the method that is called, or what is computed, in words.
             x: this worker's part of the image; None if there is none yet.
             measured: one tensor for each operator; None if the image is brought for all of them.
             fidelities: one `PartFidelity` for each operator.
@@ -343,10 +340,10 @@ class DistributedPhysics:
             users: further objects whose parameters are used.
             arguments: of operators or fidelities, of whole images only.
         """
-        call, has_image = self._named(name), x is not None or measured is None
+        has_image = x is not None or measured is None
         ys, anchor = list(measured or ()), anchor_of(measured)
         if measured is not None:
-            self.check_count(name, ys)
+            self.check_count(call, ys)
         everyones_objects = (self.shared if self.is_whole else (), shared)
         if self._common:
             self._check_common(everyones_objects)
@@ -621,7 +618,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
             max_iter: at most so many steps; a warning says if they did not suffice.
         """
-        self.check_count("A_dagger", ys)
+        self.check_count(f"{self._label}.A_dagger", ys)
         ys = LocalTensors(ys, anchor_of(ys))
         with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))

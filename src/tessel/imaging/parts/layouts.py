@@ -36,7 +36,7 @@ from tessel.core import (
     boxes,
     reads,
 )
-from tessel.imaging.context import is_whole
+from tessel.imaging.context import is_whole, whole_layout
 from tessel.tensor import wrapped
 from tessel.transport import kept_in_job
 
@@ -137,6 +137,12 @@ def rows_of(layout: Layout) -> Rows:
     if layout.partition.active:
         check_parts(rows.own, "an imaging problem")
     return rows
+
+
+@kept_in_job
+def whole_rows(partition: Partition, shape: Shape) -> Rows:
+    """The rows of an image that is whole on every worker, by its shape: a solver asks often."""
+    return rows_of(whole_layout(partition, shape))
 
 
 def check_parts(layout: Layout, what: str) -> None:

@@ -25,10 +25,10 @@ Advance = Callable[[History], None]
 @contextmanager
 def progress_bar(
     title: str, total: int, names: Sequence[str], console: Console | None
-) -> Iterator[Advance]:
-    """Show a bar on this console; what is given is called after each iteration."""
+) -> Iterator[Advance | None]:
+    """Show a bar on this console, if there is one; what is given is called after each iteration."""
     if console is None:
-        yield lambda history: None
+        yield None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -112,11 +112,10 @@ def solve(
         differentiable: whether gradients go through all iterations.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - torch.tensor([1.0, 2.0])
-    >>> method = solvers.GradientDescent(Distance(), step=0.5)
+    >>> distance = SimpleNamespace(grad=lambda x: x - torch.tensor([1.0, 2.0]))
+    >>> method = solvers.GradientDescent(distance, step=0.5)
     >>> found = solvers.solve(method, torch.zeros(2), stop=solvers.RelativeChange(1e-3))
     >>> found.iterations, found.reason
     (10, 'change below 0.001')
@@ -143,10 +142,13 @@ def solve(
         while reason is None and done < max_iterations:
             values, numbers = _iterated(method, values, done, space)
             done += 1
-            history.append(numbers | _measured(measures, values["x"]))
+            if measures:
+                numbers |= _measured(measures, values["x"])
+            history.append(numbers)
             if each is not None:
                 each(done, values["x"])
-            advance(history)
+            if advance is not None:
+                advance(history)
             reason = _reason(criteria, history, space)
             is_last = reason is not None or done == max_iterations
             if checkpoint is not None and (is_last or done % checkpoint.every == 0):
