@@ -507,6 +507,26 @@ def resumed(folder: str, grid: tuple[int, int] | None, name: str) -> bool:
     return same and seen == [0, 5, 6, 7, 8] and columns[0] == columns[1] == columns[2]
 
 
+def with_a_new_metric(folder: str) -> tuple[list[int], int, str]:
+    """A run that resumes with a metric, and criteria on it, that the first run had not."""
+    layout = layout_of(None)
+    options: dict[str, Any] = {"layout": layout, "checkpoint": solvers.Checkpoint(folder, every=1)}
+    method, start = solvers.GradientDescent(Halving(), step=1.0), values(3)
+    solvers.solve(method, start, max_iterations=2, **options)
+    stop = [solvers.Plateau("size", patience=1, larger_is_better=True), solvers.Below("size", 1e-9)]
+    size = lambda x: float(x.abs().max())  # noqa: E731
+    found = solvers.solve(
+        method, start, max_iterations=9, stop=stop, metrics={"size": size}, **options
+    )
+    return [len(found.history[name]) for name in ("change", "size")], found.iterations, found.reason
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_metric_may_be_new_when_a_run_resumes(run: Run, tmp_path: Path, nprocs: int) -> None:
+    expected = [4, 2], 4, "size no better for 1 iterations"
+    assert run(with_a_new_metric, str(tmp_path), nprocs=nprocs) == [expected] * nprocs
+
+
 @pytest.mark.parametrize(("nprocs", "grid"), [(1, None), (2, None), (4, (2, 2))])
 def test_resume(run: Run, tmp_path: Path, nprocs: int, grid: tuple[int, int] | None) -> None:
     assert run(all_resumed, str(tmp_path), grid, nprocs=nprocs) == [[]] * nprocs

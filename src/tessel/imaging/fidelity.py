@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from tessel.imaging.parameters import (
     tensors_of,
 )
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole, vjp
-from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall, Term
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall
 from tessel.imaging.signal import Image, local_data
 
 REDUCTIONS = ("sum", "mean")
@@ -67,8 +67,8 @@ class DistributedDataFidelity:
 
     Forward:  f(x) = c·Σ_i f_i(x), ∇f(x) = c·Σ_i ∇f_i(x), the same on all workers; c is 1 for the
     reduction "sum", and 1/N for "mean", with which a step length that suits each of N operators
-    suits them all together. This class sums by default, as the formula of the document says;
-    `make_distrib_bundle` takes the mean by default, since a step of 1 diverges with a sum.
+    suits them all together. This class sums by default; `make_distrib_bundle` takes the mean, since
+    a step of 1 diverges with a sum.
 
     A data fidelity is any object with `grad(x, y, physics)` that can be called with these, as those
     of deepinv, or a function of them. The loss has the shape that they give: (batch,), a number for
@@ -79,7 +79,7 @@ class DistributedDataFidelity:
         physics: the operators.
         measurements: as many as there are operators.
         data_fidelity_factory: `data_fidelity_factory(i, device, shared)` makes f_i; None for ½‖·‖².
-        reduction: "sum" or "mean" over the operators; the bundle's default is "mean".
+        reduction: "sum" or "mean" over the operators.
         shared: what all of them may use, by name; parameters in it get gradients on all workers.
 
     >>> import torch
@@ -112,10 +112,12 @@ class DistributedDataFidelity:
         self.reduction = reduction
         self.shared = dict(shared or {})
         self._label = f"DistributedDataFidelity({reduction!r} over {physics!r})"
+        self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"  # of calls
         make = data_fidelity_factory or (lambda *_: L2())
         held = tensors_of(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
         self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
+        self._gradients = [each.grad for each in self._on_parts]
         self._common = in_common(ctx, held, physics.place, self.local_fidelities)
 
     def __call__(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
@@ -129,14 +131,14 @@ class DistributedDataFidelity:
             gather: False: the share of this worker's operators, whose sum over workers is the loss.
         """
         physics, image = self.physics, local_data(x)
-        call = self._entered("the loss", image, args, settings, gather)
+        call = self._entered(self._names[0], image, args, settings, gather)
         if call is None:
             return physics.everywhere(image.new_zeros(()))
-        batch = image.shape[0] if physics.layout is None else physics.layout.shape[0]
+        batch = physics.rows_of(image.shape).layout.shape[0]
         with computing_with(call.copies, call.users) as parameters:
             losses = [
-                f.loss(call.x, y, operator, batch, *call.args, **call.settings)
-                for f, (operator, y) in zip(self._on_parts, call.pairs, strict=True)
+                f.loss(*pair, call, batch)
+                for f, pair in zip(self._on_parts, call.pairs, strict=True)
             ]
         physics.check_results(call, losses)
         share = anchored_zeros(self._shape_of(call.name, losses, batch), call.x.real)
@@ -149,20 +151,16 @@ class DistributedDataFidelity:
     def grad(self, x: Image, *args: Any, gather: bool = True, **settings: Any) -> Tensor:
         """The gradient ∇f(x); with `gather=False` the share of this worker's operators."""
         image = local_data(x)
-        call = self._entered("the gradient", image, args, settings, gather)
+        call = self._entered(self._names[1], image, args, settings, gather)
         if call is None:
             return image
-        left = iter(self._on_parts)  # in the order of the operators, which `sum` asks one by one
-        term: Term = lambda op, y, call: next(left).grad(  # noqa: E731
-            call.x, y, op, *call.args, **call.settings
-        )
-        return self._reduced(self.physics.sum(call, term, gather))
+        return self._reduced(self.physics.sum(call, self._gradients, gather))
 
     def _entered(
         self, name: str, x: Tensor, args: tuple[Any, ...], settings: dict[str, Any], gather: bool
     ) -> OperatorCall | None:
         """What all workers agreed on, or raise; None of a worker without a part of the image."""
-        if self.physics.layout is not None:
+        if not self.physics.is_whole:
             if not gather:
                 raise NotImplementedError(
                     f"{self!r}: gather=False is for a whole image on every worker; of one in parts "
@@ -173,12 +171,8 @@ class DistributedDataFidelity:
                     f"{self!r}: fidelities of an image in parts take no arguments, got {args} and "
                     f"{settings}"
                 )
-        shared = [self.physics.shared, self.shared]
-        self.physics.check_call(name, self.measurements.local, shared=shared)
         if self._common:
-            check_common(self._label, self._common, shared, WAY_OUT)
-        if not self.physics.active:
-            return None
+            check_common(self._label, self._common, (self.physics.shared, self.shared), WAY_OUT)
         ys, arguments = self.measurements.local, (args, settings)
         return self.physics.enter(name, x, ys, self._on_parts, self.shared, (), arguments)
 
@@ -188,7 +182,7 @@ class DistributedDataFidelity:
     def _shape_of(self, call: str, losses: Sequence[Tensor], batch: int) -> Shape:
         """One shape for the losses of all workers, some of which may have none; or all raise."""
         physics = self.physics
-        if physics.layout is None:
+        if physics.is_whole:
             shapes = {tuple(each.shape) for each in losses}
             if len(shapes) == physics.partition.size == 1:
                 return shapes.pop()
@@ -253,21 +247,18 @@ class PartFidelity:
     fidelity: Any
     device: torch.device | str = "cpu"
 
-    def loss(
-        self, x: Tensor, y: Tensor, operator: Operator, batch: int, *args: Any, **settings: Any
-    ) -> Tensor:
+    def loss(self, operator: Operator, y: Tensor, call: OperatorCall, batch: int) -> Tensor:
         """This worker's share of f: of each image of the batch if f tells them apart, or a number.
 
         Args:
-            x: this worker's part of the image.
-            y: that of the measurement.
-            operator: between them.
+            operator: from the image to the measurement.
+            y: this worker's part of the measurement.
+            call: has that of the image, and arguments of f for whole images.
             batch: the number of images.
-            args, settings: of f, for whole images only.
         """
-        f = self.fidelity
+        f, x = self.fidelity, call.x
         if isinstance(operator, Whole) and operator.is_alone:
-            share: Tensor = f(x, y, operator.physics, *args, **settings)
+            share: Tensor = f(x, y, operator.physics, *call.args, **call.settings)
             return share
         shape = (batch,) if self.is_batched else ()
         if isinstance(operator, Whole):
@@ -297,30 +288,22 @@ class PartFidelity:
         start, stop = box[0]
         return torch.nn.functional.pad(share, (start, batch - stop))
 
-    def grad(self, x: Tensor, y: Tensor, operator: Operator, *args: Any, **settings: Any) -> Tensor:
-        """This worker's part of the gradient of f in x."""
-        f = self.fidelity
-        if isinstance(operator, Whole) and operator.is_alone:
-            return gradient(f, x, y, operator.physics, *args, **settings)
+    def grad(self, operator: Operator, y: Tensor, call: OperatorCall) -> Tensor:
+        """This worker's part of the gradient of f in x; see `loss`."""
+        f, x = self.fidelity, call.x
         if isinstance(operator, Whole):
-            found = operator.computed(
-                lambda image, y: gradient(f, image, y, operator.physics),
-                *(operator.gather(x), y),
-                users=f,
-            )
-            return operator.scatter(found)
+            slope = partial(gradient, f, operator.physics, **call.settings)
+            return operator.image(slope, x, y, *call.args, users=f)
         # The gradient of d takes the name of the measurement, which is so freed before the adjoint
         # begins: at its peak a worker holds one of the two beside the image.
         u = operator.A(x)
         if not self.is_separable:
             whole = _whole_of(operator)
-            u, all_of_y = whole.gather(u), whole.gather(y)
-            u = whole.computed(lambda u, y: gradient(f, u, y, _PLAIN), u, all_of_y, users=f)
-            u = whole.scatter(u)
+            u = whole.image(partial(gradient, f, _PLAIN), u, whole.gather(y), users=f)
         elif 0 in u.shape:
             u = idle(tuple(u.shape), f, u, y)
         else:
-            u = known(gradient(f, u, y, _PLAIN), (), (u, y))
+            u = known(gradient(f, _PLAIN, u, y), (), (u, y))
         return operator.A_adjoint(u)
 
     # What a fidelity of a user is, nobody says: it is tried on small tensors, once.
@@ -331,8 +314,8 @@ class PartFidelity:
         x, y = _tried(self.device)
         try:
             # For A = 2, f(x) = d(2 x, y) has ∇f(x) = 2 ∇d(2 x). One that looks at x differs.
-            expected = 2 * gradient(self.fidelity, 2 * x, y, _PLAIN)
-            got = gradient(self.fidelity, x, y, _Scaled(2.0))
+            expected = 2 * gradient(self.fidelity, _PLAIN, 2 * x, y)
+            got = gradient(self.fidelity, _Scaled(2.0), x, y)
         except _MISFITS as error:
             reason = f"could not be tried on small tensors ({error})"
         else:
@@ -370,9 +353,9 @@ class PartFidelity:
         try:
             for dim in range(u.dim()):
                 halves = list(zip(u.chunk(2, dim), y.chunk(2, dim), strict=True))
-                slopes = torch.cat([gradient(f, *half, _PLAIN) for half in halves], dim)
+                slopes = torch.cat([gradient(f, _PLAIN, *half) for half in halves], dim)
                 shares = torch.stack([f(*half, _PLAIN).sum() for half in halves])
-                if not torch.allclose(gradient(f, u, y, _PLAIN), slopes, rtol=1e-4, atol=1e-6):
+                if not torch.allclose(gradient(f, _PLAIN, u, y), slopes, rtol=1e-4, atol=1e-6):
                     return False
                 if not torch.allclose(f(u, y, _PLAIN).sum(), shares.sum(), rtol=1e-4):
                     return False
@@ -386,7 +369,7 @@ def _whole_of(operator: PartOperator) -> Whole:
     return Whole(_PLAIN, operator.codomain, operator.codomain.partition.ranks[0])
 
 
-def gradient(fidelity: Any, x: Tensor, y: Tensor, physics: Any, *args: Any, **kw: Any) -> Tensor:
+def gradient(fidelity: Any, physics: Any, x: Tensor, y: Tensor, *args: Any, **kw: Any) -> Tensor:
     """The gradient of one data fidelity at x, its own or by autograd."""
     if hasattr(fidelity, "grad"):
         return fidelity.grad(x, y, physics, *args, **kw)

@@ -10,9 +10,10 @@ summed over the rows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from tessel.imaging.parameters import (
     stray_problem,
     tensors_of,
 )
-from tessel.imaging.parts.layouts import Rows, gathering, rows_of
+from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
 from tessel.imaging.parts.local_rules import partition_physics
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole
 from tessel.imaging.signal import Image, local_data
@@ -131,27 +132,24 @@ class DistributedPhysics:
         agree_on_call(ctx.partition, f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
         held = tensors_of((factory, self.shared))
-        # Whole images have a layout for each shape in which they come: None stands for all of them.
-        self.layout = None if layout is None or is_whole(layout) else layout
-        self.partition = ctx.partition if self.layout is None else self.layout.partition
+        # Whole images come in any shape: a layout without dimensions stands for all of theirs.
+        self.is_whole = layout is None or is_whole(layout)
+        self.layout = whole_layout(ctx.partition, ()) if layout is None or self.is_whole else layout
+        self.partition, self.rows = self.layout.partition, rows_of(self.layout)
         self.active = self.partition.active
-        row, self.num_rows, self.place = ctx.rank, ctx.world_size, f"worker {ctx.rank}"
-        if self.layout is not None:
-            self.rows = rows_of(self.layout)
-            row, self.num_rows = self.rows.place if self.active else 0, self.rows.count
+        row = self.rows.place if self.active else 0
+        self.place = f"worker {ctx.rank}"
+        if not self.is_whole:
             self.place = f"copy {row} of the image" if self.active else "no copy of the image"
-        mine = local_indices(self.num_ops, row, self.num_rows, ctx.sharding)
+        mine = local_indices(self.num_ops, row, self.rows.count, ctx.sharding)
         self.local_indices: list[int] = mine if self.active else []
-        self.local_operators: list[Any] = []
-        self._spread: list[Operator] = []
-        for position, i in enumerate(self.local_indices):
-            physics = self._made(factory, i)
-            self.local_operators.append(physics)
-            self._spread.append(
-                Whole(physics)
-                if self.layout is None
-                else partition_physics(physics, self.rows.own, self._owner(position))
-            )
+        self.local_operators = [self._made(factory, i) for i in self.local_indices]
+        self._spread: list[Operator] = [
+            Whole(physics)
+            if self.is_whole
+            else partition_physics(physics, self.rows.own, self._owner(position))
+            for position, physics in enumerate(self.local_operators)
+        ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
         self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
         self._agreements: dict[str, Agreement[tuple[Shape, TensorMeta]]] = {}
@@ -159,7 +157,8 @@ class DistributedPhysics:
 
     def A(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements y_i = A_i(x) of this worker's operators, without noise."""
-        return self._each("A", lambda op, x, call: op.A(x, **call.settings), x, **settings)
+        terms = repeat(lambda op, x, call: op.A(x, **call.settings))
+        return self._each("A", terms, x, **settings)
 
     def __call__(self, x: Image, **settings: Any) -> LocalTensors:
         """The measurements with noise; that of measurement i depends on the seed and on i.
@@ -167,25 +166,26 @@ class DistributedPhysics:
         Of an image in parts each operator that can be called sees all of it, on one worker: noise
         is that of one process. For images that no worker can hold, add noise to `A(x)` yourself.
         """
-        number, positions = self._num_calls, count()
-        self._num_calls += 1
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        terms = [partial(self._measured, k, number) for k in range(len(self._spread))]
+        return self._each("__call__", terms, x, users=self.local_operators, **settings)
 
-        def measured(operator: Operator, x: Tensor, call: OperatorCall) -> Tensor:
-            position = next(positions)
-            physics, owner = self.local_operators[position], self._owner(position)
-            if not callable(physics):
-                return operator.A(x, **call.settings)
-            with self.ctx.drawing(self.local_indices[position], number):
-                if self.layout is None:
-                    return physics(x, **call.settings)
-                # It draws for the whole measurement, as in one process; the parts of that are sent.
-                whole = Whole(physics, self.rows.own, owner)
-                y = whole.computed(physics, whole.gather(x))
-            if isinstance(operator, Whole):
-                return y
-            return gathering(operator.codomain, owner).H.apply(y)
+    def _measured(
+        self, position: int, number: int, operator: Operator, x: Tensor, call: OperatorCall
+    ) -> Tensor:
+        """What the operator at this position measures, with the noise of the call of this number.
 
-        return self._each("__call__", measured, x, users=self.local_operators, **settings)
+        It draws for the whole measurement, as in one process; the parts of that are sent.
+        """
+        physics, owner = self.local_operators[position], self._owner(position)
+        if not callable(physics):
+            return operator.A(x, **call.settings)
+        local = None if isinstance(operator, Whole) else operator
+        whole = Whole(physics, self.rows.own, owner) if local else operator
+        assert isinstance(whole, Whole)
+        with self.ctx.drawing(self.local_indices[position], number):
+            y = whole.computed(partial(physics, **call.settings), whole.gather(x))
+        return gathering(local.codomain, owner).H.apply(y) if local else y
 
     def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The sum Σ_i J_i(x)ᵀ v_i over all operators, with the Jacobians J_i of A_i at x.
@@ -194,7 +194,7 @@ class DistributedPhysics:
             x: the image.
             v: one tensor for each of this worker's operators.
         """
-        return self._summed("A_vjp", lambda op, v, call: op.A_vjp(call.x, v), x, v)
+        return self._summed("A_vjp", repeat(lambda op, v, call: op.A_vjp(call.x, v)), x, v)
 
     def part_of(self, position: int, y: Tensor) -> Tensor:
         """What this worker stores of a measurement that it was given whole, or in its part.
@@ -218,9 +218,7 @@ class DistributedPhysics:
 
     def rows_of(self, shape: Shape) -> Rows:
         """The rows of workers that hold images of this shape on this worker."""
-        if self.layout is not None:
-            return self.rows
-        return rows_of(whole_layout(self.partition, tuple(shape)))
+        return whole_rows(self.partition, tuple(shape)) if self.is_whole else self.rows
 
     def everywhere(self, value: Tensor) -> Tensor:
         """A shared value of the workers that have parts of the image, on all workers."""
@@ -256,55 +254,24 @@ class DistributedPhysics:
 
     def _owner(self, position: int) -> int:
         """The worker that sees the whole image for an operator, where one must."""
-        if self.layout is None:
-            return self.ctx.rank
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
-    def check_call(
-        self,
-        name: str,
-        values: Sequence[Tensor] | None,
-        settings: Mapping[str, Any] | None = None,
-        shared: Any = None,
-    ) -> None:
-        """Raise on all workers if this call cannot be made.
-
-        Args:
-            name: of the method that is called, or what is computed ("the loss").
-            values: None, or one tensor for each of this worker's operators.
-            settings: of the operators.
-            shared: objects whose tensors get the gradient of all operators of whole images; None
-                for those that the operators share.
-        """
+    def check_count(self, call: str, values: Sequence[Tensor]) -> None:
+        """Raise on all workers unless there is one tensor for each of this worker's operators."""
         # Other workers may have as many as they need, and would wait for this one: all are told.
-        if values is not None and len(values) != len(self.local_operators):
-            call = (
-                f"{self._named(name)}: worker {self.ctx.rank} has the operators "
-                f"{self.local_indices} and needs as many tensors, {len(self.local_indices)}, got "
-                f"{len(values)}"
+        if len(values) != len(self.local_operators):
+            call += (
+                f": worker {self.ctx.rank} has the operators {self.local_indices} and needs as "
+                f"many tensors, {len(self.local_indices)}, got {len(values)}"
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
-        if self._common and self.layout is None:
-            known = self.shared if shared is None else shared
-            check_common(self._label, self._common, known, WAY_OUT)
-        elif self._common:
-            way_out = "use a signal without partition, or let it need no gradient"
-            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
-        if settings and self.layout is not None:
-            raise NotImplementedError(
-                f"{self._named(name)}: operators on an image in parts take no arguments, "
-                f"got {dict(settings)}"
-            )
-
-    def _named(self, name: str) -> str:
-        return f"{name} of {self._label}" if name.startswith("the ") else f"{self._label}.{name}"
 
     def _each(
         self,
         method: str,
-        term: Term,
+        terms: Iterable[Term],
         x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
         users: Any = (),
@@ -314,55 +281,57 @@ class DistributedPhysics:
 
         Args:
             method: that is called.
-            term: makes a tensor of an operator, of what was brought for it, and of the call.
+            terms: for each operator, what makes a tensor of it, of what was brought for it, and of
+                the call.
             x: the image.
             ys: one tensor for each operator; None if the image is brought for all of them.
-            users: further objects whose parameters `term` uses.
+            users: further objects whose parameters the terms use.
             settings: of the operators.
         """
-        self.check_call(method, ys, settings)
-        if not self.active:
-            return LocalTensors()
         image = None if x is None else local_data(x)
-        call = self.enter(method, image, ys, users=users, arguments=((), settings))
+        said = f"{self._label}.{method}"
+        call = self.enter(said, image, ys, users=users, arguments=((), settings))
+        if call is None:
+            return LocalTensors()
         with computing_with(call.copies, call.users) as parameters:
-            found = [term(operator, brought, call) for operator, brought in call.pairs]
+            found = [term(*pair, call) for pair, term in zip(call.pairs, terms, strict=False)]
         self.check_results(call, found)
-        anchor = call.anchor
-        if call.needs_grad and call.has_image:
+        anchor = both(call.anchor, parameters)
+        if call.needs_grad:
             anchor = both(anchor, anchored_zeros((), call.x))
-        anchor = both(anchor, parameters)
         return LocalTensors([depending_on(each, anchor) for each in found], anchor)
 
     def _summed(
         self,
         method: str,
-        term: Term,
+        terms: Iterable[Term],
         x: Image | None = None,
         ys: Sequence[Tensor] | None = None,
         **settings: Any,
     ) -> Tensor:
         """The same, summed over all operators: parts of an image."""
-        self.check_call(method, ys, settings)
         image = None if x is None else local_data(x)
-        if not self.active:
+        call = self.enter(f"{self._label}.{method}", image, ys, arguments=((), settings))
+        if call is None:
             return torch.empty(0) if image is None else image
-        return self.sum(self.enter(method, image, ys, arguments=((), settings)), term)
+        return self.sum(call, terms)
 
     def enter(
         self,
-        name: str,
+        call: str,
         x: Tensor | None,
         measured: Sequence[Tensor] | None = None,
         fidelities: Sequence[Any] | None = None,
         shared: Any = (),
         users: Any = (),
         arguments: Arguments = _NO_ARGUMENTS,
-    ) -> OperatorCall:
-        """What goes into a call, after all workers agreed that it fits together.
+    ) -> OperatorCall | None:
+        """What goes into a call, after all workers agreed that it fits together, or raised.
+
+        A worker without a part of the image gets None.
 
         Args:
-            name: of the method that is called, or what is computed ("the loss").
+            call: the method that is called, or what is computed, in words.
             x: this worker's part of the image; None if there is none yet.
             measured: one tensor for each operator; None if the image is brought for all of them.
             fidelities: one `PartFidelity` for each operator.
@@ -371,53 +340,46 @@ class DistributedPhysics:
             users: further objects whose parameters are used.
             arguments: of operators or fidelities, of whole images only.
         """
-        ys, anchor = list(measured or ()), anchor_of(measured)
         has_image = x is not None or measured is None
-        everyones_objects = (self.shared if self.layout is None else (), shared)
-        everyones = learned(everyones_objects, arguments)
-        problem = "" if self.layout is None else self._problem(x, measured, fidelities)
-        call = self._named(name)
-        said = f"{call}{gradients_of(everyones)}{problem}" if everyones or problem else call
+        ys, anchor = list(measured or ()), anchor_of(measured)
+        if measured is not None:
+            self.check_count(call, ys)
+        everyones_objects = (self.shared if self.is_whole else (), shared)
+        if self._common:
+            self._check_common(everyones_objects)
+        if arguments[1] and not self.is_whole:
+            raise NotImplementedError(
+                f"{call}: operators on an image in parts take no arguments, got "
+                f"{dict(arguments[1])}"
+            )
+        if not self.active:
+            return None
+        everyones, own = learned(everyones_objects, arguments), list[Tensor]()
+        said = f"{call}{gradients_of(everyones)}" if everyones else call
+        images = [x] if has_image else []
+        if self.is_whole:
+            dtype, records = torch.float32, self._agree_on_image(said, images)
+        else:
+            own = self._learned_by_row(everyones, (fidelities, users))
+            problem = self._problem(x, measured, fidelities)
+            needs = [*ys, anchor, *everyones, *own]
+            dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
+            ys = [_even(y, records) for y in ys]
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
-        needs, own = list[Tensor](), list[Tensor]()
-        if torch.is_grad_enabled():
-            needs = [*ys, *([] if anchor is None else [anchor]), *everyones]
-        if torch.is_grad_enabled() and self.layout is not None:
-            # What the operators of this row use, all workers of the row hold: its gradient is
-            # summed over them. In rows of one worker there is nothing to sum.
-            whole = [each.physics for each in self._spread if isinstance(each, Whole)]
-            known_to_all = {id(each) for each in everyones}
-            own = learned((whole, fidelities, users))
-            own = [each for each in own if id(each) not in known_to_all]
-            local = [each for each in self._spread if isinstance(each, PartOperator)]
-            needs += [*own, *(value for operator in local for value in operator.values())]
-        dtype = torch.float32
-        if self.layout is None:
-            of_image = needs_grad(x)
-            if has_image and (self.num_rows > 1 or not isinstance(x, Tensor)):
-                ((shapes, meta),) = agree(self.partition, said, x)  # type: ignore[arg-type]
-                of_image = meta.needs_grad
-                same(shapes, "shape", said)
-            records = of_image or any(map(needs_grad, needs))
-        else:
-            images = [x] if has_image else []
-            dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
-            of_image, ys = records, [_even(y, records) for y in ys]
-        if x is None:  # in rows of one worker, nothing depends on what stands for an image
-            image = torch.empty(0, dtype=dtype, device=self.ctx.device)
-            image = _even(image, records and self.layout is not None)
+        if x is None:
+            image = _even(torch.empty(0, dtype=dtype, device=self.ctx.device), records)
         else:
             rows = self.rows_of(x.shape)
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
-            image = rows.use(_even(x, of_image))
+            image = rows.use(_even(x, records))
         copies = Copies()
         if everyones:
             copies.add(everyones, self.partition)
         if own:
             copies.add(own, self.rows.own.partition)
-        args, settings = copies.instead(arguments)
+        args, settings = copies.instead(arguments) if copies else arguments
         return OperatorCall(
             call,
             image,
@@ -431,14 +393,45 @@ class DistributedPhysics:
             settings,
         )
 
+    def _check_common(self, known: Any) -> None:
+        """Raise if a tensor of several rows would get parts of a gradient; `known` are shared."""
+        if self.is_whole:
+            check_common(self._label, self._common, known, WAY_OUT)
+        else:
+            way_out = "use a signal without partition, or let it need no gradient"
+            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
+
+    def _learned_by_row(self, everyones: list[Tensor], users: Any) -> list[Tensor]:
+        """What operators and further objects use that needs a gradient, and is not everyone's.
+
+        All workers of the row hold it, and its gradient is summed over them.
+        """
+        if not torch.is_grad_enabled():
+            return []
+        whole = [each.physics for each in self._spread if isinstance(each, Whole)]
+        known_to_all = {id(each) for each in everyones}
+        return [each for each in learned((whole, users)) if id(each) not in known_to_all]
+
+    def _agree_on_image(self, said: str, images: list[Any]) -> bool:
+        """Whether a worker needs the gradient of the whole image, of which all have one shape."""
+        if not images or (self.rows.count == 1 and isinstance(images[0], Tensor)):
+            return any(map(needs_grad, images))
+        ((shapes, meta),) = agree(self.partition, said, *images)
+        same(shapes, "shape", said)
+        return meta.needs_grad
+
     def _agree_on_parts(
-        self, said: str, images: list[Any], ys: list[Tensor], needs: list[Tensor], problem: str
+        self, said: str, images: list[Any], ys: list[Tensor], needs: list[Any], problem: str
     ) -> tuple[torch.dtype, bool]:
         """The dtype of all that is brought, and whether a gradient is needed somewhere."""
         # A worker may bring nothing. The length of this tensor says which dtype it brings, so that
         # those without learn it.
         given = [] if problem else [each.dtype for each in (*ys, *images) if each is not None]
         code = _DTYPES.index(given[0]) if given else 0
+        if torch.is_grad_enabled():
+            local = [each for each in self._spread if isinstance(each, PartOperator)]
+            needs = [*needs, *(value for operator in local for value in operator.values())]
+        said += problem
         sign = torch.empty(code, requires_grad=any(map(needs_grad, needs)))
         found = agree(self.partition, said, sign, *images)
         codes = {shape for shape in found[0][0].values() if shape != (0,)}
@@ -452,7 +445,6 @@ class DistributedPhysics:
 
     def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
-        assert self.layout is not None
         for each in (*(ys or ()), *([] if x is None else [x])):
             got = each.dtype if isinstance(each, Tensor) else type(each).__name__
             if got not in _DTYPES:
@@ -480,7 +472,7 @@ class DistributedPhysics:
     def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
         # Of an image in parts, each operator is checked where it is applied.
-        if self.layout is None and self.num_rows > 1 and torch.is_grad_enabled():
+        if self.is_whole and self.rows.count > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
             problem = stray_problem(results, call.users, call.users[:2], given)
             # At the first call all workers raise or none does: one without operators finds nothing
@@ -512,41 +504,42 @@ class DistributedPhysics:
             self._agreements[said] = Agreement(group, said, have, conclude)
         return self._agreements[said].agree(own)
 
-    def sum(self, call: OperatorCall, term: Term, gather: bool = True) -> Tensor:
+    def sum(self, call: OperatorCall, terms: Iterable[Term], gather: bool = True) -> Tensor:
         """The sum of images over the operators of this row and of the others.
 
         Args:
             call: what it works on.
-            term: makes an image of an operator, of what was brought for it, and of the call.
+            terms: for each operator, what makes an image of it, of what was brought for it, and of
+                the call.
             gather: False: the share of this row.
         """
         share, x = None, call.x
         # Terms on parts come from movements and are ours to change; user code may give back what
         # it was given, so that the first sum of its images is a tensor of its own.
-        is_ours = self.layout is not None
+        is_ours = not self.is_whole
         with computing_with(call.copies, call.users) as parameters:
-            for operator, brought in call.pairs:
-                each = term(operator, brought, call)
+            for pair, term in zip(call.pairs, terms, strict=False):
+                each = term(*pair, call)
                 is_like = each.shape == x.shape and each.dtype == x.dtype
-                if self.layout is None and call.has_image and not is_like:
+                if self.is_whole and call.has_image and not is_like:
                     raise ValueError(
                         f"{call.name}: for an image of shape {tuple(x.shape)} and {x.dtype} an "
                         f"operator gave back one of shape {tuple(each.shape)} and {each.dtype}"
                     )
                 if share is None:
                     share = each
-                elif call.needs_grad or each.requires_grad or not is_ours:
+                elif share.requires_grad or each.requires_grad or not is_ours:
                     share, is_ours = share + each, True
                 else:
                     share.add_(each)
         self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
-        if self.layout is None and not call.has_image and self.partition.size > 1:
+        if self.is_whole and not call.has_image and self.rows.count > 1:
             # The shape of the image is not known before: it is agreed on with the result.
             share, meta = self.completed(call.name, share)
         if share is None:
-            share = x.new_zeros(x.shape if self.layout is None else self.layout.local_shape)
-        if call.needs_grad and (call.has_image or self.layout is not None):
+            share = x.new_zeros(self.rows_of(x.shape).layout.local_shape)
+        if call.needs_grad:
             share = share + anchored_zeros((), x)
         share = depending_on(depending_on(share, parameters), call.anchor)
         return self.rows_of(share.shape).total(share, meta) if gather else share
@@ -596,7 +589,7 @@ class DistributedLinearPhysics(DistributedPhysics):
         Args:
             ys: one tensor for each of this worker's operators.
         """
-        return self._summed("A_adjoint", lambda op, y, call: op.A_adjoint(y), None, ys)
+        return self._summed("A_adjoint", repeat(lambda op, y, call: op.A_adjoint(y)), None, ys)
 
     def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The same as `A_adjoint(v)`, since the operators are linear."""
@@ -604,9 +597,8 @@ class DistributedLinearPhysics(DistributedPhysics):
 
     def A_adjoint_A(self, x: Image, **settings: Any) -> Tensor:
         """The image Σ_i A_iᵀ A_i x."""
-        return self._summed(
-            "A_adjoint_A", lambda op, x, call: op.A_adjoint_A(x, **call.settings), x, **settings
-        )
+        terms = repeat(lambda op, x, call: op.A_adjoint_A(x, **call.settings))
+        return self._summed("A_adjoint_A", terms, x, **settings)
 
     def A_A_adjoint(self, ys: Sequence[Tensor]) -> LocalTensors:
         """The measurements A_i Σ_j A_jᵀ y_j of this worker's operators."""
@@ -626,7 +618,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
             max_iter: at most so many steps; a warning says if they did not suffice.
         """
-        self.check_call("A_dagger", ys)
+        self.check_count(f"{self._label}.A_dagger", ys)
         ys = LocalTensors(ys, anchor_of(ys))
         with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))

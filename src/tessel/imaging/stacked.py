@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
+from itertools import repeat
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -113,8 +114,8 @@ class DistributedStackedPhysics(DistributedPhysics):
         self, x: Image, v: Sequence[Tensor], gather: bool = True, reduce_op: str | None = "sum"
     ) -> Any:
         """The products J_i(x)ᵀ v_i, summed; see `DistributedStackedLinearPhysics.A_adjoint`."""
-        term: Term = lambda op, v, call: op.A_vjp(call.x, v)  # noqa: E731
-        return self._images("A_vjp", term, x, self.own(v), gather, reduce_op)
+        terms = repeat(lambda op, v, call: op.A_vjp(call.x, v))
+        return self._images("A_vjp", terms, x, self.own(v), gather, reduce_op)
 
     def own(self, ys: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of measurements of all operators those of this worker, which may also be given alone."""
@@ -137,7 +138,7 @@ class DistributedStackedPhysics(DistributedPhysics):
     def _images(
         self,
         method: str,
-        term: Term,
+        terms: Iterable[Term],
         x: Image | None,
         ys: Sequence[Tensor] | None,
         gather: bool,
@@ -146,11 +147,11 @@ class DistributedStackedPhysics(DistributedPhysics):
     ) -> Any:
         """The images that operators give back: their sum or mean, or each of them."""
         if not gather or reduce_op is None:
-            found = self._each(method, term, x, ys, **settings)
+            found = self._each(method, terms, x, ys, **settings)
             like = None if x is None else local_data(x)
             return self._finished(method, found, gather, reduce_op, like)
         _check_reduce_op(reduce_op)
-        image = self._summed(method, term, x, ys, **settings)
+        image = self._summed(method, terms, x, ys, **settings)
         return image / self.num_ops if reduce_op == "mean" else image
 
     def _finished(
@@ -274,8 +275,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             gather: False: what this worker's operators give.
             reduce_op: "sum", "mean", or None for the images A_iᵀ y_i themselves.
         """
-        term: Term = lambda op, y, call: op.A_adjoint(y)  # noqa: E731
-        return self._images("A_adjoint", term, None, self.own(y), gather, reduce_op)
+        terms = repeat(lambda op, y, call: op.A_adjoint(y))
+        return self._images("A_adjoint", terms, None, self.own(y), gather, reduce_op)
 
     def A_vjp(
         self, x: Image, v: Sequence[Tensor], gather: bool = True, reduce_op: str | None = "sum"
@@ -287,8 +288,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
         self, x: Image, gather: bool = True, reduce_op: str | None = "sum", **settings: Any
     ) -> Any:
         """The image Σ_i A_iᵀ A_i x."""
-        term: Term = lambda op, x, call: op.A_adjoint_A(x, **call.settings)  # noqa: E731
-        return self._images("A_adjoint_A", term, x, None, gather, reduce_op, **settings)
+        terms = repeat(lambda op, x, call: op.A_adjoint_A(x, **call.settings))
+        return self._images("A_adjoint_A", terms, x, None, gather, reduce_op, **settings)
 
     def A_A_adjoint(self, y: Sequence[Tensor], gather: bool = True) -> Any:
         """The measurements A_i Σ_j A_jᵀ y_j; the image between them is that of all operators."""
@@ -329,8 +330,8 @@ class DistributedStackedLinearPhysics(DistributedStackedPhysics, DistributedLine
             return self.spread.A_dagger(self.own(y), tol, **steps)
         asked = {"solver": None if solver == "CG" else solver, "max_iter": max_iter, "tol": tol}
         given = {name: value for name, value in asked.items() if value is not None}
-        inverse: Term = lambda op, y, call: op.physics.A_dagger(y, **given)  # type: ignore[union-attr]  # noqa: E731
-        images = self._each("A_dagger", inverse, None, self.own(y))
+        inverses = repeat(lambda op, y, call: op.physics.A_dagger(y, **given))
+        images = self._each("A_dagger", inverses, None, self.own(y))
         return self._finished("A_dagger", images, gather, "mean")
 
     def compute_sqnorm(

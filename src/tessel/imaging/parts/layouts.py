@@ -29,14 +29,14 @@ from tessel.core import (
     Move,
     Partition,
     ReceptiveField,
+    Replicate,
     Shape,
     TensorMeta,
     Window,
     boxes,
     reads,
-    replicate,
 )
-from tessel.imaging.context import is_whole
+from tessel.imaging.context import is_whole, whole_layout
 from tessel.tensor import wrapped
 from tessel.transport import kept_in_job
 
@@ -97,8 +97,9 @@ class Rows:
         """The image in the parts of this worker's row alone."""
         whole = self.layout.partition
         along = [axis for axis in range(whole.dim) if axis not in self.layout.shared]
-        rows = whole.slices(along)
-        row = next(each for each in rows if each.active)
+        here = transport.this_worker()
+        workers = next(row for row in whole.rows(along) if here in row)
+        row = Partition(workers, tuple(whole.shape[axis] for axis in along))
         cuts = tuple(
             Cut(tuple(along.index(axis) for axis in cut.axes), cut.intervals)
             for cut in self.layout.cuts
@@ -107,12 +108,16 @@ class Rows:
 
     def use(self, x: Tensor) -> Tensor:
         """The shared parts as this row's own; the adjoint sums over the rows."""
-        return replicate(x, self.layout, self.layout.shared) if self.count > 1 else x
+        return self._use.apply(x) if self.count > 1 else x
 
     def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
         # Of whole images a share may be a tensor of the user, which the movement does not return.
         return self._sum.apply(share, meta) if self.count > 1 or is_whole(self.layout) else share
+
+    @cached_property
+    def _use(self) -> Replicate:
+        return Replicate(self.layout, replace(self.layout, shared=()))
 
     @cached_property
     def _sum(self) -> Move:
@@ -132,6 +137,12 @@ def rows_of(layout: Layout) -> Rows:
     if layout.partition.active:
         check_parts(rows.own, "an imaging problem")
     return rows
+
+
+@kept_in_job
+def whole_rows(partition: Partition, shape: Shape) -> Rows:
+    """The rows of an image that is whole on every worker, by its shape: a solver asks often."""
+    return rows_of(whole_layout(partition, shape))
 
 
 def check_parts(layout: Layout, what: str) -> None:

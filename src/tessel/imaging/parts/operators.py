@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -351,7 +351,7 @@ class Whole:
     def __init__(self, physics: Any, layout: Layout | None = None, owner: int = 0) -> None:
         self.physics, self.owner = physics, owner
         self._move: Move | None = None
-        self.here = True
+        self.here, self.is_alone = True, layout is None  # whether this worker has whole images
         if layout is not None:
             check_parts(layout, type(self).__name__)
             self.domain = layout
@@ -359,11 +359,6 @@ class Whole:
             self.here = self._move.codomain.partition.active
         # A linear operator has one derivative everywhere, for which no image is gathered.
         self._asks_image = hasattr(physics, "A_vjp") or not hasattr(physics, "A_adjoint")
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this worker has whole images."""
-        return self._move is None
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole image on the owner, elsewhere an empty tensor."""
@@ -383,17 +378,21 @@ class Whole:
 
     def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
         """The product of `v` with the derivative at `x`."""
-        if not self._asks_image:
-            return self.A_adjoint(v)
-        image = self.gather(x)
-        return self.scatter(self.computed(lambda image, v: vjp(self.physics, image, v), image, v))
+        return (
+            self.image(partial(vjp, self.physics), x, v) if self._asks_image else self.A_adjoint(v)
+        )
 
     def A_adjoint_A(self, x: Tensor, **settings: Any) -> Tensor:
         """Aᵀ A x."""
-        image = self.gather(x)
-        return self.scatter(
-            self.computed(lambda image: normal(self.physics, image, **settings), image)
-        )
+        return self.image(partial(normal, self.physics, **settings), x)
+
+    def image(
+        self, function: Callable[..., Tensor], x: Tensor, *more: Tensor, users: Any = ()
+    ) -> Tensor:
+        """This worker's part of an image that a function makes of the whole one, and of `more`."""
+        if self.is_alone:
+            return function(x, *more)
+        return self.scatter(self.computed(function, self.gather(x), *more, users=users))
 
     def computed(
         self, function: Callable[..., Tensor], *given: Tensor, shape: Shape = (0,), users: Any = ()

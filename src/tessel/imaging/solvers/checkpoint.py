@@ -62,7 +62,7 @@ class Checkpoint:
     same image, bit by bit. The state of torch's random numbers is kept, too. A run on another
     number of workers, or with the image in other parts, resumes from the same image: each worker
     reads its part of it, and ends at the same image but for rounding; random numbers go on as those
-    of the first worker.
+    of the first worker. A metric that is new in a run that resumes begins there, in a shorter list.
 
     Args:
         folder: where the files go; workers on several hosts need not share it, unless a run
@@ -142,10 +142,8 @@ class Checkpoint:
                 with suppress(OSError):  # another worker's shards are still there
                     self._path(other).parent.rmdir()
 
-    def read(
-        self, method: Method, start: Values, space: Space
-    ) -> tuple[Values, int, History] | None:
-        """What all workers wrote last, if there is something: values, iteration and history.
+    def read(self, method: Method, start: Values, space: Space) -> tuple[Values, int, History]:
+        """What all workers wrote last: values, iteration and history; else those of a start.
 
         Args:
             method: which resumes.
@@ -154,7 +152,7 @@ class Checkpoint:
         """
         newest = self._newest(space) if self.resume else None
         if newest is None:
-            return None
+            return start, 0, History()
         iteration, size = newest
         folders = [self._path(self._own(iteration, space))]
         notes = self._loaded(folders, None, space) if size == space.workers.size else None

@@ -25,10 +25,10 @@ Advance = Callable[[History], None]
 @contextmanager
 def progress_bar(
     title: str, total: int, names: Sequence[str], console: Console | None
-) -> Iterator[Advance]:
-    """Show a bar on this console; what is given is called after each iteration."""
+) -> Iterator[Advance | None]:
+    """Show a bar on this console, if there is one; what is given is called after each iteration."""
     if console is None:
-        yield lambda history: None
+        yield None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -112,11 +112,10 @@ def solve(
         differentiable: whether gradients go through all iterations.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - torch.tensor([1.0, 2.0])
-    >>> method = solvers.GradientDescent(Distance(), step=0.5)
+    >>> distance = SimpleNamespace(grad=lambda x: x - torch.tensor([1.0, 2.0]))
+    >>> method = solvers.GradientDescent(distance, step=0.5)
     >>> found = solvers.solve(method, torch.zeros(2), stop=solvers.RelativeChange(1e-3))
     >>> found.iterations, found.reason
     (10, 'change below 0.001')
@@ -136,49 +135,59 @@ def solve(
     ):
         values, done, history = method.begin(x, space), 0, History()
         if checkpoint is not None:
-            values, done, history = checkpoint.read(method, values, space) or (
-                values,
-                done,
-                history,
-            )
-        written, reason = done, _reason(criteria, history, space)
+            values, done, history = checkpoint.read(method, values, space)
+        # A metric that is new in a run that resumes begins now: criteria may ask for its numbers.
+        is_known = measures.keys() <= history.keys()
+        reason = _reason(criteria, history, space) if is_known else None
         while reason is None and done < max_iterations:
-            began, before = time.perf_counter(), values["x"]
-            values, done = method.iterate(values, done, space), done + 1
-            numbers = {"change": _change(before, values["x"], space, method, done)}
-            numbers |= {name: float(values[name].detach()) for name in method.reports}
-            numbers["seconds"] = time.perf_counter() - began  # metrics are no part of the method
-            with torch.no_grad():
-                for name, metric in measures.items():
-                    found = metric(values["x"].detach())
-                    # of a loss with a number for each image, the sum
-                    numbers[name] = float(found.sum() if isinstance(found, Tensor) else found)
+            values, numbers = _iterated(method, values, done, space)
+            done += 1
+            if measures:
+                numbers |= _measured(measures, values["x"])
             history.append(numbers)
             if each is not None:
                 each(done, values["x"])
-            advance(history)
-            if checkpoint is not None and done % checkpoint.every == 0:
-                checkpoint.write(values, done, history, method, space)
-                written = done
+            if advance is not None:
+                advance(history)
             reason = _reason(criteria, history, space)
-        if checkpoint is not None and written < done:
-            checkpoint.write(values, done, history, method, space)
+            is_last = reason is not None or done == max_iterations
+            if checkpoint is not None and (is_last or done % checkpoint.every == 0):
+                checkpoint.write(values, done, history, method, space)
     if not isinstance(start, Tensor):
         start.update_(values["x"])
     return Solution(values["x"], values, history, reason or FULL, reason is not None)
 
 
-def _change(before: Tensor, after: Tensor, space: Space, method: Method, iteration: int) -> float:
-    """The relative change; FloatingPointError on all workers if the image is not finite."""
+def _iterated(
+    method: Method, values: Values, done: int, space: Space
+) -> tuple[Values, dict[str, float]]:
+    """The values after one more iteration, and its numbers.
+
+    FloatingPointError on all workers if the image is not finite.
+    """
+    began, before = time.perf_counter(), values["x"]
+    values = method.iterate(values, done, space)
+    after = values["x"]
     difference = (after - before).detach()
     # In one exchange, and before a criterion is asked: what is not finite must end all workers.
     moved, length = space.numbers((difference, difference), (after, after)).tolist()
     if not math.isfinite(moved + length):
         raise FloatingPointError(
-            f"{method.name}: the image is not finite after iteration {iteration}; a smaller step "
+            f"{method.name}: the image is not finite after iteration {done + 1}; a smaller step "
             f"may help, or data without infinities and NaN"
         )
-    return math.sqrt(moved / length) if length else float(moved > 0)
+    numbers = {"change": math.sqrt(moved / length) if length else float(moved > 0)}
+    for name in method.reports:
+        numbers[name] = float(values[name].detach())
+    numbers["seconds"] = time.perf_counter() - began  # metrics are no part of the method
+    return values, numbers
+
+
+@torch.no_grad()
+def _measured(metrics: Mapping[str, Metric], x: Tensor) -> dict[str, float]:
+    """The numbers of the metrics; of a loss with a number for each image, the sum."""
+    found = {name: metric(x.detach()) for name, metric in metrics.items()}
+    return {n: float(v.sum() if isinstance(v, Tensor) else v) for n, v in found.items()}
 
 
 def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> str | None:
