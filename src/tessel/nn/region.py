@@ -344,7 +344,7 @@ class _Convolving(RegionStep):
     kinds = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        self.layer.check_dtype(x)
+        convolution.check_dtype(x, self.layer.weight)
         settings = self.layer.settings()
         outputs = convolution.convolved(shape, settings)
         windows = settings.windows(tuple(before for before, _ in settings.widths))
@@ -352,7 +352,7 @@ class _Convolving(RegionStep):
         return outputs, leading(len(shape), (settings.channels, *around))
 
     def parameters(self, layout: Layout) -> Parameters:
-        return tuple(self.layer.use_parameters(layout))
+        return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         x, padding = _surrounded(x, plan, self.layer.num_dims)
@@ -409,13 +409,13 @@ class _Transposed(RegionStep):
     kinds = (DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        self.layer.check_dtype(x)
+        convolution.check_dtype(x, self.layer.weight)
         settings = self.layer.settings()
         outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))
 
     def parameters(self, layout: Layout) -> Parameters:
-        return tuple(self.layer.use_parameters(layout))
+        return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         weight, bias = parameters
