@@ -35,10 +35,10 @@ from tessel.nn.layer import (
     Entry,
     Layer,
     Result,
+    compute_spread,
     lies_alone,
     needs_of,
     parts_agreement,
-    spread_result,
 )
 from tessel.nn.norm import (
     DistributedBatchNorm,
@@ -55,7 +55,7 @@ from tessel.nn.upsample import DistributedUpsample
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.padding import Wrapped, wrapped
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
-from tessel.tensor.table import as_spread, opened, running
+from tessel.tensor.table import as_spread, running
 from tessel.tensor.use import used
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
@@ -128,7 +128,7 @@ class HaloRegion(nn.Sequential):
         if model is not None and not isinstance(input, SpreadTensor):
             input = as_spread(input, model)
         if isinstance(input, SpreadTensor):
-            y: Tensor = spread_result(*self.compute(*opened(input)))
+            y: Tensor = compute_spread(self.compute, input)
             return y
         if not self.P_x.active:
             return input.clone()
