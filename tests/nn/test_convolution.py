@@ -725,3 +725,18 @@ def test_states_have_the_keys_and_shapes_of_torch() -> None:
             for each in (layer, alone)
         )
         assert got == expected
+
+
+def convolve_a_sum() -> list[list[float]]:
+    """What layers make of separate copies: they are one sum, to which the bias is added once."""
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2])
+    x = tessel.from_local(torch.ones(1, 1, 4), Layout.whole(P, (1, 1, 4)))
+    layer = tessel.nn.DistributedConv1d(P, 1, 1, 1)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+        layer.bias.fill_(10)
+    return [f(x).full().flatten().tolist() for f in (layer, tessel.nn.HaloRegion(layer))]
+
+
+def test_separate_copies_are_summed_before(run: Run) -> None:
+    assert run(convolve_a_sum, nprocs=2) == [[[12.0] * 4] * 2] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -14,10 +14,10 @@ from tessel import transport
 from tessel.core.layout import Layout, Shape
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros, equalize, replicate
+from tessel.core.shared import equalize
 from tessel.nn.layer import ComputingLayer, Layer, Result
-from tessel.tensor.rules.convolution import check_dtype
-from tessel.tensor.use import used
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.rules.products import Contraction
 from tessel.transport import kept_in_job
 
 
@@ -54,14 +54,25 @@ class WeightGrid:
         space = tuple(range(extra + 2, partition.dim))
         return cls(partition, leading, extra, extra + 1, space)
 
-    def split(self, shape: Shape, channel: int) -> Layout:
-        """A tensor of inputs or outputs, its channels split by the axis `channel`."""
-        return _split(self.partition, shape, (*self.lead, channel, *self.space))
-
     def weight(self, shape: Shape, axes: Sequence[int]) -> Layout:
         """A parameter whose first dimensions are split by `axes`; the other axes share it."""
         shared = tuple(axis for axis in range(self.partition.dim) if axis not in axes)
         return _split(self.partition, shape, (*axes, *[None] * (len(shape) - len(axes))), shared)
+
+    def product(self, x: Shape, weight: Layout, y: Shape) -> Contraction:
+        """Where inputs meet the blocks of a weight.
+
+        Args:
+            x: the shape of the inputs, in space that of the outputs.
+            weight: how the blocks lie.
+            y: the shape of the outputs.
+        """
+        inputs, terms = (
+            _split(self.partition, shape, (*self.lead, axis, *self.space))
+            for shape, axis in ((x, self.into), (y, self.out))
+        )
+        blocks = replace(weight, shared=())  # each worker uses its copy for its own outputs
+        return Contraction((inputs, blocks), terms, terms.summed)
 
 
 @kept_in_job
@@ -85,6 +96,8 @@ class Weighted(ComputingLayer):
 
     P_y: Partition | None = None
     P_w: Partition | None = None
+    weight: Tensor
+    bias: Any  # a tensor or None; the types of torch.nn differ from layer to layer
     num_dims: int = 0
     outputs_first = True  # whether the weight's first dimension is that of the outputs
 
@@ -126,10 +139,6 @@ class Weighted(ComputingLayer):
         ndim = self.P_x.dim
         return WeightGrid.of(self.P_w, ndim, self.num_dims)
 
-    def weight_grid(self, ndim: int) -> WeightGrid | None:
-        """The grid of `P_w`, for tensors of this many dimensions."""
-        return None if self.P_w is None else WeightGrid.of(self.P_w, ndim, self.num_dims)
-
     @property
     def _is_relocated(self) -> bool:
         """Whether some worker does not store the parameters whole."""
@@ -152,29 +161,25 @@ class Weighted(ComputingLayer):
             return self.torch_forward(x, *args, **settings)
         return super().of_parts(x, layout, *args, **settings)
 
-    def check_dtype(self, x: Tensor) -> None:
-        """Raise as torch does, also on workers that have nothing to compute."""
-        check_dtype(x, getattr(self, "weight"))  # noqa: B009
-
-    def use_parameters(self, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias for use on a worker's own part of the work.
-
-        On a grid the bias counts once: on the first worker along the axis of the inputs.
-        """
-        weight: Tensor = getattr(self, "weight")  # noqa: B009
-        bias: Tensor | None = getattr(self, "bias")  # noqa: B009
+    def spread_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias: spread tensors where they lie in blocks on a grid."""
         if self.P_w is None:
-            first = used(weight, layout)
-            assert first is not None
-            return first, used(bias, layout)
+            return self.weight, self.bias
         layouts = self._block_layouts()
-        weight = replicate(weight, layouts["weight"], layouts["weight"].shared)
-        if bias is not None:
-            bias = replicate(bias, layouts["bias"], layouts["bias"].shared)
-            index = self.P_w.index
-            if index is not None and index[self._grid().into]:
-                bias = anchored_zeros(tuple(bias.shape), bias)  # not bias * 0, of inf that is nan
-        return weight, bias
+        weight = SpreadTensor(self.weight, layouts["weight"])
+        return weight, None if self.bias is None else SpreadTensor(self.bias, layouts["bias"])
+
+    def product_on_grid(self, x: Shape, y: Shape) -> Contraction | None:
+        """Where inputs meet blocks of the weight, for an input and an output of these shapes.
+
+        None without `P_w`.
+        """
+        if self.P_w is None:
+            return None
+        channel = len(y) - self.num_dims - 1
+        inputs = (*y[:channel], x[channel], *y[channel + 1 :])
+        grid = WeightGrid.of(self.P_w, len(y), self.num_dims)
+        return grid.product(inputs, self._block_layouts()["weight"], y)
 
     def onto_P_y(self, y: Tensor, layout: Layout) -> Result:
         """The result on `P_y`, by default `P_x`: summed over the inputs if it is in parts."""

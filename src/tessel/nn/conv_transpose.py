@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from tessel.core.layout import Layout, Shape
-from tessel.core.shared import anchored_zeros
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
 from tessel.tensor.rules.transposed import (
     TransposedSettings,
     convolve_parts,
     convolved,
-    of_read,
-    planned,
     settings_of,
 )
 from tessel.tensor.windowed import outline, tuple_of
@@ -27,8 +24,6 @@ Numbers = tuple[int, ...]
 class _ConvTranspose(Weighted):
     num_dims: int
     outputs_first = False
-    weight: Tensor
-    bias: Tensor | None
     kernel_size: Any
     stride: Any
     padding: Any
@@ -52,36 +47,10 @@ class _ConvTranspose(Weighted):
 
     def compute(self, x: Tensor, layout: Layout, output_size: Any = None) -> Result:
         """The result; `output_size` is that of the whole tensor, as torch takes it."""
-        self.check_dtype(x)
-        what = self.settings(self._widths(layout, output_size))
-        weight, bias = self.use_parameters(layout)
-        if self.P_w is not None:
-            return self.onto_P_y(*self._in_blocks(x, layout, weight, bias, what))
-        if not layout.partition.active:
-            target = layout.resized(convolved(layout.shape, what))
-            return self.onto_P_y(anchored_zeros((0,), x, weight, bias), target)
-        return self.onto_P_y(*convolve_parts(x, layout, weight, bias, what))
-
-    def _in_blocks(
-        self,
-        x: Tensor,
-        layout: Layout,
-        weight: Tensor,
-        bias: Tensor | None,
-        settings: TransposedSettings,
-    ) -> Result:
-        """Each worker of the grid computes with its block; results are not summed yet."""
-        shape = convolved(layout.shape, settings)
-        grid = self.weight_grid(len(shape))
-        assert grid is not None
-        target = grid.split(shape, grid.out)
-        channel = len(shape) - self.num_dims - 1
-        inputs = (*shape[:channel], layout.shape[channel], *shape[channel + 1 :])
-        plan = planned(layout, grid.split(inputs, grid.into), None, settings)
-        y = plan.fetch(x)
-        if not target.partition.active:
-            return anchored_zeros((0,), y, weight, bias), target
-        return of_read(y, weight, bias, plan, target, settings, in_blocks=True), target
+        settings = self.settings(self._widths(layout, output_size))
+        plan = self.product_on_grid(layout.shape, convolved(layout.shape, settings))
+        found = convolve_parts(x, layout, *self.spread_parameters(), settings, plan)
+        return self.onto_P_y(*found)
 
     def _widths(self, layout: Layout, output_size: Any = None) -> Numbers:
         """How much longer than least the output is, which torch computes from `output_size`."""

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from tessel.core.layout import Layout, Shape
-from tessel.core.shared import anchored_zeros
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
 from tessel.tensor.rules.convolution import (
     ConvolutionSettings,
     convolve_parts,
     convolved,
-    of_read,
-    planned,
     settings_of,
 )
 from tessel.tensor.windowed import tuple_of
@@ -26,8 +23,6 @@ Numbers = tuple[int, ...]
 
 class _Convolution(Weighted):
     num_dims: int
-    weight: Tensor
-    bias: Tensor | None
     kernel_size: Numbers
     stride: Numbers
     padding: str | Numbers
@@ -49,38 +44,10 @@ class _Convolution(Weighted):
         return settings_of(shape, *sizes, self.groups, self.padding_mode)
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
-        self.check_dtype(x)
-        weight, bias = self.use_parameters(layout)
-        if self.P_w is not None:
-            return self.onto_P_y(*self._in_blocks(x, layout, weight, bias, self.settings()))
-        if not layout.partition.active:
-            target = layout.resized(convolved(layout.shape, self.settings()))
-            return self.onto_P_y(anchored_zeros((0,), x, weight, bias), target)
-        return self.onto_P_y(*convolve_parts(x, layout, weight, bias, self.settings()))
-
-    def _in_blocks(
-        self,
-        x: Tensor,
-        layout: Layout,
-        weight: Tensor,
-        bias: Tensor | None,
-        settings: ConvolutionSettings,
-    ) -> Result:
-        """Each worker of the grid computes with its block; results are not summed yet."""
-        shape = convolved(layout.shape, settings)
-        grid = self.weight_grid(len(shape))
-        assert grid is not None
-        target = grid.split(shape, grid.out)
-        if self.groups > 1:
-            plan = planned(layout, target, settings.channels, settings)
-        else:
-            channel = len(shape) - self.num_dims - 1
-            inputs = (*shape[:channel], layout.shape[channel], *shape[channel + 1 :])
-            plan = planned(layout, grid.split(inputs, grid.into), None, settings)
-        y = plan.fetch(x)
-        if not target.partition.active:
-            return anchored_zeros((0,), y, weight, bias), target
-        return of_read(y, weight, bias, plan.padding, target, settings, in_blocks=True), target
+        settings = self.settings()
+        plan = self.product_on_grid(layout.shape, convolved(layout.shape, settings))
+        found = convolve_parts(x, layout, *self.spread_parameters(), settings, plan)
+        return self.onto_P_y(*found)
 
     def check_grid(self, grid: WeightGrid) -> None:
         """Blocks of the weight must hold whole groups of outputs, and all of their inputs."""

@@ -39,8 +39,14 @@ def parts_agreement(
     return Agreement(group, label, P_x.ranks, conclude, identity)
 
 
-def spread_result(y: Any, layout: Layout) -> Any:
-    """What a layer computed, as a spread tensor, or as several that lie alike."""
+def compute_spread(
+    compute: Callable[..., Result], x: SpreadTensor, *args: Any, **settings: Any
+) -> Any:
+    """What a layer computes from part to part, of a spread tensor; it may give several.
+
+    Separate copies are a sum that is not made yet. It is made first: a bias is added to it once.
+    """
+    y, layout = compute(*opened(x.move_to(x.layout.summed)), *args, **settings)
     if isinstance(y, tuple):
         return tuple(SpreadTensor(each, layout) for each in y)
     return SpreadTensor(y, layout)
@@ -191,7 +197,7 @@ class ComputingLayer(Layer):
     """
 
     def of_spread(self, x: SpreadTensor, *args: Any, **settings: Any) -> Any:
-        return spread_result(*self.compute(*opened(x), *args, **settings))
+        return compute_spread(self.compute, x, *args, **settings)
 
     def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
         y, _ = self.compute(x, layout, *args, **settings)

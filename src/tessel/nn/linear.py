@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.layout import Layout, Shape
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Groups
 from tessel.nn.blocks import Weighted
 from tessel.nn.layer import Result
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.rules.convolution import check_dtype
+from tessel.tensor.rules.products import Contraction, linear_terms
 from tessel.tensor.windowed import Windowed, outline
 from tessel.transport import kept_in_job
 
@@ -63,50 +65,27 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
-        self.check_dtype(x)
-        shape = _shape(layout.shape, self.whole_shapes()["weight"])
-        grid = self.weight_grid(len(shape))
-        weight, bias = self.use_parameters(layout)
-        if grid is None:
-            target = layout.resized(shape)
-            plan = _gathering(layout, target)
-        else:
-            target = grid.split(shape, grid.out)
-            plan = _reading(layout, grid.split(layout.shape, grid.into))
-        y = plan.fetch(x)
-        if target.partition.active:
-            y = self._multiply(y, weight, bias, target)
-        else:
-            y = anchored_zeros((0,), y, weight, bias)
-        return self.onto_P_y(y, target)
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Layout) -> Tensor:
-        box = target.box()
-        assert box is not None
-        rows = slice(*box[-1])
-        if self.P_w is None and target.local_shape[-1] < self.out_features:
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-        if 0 in x.shape or 0 in weight.shape:
-            y = anchored_zeros(target.local_shape, x, weight, bias)
-            return y if bias is None else y + bias
-        return F.linear(x, weight, bias)
+        weight, bias = self.spread_parameters()
+        check_dtype(x, weight)
+        shape = _shape(layout.shape, (self.out_features, self.in_features))
+        plan = self.product_on_grid(layout.shape, shape) or _in_rows(layout, shape)
+        y = linear_terms(SpreadTensor(x, layout), weight, bias, plan)
+        return self.onto_P_y(y, plan.terms)
 
 
 @lru_cache(maxsize=1024)
 def _shape(shape: Shape, weight: Shape) -> Shape:
+    """The shape of the whole output; torch's own error if there is none."""
     return tuple(F.linear(outline(shape), outline(weight)).shape)
 
 
 @kept_in_job
-def _reading(source: Layout, target: Layout) -> Windowed:
-    return Windowed(source, target, (None,) * len(source.shape))
-
-
-@kept_in_job
-def _gathering(source: Layout, target: Layout) -> Windowed:
-    """Every worker reads all features of its rows."""
-    return Windowed(
-        source,
-        target,
-        (*[None] * (len(source.shape) - 1), Groups(1, source.shape[-1], target.shape[-1])),
-    )
+def _in_rows(source: Layout, shape: Shape) -> Contraction:
+    """Every worker reads all features of its rows, and computes the outputs of its place."""
+    target = source.resized(shape)
+    features = Groups(1, source.shape[-1], shape[-1])
+    reads = Windowed(source, target, (*[None] * (len(shape) - 1), features)).read
+    every = Cut((), ((0, source.shape[-1]),))
+    rows = (shape[-1], source.shape[-1])
+    weight = Layout(source.partition, rows, (target.cuts[-1], every), source.shared)
+    return Contraction((reads, weight), target, target.summed)

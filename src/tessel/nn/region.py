@@ -35,10 +35,10 @@ from tessel.nn.layer import (
     Entry,
     Layer,
     Result,
+    compute_spread,
     lies_alone,
     needs_of,
     parts_agreement,
-    spread_result,
 )
 from tessel.nn.norm import (
     DistributedBatchNorm,
@@ -55,7 +55,7 @@ from tessel.nn.upsample import DistributedUpsample
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.padding import Wrapped, wrapped
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
-from tessel.tensor.table import as_spread, opened, running
+from tessel.tensor.table import as_spread, running
 from tessel.tensor.use import used
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
@@ -128,7 +128,7 @@ class HaloRegion(nn.Sequential):
         if model is not None and not isinstance(input, SpreadTensor):
             input = as_spread(input, model)
         if isinstance(input, SpreadTensor):
-            y: Tensor = spread_result(*self.compute(*opened(input)))
+            y: Tensor = compute_spread(self.compute, input)
             return y
         if not self.P_x.active:
             return input.clone()
@@ -344,7 +344,7 @@ class _Convolving(RegionStep):
     kinds = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        self.layer.check_dtype(x)
+        convolution.check_dtype(x, self.layer.weight)
         settings = self.layer.settings()
         outputs = convolution.convolved(shape, settings)
         windows = settings.windows(tuple(before for before, _ in settings.widths))
@@ -352,7 +352,7 @@ class _Convolving(RegionStep):
         return outputs, leading(len(shape), (settings.channels, *around))
 
     def parameters(self, layout: Layout) -> Parameters:
-        return tuple(self.layer.use_parameters(layout))
+        return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         x, padding = _surrounded(x, plan, self.layer.num_dims)
@@ -409,13 +409,13 @@ class _Transposed(RegionStep):
     kinds = (DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        self.layer.check_dtype(x)
+        convolution.check_dtype(x, self.layer.weight)
         settings = self.layer.settings()
         outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))
 
     def parameters(self, layout: Layout) -> Parameters:
-        return tuple(self.layer.use_parameters(layout))
+        return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         weight, bias = parameters

@@ -195,16 +195,14 @@ def whole_parts(given: Settings) -> Settings:
 
     Weights and statistics of layers are used by every worker as a whole.
     """
-    if not any(isinstance(each, Tensor) for each in given.values()):
-        return given
-    return {
-        key: each
-        if not isinstance(each, Tensor)
-        else open_part(each)
-        if is_whole(each._layout)
-        else each.full()
-        for key, each in given.items()
-    }
+    return {key: whole_part(each) for key, each in given.items()}
+
+
+def whole_part(value: Any) -> Any:
+    """All of a spread tensor, plain; any other value as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return open_part(value) if is_whole(value._layout) else value.full()
 
 
 def moved(x: Tensor, target: Layout) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,12 @@ from tessel.core.shared import from_bucket, replicate
 from tessel.transport import kept_in_job
 
 
+@overload
+def used(parameter: Tensor, layout: Layout, shared: tuple[int, ...] = ()) -> Tensor: ...
+@overload
+def used(
+    parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ()
+) -> Tensor | None: ...
 def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ()) -> Tensor | None:
     """A parameter that all workers of `layout` share, for use on each worker's part.
 

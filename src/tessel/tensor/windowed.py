@@ -14,7 +14,7 @@ from tessel.core import boxes
 from tessel.core.boxes import Box, Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import Replicate, anchored_zeros
 from tessel.core.windows import ReceptiveField, reads
 from tessel.transport import kept_in_job
 
@@ -55,15 +55,25 @@ class Windowed:
         return Move(self.source, self.read)
 
     @cached_property
+    def use(self) -> Replicate | None:
+        """How workers use a value that they share where each has all that it reads; else None."""
+        alike = self.source.partition == self.read.partition and self.source.cuts == self.read.cuts
+        return Replicate(self.source, self.read) if alike and self.source != self.read else None
+
+    @cached_property
     def is_silent(self) -> bool:
-        """Whether nobody needs anything of others."""
+        """Whether nobody needs anything of others, nor of a gradient of theirs."""
         own, wanted = self.source.box(), self.read.box()
-        return own is not None and wanted is not None and all(p.silent for p in self.move.route)
+        # A shared value may be read without a message, and its gradient still is a sum.
+        plans = (*self.move.route, *self.move.H.route)
+        return own is not None and wanted is not None and all(plan.silent for plan in plans)
 
     def fetch(self, x: Tensor) -> Tensor:
         """This worker's part of the input to what it reads."""
         if self.source == self.read:
             return x
+        if self.use is not None:
+            return self.use.apply(x)  # a move would copy the part
         if not self.is_silent or self.adds_zeros:
             return self.move.apply(x)
         own, wanted = self.source.box(), self.read.box()
@@ -110,6 +120,12 @@ def overhang(hull: Interval, length: int) -> Interval:
 def windowed(source: Layout, shape: Shape, field: ReceptiveFields) -> Windowed:
     """From `source` to balanced parts of a tensor of this shape."""
     return Windowed(source, source.resized(shape), field)
+
+
+@kept_in_job
+def reading(source: Layout, target: Layout) -> Windowed:
+    """Every worker reads its box of `target`, of the same tensor."""
+    return Windowed(source, target, (None,) * len(source.shape))
 
 
 def leading(ndim: int, fields: Sequence[ReceptiveField | None]) -> ReceptiveFields:

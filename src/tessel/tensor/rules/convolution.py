@@ -18,7 +18,9 @@ from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
 from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import Wrapped, wrapped
-from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
+from tessel.tensor.rules.blocks import in_blocks, sum_blocks
+from tessel.tensor.rules.products import Contraction, bias_of, operand
+from tessel.tensor.table import Arguments, Settings, made, opened, rule, whole_part
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -29,17 +31,23 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
 
 
 @rule("conv1d", "conv2d", "conv3d")
-def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.conv*` with parameters that all workers have."""
-    given = dict(whole_parts(dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
+def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """`torch.nn.functional.conv*`: with a weight in blocks where they lie, else with all of it."""
+    given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
     x, layout = opened(args[0])
     weight, bias = given.pop("weight"), given.pop("bias", None)
-    check_dtype(x, weight)
     settings = settings_of(
         tuple(weight.shape), **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     )
-    shared = used(weight, layout), used(bias, layout)
-    return made(*convolve_parts(x, layout, *shared, settings))  # type: ignore[arg-type]
+    plan = in_blocks(layout, weight, convolved(layout.shape, settings), settings.groups)
+    if plan is None:
+        weight, bias = whole_part(weight), whole_part(bias)
+        return made(*convolve_parts(x, layout, weight, bias, settings))
+
+    def terms(bias: Tensor | None) -> Tensor:
+        return convolve_parts(x, layout, weight, bias, settings, plan)[0]
+
+    return sum_blocks(terms, bias, plan, settings.num_dims)
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "dilation", "groups")
@@ -226,28 +234,62 @@ def _places(plan: Windowed) -> tuple[tuple[int, Numbers], ...]:
 
 
 def convolve_parts(
-    x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings
+    x: Tensor,
+    layout: Layout,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: ConvolutionSettings,
+    plan: Contraction | None = None,
 ) -> tuple[Tensor, Layout]:
     """This worker's part of the result, and its layout.
 
     Args:
         x: this worker's part of the input.
         layout: of the input.
-        weight: whole, for use on this part.
+        weight: whole on all workers of the layout; with a plan, spread or plain.
         bias: the same.
         settings: of the convolution.
+        plan: where blocks of the weight are convolved with, if they are; the result is `plan.terms`
+            then, separate terms of a sum where inputs are split.
     """
+    check_dtype(x, weight)
     shape = convolved(layout.shape, settings)
+    if plan is not None:
+        return _in_blocks(x, layout, weight, bias, settings, plan), plan.terms
+    own, added = used(weight, layout), used(bias, layout)
     target = layout.resized(shape)
+    if layout.is_outside:
+        return anchored_zeros((0,), x, own, added), target
     channel = len(shape) - settings.num_dims - 1
     only_batch = not any(map(layout.is_split, range(channel, len(shape))))
     if only_batch and layout.cuts[0] == target.cuts[0]:
-        return _of_whole(x, weight, bias, settings), target
-    y = _by_strips(x, layout, target, weight, bias, settings)
+        return _of_whole(x, own, added, settings), target
+    y = _by_strips(x, layout, target, own, added, settings)
     if y is None:
-        plan = planned(layout, target, settings.channels, settings)
-        y = of_read(plan.fetch(x), weight, bias, plan.padding, target, settings)
+        reads = planned(layout, target, settings.channels, settings)
+        y = of_read(reads.fetch(x), own, added, reads.padding, target, settings)
     return y, target
+
+
+def _in_blocks(
+    x: Tensor,
+    layout: Layout,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: ConvolutionSettings,
+    plan: Contraction,
+) -> Tensor:
+    """This worker's part of the result, or a term of the sum that it is, by its block."""
+    own = operand(weight, plan.inputs[1])
+    added = None if bias is None else bias_of(bias, plan.terms, -settings.num_dims - 1)
+    if settings.groups > 1:
+        reads = planned(layout, plan.terms, settings.channels, settings)
+    else:
+        reads = planned(layout, plan.inputs[0], None, settings)
+    part = reads.fetch(x)
+    if plan.terms.is_outside:
+        return anchored_zeros((0,), part, own, added)
+    return of_read(part, own, added, reads.padding, plan.terms, settings, in_blocks=True)
 
 
 def _of_whole(

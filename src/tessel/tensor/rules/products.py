@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import Replicate
+from tessel.core.shared import anchored_zeros
 from tessel.tensor.overlapped_linear import can_overlap, multiply_overlapping
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
@@ -37,6 +37,7 @@ from tessel.tensor.table import (
 )
 from tessel.tensor.tensor import Tensor, move, open_part
 from tessel.tensor.use import used
+from tessel.tensor.windowed import reading
 from tessel.transport import kept_in_job
 
 Equation = tuple[tuple[str, ...], str]  # the letters of the operands, and those of the result
@@ -146,7 +147,7 @@ def multiply(
         compute: gives, of parts of the operands, the part of the result.
     """
     plan = contraction_of(name, equation, operands)
-    return summed(compute(*map(_operand, operands, plan.inputs)), plan)
+    return summed(compute(*map(operand, operands, plan.inputs)), plan)
 
 
 def contraction_of(name: str, equation: Equation, operands: Sequence[torch.Tensor]) -> Contraction:
@@ -171,17 +172,14 @@ def summed(part: torch.Tensor, plan: Contraction) -> Tensor:
     return made(part, plan.result)
 
 
-def _operand(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This worker's part of an operand."""
+def operand(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This worker's part of an operand; a plain one is whole on all workers."""
     if isinstance(value, Tensor):
-        if (use := _use(value._layout, layout)) is not None:
-            return use.apply(open_part(value))  # a move would copy the part
-        return moved(value, layout)
+        return reading(value._layout, layout).fetch(open_part(value))
     part = used(value, layout)
     box = layout.box()
-    assert part is not None and box is not None
     for dim, cut in enumerate(layout.cuts):
-        if len(cut.intervals) > 1:
+        if box is not None and len(cut.intervals) > 1:
             start, stop = box[dim]
             part = part.narrow(dim, start, stop - start)
     return part
@@ -313,15 +311,48 @@ def add_product(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return found if beta == 0 else found + (x if beta == 1 else beta * x)
 
 
-@kept_in_job
-def _use(held: Layout, needed: Layout) -> Replicate | None:
-    """How workers use a value that they share where each has all of it that it needs.
+def bias_of(bias: torch.Tensor, terms: Layout, dim: int) -> torch.Tensor:
+    """What a worker adds to its term of a sum, a value for each index of a dimension.
 
-    None where boxes differ, so that data has to move, and where nothing has to be done.
+    It counts once, on the first of the workers whose terms are summed.
     """
-    if held == needed or held.cuts != needed.cuts:
-        return None
-    return Replicate(held, needed)
+    own = operand(bias, _along(terms, dim))
+    index = terms.partition.index
+    if index is not None and any(index[axis] for axis in terms.separate):
+        return anchored_zeros(tuple(own.shape), own)  # not own * 0, which of inf is nan
+    return own
+
+
+@kept_in_job
+def _along(layout: Layout, dim: int) -> Layout:
+    """How a vector lies that is added along a dimension: split as it is, used along all axes."""
+    return Layout(layout.partition, (layout.shape[dim],), (layout.cuts[dim],), layout.shared)
+
+
+def linear_terms(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Contraction
+) -> torch.Tensor:
+    """This worker's part of y[…, o] = Σ w[o, i] x[…, i] + b[o], or its term of that sum.
+
+    Args:
+        x: the input, a spread tensor anywhere.
+        weight: spread or plain.
+        bias: the same.
+        plan: where they are multiplied.
+    """
+    own = operand(weight, plan.inputs[1])
+    added = None if bias is None else bias_of(bias, plan.terms, -1)
+    if isinstance(x, Tensor) and plan.terms is plan.result:
+        use, part = reading(x._layout, plan.inputs[0]).use, open_part(x)
+        if use is not None and can_overlap(part, own):
+            return multiply_overlapping(use, part, own, added)
+    part = operand(x, plan.inputs[0])
+    if plan.terms.is_outside:
+        return anchored_zeros((0,), part, own, added)
+    if 0 in part.shape or 0 in own.shape:  # of which torch's derivatives may be constants
+        y = anchored_zeros(plan.terms.local_shape, part, own)
+        return y if added is None else y + added
+    return F.linear(part, own, added)
 
 
 def _linear_in_parts(
@@ -336,24 +367,11 @@ def _linear_in_parts(
     batch, output = ascii_letters[: len(shape) - 1], "Y" * (len(of_weight) - 1)
     equation = (f"{batch}Z", f"{output}Z"), batch + output
     plan = contraction_of("linear", equation, (x, weight))
-    own = _operand(weight, plan.inputs[1])
-    is_sum = plan.terms is not plan.result
-    if bias is not None and (is_sum or _shape(bias) != of_weight[:1]):
-        # of a sum each worker has a term: the bias is added once, to all of it
-        y = summed(F.linear(_operand(x, plan.inputs[0]), own), plan)
+    if bias is not None and (plan.terms is not plan.result or _shape(bias) != of_weight[:1]):
+        # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
+        y = summed(linear_terms(x, weight, None, plan), plan)
         return y + bias.to(y.dtype)
-    added = None if bias is None else _operand(bias, _last_of(plan.result))
-    if isinstance(x, Tensor) and not is_sum:
-        use, part = _use(x._layout, plan.inputs[0]), open_part(x)
-        if use is not None and can_overlap(part, own):
-            return made(multiply_overlapping(use, part, own, added), plan.result)
-    return summed(F.linear(_operand(x, plan.inputs[0]), own, added), plan)
-
-
-@kept_in_job
-def _last_of(layout: Layout) -> Layout:
-    """How a vector lies that is added to each row: split as they are, and used along all axes."""
-    return Layout(layout.partition, layout.shape[-1:], layout.cuts[-1:], layout.shared)
+    return summed(linear_terms(x, weight, bias, plan), plan)
 
 
 @rule("bilinear", plain=True)
@@ -378,7 +396,6 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         x = moved(args[0], layout)
     given = parts(given)
     weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
-    assert weight is not None
     y = torch.nn.functional.linear(x, weight, bias)
     return made(y, _with_last(layout, weight.shape[:-1]))
 

@@ -16,8 +16,10 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Groups, TransposedWindow
+from tessel.tensor.rules.blocks import in_blocks, sum_blocks
 from tessel.tensor.rules.convolution import check_dtype, check_numbers
-from tessel.tensor.table import Arguments, made, opened, rule, whole_parts
+from tessel.tensor.rules.products import Contraction, bias_of, operand
+from tessel.tensor.table import Arguments, Settings, made, opened, rule, whole_part
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -27,16 +29,23 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def convolve(name: str, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.conv_transpose*` with parameters that all workers have."""
-    given = dict(whole_parts(dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs))
+def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """`torch.nn.functional.conv_transpose*`: with blocks of the weight where they lie, or whole."""
+    given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
     x, layout = opened(args[0])
     weight, bias = given.pop("weight"), given.pop("bias", None)
-    check_dtype(x, weight)
     sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
-    shared = used(weight, layout), used(bias, layout)
     settings = settings_of(tuple(weight.shape), **sizes)
-    return made(*convolve_parts(x, layout, *shared, settings))  # type: ignore[arg-type]
+    shape = convolved(layout.shape, settings)
+    plan = in_blocks(layout, weight, shape, settings.groups, outputs_first=False)
+    if plan is None:
+        weight, bias = whole_part(weight), whole_part(bias)
+        return made(*convolve_parts(x, layout, weight, bias, settings))
+
+    def terms(bias: Tensor | None) -> Tensor:
+        return convolve_parts(x, layout, weight, bias, settings, plan)[0]
+
+    return sum_blocks(terms, bias, plan, settings.num_dims)
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
@@ -113,14 +122,42 @@ def planned(
 
 
 def convolve_parts(
-    x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: TransposedSettings
+    x: Tensor,
+    layout: Layout,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: TransposedSettings,
+    plan: Contraction | None = None,
 ) -> tuple[Tensor, Layout]:
-    """This worker's part of the result, and its layout; parameters are whole, for this part."""
-    target = layout.resized(convolved(layout.shape, settings))
-    if target.local_shape == target.shape and layout.local_shape == layout.shape:
-        return _as_torch(x, weight, bias, settings), target
-    plan = planned(layout, target, settings.channels, settings)
-    return of_read(plan.fetch(x), weight, bias, plan, target, settings), target
+    """This worker's part of the result, and its layout.
+
+    Args:
+        x: this worker's part of the input.
+        layout: of the input.
+        weight: whole on all workers of the layout; with a plan, spread or plain.
+        bias: the same.
+        settings: of the convolution.
+        plan: where blocks of the weight are convolved with, if they are; the result is `plan.terms`
+            then, separate terms of a sum where inputs are split.
+    """
+    check_dtype(x, weight)
+    shape = convolved(layout.shape, settings)
+    if plan is not None:
+        own = operand(weight, plan.inputs[1])
+        added = None if bias is None else bias_of(bias, plan.terms, -settings.num_dims - 1)
+        target, reads = plan.terms, planned(layout, plan.inputs[0], None, settings)
+    else:
+        own, added = used(weight, layout), used(bias, layout)
+        target = layout.resized(shape)
+        if layout.is_outside:
+            return anchored_zeros((0,), x, own, added), target
+        if target.local_shape == target.shape and layout.local_shape == layout.shape:
+            return _as_torch(x, own, added, settings), target
+        reads = planned(layout, target, settings.channels, settings)
+    part = reads.fetch(x)
+    if target.is_outside:
+        return anchored_zeros((0,), part, own, added), target
+    return of_read(part, own, added, reads, target, settings, plan is not None), target
 
 
 def of_read(

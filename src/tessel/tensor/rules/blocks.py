@@ -1,0 +1,96 @@
+"""Blocks: convolutions whose weight is spread, computed where its blocks lie.
+
+A convolution is a product of inputs and weights, summed over the channels of the input, whose
+indices of space are read through windows. So it is planned as products are: each index is split as
+in the largest operand that has it, and what is summed over a split index is added by one movement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from string import ascii_lowercase
+
+import torch
+
+from tessel.core.layout import Layout, Shape
+from tessel.tensor.rules.products import Contraction, planned, summed
+from tessel.tensor.table import is_whole
+from tessel.tensor.tensor import Tensor
+from tessel.transport import kept_in_job
+
+
+def in_blocks(
+    x: Layout, weight: torch.Tensor, shape: Shape, groups: int, outputs_first: bool = True
+) -> Contraction | None:
+    """How a convolution is computed in blocks; None where each worker takes all of the weight.
+
+    Args:
+        x: how the input lies.
+        weight: spread or plain.
+        shape: of the whole output.
+        groups: of channels.
+        outputs_first: whether the weight is (outputs, inputs, *kernel), or the inputs come first.
+    """
+    if not isinstance(weight, Tensor) or is_whole(weight._layout):
+        return None
+    return _in_blocks(x, weight._layout, shape, groups, outputs_first)
+
+
+@kept_in_job
+def _in_blocks(
+    x: Layout, weight: Layout, shape: Shape, groups: int, outputs_first: bool
+) -> Contraction | None:
+    if x.partition != weight.partition:
+        return None
+    num_dims = len(weight.shape) - 2
+    channel = len(shape) - num_dims - 1
+    inputs = "Z"
+    weight = weight.gathered(range(2, len(weight.shape)))  # windows need all of a kernel
+    if groups > 1:
+        if not outputs_first or not _has_whole_groups(weight, groups):
+            return None
+        # Outputs read the inputs of their groups: those are no index of the weight.
+        x, weight, inputs = x.gathered([channel]), weight.gathered([1]), "G"
+    lengths = (*x.shape[: channel + 1], *shape[channel + 1 :])
+    cuts = (*x.cuts[: channel + 1], *x.resized(lengths).cuts[channel + 1 :])
+    lead, space = ascii_lowercase[:channel], ascii_lowercase[channel : channel + num_dims]
+    kernel = ascii_lowercase[-num_dims:]
+    plan = planned(
+        x.partition,
+        (lead + inputs + space, ("YZ" if outputs_first else "ZY") + kernel),
+        lead + "Y" + space,
+        (lengths, weight.shape),
+        (Layout(x.partition, lengths, cuts, x.shared), weight),
+    )
+    splits = any(map(plan.inputs[1].is_split, range(2)))
+    return plan if splits else None  # none of its axes is free: x keeps them for space and batch
+
+
+def _has_whole_groups(weight: Layout, groups: int) -> bool:
+    """Whether every block has all outputs of its groups."""
+    size = weight.shape[0] // groups
+    return all(start % size == stop % size == 0 for start, stop in weight.cuts[0].intervals)
+
+
+def sum_blocks(
+    terms: Callable[[torch.Tensor | None], torch.Tensor],
+    bias: torch.Tensor | None,
+    plan: Contraction,
+    num_dims: int,
+) -> Tensor:
+    """The result of a convolution in blocks.
+
+    Args:
+        terms: computes this worker's part of the result, or a term of the sum that it is, with a
+            bias or without.
+        bias: of the outputs, spread or plain.
+        plan: how the convolution is computed.
+        num_dims: of space.
+    """
+    if bias is None or plan.terms is plan.result:
+        return summed(terms(bias), plan)
+    # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
+    y = summed(terms(None), plan)
+    found = y + bias.reshape(-1, *[1] * num_dims).to(y.dtype)
+    assert isinstance(found, Tensor)
+    return found
