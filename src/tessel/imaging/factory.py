@@ -198,9 +198,7 @@ def make_distrib_bundle(
         factory_config: the operators, measurements and data fidelities.
         signal_shape: of the image, as (batch, channels, height, width).
         dtype: of the image.
-        reduction: "mean" over the operators, with which a step of gradient descent that suits each
-            operator suits them all, or "sum", the formula Σ_i f_i; `DistributedDataFidelity` alone
-            sums by default.
+        reduction: "mean" or "sum" over the operators, see `DistributedDataFidelity`.
         prior: a prior or denoiser, if there is one.
         tiling: how the prior sees the image; None for `TilingConfig()`, patches of 256 that are
             read with 64 around them, or for the whole of an image that is no larger than a patch.

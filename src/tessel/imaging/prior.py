@@ -28,7 +28,6 @@ from tessel.core import (
     Layout,
     LinearOperator,
     Move,
-    Region,
     agree,
     anchored_zeros,
     boxes,
@@ -172,50 +171,50 @@ class DistributedPrior:
         if not partition.active:
             return x
         tensors = learned(self.prior, (args, settings))
-        call += gradients_of(tensors)
+        call = f"{call}{gradients_of(tensors)}" if tensors else call
+        # What is wrong here may be right elsewhere: the text of the call tells all workers of it.
         if not fits:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
-        # What is wrong here may be right elsewhere: the text of the call tells all workers of it.
         if partition.size > 1 or not fits:
             ((_, terms),) = agree(partition, call, x)
             if not fits:
                 raise ValueError(call)
             x = grad_alike(x, terms)
-        # Each worker sees some of the patches: gradients of what all of them use are summed.
         copies = Copies()
-        copies.add(tensors, partition)
-        read = self._read.apply(x)
-        tiling = self.tiling if gather else self._in_place
+        if tensors:  # each worker sees some of the patches: gradients of what all use are summed
+            copies.add(tensors, partition)
+            args, settings = copies.instead((args, settings))
+        read, tiling = self._read.apply(x), self.tiling if gather else self._in_place
         with computing_with(copies, self.prior) as parameters:
-            own_args, own_settings = copies.instead((args, settings))
-
-            def applied(batch: Tensor) -> Tensor:
-                result = function(batch, *own_args, **own_settings)
-                if not isinstance(result, Tensor) or result.shape != batch.shape:
-                    is_tensor = isinstance(result, Tensor)
-                    got = tuple(result.shape) if is_tensor else type(result).__name__
-                    raise ValueError(
-                        f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}, "
-                        f"got {got}"
-                    )
-                # A gradient that went to a tensor which was not seen to be shared would be that of
-                # this worker's patches only, a silent wrong number.
-                leaf = stray_leaf(result)
-                if leaf is not None:
-                    raise ValueError(
-                        f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} "
-                        f"that needs a gradient and is no parameter of it that could be found: "
-                        f"each worker would get a part of the gradient; make it a parameter or "
-                        f"attribute of the prior, pass it as an argument, or let it need none"
-                    )
-                return result
-
-            written = tiling.put_together(applied, read, self.local_indices)
+            made = partial(self._made, function, args, settings)
+            written = tiling.put_together(made, read, self.local_indices)
         if needs_grad(read):  # a worker without patches takes part in the backward pass, too
             written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, parameters)
         return tiling.finish(written) if gather else written
+
+    def _made(
+        self, function: Any, args: tuple[Any, ...], settings: Mapping[str, Any], batch: Tensor
+    ) -> Tensor:
+        """What a function of the prior makes of a batch of patches, or ValueError."""
+        result = function(batch, *args, **settings)
+        if not isinstance(result, Tensor) or result.shape != batch.shape:
+            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(
+                f"a prior gives a tensor of the shape that it got, {tuple(batch.shape)}, got {got}"
+            )
+        # A gradient that went to a tensor which was not seen to be shared would be that of this
+        # worker's patches only, a silent wrong number.
+        leaf = stray_leaf(result)
+        if leaf is not None:
+            raise ValueError(
+                f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that "
+                f"needs a gradient and is no parameter of it that could be found: each worker "
+                f"would get a part of the gradient; make it a parameter or attribute of the prior, "
+                f"pass it as an argument, or let it need none"
+            )
+        return result
 
     def __repr__(self) -> str:
         return self._label
@@ -232,8 +231,7 @@ class DistributedProcessing(torch.nn.Module):
         strategy: how images of one shape are cut; None for patches of `patch_size`.
         patch_size: of the patches, a number or one for each dimension that is cut.
         overlap: what is read on each side of a patch, which the denoiser depends on.
-        tiling_dims: the dimensions that are cut; None for all but the first two.
-        max_batch_size: at most so many patches at once; None for no limit.
+        tiling_dims, max_batch_size: those of `SmartTilingStrategy`.
         checkpoint_batches: which batches keep no activations and are computed again in a backward
             pass: "always", "never", or "auto" for those of workers with several batches.
         checkpoint_use_reentrant: of `torch.utils.checkpoint`; True is refused for a denoiser with
@@ -430,7 +428,7 @@ class GatheredCores(Tiling):
     @cached_property
     def written(self) -> Layout:
         """The rows of all workers, one after the other."""
-        lengths = [sum(prod(shape) for _, _, shape in own) for own in self._cores]
+        lengths = [sum(map(self._size, own)) for own in self._numbers]
         return Layout.from_lengths(self.layout.partition, [lengths])
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
@@ -443,9 +441,11 @@ class GatheredCores(Tiling):
     def finish(self, written: Tensor) -> Tensor:
         rows = self._write.apply(written)
         image, start = rows.new_zeros(self.layout.shape), 0
-        for _, region, shape in chain.from_iterable(self._cores):
-            stop = start + prod(shape)
-            image[region] = rows[start:stop].reshape(shape)
+        for i in chain.from_iterable(self._numbers):
+            core = self.strategy.windows[i].core
+            part = image[self.strategy.region(core, self.strategy.whole)]
+            stop = start + part.numel()
+            part.copy_(rows[start:stop].reshape(part.shape))
             start = stop
         return image
 
@@ -455,25 +455,24 @@ class GatheredCores(Tiling):
         return Move(self.written, whole_layout(partition, self.written.shape))
 
     @cached_property
-    def _cores(self) -> list[list[tuple[int, Region, tuple[int, ...]]]]:
-        """The cores of each worker: number, where it lies in the image, and shape."""
-        workers, found = self.layout.partition.size, []
-        whole = tuple((0, length) for length in self.layout.shape)
-        for place in range(workers):
-            found.append(list[tuple[int, Region, tuple[int, ...]]]())
-            for i in local_indices(self.count, place, workers, self.sharding):
-                core = dict(zip(self.strategy.dims, self.strategy.windows[i].core, strict=True))
-                box = tuple(core.get(dim, part) for dim, part in enumerate(whole))
-                found[-1].append((i, tuple(slice(*part) for part in box), boxes.extent(box)))
-        return found
+    def _numbers(self) -> list[list[int]]:
+        """The numbers of each worker's windows."""
+        workers = self.layout.partition.size
+        return [local_indices(self.count, k, workers, self.sharding) for k in range(workers)]
+
+    def _size(self, i: int) -> int:
+        """How many values the core of a window has, those of the dimensions that are whole too."""
+        uncut = prod(self.layout.shape) // prod(self.strategy.lengths)
+        return uncut * boxes.volume(self.strategy.windows[i].core)
 
     @cached_property
     def _places(self) -> dict[int, slice]:
         """Where the cores of this worker lie in its row."""
         rank = self.layout.partition.rank
         assert rank is not None
-        row = boxes.consecutive(prod(shape) for _, _, shape in self._cores[rank])
-        return {i: slice(*at) for (i, _, _), at in zip(self._cores[rank], row, strict=True)}
+        own = self._numbers[rank]
+        row = boxes.consecutive(map(self._size, own))
+        return {i: slice(*at) for i, at in zip(own, row, strict=True)}
 
 
 @dataclass(frozen=True)

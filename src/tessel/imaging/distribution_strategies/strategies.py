@@ -196,13 +196,9 @@ class SmartTilingStrategy(WindowStrategy):
 
     Args:
         signal_shape: of the image.
-        patch_size: of the cores, a number or one for each dimension that is cut; None for one
-            patch: the whole image or, of an image in parts, each part.
-        receptive_field_size: what is read on each side of a core, a number or one for each.
-        stride: windows start at multiples of it, as a network needs that halves its input.
-        tiling_dims: the dimensions that are cut; None for all but the first two.
-        overlap: whether windows are blended, see `WindowStrategy`.
-        max_batch_size: at most so many patches at once.
+        patch_size, receptive_field_size, stride: those of `TilingConfig`, each a number or one for
+            each dimension that is cut; a patch is the core of a window.
+        tiling_dims, overlap, max_batch_size: `dims` and others of `WindowStrategy`.
 
     >>> from tessel.imaging.distribution_strategies import SmartTilingStrategy
     >>> SmartTilingStrategy((1, 3, 100, 40), patch_size=32, receptive_field_size=8)
@@ -235,13 +231,11 @@ class BasicStrategy(WindowStrategy):
 
     Args:
         signal_shape: of the image.
-        split_dims: the dimensions that are split; None for all but the first two.
+        split_dims, overlap, max_batch_size: `dims` and others of `WindowStrategy`.
         num_splits: the number of parts, one number or one for each dimension; None for as many
             as parts of at most `patch_size` need, and two of each where that is None too.
         patch_size: the largest part, if `num_splits` is None.
         receptive_field_size: what is read on each side of a part.
-        overlap: whether parts are blended, see `WindowStrategy`.
-        max_batch_size: at most so many patches at once.
 
     >>> from tessel.imaging.distribution_strategies import BasicStrategy
     >>> BasicStrategy((1, 3, 100, 40), split_dims=-2, num_splits=3)

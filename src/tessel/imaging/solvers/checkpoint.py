@@ -71,12 +71,10 @@ class Checkpoint:
         resume: whether to resume from what is there.
 
     >>> import tempfile, torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Half:
-    ...     def grad(self, x):
-    ...         return x / 2
-    >>> method, folder = solvers.GradientDescent(Half(), step=1.0), tempfile.mkdtemp()
-    >>> keep = solvers.Checkpoint(folder, every=2)
+    >>> method = solvers.GradientDescent(SimpleNamespace(grad=lambda x: x / 2), step=1.0)
+    >>> keep = solvers.Checkpoint(tempfile.mkdtemp(), every=2)
     >>> first = solvers.solve(method, torch.ones(1), max_iterations=2, checkpoint=keep)
     >>> then = solvers.solve(method, torch.ones(1), max_iterations=3, checkpoint=keep)
     >>> then.x.item(), then.history["change"]

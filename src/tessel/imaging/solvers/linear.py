@@ -82,12 +82,10 @@ class CGLS(Method):
         damping: 0 or more.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Scale:
-    ...     def A(self, x):
-    ...         return 2 * x
-    ...     A_adjoint = A
-    >>> method = solvers.CGLS(Scale(), torch.tensor([2.0, 4.0]))
+    >>> double = SimpleNamespace(A=lambda x: 2 * x, A_adjoint=lambda y: 2 * y)
+    >>> method = solvers.CGLS(double, torch.tensor([2.0, 4.0]))
     >>> solvers.solve(method, torch.zeros(2), max_iterations=1).x
     tensor([1., 2.])
     """
@@ -290,11 +288,10 @@ def lipschitz(fidelity: Any, start: Any, *, layout: Layout | None = None, **opti
         options: those of `power_iteration`.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return 2 * (x - 1)
-    >>> round(solvers.lipschitz(Distance(), torch.ones(3)), 4)
+    >>> distance = SimpleNamespace(grad=lambda x: 2 * (x - 1))
+    >>> round(solvers.lipschitz(distance, torch.ones(3)), 4)
     2.0
     """
     with torch.no_grad():

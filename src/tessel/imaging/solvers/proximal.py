@@ -35,11 +35,10 @@ class GradientDescent(Method):
         prior_arguments: keywords for the prior, or a function of the iteration that gives them.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - 1
-    >>> method = solvers.GradientDescent(Distance(), step=0.5)
+    >>> distance = SimpleNamespace(grad=lambda x: x - 1)
+    >>> method = solvers.GradientDescent(distance, step=0.5)
     >>> solvers.solve(method, torch.zeros(2), max_iterations=2).x
     tensor([0.7500, 0.7500])
     """
@@ -77,13 +76,10 @@ class RED(GradientDescent):
         fidelity, step, weight, prior_arguments: those of `GradientDescent`.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Zero:
-    ...     def grad(self, x):
-    ...         return 0 * x
-    ...     def prox(self, x, sigma):
-    ...         return x - sigma
-    >>> method = solvers.RED(Zero(), 1.0, Zero(), prior_arguments={"sigma": 0.25})
+    >>> zero = SimpleNamespace(grad=lambda x: 0 * x, prox=lambda x, sigma: x - sigma)
+    >>> method = solvers.RED(zero, 1.0, zero, prior_arguments={"sigma": 0.25})
     >>> solvers.solve(method, torch.ones(2), max_iterations=2).x
     tensor([0.5000, 0.5000])
     """
@@ -142,14 +138,11 @@ class PGD(ProximalMethod):
             function of the iteration that gives them.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - torch.tensor([3.0, 0.5])
-    >>> class L1:
-    ...     def prox(self, x, gamma):
-    ...         return torch.nn.functional.softshrink(x, gamma)
-    >>> solvers.solve(solvers.PGD(Distance(), L1(), weight=1.0), torch.zeros(2)).x
+    >>> distance = SimpleNamespace(grad=lambda x: x - torch.tensor([3.0, 0.5]))
+    >>> l1 = SimpleNamespace(prox=lambda x, gamma: torch.nn.functional.softshrink(x, gamma))
+    >>> solvers.solve(solvers.PGD(distance, l1, weight=1.0), torch.zeros(2)).x
     tensor([2., 0.])
     """
 
@@ -177,14 +170,11 @@ class FISTA(PGD):
         inertia: above 2 the images converge, too, not only the values of f + g.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - torch.tensor([3.0, 0.5])
-    >>> class L1:
-    ...     def prox(self, x, gamma):
-    ...         return torch.nn.functional.softshrink(x, gamma)
-    >>> solvers.solve(solvers.FISTA(Distance(), L1(), weight=1.0), torch.zeros(2)).x
+    >>> distance = SimpleNamespace(grad=lambda x: x - torch.tensor([3.0, 0.5]))
+    >>> l1 = SimpleNamespace(prox=lambda x, gamma: torch.nn.functional.softshrink(x, gamma))
+    >>> solvers.solve(solvers.FISTA(distance, l1, weight=1.0), torch.zeros(2)).x
     tensor([2., 0.])
     """
 

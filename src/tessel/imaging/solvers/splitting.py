@@ -52,12 +52,10 @@ def fidelity_prox(
         check: whether to find out, with one more gradient, if f is not quadratic.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - 1
-    >>> x = torch.zeros(2)
-    >>> solvers.fidelity_prox(Distance(), x, 1.0, solvers.Space.of(x))
+    >>> distance, x = SimpleNamespace(grad=lambda x: x - 1), torch.zeros(2)
+    >>> solvers.fidelity_prox(distance, x, 1.0, solvers.Space.of(x))
     tensor([0.5000, 0.5000])
     """
     if hasattr(fidelity, "prox"):
@@ -100,14 +98,10 @@ class HQS(ProximalMethod):
         inner_iterations: of conjugate gradients, at most.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - 1
-    >>> class Same:
-    ...     def prox(self, x):
-    ...         return x
-    >>> method = solvers.HQS(Distance(), Same(), step=1.0)
+    >>> distance, same = SimpleNamespace(grad=lambda x: x - 1), SimpleNamespace(prox=lambda x: x)
+    >>> method = solvers.HQS(distance, same, step=1.0)
     >>> solvers.solve(method, torch.zeros(2), max_iterations=2).x
     tensor([0.7500, 0.7500])
     """
@@ -145,14 +139,11 @@ class ADMM(HQS):
         relaxation: of the multipliers z.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - torch.tensor([3.0, 0.5])
-    >>> class L1:
-    ...     def prox(self, x, gamma):
-    ...         return torch.nn.functional.softshrink(x, gamma)
-    >>> method = solvers.ADMM(Distance(), L1(), weight=1.0)
+    >>> distance = SimpleNamespace(grad=lambda x: x - torch.tensor([3.0, 0.5]))
+    >>> l1 = SimpleNamespace(prox=lambda x, gamma: torch.nn.functional.softshrink(x, gamma))
+    >>> method = solvers.ADMM(distance, l1, weight=1.0)
     >>> solvers.solve(method, torch.zeros(2), stop=solvers.RelativeChange(1e-6)).x
     tensor([2.0000, 0.0000])
     """
@@ -221,12 +212,11 @@ class CondatVu(Method):
         prior_arguments: keywords for `prior.prox`, or a function of the iteration that gives them.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
     >>> y = torch.tensor([[[0.0, 0.0, 1.0, 1.0]]])
-    >>> class Distance:
-    ...     def grad(self, x):
-    ...         return x - y
-    >>> method = solvers.CondatVu(Distance(), step=0.5, weight=0.2)
+    >>> distance = SimpleNamespace(grad=lambda x: x - y)
+    >>> method = solvers.CondatVu(distance, step=0.5, weight=0.2)
     >>> solvers.solve(method, torch.zeros(1, 1, 4), max_iterations=300).x
     tensor([[[0.1000, 0.1000, 0.9000, 0.9000]]])
     """
@@ -286,22 +276,20 @@ class ChambollePock(CondatVu):
 
     x' = prox_(step·f)(x - step Kᴴ z);    z ← P(z + dual_step K (2 x' - x))
 
-    Any step converges. By default K are the finite differences: this is total variation.
+    Any step converges.
 
     Args:
         fidelity: f, with `prox`, or quadratic and with `grad`.
         step: any.
-        weight: of the norm.
-        operator: K, with `A` and `A_adjoint`; vectors lie along the last dimension of its output.
+        weight, operator: those of `CondatVu`.
         dual_step: at most 1 / (step ‖K‖²); needed if K is given.
 
     >>> import torch
+    >>> from types import SimpleNamespace
     >>> from tessel.imaging import solvers
     >>> y = torch.tensor([[[0.0, 0.0, 1.0, 1.0]]])
-    >>> class Distance:
-    ...     def prox(self, x, gamma):
-    ...         return (x + gamma * y) / (1 + gamma)
-    >>> method = solvers.ChambollePock(Distance(), step=0.5, weight=0.2)
+    >>> distance = SimpleNamespace(prox=lambda x, gamma: (x + gamma * y) / (1 + gamma))
+    >>> method = solvers.ChambollePock(distance, step=0.5, weight=0.2)
     >>> solvers.solve(method, torch.zeros(1, 1, 4), max_iterations=300).x
     tensor([[[0.1000, 0.1000, 0.9000, 0.9000]]])
     """
