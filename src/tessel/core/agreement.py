@@ -131,7 +131,7 @@ class Agreement(Generic[T]):
 
     def agree_on(self, x: Tensor) -> T:
         """Agree by the signature of a tensor, which is made once for tensors alike."""
-        if not isinstance(x, Tensor) or in_forward_mode():
+        if not isinstance(x, Tensor) or in_forward_mode():  # what the key below does not tell
             return self.agree(Signature.of(x))
         kind = x.shape, x.dtype, x.device, x.layout, x.requires_grad, torch.is_grad_enabled()
         said = self._said.get(kind)

@@ -193,7 +193,7 @@ class _StartHalo(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         halo = self.halo
         self.slot.append(halo.start_adjoint(x) if self.adjoint else halo.start(x))
-        return x.new_empty(halo.codomain.local_shape)
+        return x.new_empty(halo.codomain.local_shape)  # a token, whose values nobody reads
 
     @cached_property
     def second_step(self) -> _WaitHalo:

@@ -90,30 +90,27 @@ class Layout:
         for axis in (*used, *self.shared):
             if not 0 <= axis < self.partition.dim:
                 raise ValueError(f"axis {axis} is out of range for {self.partition}")
-        for dim, cut in enumerate(self.cuts):
-            self._check_cut(dim, cut)
+        for dim, (cut, length) in enumerate(zip(self.cuts, self.shape, strict=True)):
+            parts = math.prod(self.partition.shape[axis] for axis in cut.axes)
+            if len(cut.intervals) != parts:
+                raise ValueError(
+                    f"dimension {dim} is split by axes {cut.axes} of {self.partition} into {parts} "
+                    f"parts, got {len(cut.intervals)} intervals"
+                )
+            # Plans make many layouts of the same cuts, whose intervals are looked at once.
+            if cut.span is not None and cut.span[0] >= 0 and cut.span[1] <= length:
+                continue
+            for start, stop in cut.intervals:
+                if not 0 <= start <= stop <= length:
+                    raise ValueError(
+                        f"interval {(start, stop)} does not lie in dimension {dim} of length "
+                        f"{length}"
+                    )
         if len(set(used) | set(self.shared)) < len(used) + len(self.shared):
             raise ValueError(
                 f"an axis splits one dimension or holds copies, not more: axes {used} split, "
                 f"axes {list(self.shared)} are shared"
             )
-
-    def _check_cut(self, dim: int, cut: Cut) -> None:
-        parts = math.prod(self.partition.shape[axis] for axis in cut.axes)
-        if len(cut.intervals) != parts:
-            raise ValueError(
-                f"dimension {dim} is split by axes {cut.axes} of {self.partition} into {parts} "
-                f"parts, got {len(cut.intervals)} intervals"
-            )
-        # Plans make many layouts of the same cuts, whose intervals are looked at once.
-        if cut.span is not None and cut.span[0] >= 0 and cut.span[1] <= self.shape[dim]:
-            return
-        for start, stop in cut.intervals:
-            if not 0 <= start <= stop <= self.shape[dim]:
-                raise ValueError(
-                    f"interval {(start, stop)} does not lie in dimension {dim} of length "
-                    f"{self.shape[dim]}"
-                )
 
     @classmethod
     def balanced(cls, partition: Partition, shape: Iterable[int]) -> Layout:

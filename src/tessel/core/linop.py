@@ -221,6 +221,7 @@ class Product(Composed, LinearOperator):
 
     def _apply(self, x: Tensor) -> Tensor:
         for factor in reversed(self.factors):
+            # who has no part of a factor's ends has nothing of the product there, either
             x = factor._apply(x) if factor.takes_part else x
         return x
 

@@ -82,16 +82,12 @@ class Stage:
         worker = transport.this_worker()
         own = next((_part(y, piece) for piece in second.plan.takes if piece.peer == worker), y[:0])
         self(x, own)
-        second._complete(own, y)
+        plan = second.plan
+        if not plan.silent and not second._follow(own, y, is_there=True):
+            sends = [SendBuffer(piece.peer, _part(own, piece)) for piece in plan.gives]
+            receives = second._receives(y, is_there=True)
+            second.group.exchange_at_once(sends, receives, y.device, plan.dense)
         return y
-
-    def _complete(self, own: Tensor, y: Tensor) -> None:
-        """Give this worker's part, which lies in the output, to others, and take theirs."""
-        plan = self.plan
-        if plan.silent or self._follow(own, y, is_there=True):
-            return
-        sends = [SendBuffer(piece.peer, _part(own, piece)) for piece in plan.gives]
-        self.group.exchange_at_once(sends, self._receives(y, True), y.device, plan.dense)
 
     def _room(self, like: Tensor) -> Tensor:
         """Room for the output."""

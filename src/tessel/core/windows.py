@@ -257,18 +257,15 @@ class Nearest(Interpolation):
 
     @cached_property
     def table(self) -> Table:
-        return self._indices[None], np.ones((1, self.outputs), self.precision)
-
-    @property
-    def _indices(self) -> np.ndarray:
-        half = self.precision(0.5)
         if self.shortcut and self.exact:
-            return self.clipped((np.arange(self.outputs) + 0.5) * np.float64(self.step))
-        if self.exact:
-            return self.clipped(np.maximum(self.centers, 0) + half)
-        if self.shortcut and self.outputs in (self.inputs, 2 * self.inputs):
-            return np.arange(self.outputs) // (self.outputs // self.inputs)
-        return self.clipped(self.places * self.step)
+            indices = self.clipped((np.arange(self.outputs) + 0.5) * np.float64(self.step))
+        elif self.exact:
+            indices = self.clipped(np.maximum(self.centers, 0) + self.precision(0.5))
+        elif self.shortcut and self.outputs in (self.inputs, 2 * self.inputs):
+            indices = np.arange(self.outputs) // (self.outputs // self.inputs)
+        else:
+            indices = self.clipped(self.places * self.step)
+        return indices[None], np.ones((1, self.outputs), self.precision)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,18 @@ class ParameterPiece:
     counted: tuple[int, ...]
     holders: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def of(cls, name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
+        """A parameter whose parts lie so; without a layout all workers of the row share it."""
+        counted, holders = _holders(layout or Layout.whole(row, (), shared=True))
+        others = [worker for some in holders for worker in some if row.place(worker) is None]
+        if others:
+            raise ValueError(
+                f"clip_grad_norm_ over {row}: the parameter {name} has parts on workers {others}, "
+                f"which are not among these; pass `partition`, with all workers that hold the model"
+            )
+        return cls(name, value, counted, holders)
+
     @property
     def workers(self) -> tuple[int, ...]:
         return tuple(sorted(worker for some in self.holders for worker in some))
@@ -97,7 +109,7 @@ def clip_grad_norm_(
                 f"pass `partition`, with all workers that hold the model"
             )
         return torch.tensor(0.0)
-    pieces = [_piece(name, value, layout, row) for name, value, layout in found]
+    pieces = [ParameterPiece.of(name, value, layout, row) for name, value, layout in found]
     code = code_of(" ".join(piece.identity for piece in pieces))
     agree_on_call(
         row,
@@ -146,17 +158,6 @@ def _layout_of(parameter: Tensor) -> Layout | None:
     return None if sharing is None else Layout.whole(sharing, (), shared=True)
 
 
-def _piece(name: str, value: Tensor, layout: Layout | None, row: Partition) -> ParameterPiece:
-    counted, holders = _holders(layout or Layout.whole(row, (), shared=True))
-    others = [worker for some in holders for worker in some if row.place(worker) is None]
-    if others:
-        raise ValueError(
-            f"clip_grad_norm_ over {row}: the parameter {name} has parts on workers {others}, "
-            f"which are not among these; pass `partition`, with all workers that hold the model"
-        )
-    return ParameterPiece(name, value, counted, holders)
-
-
 @kept_in_job
 def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """The workers that count, and for each of them all that have the same value."""
@@ -176,7 +177,7 @@ def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
         return torch.tensor(least, dtype=torch.float64, device=grad.device)
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()  # the squares of half precision overflow at 256
-    return vector_norm(values, norm_type).double()
+    return vector_norm(values, norm_type).double()  # those of all dtypes travel in one tensor
 
 
 def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -> Tensor:

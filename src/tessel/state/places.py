@@ -54,6 +54,7 @@ class Places:
                 )
         layouts, of_value = {}, {}
         for name, value, known in values:
+            # shards of any lengths agree on them here: workers outside are none of these
             layout = known or (layout_of(value) if row.active else None)
             if layout is not None:
                 layouts[name] = of_value[id(value)] = layout

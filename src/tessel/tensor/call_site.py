@@ -7,7 +7,6 @@ warning, or by an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -34,26 +33,22 @@ class CallSite:
 
 def current_place() -> CallSite:
     """Where the user called what runs now."""
-    frame = sys._getframe(1)
-    modules = list(_modules(frame))
-    while frame.f_back is not None and is_library(frame):
-        frame = frame.f_back
-    return CallSite(frame.f_code.co_filename, frame.f_lineno, described(modules[::-1]))
+    line = frame = sys._getframe(1)
+    while line.f_back is not None and is_library(line):
+        line = line.f_back
+    modules: list[nn.Module] = []  # whose forward passes run, from the inside out
+    each: FrameType | None = frame
+    while each is not None:
+        if each.f_code.co_name in ("_call_impl", "forward"):
+            module = each.f_locals.get("self")
+            modules += [module] if isinstance(module, nn.Module) else []
+        each = each.f_back
+    return CallSite(line.f_code.co_filename, line.f_lineno, described(modules[::-1]))
 
 
 def is_library(frame: FrameType) -> bool:
     """Whether a frame is torch's or ours."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tessel")
-
-
-def _modules(frame: FrameType | None) -> Iterator[nn.Module]:
-    """The modules whose forward passes run, from the inside out."""
-    while frame is not None:
-        if frame.f_code.co_name in ("_call_impl", "forward"):
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module):
-                yield module
-        frame = frame.f_back
 
 
 def described(stack: list[nn.Module]) -> str:

@@ -110,38 +110,33 @@ def _agree(partition: Partition, where: Where, what: str, x: torch.Tensor) -> Ag
 
 @kept_in_job
 def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agreed]:
-    def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
-        if what == "tessel.spread":
-            return _of_wholes(label, where, shapes), meta
-        return _of_parts(label, where, shapes), meta
+    def of_wholes(shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
+        first, expected = next(iter(shapes.items()))
+        for worker, shape in shapes.items():
+            if shape != expected:
+                raise ValueError(
+                    f"{label}: the whole tensor is needed on every worker, got shape {expected} on "
+                    f"worker {first} and {shape} on worker {worker}; for parts write "
+                    f"tessel.from_local"
+                )
+        return layout_on(where, expected), meta
+
+    def of_parts(shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
+        if isinstance(where, Partition):
+            return Layout.from_local_shapes(where, shapes), meta
+        for worker, shape in shapes.items():
+            if shape != where.shape_on(worker):
+                raise ValueError(
+                    f"{label}: worker {worker} expected a part of shape {where.shape_on(worker)}, "
+                    f"got {shape}"
+                )
+        return where, meta
 
     label = f"{what} over {where if isinstance(where, Layout) else partition}"
     identity = f"{what} {where.identity}" if isinstance(where, Layout) else label
     everyone = transport.group_of(range(transport.num_workers()))
+    conclude = of_wholes if what == "tessel.spread" else of_parts
     return Agreement(everyone, label, partition.ranks, conclude, identity)
-
-
-def _of_wholes(label: str, where: Where, shapes: dict[int, Shape]) -> Layout:
-    first, expected = next(iter(shapes.items()))
-    for worker, shape in shapes.items():
-        if shape != expected:
-            raise ValueError(
-                f"{label}: the whole tensor is needed on every worker, got shape {expected} on "
-                f"worker {first} and {shape} on worker {worker}; for parts write tessel.from_local"
-            )
-    return layout_on(where, expected)
-
-
-def _of_parts(label: str, where: Where, shapes: dict[int, Shape]) -> Layout:
-    if isinstance(where, Partition):
-        return Layout.from_local_shapes(where, shapes)
-    for worker, shape in shapes.items():
-        if shape != where.shape_on(worker):
-            raise ValueError(
-                f"{label}: worker {worker} expected a part of shape {where.shape_on(worker)}, got "
-                f"{shape}"
-            )
-    return where
 
 
 # -- from nothing --------------------------------------------------------------------------------
