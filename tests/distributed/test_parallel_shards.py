@@ -605,6 +605,67 @@ def test_what_comes_of_a_transform_is_not_taken_for_whole(run: Run) -> None:
         assert "lost in `torch` functions of a parameter" in text or "write dim=-1" in text
 
 
+def derive_by_transforms() -> None:
+    """Transforms of layers, and by shards, give the derivatives of one process."""
+    torch.manual_seed(0)
+    head, row = ParallelLinear(6, 6, dim=-1).double(), ParallelLinear(6, 4, dim=0).double()
+    torch.manual_seed(0)
+    plain, back = torch.nn.Linear(6, 6).double(), torch.nn.Linear(6, 4).double()
+    x, target = values((3, 6), 0), torch.tensor([0, 1, 5])
+    h, whole = head(x).detach(), plain(x).detach()
+
+    def part(y: Tensor) -> Tensor:
+        return as_plain(scatter(y, 1))
+
+    _, pull = torch.func.vjp(head, x)
+    _, expected = torch.func.vjp(plain, x)
+    seed = values((3, 6), 1)
+    close("vjp of a column layer", pull(part(seed))[0], expected(seed)[0])
+    got = torch.func.grad(lambda h: parallel_cross_entropy(h, target))(h)
+    close("loss", got, part(torch.func.grad(lambda h: F.cross_entropy(h, target))(whole)))
+    got = torch.func.grad(lambda h: row(h).square().sum())(h)
+    close("row layer", got, part(torch.func.grad(lambda h: back(h).square().sum())(whole)))
+    got = torch.func.grad(lambda h: row(register_parallel_dim(h.tanh(), 1)).sum())(h)
+    close("computed", got, part(torch.func.grad(lambda h: back(h.tanh()).sum())(whole)))
+    got = torch.autograd.functional.jacobian(lambda x: row(head(x)), x)
+    close("jacobian", got, torch.autograd.functional.jacobian(lambda x: back(plain(x)), x))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_transforms_derive_by_shards(run: Run, nprocs: int) -> None:
+    run(derive_by_transforms, nprocs=nprocs)
+
+
+def transform_in_batches() -> list[Any]:
+    """What a batch of calls would have to send, and what would be one worker's number."""
+    head, row = ParallelLinear(6, 6, dim=-1).double(), ParallelLinear(6, 4, dim=0).double()
+    x, target = values((3, 6), 0), torch.tensor([0, 1, 5])
+    h, vmap = head(x), torch.func.vmap
+    uses: list[Callable[[], Any]] = [
+        lambda: vmap(head)(x),
+        lambda: vmap(row)(h),
+        lambda: vmap(lambda h: row(h.tanh()))(h),
+        lambda: vmap(parallel_cross_entropy)(h, target),
+        lambda: vmap(parallel_cross_entropy)(h.detach(), target),
+        lambda: vmap(lambda h: parallel_cross_entropy(h.tanh(), target))(h),
+        lambda: vmap(parallel_cross_entropy, in_dims=(1, None))(h, target[0]),
+        lambda: torch.func.grad(lambda h: parallel_cross_entropy(h.tanh(), target))(h.detach()),
+        lambda: torch.func.jacrev(head)(x),
+        lambda: torch.func.jacfwd(lambda x: row(head(x)))(x),
+        lambda: torch.autograd.functional.jacobian(lambda x: row(head(x)), x, vectorize=True),
+    ]
+    errors = []
+    for use in uses:
+        errors.append(raised(use))
+        assert tessel.distributed.reduce(torch.ones(2)).tolist() == [_workers()] * 2
+    return errors
+
+
+def test_transforms_in_batches_raise(run: Run) -> None:
+    first, second = run(transform_in_batches, nprocs=2)
+    assert first == second and None not in first
+
+
 def use_parameters() -> Any:
     """Layers of the user's own, of the parameters of ours: torch's functions know the shardings."""
     torch.manual_seed(0)

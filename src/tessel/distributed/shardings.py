@@ -10,6 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
@@ -176,7 +180,30 @@ def silent_row(ranks: Iterable[int]) -> Partition:
 def state_of(x: Any) -> State:
     """The sharding of a tensor, that it is not known, or None for a tensor without one."""
     state: State = getattr(x, ATTRIBUTE, None)
+    if state is None and torch._C._are_functorch_transforms_active() and is_wrapped(x):
+        return _state_of_wrapped(x)
     return state
+
+
+def is_wrapped(x: Any) -> bool:
+    """Whether a transform of `torch.func` put a tensor of its own around another."""
+    return isinstance(x, Tensor) and (functorch.is_gradtrackingtensor(x) or _is_batched(x))
+
+
+def _is_batched(x: Tensor) -> bool:
+    found: bool = functorch.is_batchedtensor(x)
+    return found
+
+
+def _state_of_wrapped(x: Tensor) -> State:
+    """What the tensor is that a transform put another one around, which has no attributes."""
+    state = state_of(functorch.get_unwrapped(x))
+    if not isinstance(state, Sharding) or not _is_batched(x):
+        return state
+    batch = functorch.maybe_get_bdim(x)
+    if batch == state.dim:
+        return UnknownSharding("vmap", "over the dimension that is split", state.partition)
+    return state.at(state.dim - (batch < state.dim))
 
 
 def describe(state: State) -> str:

@@ -540,16 +540,12 @@ def _derive(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if calls.is_property(func):
         with torch._C.DisableTorchFunctionSubclass():
             return _gradient(func(*args, **kwargs), args[0])
-    # outputs, and gradients of them, are plain: what travels in the pass is no shard
-    places = (0, 2) if name == "grad" else (0, 1)
-    with torch.enable_grad():  # in a backward pass, as of a checkpoint, views have no history
-        args = tuple(
-            calls.mapped(as_plain, each) if place in places else each
-            for place, each in enumerate(args)
-        )
-        kwargs = {k: v if k == "inputs" else calls.mapped(as_plain, v) for k, v in kwargs.items()}
     if name == "grad":
-        return _gradients(func, args, kwargs)
+        return _gradients(func, *args, **kwargs)
+    # outputs, and gradients of them, are plain: what travels in the pass is no shard
+    with torch.enable_grad():  # in a backward pass, as of a checkpoint, views have no history
+        args = (*(calls.mapped(as_plain, each) for each in args[:2]), *args[2:])
+        kwargs = {k: v if k == "inputs" else calls.mapped(as_plain, v) for k, v in kwargs.items()}
     inputs = calls.tensors_in(kwargs.get("inputs"))
     if any(isinstance(each, Shard) and not each.is_leaf for each in inputs):
         with torch._C.DisableTorchFunctionSubclass():  # an edge would leave them without gradient
@@ -569,15 +565,20 @@ def _gradient(found: Tensor | None, x: Tensor) -> Tensor | None:
     return found
 
 
-def _gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gradients with respect to shards, which torch is told by their places in its graph."""
-    outputs, *rest = args
-    inputs = rest.pop(0) if rest else kwargs.pop("inputs")
+def _gradients(
+    func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **kwargs: Any
+) -> Any:
+    """Gradients with respect to shards, which torch is told by their places in its graph.
+
+    So are shards that are derived: a view of one that `torch.func` made has no history outside.
+    """
+    derived = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     several = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     fills = kwargs.pop("materialize_grads", False)
     if fills:
         kwargs["allow_unused"] = True
-    found = func(outputs, tuple(map(_edge, several)), *rest, **kwargs)
+    edges = tuple(map(_edge, derived)), tuple(map(_edge, several))
+    found = func(*edges, calls.mapped(as_plain, grad_outputs), *rest, **kwargs)
     if not fills:
         return found
     return tuple(

@@ -16,13 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped
 from torch.autograd.function import BackwardCFunction
 
 from tessel import tensor as spread
 from tessel.core import boxes
 from tessel.core.linop import LinearOperator
+from tessel.core.partition import Partition
 from tessel.distributed.propagation import REDUCTIONS
-from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
+from tessel.distributed.shardings import (
+    Sharding,
+    State,
+    UnknownSharding,
+    is_wrapped,
+    state_of,
+)
 from tessel.distributed.torch_call import Shape, TorchCall, is_pointwise
 
 _WITHOUT_GRADIENT = frozenset(
@@ -111,17 +119,28 @@ def traced_state(x: Any) -> State:
     state = state_of(x)
     if state is not None or not isinstance(x, Tensor) or isinstance(x, spread.Tensor):
         return state
-    if x.grad_fn is None:
-        return None
-    for origin in _origins([x.grad_fn], _is_settled):
-        if _is_of_shard(origin):
-            why = "functions of a parameter, or another tensor, that is a shard"
-            sharding = state_of(origin)
-            return UnknownSharding(
-                "torch", why, sharding.partition if isinstance(sharding, Sharding) else None
-            )
-    _settle(x.grad_fn)  # the next layer need not look behind it
+    for value in _levels(x):
+        found = [value] if value.grad_fn is None else _origins([value.grad_fn], _is_settled)
+        for origin in found:
+            if _is_of_shard(origin):
+                why = "functions of a parameter, or another tensor, that is a shard"
+                return UnknownSharding("torch", why, _workers_of(origin))
+        if value.grad_fn is not None:
+            _settle(value.grad_fn)  # the next layer need not look behind it
     return None
+
+
+def _levels(x: Tensor) -> Iterator[Tensor]:
+    """A tensor, and those that transforms of `torch.func` wrapped to make it."""
+    yield x
+    while is_wrapped(x):
+        x = get_unwrapped(x)
+        yield x
+
+
+def _workers_of(origin: Any) -> Partition | None:
+    states = map(state_of, _levels(origin)) if isinstance(origin, Tensor) else ()
+    return next((state.partition for state in states if state is not None), None)
 
 
 def settled(x: Tensor) -> Tensor:
@@ -219,8 +238,8 @@ def _is_of_shard(origin: Any) -> bool:
     """Whether a value with this origin is one of each worker by itself."""
     if not isinstance(origin, Tensor):
         return not isinstance(origin, LinearOperator)  # but a product with a shard
-    state = state_of(origin)
-    return isinstance(state, Sharding) and state.partition.size > 1
+    states = map(state_of, _levels(origin))
+    return any(isinstance(state, Sharding) and state.partition.size > 1 for state in states)
 
 
 def _is_settled(node: Any) -> bool:
