@@ -64,13 +64,14 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         shapes: dict[str, Shape] = {"weight": (self.out_features, self.in_features)}
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
 
-    def compute(self, x: Tensor, layout: Layout) -> Result:
-        weight, bias = self.spread_parameters()
+    def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
         check_dtype(x, weight)
         shape = _shape(layout.shape, (self.out_features, self.in_features))
-        plan = self.product_on_grid(layout.shape, shape) or _in_rows(layout, shape)
-        y = linear_terms(SpreadTensor(x, layout), weight, bias, plan)
-        return self.onto_P_y(y, plan.terms)
+        if self.P_w is None:
+            plan = _in_rows(layout, shape)
+        else:
+            plan = self.on_grid(self.P_w, layout.shape, shape)
+        return linear_terms(SpreadTensor(x, layout), weight, bias, plan), plan.terms
 
 
 @lru_cache(maxsize=1024)

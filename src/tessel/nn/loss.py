@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, remember
+from tessel.core.agreement import Agreement, Signature, TensorMeta, remember
 from tessel.core.checksum import checksum, is_dense
 from tessel.core.context import setting
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.shared import grad_alike
-from tessel.nn.layer import Layer, Result
+from tessel.nn.layer import Layer, Result, entered
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.reductions import without
@@ -63,18 +62,12 @@ class DistributedLossBase(Layer):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return super().forward(input, target)
 
-    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
-        if self.prepare().size == 1 and self.fits(layout, *args):
-            return self.torch_forward(x, *args, **settings)
-        y, _ = self.compute(x, layout, *args, **settings)
-        return y
-
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
         others = self.agree_on_others(x, layout, *args)
         with setting(checked, True):  # no value is wrong
             return super().compute(x, layout, *others, **settings)
 
-    def fits(self, layout: Layout, *others: Any) -> bool:
+    def fits_torch(self, layout: Layout, *others: Any) -> bool:
         """Whether what goes with an input that one worker has is of its shape."""
         return all(_shape(each) == layout.shape for each in others)
 
@@ -180,7 +173,7 @@ def _version(weight: Tensor | None) -> Any:
 def _spread(value: Tensor, agreed: Agreed, layout: Layout) -> SpreadTensor:
     """Parts that fit: the tensor needs a gradient, or carries a tangent, here if it does so
     anywhere."""
-    return SpreadTensor(grad_alike(as_agreed(value, agreed.meta, True), agreed.meta), layout)
+    return SpreadTensor(entered(value, layout, agreed.meta), layout)
 
 
 def _within_unit(x: Any) -> bool:
@@ -471,7 +464,7 @@ class _OverClasses(DistributedLossBase):
     weight_names = ("weight",)
     takes_probabilities = False
 
-    def fits(self, layout: Layout, *others: Any) -> bool:
+    def fits_torch(self, layout: Layout, *others: Any) -> bool:
         shape, dim = _shape(others[0]), _class_dim(layout)
         is_probable = self.takes_probabilities and shape == layout.shape
         return is_probable or shape == layout.shape[:dim] + layout.shape[dim + 1 :]

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tessel.core.agreement import Agreement, as_agreed
+from tessel.core.agreement import Agreement
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros, grad_alike
+from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
@@ -36,6 +36,7 @@ from tessel.nn.layer import (
     Layer,
     Result,
     compute_spread,
+    entered,
     lies_alone,
     needs_of,
     parts_agreement,
@@ -160,7 +161,7 @@ class HaloRegion(nn.Sequential):
         if P_x.size == 1:
             return x, lies_alone(P_x, tuple(x.shape))
         layout, meta = self._agreement(P_x).agree_on(x)
-        return grad_alike(as_agreed(x, meta, True), meta), layout
+        return entered(x, layout, meta), layout
 
     def _agreement(self, P_x: Partition) -> Agreement[Entry]:
         """One for each state of the layers, in which all workers must be alike."""
