@@ -18,7 +18,7 @@ from tessel.core.shared import equalize
 from tessel.nn.layer import ComputingLayer, Layer, Result
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.products import Contraction
-from tessel.tensor.tensor import move
+from tessel.tensor.tensor import layout_on, move
 from tessel.transport import kept_in_job
 
 
@@ -68,6 +68,8 @@ class WeightGrid:
             weight: how the blocks lie.
             y: the shape of the outputs.
         """
+        # No axis is shared: workers along `out` use the same inputs for other outputs, whose
+        # gradients are summed; those along `into` have terms of the same outputs.
         inputs, terms = (
             _split(self.partition, shape, (*self.lead, axis, *self.space))
             for shape, axis in ((x, self.into), (y, self.out))
@@ -127,6 +129,7 @@ class Weighted(ComputingLayer):
         assert isinstance(self, torch.nn.Module)
         if P_w is not None:
             self.check_grid(self._grid())
+        # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
         if not self._is_relocated:
             return
@@ -167,7 +170,7 @@ class Weighted(ComputingLayer):
         y, lies = self.multiply(x, layout, weight, bias, *args, **settings)
         if self.P_w is None and self.P_y in (None, lies.partition):
             return y, lies
-        target = _balanced(self.P_y or self.P_x, lies.shape)
+        target = layout_on(self.P_y or self.P_x, lies.shape)
         return move(lies, target).apply(y), target  # of terms of a sum this is the sum, too
 
     def multiply(
@@ -192,6 +195,7 @@ class Weighted(ComputingLayer):
 
     def on_grid(self, P_w: Partition, x: Shape, y: Shape) -> Contraction:
         """Where an input and an output of these shapes meet the blocks of the weight."""
+        # Where windows are computed is said by their outputs: space is that of the result.
         channel = len(y) - self.num_dims - 1
         inputs = (*y[:channel], x[channel], *y[channel + 1 :])
         grid = WeightGrid.of(P_w, len(y), self.num_dims)
@@ -209,6 +213,7 @@ class Weighted(ComputingLayer):
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not self._is_relocated:
             return
+        # All workers get all of it, so that any of them can write a file that torch's layer reads.
         everyone = Partition(self.prepare().workers, (self.prepare().size,))
         for name, layout in self._block_layouts().items():
             block = getattr(self, name).detach()
@@ -220,11 +225,7 @@ class Weighted(ComputingLayer):
         if self._is_relocated:
             for name, layout in self._block_layouts().items():
                 whole = state_dict.get(prefix + name)
+                # What is missing or of another shape stays: torch says so, on all workers.
                 if whole is not None and tuple(whole.shape) == layout.shape:
                     state_dict[prefix + name] = layout.local_part(whole)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-
-@kept_in_job
-def _balanced(partition: Partition, shape: Shape) -> Layout:
-    return Layout.balanced(partition, shape)

@@ -66,6 +66,7 @@ class _ConvTranspose(Weighted):
         sizes = None if output_size is None else list(output_size)
         settings = (list(tuple_of(v, D)) for v in (self.stride, self.padding, self.kernel_size))
         dilation = list(tuple_of(self.dilation, D))
+        # of an outline of the whole: sizes that torch rejects raise its error on every worker
         return tuple(self._output_padding(outline(layout.shape), sizes, *settings, D, dilation))
 
     def check_grid(self, grid: WeightGrid) -> None:

@@ -53,6 +53,7 @@ class _Convolution(Weighted):
         """Blocks of the weight must hold whole groups of outputs, and all of their inputs."""
         if self.groups == 1:
             return
+        # torch's function takes whole groups of outputs, each with all of its inputs
         size = self.out_channels // self.groups
         parts = grid.weight((self.out_channels,), (grid.out,)).cuts[0].intervals
         split = grid.partition.shape[grid.into] > 1

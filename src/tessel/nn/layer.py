@@ -79,6 +79,7 @@ class Layer(HasHandle):
     def __init_subclass__(cls, **settings: Any) -> None:
         """Let the signature of a layer name all arguments: those of torch's layer, and its own."""
         super().__init_subclass__(**settings)
+        # `help` and editors would see *args of `__init__` above
         theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
         if theirs is not None:
             own, torchs = (vars(each)["__init__"] for each in (_with_init(cls), _with_init(theirs)))
@@ -95,7 +96,7 @@ class Layer(HasHandle):
 
         The parameters of all workers are taken to be equal.
         """
-        new: Self = cls.__new__(cls)
+        new: Self = cls.__new__(cls)  # not __init__, which would draw parameters
         new.__dict__.update(
             {name: value for name, value in layer.__dict__.items() if name != "handle"}
         )
@@ -160,6 +161,7 @@ class Layer(HasHandle):
     def _agreement(self) -> Agreement[Entry]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
+        # What this worker sees; what all must have in common is in the identity.
         state = [self.training, torch.is_grad_enabled()]
         # not self.parameters(recurse=False), which takes as long as the exchange does
         for each in self._parameters.values():
@@ -178,6 +180,7 @@ class Layer(HasHandle):
         """Make the group, all workers together, here or in the first call of a copy; give it."""
         if self._group is None:
             self._group = self._make_group()
+            # asked once, as every question for this worker's number goes to torch.distributed
             self._takes_part = transport.this_worker() in self._group.workers
         return self._group
 

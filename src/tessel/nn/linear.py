@@ -84,7 +84,7 @@ def _shape(shape: Shape, weight: Shape) -> Shape:
 def _in_rows(source: Layout, shape: Shape) -> Contraction:
     """Every worker reads all features of its rows, and computes the outputs of its place."""
     target = source.resized(shape)
-    features = Groups(1, source.shape[-1], shape[-1])
+    features = Groups(1, source.shape[-1], shape[-1])  # who has no outputs reads no features
     reads = Windowed(source, target, (*[None] * (len(shape) - 1), features)).read
     every = Cut((), ((0, source.shape[-1]),))
     rows = (shape[-1], source.shape[-1])
