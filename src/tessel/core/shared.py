@@ -103,13 +103,6 @@ def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
     return _replicate(layout, axes).apply(value) if axes else value
 
 
-def from_bucket(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor | None:
-    """The same if the value is one of a bucket, and None if it is not."""
-    sizes = layout.partition.shape
-    axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
-    return _replicate(layout, axes).from_bucket(value) if axes else None
-
-
 class Sum:
     """The sum of flat tensors over workers, in two steps: other messages may travel in between.
 

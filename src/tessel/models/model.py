@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tessel.core.agreement import Agreement
 from tessel.core.graph import eagerly
+from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.nn import buckets
 from tessel.nn.layer import ComputingLayer, Entry, Layer, needs_of, parts_agreement
@@ -36,6 +37,9 @@ class Model(ComputingLayer):
         assert isinstance(self, torch.nn.Module)
         with buckets.in_buckets(self.schedule, self.parameters()):
             return super().forward(input, *args, **settings)
+
+    def fits_torch(self, layout: Layout, *others: Any) -> bool:
+        return False  # torch has no such model
 
     @property
     def _agreement(self) -> Agreement[Entry]:

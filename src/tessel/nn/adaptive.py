@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from tessel.core.partition import Partition
 from tessel.nn.layer import Layer
+from tessel.nn.pooling import MayGiveIndices
 from tessel.tensor.rules.adaptive import Sizes
 
 
-class _MaximumBase(Layer):
-    return_indices: bool
-
-    def placeholder(self, x: Tensor) -> Any:
-        return (x.clone(), x.new_empty(0, dtype=torch.int64)) if self.return_indices else x.clone()
+class _Average(Layer):
+    def __init__(self, P_x: Partition, output_size: Sizes) -> None:
+        super().__init__(P_x, output_size)
 
 
-class DistributedAdaptiveAvgPool1d(Layer, torch.nn.AdaptiveAvgPool1d):
+class _Maximum(MayGiveIndices):
+    def __init__(self, P_x: Partition, output_size: Sizes, return_indices: bool = False) -> None:
+        super().__init__(P_x, output_size, return_indices)
+
+
+class DistributedAdaptiveAvgPool1d(_Average, torch.nn.AdaptiveAvgPool1d):
     """The means of windows of a tensor that is spread over `P_x`: `torch.nn.AdaptiveAvgPool1d`.
 
     Forward:  y[i] = mean_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along the last dimension.
@@ -34,12 +35,8 @@ class DistributedAdaptiveAvgPool1d(Layer, torch.nn.AdaptiveAvgPool1d):
     torch.Size([1, 1, 2])
     """
 
-    def __init__(self, P_x: Partition, output_size: Sizes) -> None:
-        torch.nn.AdaptiveAvgPool1d.__init__(self, output_size)
-        self.place_on(P_x)
 
-
-class DistributedAdaptiveAvgPool2d(Layer, torch.nn.AdaptiveAvgPool2d):
+class DistributedAdaptiveAvgPool2d(_Average, torch.nn.AdaptiveAvgPool2d):
     """The means of windows of a tensor that is spread over `P_x`: `torch.nn.AdaptiveAvgPool2d`.
 
     As `DistributedAdaptiveAvgPool1d`, along two dimensions of space.
@@ -50,12 +47,8 @@ class DistributedAdaptiveAvgPool2d(Layer, torch.nn.AdaptiveAvgPool2d):
     torch.Size([1, 1, 2, 2])
     """
 
-    def __init__(self, P_x: Partition, output_size: Sizes) -> None:
-        torch.nn.AdaptiveAvgPool2d.__init__(self, output_size)
-        self.place_on(P_x)
 
-
-class DistributedAdaptiveAvgPool3d(Layer, torch.nn.AdaptiveAvgPool3d):
+class DistributedAdaptiveAvgPool3d(_Average, torch.nn.AdaptiveAvgPool3d):
     """The means of windows of a tensor that is spread over `P_x`: `torch.nn.AdaptiveAvgPool3d`.
 
     As `DistributedAdaptiveAvgPool1d`, along three dimensions of space.
@@ -66,12 +59,8 @@ class DistributedAdaptiveAvgPool3d(Layer, torch.nn.AdaptiveAvgPool3d):
     torch.Size([1, 1, 2, 2, 2])
     """
 
-    def __init__(self, P_x: Partition, output_size: Sizes) -> None:
-        torch.nn.AdaptiveAvgPool3d.__init__(self, output_size)
-        self.place_on(P_x)
 
-
-class DistributedAdaptiveMaxPool1d(_MaximumBase, torch.nn.AdaptiveMaxPool1d):
+class DistributedAdaptiveMaxPool1d(_Maximum, torch.nn.AdaptiveMaxPool1d):
     """The largest values of windows of a tensor on `P_x`: `torch.nn.AdaptiveMaxPool1d`.
 
     Forward:  y[i] = max_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along the last dimension.
@@ -87,12 +76,8 @@ class DistributedAdaptiveMaxPool1d(_MaximumBase, torch.nn.AdaptiveMaxPool1d):
     torch.Size([1, 1, 2])
     """
 
-    def __init__(self, P_x: Partition, output_size: Sizes, return_indices: bool = False) -> None:
-        torch.nn.AdaptiveMaxPool1d.__init__(self, output_size, return_indices)
-        self.place_on(P_x)
 
-
-class DistributedAdaptiveMaxPool2d(_MaximumBase, torch.nn.AdaptiveMaxPool2d):
+class DistributedAdaptiveMaxPool2d(_Maximum, torch.nn.AdaptiveMaxPool2d):
     """The largest values of windows of a tensor on `P_x`: `torch.nn.AdaptiveMaxPool2d`.
 
     As `DistributedAdaptiveMaxPool1d`, along two dimensions of space.
@@ -103,12 +88,8 @@ class DistributedAdaptiveMaxPool2d(_MaximumBase, torch.nn.AdaptiveMaxPool2d):
     torch.Size([1, 1, 2, 2])
     """
 
-    def __init__(self, P_x: Partition, output_size: Sizes, return_indices: bool = False) -> None:
-        torch.nn.AdaptiveMaxPool2d.__init__(self, output_size, return_indices)
-        self.place_on(P_x)
 
-
-class DistributedAdaptiveMaxPool3d(_MaximumBase, torch.nn.AdaptiveMaxPool3d):
+class DistributedAdaptiveMaxPool3d(_Maximum, torch.nn.AdaptiveMaxPool3d):
     """The largest values of windows of a tensor on `P_x`: `torch.nn.AdaptiveMaxPool3d`.
 
     As `DistributedAdaptiveMaxPool1d`, along three dimensions of space.
@@ -118,7 +99,3 @@ class DistributedAdaptiveMaxPool3d(_MaximumBase, torch.nn.AdaptiveMaxPool3d):
     >>> tessel.nn.DistributedAdaptiveMaxPool3d(P, 2)(torch.ones(1, 1, 5, 5, 5)).shape
     torch.Size([1, 1, 2, 2, 2])
     """
-
-    def __init__(self, P_x: Partition, output_size: Sizes, return_indices: bool = False) -> None:
-        torch.nn.AdaptiveMaxPool3d.__init__(self, output_size, return_indices)
-        self.place_on(P_x)

@@ -18,6 +18,7 @@ from tessel.core.shared import equalize
 from tessel.nn.layer import ComputingLayer, Layer, Result
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.products import Contraction
+from tessel.tensor.tensor import layout_on, move
 from tessel.transport import kept_in_job
 
 
@@ -67,6 +68,8 @@ class WeightGrid:
             weight: how the blocks lie.
             y: the shape of the outputs.
         """
+        # No axis is shared: workers along `out` use the same inputs for other outputs, whose
+        # gradients are summed; those along `into` have terms of the same outputs.
         inputs, terms = (
             _split(self.partition, shape, (*self.lead, axis, *self.space))
             for shape, axis in ((x, self.into), (y, self.out))
@@ -126,6 +129,7 @@ class Weighted(ComputingLayer):
         assert isinstance(self, torch.nn.Module)
         if P_w is not None:
             self.check_grid(self._grid())
+        # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
         if not self._is_relocated:
             return
@@ -156,37 +160,46 @@ class Weighted(ComputingLayer):
             for name, shape in self.whole_shapes().items()
         }
 
-    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
-        if self.prepare().size == 1:  # who has all of it
-            return self.torch_forward(x, *args, **settings)
-        return super().of_parts(x, layout, *args, **settings)
+    def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
+        """The layer's function where its parameters lie, and the result on `P_y` or `P_x`."""
+        weight, bias = self.weight, self.bias
+        if self.P_w is not None:
+            layouts = self._block_layouts()
+            weight = SpreadTensor(weight, layouts["weight"])
+            bias = None if bias is None else SpreadTensor(bias, layouts["bias"])
+        y, lies = self.multiply(x, layout, weight, bias, *args, **settings)
+        if self.P_w is None and self.P_y in (None, lies.partition):
+            return y, lies
+        target = layout_on(self.P_y or self.P_x, lies.shape)
+        return move(lies, target).apply(y), target  # of terms of a sum this is the sum, too
 
-    def spread_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias: spread tensors where they lie in blocks on a grid."""
-        if self.P_w is None:
-            return self.weight, self.bias
-        layouts = self._block_layouts()
-        weight = SpreadTensor(self.weight, layouts["weight"])
-        return weight, None if self.bias is None else SpreadTensor(self.bias, layouts["bias"])
+    def multiply(
+        self,
+        x: Tensor,
+        layout: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        *args: Any,
+        **settings: Any,
+    ) -> Result:
+        """What the function that the layer's rule calls gives, perhaps terms of a sum.
 
-    def product_on_grid(self, x: Shape, y: Shape) -> Contraction | None:
-        """Where inputs meet blocks of the weight, for an input and an output of these shapes.
-
-        None without `P_w`.
+        Args:
+            x: this worker's part of the input.
+            layout: of the input.
+            weight: spread where it lies in blocks, else whole on all workers.
+            bias: the same.
+            args, settings: what else the layer is called with.
         """
-        if self.P_w is None:
-            return None
+        raise NotImplementedError(f"{type(self).__name__} does not say what it multiplies")
+
+    def on_grid(self, P_w: Partition, x: Shape, y: Shape) -> Contraction:
+        """Where an input and an output of these shapes meet the blocks of the weight."""
+        # Where windows are computed is said by their outputs: space is that of the result.
         channel = len(y) - self.num_dims - 1
         inputs = (*y[:channel], x[channel], *y[channel + 1 :])
-        grid = WeightGrid.of(self.P_w, len(y), self.num_dims)
+        grid = WeightGrid.of(P_w, len(y), self.num_dims)
         return grid.product(inputs, self._block_layouts()["weight"], y)
-
-    def onto_P_y(self, y: Tensor, layout: Layout) -> Result:
-        """The result on `P_y`, by default `P_x`: summed over the inputs if it is in parts."""
-        if self.P_w is None and self.P_y in (None, layout.partition):
-            return y, layout
-        target = _balanced(self.P_y or self.P_x, layout.shape)
-        return Move(layout, target).apply(y), target
 
     def _make_group(self) -> transport.Group:
         for some, others in combinations(self.partitions(), 2):  # all workers make these groups too
@@ -200,6 +213,7 @@ class Weighted(ComputingLayer):
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not self._is_relocated:
             return
+        # All workers get all of it, so that any of them can write a file that torch's layer reads.
         everyone = Partition(self.prepare().workers, (self.prepare().size,))
         for name, layout in self._block_layouts().items():
             block = getattr(self, name).detach()
@@ -211,11 +225,7 @@ class Weighted(ComputingLayer):
         if self._is_relocated:
             for name, layout in self._block_layouts().items():
                 whole = state_dict.get(prefix + name)
+                # What is missing or of another shape stays: torch says so, on all workers.
                 if whole is not None and tuple(whole.shape) == layout.shape:
                     state_dict[prefix + name] = layout.local_part(whole)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-
-@kept_in_job
-def _balanced(partition: Partition, shape: Shape) -> Layout:
-    return Layout.balanced(partition, shape)

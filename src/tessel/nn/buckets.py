@@ -132,19 +132,16 @@ class BucketedCall:
         return self._aliases[number]
 
     def _open(self, place: int) -> None:
-        for each in (place, place + 1):
-            self._prepare(each)
+        """Make the values of a bucket usable, and prepare the next."""
+        for each in range(place, min(place + 2, len(self.plan))):
+            if each not in self._prepared:
+                planned = self.plan[each]
+                values = [self.parameters[number] for number in planned.numbers]
+                shapes = [tuple(value.shape) for value in values]
+                bucket = GradientBucket(*planned.use, shapes, values[0])
+                self._prepared[each] = bucket, bucket.prepare(values)
         bucket, token = self._prepared[place]
-        values = bucket.use(token)
-        self._aliases.update(zip(self.plan[place].numbers, values, strict=True))
-
-    def _prepare(self, place: int) -> None:
-        if place in self._prepared or place >= len(self.plan):
-            return
-        planned = self.plan[place]
-        values = [self.parameters[number] for number in planned.numbers]
-        bucket = GradientBucket(*planned.use, [tuple(each.shape) for each in values], values[0])
-        self._prepared[place] = bucket, bucket.prepare(values)
+        self._aliases.update(zip(self.plan[place].numbers, bucket.use(token), strict=True))
 
 
 def _plain() -> bool:
@@ -258,7 +255,15 @@ def fuse_gradients(module: torch.nn.Module, limit: int = LIMIT) -> torch.nn.Modu
     for schedule in schedules:
         schedule.limit = limit
     if _schedule_of(module) is None:
-        _check(module)
+        if "forward" in module.__dict__:
+            raise NotImplementedError(
+                f"{type(module).__name__} has a forward of its own; write it into a class"
+            )
+        if not any(isinstance(each, Layer) for each in module.modules()):
+            raise ValueError(
+                f"fuse_gradients: {type(module).__name__} holds no layer over a partition; "
+                f"convert it by distribute_module, or build it of the layers of tessel.nn"
+            )
         module.forward = BucketedForward(module, limit)
     return module
 
@@ -269,15 +274,3 @@ def _schedule_of(module: torch.nn.Module) -> BucketSchedule | None:
         "schedule", getattr(module.__dict__.get("forward"), "schedule", None)
     )
     return found if isinstance(found, BucketSchedule) else None
-
-
-def _check(module: torch.nn.Module) -> None:
-    if "forward" in module.__dict__:
-        raise NotImplementedError(
-            f"{type(module).__name__} has a forward of its own; write it into a class"
-        )
-    if not any(isinstance(each, Layer) for each in module.modules()):
-        raise ValueError(
-            f"fuse_gradients: {type(module).__name__} holds no layer over a partition; convert it "
-            f"by distribute_module, or build it of the layers of tessel.nn"
-        )

@@ -45,12 +45,20 @@ class _ConvTranspose(Weighted):
         behind = self.output_padding if output_padding is None else output_padding
         return settings_of(shape, self.stride, self.padding, behind, self.groups, self.dilation)
 
-    def compute(self, x: Tensor, layout: Layout, output_size: Any = None) -> Result:
+    def multiply(
+        self,
+        x: Tensor,
+        layout: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        output_size: Any = None,
+    ) -> Result:
         """The result; `output_size` is that of the whole tensor, as torch takes it."""
         settings = self.settings(self._widths(layout, output_size))
-        plan = self.product_on_grid(layout.shape, convolved(layout.shape, settings))
-        found = convolve_parts(x, layout, *self.spread_parameters(), settings, plan)
-        return self.onto_P_y(*found)
+        plan = None
+        if self.P_w is not None:
+            plan = self.on_grid(self.P_w, layout.shape, convolved(layout.shape, settings))
+        return convolve_parts(x, layout, weight, bias, settings, plan)
 
     def _widths(self, layout: Layout, output_size: Any = None) -> Numbers:
         """How much longer than least the output is, which torch computes from `output_size`."""
@@ -58,6 +66,7 @@ class _ConvTranspose(Weighted):
         sizes = None if output_size is None else list(output_size)
         settings = (list(tuple_of(v, D)) for v in (self.stride, self.padding, self.kernel_size))
         dilation = list(tuple_of(self.dilation, D))
+        # of an outline of the whole: sizes that torch rejects raise its error on every worker
         return tuple(self._output_padding(outline(layout.shape), sizes, *settings, D, dilation))
 
     def check_grid(self, grid: WeightGrid) -> None:

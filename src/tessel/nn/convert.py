@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tessel.core.agreement import Agreement, Signature, agree_on_all, as_agreed
+from tessel.core.agreement import Agreement, Signature, agree_on_all
 from tessel.core.context import setting
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, zero_volume_tensor
 from tessel.core.partition import Partition
-from tessel.core.shared import equalize, grad_alike
+from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
 from tessel.nn import buckets
-from tessel.nn.layer import Entry, Layer, alone, needs_of, parts_agreement
+from tessel.nn.layer import Entry, Layer, alone, entered, needs_of, parts_agreement
 from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
@@ -206,9 +206,7 @@ class Entrance:
             if not is_plain or value.dim() != self.P_x.dim:
                 return value
             layout, meta = next(entries)
-            return SpreadTensor(
-                grad_alike(as_agreed(value, meta, True), meta).view_as(value), layout
-            )
+            return SpreadTensor(entered(value, layout, meta).view_as(value), layout)
 
         return tree_map(enter, (args, kwargs))
 

@@ -16,7 +16,6 @@ from tessel.tensor.rules.convolution import (
     convolved,
     settings_of,
 )
-from tessel.tensor.windowed import tuple_of
 
 Numbers = tuple[int, ...]
 
@@ -39,20 +38,22 @@ class _Convolution(Weighted):
     def settings(self) -> ConvolutionSettings:
         """What convolution this is, as a value."""
         inputs = self.in_channels // self.groups
-        shape = (self.out_channels, inputs, *tuple_of(self.kernel_size, self.num_dims))
+        shape = (self.out_channels, inputs, *self.kernel_size)
         sizes = self.stride, self.padding, self.dilation
         return settings_of(shape, *sizes, self.groups, self.padding_mode)
 
-    def compute(self, x: Tensor, layout: Layout) -> Result:
+    def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
         settings = self.settings()
-        plan = self.product_on_grid(layout.shape, convolved(layout.shape, settings))
-        found = convolve_parts(x, layout, *self.spread_parameters(), settings, plan)
-        return self.onto_P_y(*found)
+        plan = None
+        if self.P_w is not None:
+            plan = self.on_grid(self.P_w, layout.shape, convolved(layout.shape, settings))
+        return convolve_parts(x, layout, weight, bias, settings, plan)
 
     def check_grid(self, grid: WeightGrid) -> None:
         """Blocks of the weight must hold whole groups of outputs, and all of their inputs."""
         if self.groups == 1:
             return
+        # torch's function takes whole groups of outputs, each with all of its inputs
         size = self.out_channels // self.groups
         parts = grid.weight((self.out_channels,), (grid.out,)).cuts[0].intervals
         split = grid.partition.shape[grid.into] > 1

@@ -39,6 +39,11 @@ def parts_agreement(
     return Agreement(group, label, P_x.ranks, conclude, identity)
 
 
+def entered(x: Tensor, layout: Layout, meta: TensorMeta) -> Tensor:
+    """A part as all agreed on it: it needs a gradient, or has a tangent, if one does anywhere."""
+    return grad_alike(as_agreed(x, meta, not layout.is_outside), meta)
+
+
 def compute_spread(
     compute: Callable[..., Result], x: SpreadTensor, *args: Any, **settings: Any
 ) -> Any:
@@ -64,6 +69,7 @@ class Layer(HasHandle):
     P_x: Partition
     is_converted = False  # from torch's layer, in a model
     _group: transport.Group | None = None
+    _takes_part: bool  # whether this worker is one of the group
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # that of torch's own layer
@@ -73,6 +79,7 @@ class Layer(HasHandle):
     def __init_subclass__(cls, **settings: Any) -> None:
         """Let the signature of a layer name all arguments: those of torch's layer, and its own."""
         super().__init_subclass__(**settings)
+        # `help` and editors would see *args of `__init__` above
         theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
         if theirs is not None:
             own, torchs = (vars(each)["__init__"] for each in (_with_init(cls), _with_init(theirs)))
@@ -89,7 +96,7 @@ class Layer(HasHandle):
 
         The parameters of all workers are taken to be equal.
         """
-        new: Self = cls.__new__(cls)
+        new: Self = cls.__new__(cls)  # not __init__, which would draw parameters
         new.__dict__.update(
             {name: value for name, value in layer.__dict__.items() if name != "handle"}
         )
@@ -104,28 +111,33 @@ class Layer(HasHandle):
 
     @eagerly
     def forward(self, input: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if self.is_converted and self.prepare().size == 1 and alone.get():
-            own: Tensor = self.torch_forward(input, *args, **settings)
-            return own
+        group = self._group or self.prepare()
+        if self.is_converted and len(group.workers) == 1 and alone.get():
+            return self.torch_forward(input, *args, **settings)
         model = running.get()
         if model is not None and not isinstance(input, SpreadTensor):
             input = as_spread(input, model)  # inside of a model, what is plain is whole
         if isinstance(input, SpreadTensor):
             return self.of_spread(input, *args, **settings)
-        if transport.this_worker() not in self.prepare().workers:
+        if not self._takes_part:
             return self.placeholder(input)
-        return self.of_parts(*self._agree(input), *args, **settings)
+        if len(group.workers) == 1:  # nobody to agree with
+            layout = lies_alone(self.P_x, tuple(input.shape))
+            if self.fits_torch(layout, *args):
+                return self.torch_forward(input, *args, **settings)
+        else:
+            layout, meta = self._agreement.agree_on(input)
+            input = entered(input, layout, meta)
+        y, _ = self.compute(input, layout, *args, **settings)
+        return y
 
     def of_spread(self, x: SpreadTensor, *args: Any, **settings: Any) -> Any:
         """What the layer makes of a spread tensor."""
         return self.torch_forward(x, *args, **settings)
 
-    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
-        """This worker's part of the result; one worker alone has all of it."""
-        if self.prepare().size == 1:
-            return self.torch_forward(x, *args, **settings)
-        y, _ = self.compute(x, layout, *args, **settings)
-        return y
+    def fits_torch(self, layout: Layout, *others: Any) -> bool:
+        """Whether one worker alone may call torch's own layer, with what else it is called with."""
+        return True
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
         """This worker's part of the result, and its layout."""
@@ -145,32 +157,31 @@ class Layer(HasHandle):
         """What torch's own layer computes."""
         return super().forward(x, *args, **settings)  # type: ignore[misc]
 
-    def _agree(self, x: Tensor) -> tuple[Tensor, Layout]:
-        """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
-        if self.prepare().size == 1:
-            return x, lies_alone(self.P_x, tuple(x.shape))
-        layout, meta = self._agreement.agree_on(x)
-        x = as_agreed(x, meta, self.P_x.active)
-        return grad_alike(x, meta), layout
-
     @property
     def _agreement(self) -> Agreement[Entry]:
         """One for each state of the layer, in which all workers must be alike."""
         assert isinstance(self, torch.nn.Module)
+        # What this worker sees; what all must have in common is in the identity.
+        state = [self.training, torch.is_grad_enabled()]
         # not self.parameters(recurse=False), which takes as long as the exchange does
-        needs, is_off = needs_of(each for each in self._parameters.values() if each is not None)
-        state = (self.training, is_off, *needs)
+        for each in self._parameters.values():
+            state.append(each is not None and each.requires_grad)
         agreements: dict[Any, Agreement[Entry]] = self.__dict__.setdefault("_agreements", {})
-        if state not in agreements:
+        key = tuple(state)
+        if key not in agreements:
+            needs, is_off = needs_of(each for each in self._parameters.values() if each is not None)
             mode = "training" if self.training else "evaluation"
             label = f"{self!r} in {mode}{', under torch.no_grad()' if is_off else ''}"
-            agreements[state] = parts_agreement(self.prepare(), self.P_x, label, f"{label} {state}")
-        return agreements[state]
+            identity = f"{label} {(self.training, is_off, *needs)}"
+            agreements[key] = parts_agreement(self.prepare(), self.P_x, label, identity)
+        return agreements[key]
 
     def prepare(self) -> transport.Group:
         """Make the group, all workers together, here or in the first call of a copy; give it."""
         if self._group is None:
             self._group = self._make_group()
+            # asked once, as every question for this worker's number goes to torch.distributed
+            self._takes_part = transport.this_worker() in self._group.workers
         return self._group
 
     def _make_group(self) -> transport.Group:
@@ -181,7 +192,7 @@ class Layer(HasHandle):
         return (self.P_x,)
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("handle", "_agreements", "_group")
+        return name in ("handle", "_agreements", "_group", "_takes_part")
 
     def extra_repr(self) -> str:
         assert isinstance(self, torch.nn.Module)
@@ -198,10 +209,6 @@ class ComputingLayer(Layer):
 
     def of_spread(self, x: SpreadTensor, *args: Any, **settings: Any) -> Any:
         return compute_spread(self.compute, x, *args, **settings)
-
-    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
-        y, _ = self.compute(x, layout, *args, **settings)
-        return y
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
         raise NotImplementedError(f"{type(self).__name__} does not say how it computes")

@@ -64,13 +64,14 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         shapes: dict[str, Shape] = {"weight": (self.out_features, self.in_features)}
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
 
-    def compute(self, x: Tensor, layout: Layout) -> Result:
-        weight, bias = self.spread_parameters()
+    def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
         check_dtype(x, weight)
         shape = _shape(layout.shape, (self.out_features, self.in_features))
-        plan = self.product_on_grid(layout.shape, shape) or _in_rows(layout, shape)
-        y = linear_terms(SpreadTensor(x, layout), weight, bias, plan)
-        return self.onto_P_y(y, plan.terms)
+        if self.P_w is None:
+            plan = _in_rows(layout, shape)
+        else:
+            plan = self.on_grid(self.P_w, layout.shape, shape)
+        return linear_terms(SpreadTensor(x, layout), weight, bias, plan), plan.terms
 
 
 @lru_cache(maxsize=1024)
@@ -83,7 +84,7 @@ def _shape(shape: Shape, weight: Shape) -> Shape:
 def _in_rows(source: Layout, shape: Shape) -> Contraction:
     """Every worker reads all features of its rows, and computes the outputs of its place."""
     target = source.resized(shape)
-    features = Groups(1, source.shape[-1], shape[-1])
+    features = Groups(1, source.shape[-1], shape[-1])  # who has no outputs reads no features
     reads = Windowed(source, target, (*[None] * (len(shape) - 1), features)).read
     every = Cut((), ((0, source.shape[-1]),))
     rows = (shape[-1], source.shape[-1])

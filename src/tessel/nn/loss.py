@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, remember
+from tessel.core.agreement import Agreement, Held, Signature, TensorMeta, remember
 from tessel.core.checksum import checksum, is_dense
 from tessel.core.context import setting
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.shared import grad_alike
-from tessel.nn.layer import Layer, Result
+from tessel.nn.layer import Layer, Result, entered
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.reductions import without
@@ -63,18 +62,12 @@ class DistributedLossBase(Layer):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return super().forward(input, target)
 
-    def of_parts(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Any:
-        if self.prepare().size == 1 and self.fits(layout, *args):
-            return self.torch_forward(x, *args, **settings)
-        y, _ = self.compute(x, layout, *args, **settings)
-        return y
-
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
         others = self.agree_on_others(x, layout, *args)
         with setting(checked, True):  # no value is wrong
             return super().compute(x, layout, *others, **settings)
 
-    def fits(self, layout: Layout, *others: Any) -> bool:
+    def fits_torch(self, layout: Layout, *others: Any) -> bool:
         """Whether what goes with an input that one worker has is of its shape."""
         return all(_shape(each) == layout.shape for each in others)
 
@@ -134,8 +127,9 @@ class DistributedLossBase(Layer):
             for each in self.weights
         )
 
-    def _agreement_on(self, name: str, note: str) -> Agreement[tuple[dict[int, Shape], TensorMeta]]:
+    def _agreement_on(self, name: str, note: str) -> Agreement[Held]:
         """One for each state of the loss, in which all workers must be alike."""
+        # A checksum reads all of a weight: it is made again only when torch has counted a change.
         key = (name, note, self._settings, *map(_version, self.weights))
         agreements: dict[Any, Any] = self.__dict__.setdefault("_other_agreements", {})
         if key not in agreements:
@@ -143,9 +137,11 @@ class DistributedLossBase(Layer):
             weights = f" with weights of checksum {sums}" if sums else ""
             label = f"the {name} of {self!r}{note}{weights}"
             identity = f"{label} {self._settings}"
-            agreement = Agreement(self.prepare(), label, self.P_x.ranks, _both, identity)
+            agreement: Agreement[Held] = Agreement(
+                self.prepare(), label, self.P_x.ranks, lambda *held: held, identity
+            )
             remember(agreements, key, agreement)
-        found: Agreement[tuple[dict[int, Shape], TensorMeta]] = agreements[key]
+        found: Agreement[Held] = agreements[key]
         return found
 
     def _is_derived(self, name: str) -> bool:
@@ -154,10 +150,6 @@ class DistributedLossBase(Layer):
     def extra_repr(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self._settings[0]]
         return ", ".join([super().extra_repr(), *settings])
-
-
-def _both(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[dict[int, Shape], TensorMeta]:
-    return shapes, meta
 
 
 @lru_cache(maxsize=1024)
@@ -180,7 +172,7 @@ def _version(weight: Tensor | None) -> Any:
 def _spread(value: Tensor, agreed: Agreed, layout: Layout) -> SpreadTensor:
     """Parts that fit: the tensor needs a gradient, or carries a tangent, here if it does so
     anywhere."""
-    return SpreadTensor(grad_alike(as_agreed(value, agreed.meta, True), agreed.meta), layout)
+    return SpreadTensor(entered(value, layout, agreed.meta), layout)
 
 
 def _within_unit(x: Any) -> bool:
@@ -433,6 +425,7 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
         fault = 4 if bool((var.detach() < 0).any()) else 0
         lengths = zip(var.shape, layout.cuts, strict=False)
         splits = (length == 1 and len(cut.intervals) > 1 for length, cut in lengths)
+        # Parts that lie as the input does are of other elements on each worker, copies of the same.
         is_copy = var.ndim != len(layout.shape) or any(splits)
         return fault + NUM_FAULTS * checksum(var) if is_copy else fault
 
@@ -443,7 +436,7 @@ def _narrow_dim(agreed: Agreed, layout: Layout) -> int | None:
     inputs = [layout.shape_on(worker) for worker in agreed.shapes]
     if shapes == [shape[:-1] for shape in inputs]:
         return len(layout.shape) - 1
-    if shapes == inputs:
+    if shapes == inputs:  # also if each has one element along a dimension: nothing tells them apart
         return None
     for dim in range(len(layout.shape)):
         if shapes == [_with_one(shape, dim) for shape in inputs]:
@@ -471,7 +464,7 @@ class _OverClasses(DistributedLossBase):
     weight_names = ("weight",)
     takes_probabilities = False
 
-    def fits(self, layout: Layout, *others: Any) -> bool:
+    def fits_torch(self, layout: Layout, *others: Any) -> bool:
         shape, dim = _shape(others[0]), _class_dim(layout)
         is_probable = self.takes_probabilities and shape == layout.shape
         return is_probable or shape == layout.shape[:dim] + layout.shape[dim + 1 :]

@@ -10,20 +10,20 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from tessel.nn.layer import Layer
 
 
-class _AnyBatchNorm(_BatchNorm):
+class _AnyDims:
+    """A norm of tensors of two or more dimensions, the first two batch and channels."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+class _AnyBatchNorm(_AnyDims, _BatchNorm):
     """Torch's batch norm for any number of dimensions."""
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-
-class _AnyInstanceNorm(_InstanceNorm):
-    """Torch's instance norm for any number of dimensions, the first two batch and channels."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+class _AnyInstanceNorm(_AnyDims, _InstanceNorm):
+    """Torch's instance norm for any number of dimensions."""
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)

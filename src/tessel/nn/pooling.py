@@ -55,9 +55,17 @@ class _AvgPool(DistributedPoolingBase):
         )
 
 
-class _MaxPool(DistributedPoolingBase):
-    dilation: Any
+class MayGiveIndices(Layer):
+    """A pool that gives the places of the largest values, too, if it is asked to."""
+
     return_indices: bool
+
+    def placeholder(self, x: Tensor) -> Any:
+        return (x.clone(), x.new_empty(0, dtype=torch.int64)) if self.return_indices else x.clone()
+
+
+class _MaxPool(MayGiveIndices, DistributedPoolingBase):
+    dilation: Any
 
     def settings(self) -> MaximumPool:
         return MaximumPool.of(
@@ -69,9 +77,6 @@ class _MaxPool(DistributedPoolingBase):
             self.ceil_mode,
             self.return_indices,
         )
-
-    def placeholder(self, x: Tensor) -> Any:
-        return (x.clone(), x.new_empty(0, dtype=torch.int64)) if self.return_indices else x.clone()
 
 
 class DistributedAvgPool1d(_AvgPool, torch.nn.AvgPool1d):

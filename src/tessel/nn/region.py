@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tessel.core.agreement import Agreement, as_agreed
+from tessel.core.agreement import Agreement
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros, grad_alike
+from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
@@ -36,6 +36,7 @@ from tessel.nn.layer import (
     Layer,
     Result,
     compute_spread,
+    entered,
     lies_alone,
     needs_of,
     parts_agreement,
@@ -132,7 +133,12 @@ class HaloRegion(nn.Sequential):
             return y
         if not self.P_x.active:
             return input.clone()
-        y, _ = self.compute(*self._agree(input, self.P_x))
+        if self.P_x.size == 1:
+            layout = lies_alone(self.P_x, tuple(input.shape))
+        else:
+            layout, meta = self._agreement(self.P_x).agree_on(input)
+            input = entered(input, layout, meta)
+        y, _ = self.compute(input, layout)
         return y
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
@@ -154,13 +160,6 @@ class HaloRegion(nn.Sequential):
         P_x = self.P_x
         assert P_x is not None
         return [_step(layer, P_x) for layer in _chain(self)]
-
-    def _agree(self, x: Tensor, P_x: Partition) -> tuple[Tensor, Layout]:
-        """Learn the layout from all workers; an input that needs a gradient anywhere does here."""
-        if P_x.size == 1:
-            return x, lies_alone(P_x, tuple(x.shape))
-        layout, meta = self._agreement(P_x).agree_on(x)
-        return grad_alike(as_agreed(x, meta, True), meta), layout
 
     def _agreement(self, P_x: Partition) -> Agreement[Entry]:
         """One for each state of the layers, in which all workers must be alike."""
@@ -228,13 +227,15 @@ def planned(
     inputs = [source.shape, *shapes[:-1]]
     wraps = []
     for dim in range(len(source.shape)):
-        if source.is_split(dim):
+        if source.is_split(dim):  # what is whole wraps around in every layer by itself
             bends = _continued([each[dim] for each in (*inputs, shapes[-1])], fields, dim)
             if bends is not None:
                 inputs, fields, (before, after) = _bent(inputs, fields, dim, bends)
                 wraps.append(wrapped(source, dim, before, after))
                 source = wraps[-1].target
     stages: list[Windowed] = []
+    # From the last layer to the first: each computes what the one behind it reads, also what its
+    # neighbours compute, so that boxes grow towards the input.
     for shape, field in zip(reversed(inputs), reversed(fields), strict=True):
         is_first = len(stages) + 1 == len(fields)
         held = source if is_first else Windowed(source.resized(shape), target, field).read
@@ -484,13 +485,10 @@ class _Normalizing(RegionStep):
             )
         self.layer._check_input_dim(outline(shape))
         batched = shape if self._channel(shape) == 1 else (1, *shape)
-        norms.check("batch_norm", self._statistics, batched, x, range(1, 2))
-        return shape, (None,) * len(shape)
-
-    @property
-    def _statistics(self) -> dict[str, Any]:
         names = ("running_mean", "running_var", "weight", "bias", "eps")
-        return {name: getattr(self.layer, name) for name in names}
+        given = {name: getattr(self.layer, name) for name in names}
+        norms.check("batch_norm", given, batched, x, range(1, 2))
+        return shape, (None,) * len(shape)
 
     def _channel(self, shape: Shape) -> int:
         """The dimension of the channels, which an instance norm may have first."""

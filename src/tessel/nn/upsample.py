@@ -43,13 +43,19 @@ class DistributedUpsample(Layer, torch.nn.Upsample):
         align_corners: bool | None = None,
         recompute_scale_factor: bool | None = None,
     ) -> None:
-        torch.nn.Upsample.__init__(
-            self, size, scale_factor, mode, align_corners, recompute_scale_factor
-        )
-        self.place_on(P_x)
+        super().__init__(P_x, size, scale_factor, mode, align_corners, recompute_scale_factor)
 
 
-class DistributedUpsamplingNearest2d(DistributedUpsample, torch.nn.UpsamplingNearest2d):
+class _Upsampling2d(DistributedUpsample):
+    """One of torch's layers that have a mode of their own."""
+
+    def __init__(
+        self, P_x: Partition, size: Sizes | None = None, scale_factor: Factors | None = None
+    ) -> None:
+        super(DistributedUpsample, self).__init__(P_x, size, scale_factor)
+
+
+class DistributedUpsamplingNearest2d(_Upsampling2d, torch.nn.UpsamplingNearest2d):
     """Each value again and again, on a tensor over `P_x`: `torch.nn.UpsamplingNearest2d`.
 
     Forward:  y[i] = x[⌊i·n/m⌋] along each of the last 2 dimensions.
@@ -65,14 +71,8 @@ class DistributedUpsamplingNearest2d(DistributedUpsample, torch.nn.UpsamplingNea
     torch.Size([1, 1, 6, 8])
     """
 
-    def __init__(
-        self, P_x: Partition, size: Sizes | None = None, scale_factor: Factors | None = None
-    ) -> None:
-        torch.nn.UpsamplingNearest2d.__init__(self, size, scale_factor)  # type: ignore[arg-type]
-        self.place_on(P_x)
 
-
-class DistributedUpsamplingBilinear2d(DistributedUpsample, torch.nn.UpsamplingBilinear2d):
+class DistributedUpsamplingBilinear2d(_Upsampling2d, torch.nn.UpsamplingBilinear2d):
     """Values between those of a tensor over `P_x`: `torch.nn.UpsamplingBilinear2d`.
 
     Forward:  y[i] = (1 − λ)·x[j] + λ·x[j + 1], where j + λ = i·(n − 1)/(m − 1), along each of the
@@ -88,9 +88,3 @@ class DistributedUpsamplingBilinear2d(DistributedUpsample, torch.nn.UpsamplingBi
     >>> tessel.nn.DistributedUpsamplingBilinear2d(P, scale_factor=2)(torch.ones(1, 1, 3, 4)).shape
     torch.Size([1, 1, 6, 8])
     """
-
-    def __init__(
-        self, P_x: Partition, size: Sizes | None = None, scale_factor: Factors | None = None
-    ) -> None:
-        torch.nn.UpsamplingBilinear2d.__init__(self, size, scale_factor)  # type: ignore[arg-type]
-        self.place_on(P_x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import overload
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import from_bucket, replicate
+from tessel.core.shared import Replicate
 from tessel.transport import kept_in_job
 
 
@@ -29,32 +30,25 @@ def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ())
     """
     if parameter is None:
         return None
-    whole = shared_whole(layout.partition, parameter.shape)
-    return replicate(parameter, whole, _separate(layout, shared))
+    use = _use(layout, parameter.shape, shared)
+    return parameter if use is None else use.apply(parameter)
 
 
 def used_together(
     parameters: Sequence[Tensor], layout: Layout, shared: tuple[int, ...] = ()
 ) -> list[Tensor]:
     """The same for several parameters of one shape, whose gradients travel in one message."""
-    whole = shared_whole(layout.partition, parameters[0].shape)
-    separate = _separate(layout, shared)
-    found = [from_bucket(each, whole, separate) for each in parameters]
+    use = _use(layout, parameters[0].shape, shared)
+    if use is None:
+        return list(parameters)
+    found = [use.from_bucket(each) for each in parameters]
     if all(each is None for each in found):
         # without a gradient nothing will ever travel, and forward nothing does
         if not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters)):
             return list(parameters)
-        stack = torch.stack(list(parameters))
-        several = shared_whole(layout.partition, stack.shape)
-        return list(replicate(stack, several, separate).unbind())
+        return list(used(torch.stack(list(parameters)), layout, shared).unbind())
     pairs = zip(parameters, found, strict=True)
-    return [replicate(p, whole, separate) if each is None else each for p, each in pairs]
-
-
-def _separate(layout: Layout, shared: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes along which workers use a parameter for different parts."""
-    same = {*layout.shared, *shared}
-    return tuple(axis for axis in range(layout.partition.dim) if axis not in same)
+    return [use.apply(p) if each is None else each for p, each in pairs]
 
 
 def shared_whole(partition: Partition, shape: Sequence[int]) -> Layout:
@@ -65,3 +59,16 @@ def shared_whole(partition: Partition, shape: Sequence[int]) -> Layout:
 @kept_in_job
 def _shared_whole(partition: Partition, shape: Shape) -> Layout:
     return Layout.whole(partition, shape, shared=True)
+
+
+@kept_in_job
+def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | None:
+    """How workers use a value of this shape; None if all that have several do the same with it."""
+    sizes = layout.partition.shape
+    same = tuple(
+        axis
+        for axis, size in enumerate(sizes)
+        if size == 1 or axis in layout.shared or axis in shared
+    )
+    whole = shared_whole(layout.partition, shape)
+    return None if len(same) == len(sizes) else Replicate(whole, replace(whole, shared=same))

@@ -55,10 +55,15 @@ class Windowed:
         return Move(self.source, self.read)
 
     @cached_property
+    def stays(self) -> bool:
+        """Whether each worker reads its part and nothing else."""
+        return self.source == self.read
+
+    @cached_property
     def use(self) -> Replicate | None:
         """How workers use a value that they share where each has all that it reads; else None."""
         alike = self.source.partition == self.read.partition and self.source.cuts == self.read.cuts
-        return Replicate(self.source, self.read) if alike and self.source != self.read else None
+        return Replicate(self.source, self.read) if alike and not self.stays else None
 
     @cached_property
     def is_silent(self) -> bool:
@@ -70,7 +75,7 @@ class Windowed:
 
     def fetch(self, x: Tensor) -> Tensor:
         """This worker's part of the input to what it reads."""
-        if self.source == self.read:
+        if self.stays:
             return x
         if self.use is not None:
             return self.use.apply(x)  # a move would copy the part

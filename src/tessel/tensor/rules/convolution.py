@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -88,7 +88,7 @@ class ConvolutionSettings:
     mode: str
     groups: int
 
-    @property
+    @cached_property
     def num_dims(self) -> int:
         return len(self.stride)
 
@@ -253,22 +253,56 @@ def convolve_parts(
             then, separate terms of a sum where inputs are split.
     """
     check_dtype(x, weight)
-    shape = convolved(layout.shape, settings)
     if plan is not None:
         return _in_blocks(x, layout, weight, bias, settings, plan), plan.terms
-    own, added = used(weight, layout), used(bias, layout)
-    target = layout.resized(shape)
+    strips = overlapped_convolution
+    way = _way(layout, settings, strips.LEAST_VALUES, strips.LEAST_RATIO, strips.LARGEST_SHARE)
+    target, reads = way.target, way.reads
+    weight, bias = used(weight, layout), used(bias, layout)
     if layout.is_outside:
-        return anchored_zeros((0,), x, own, added), target
+        return anchored_zeros((0,), x, weight, bias), target
+    if reads is None:
+        return _of_whole(x, weight, bias, settings), target
+    if way.strips is not None:
+        return _by_strips(x, way.strips, weight, bias, settings), target
+    return of_read(reads.fetch(x), weight, bias, reads.padding, target, settings), target
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a convolution with a weight that all workers have is computed.
+
+    Attributes:
+        target: how the result lies.
+        reads: how workers come by what they read; None if each has all samples of its own whole.
+        strips: how they compute without a copy of their inputs, if that is possible and quicker.
+    """
+
+    target: Layout
+    reads: ConvolutionPlan | None
+    strips: overlapped_convolution.Stripped | None
+
+
+@kept_in_job
+def _way(
+    layout: Layout,
+    settings: ConvolutionSettings,
+    least_values: int,
+    least_ratio: int,
+    largest_share: float,
+) -> _Way:
+    shape = convolved(layout.shape, settings)
+    target = layout.resized(shape)
     channel = len(shape) - settings.num_dims - 1
     only_batch = not any(map(layout.is_split, range(channel, len(shape))))
-    if only_batch and layout.cuts[0] == target.cuts[0]:
-        return _of_whole(x, own, added, settings), target
-    y = _by_strips(x, layout, target, own, added, settings)
-    if y is None:
-        reads = planned(layout, target, settings.channels, settings)
-        y = of_read(reads.fetch(x), own, added, reads.padding, target, settings)
-    return y, target
+    if layout.is_outside or (only_batch and layout.cuts[0] == target.cuts[0]):
+        return _Way(target, None, None)
+    strips = None
+    if settings.mode == "zeros" and all(before == after for before, after in settings.widths):
+        windows = settings.windows(tuple(before for before, _ in settings.widths))
+        least = least_values and max(least_values, least_ratio * prod(settings.weight))
+        strips = overlapped_convolution.stripped(layout, target, windows, least, largest_share)
+    return _Way(target, planned(layout, target, settings.channels, settings), strips)
 
 
 def _in_blocks(
@@ -326,26 +360,12 @@ def _convolved(
 
 def _by_strips(
     x: Tensor,
-    layout: Layout,
-    target: Layout,
+    plan: overlapped_convolution.Stripped,
     weight: Tensor,
     bias: Tensor | None,
     settings: ConvolutionSettings,
-) -> Tensor | None:
-    """This worker's outputs without a copy of its inputs, if that is possible and quicker."""
-    widths = settings.widths
-    if settings.mode != "zeros" or any(before != after for before, after in widths):
-        return None
-    windows = settings.windows(tuple(before for before, _ in widths))
-    least = overlapped_convolution.LEAST_VALUES and max(
-        overlapped_convolution.LEAST_VALUES,
-        overlapped_convolution.LEAST_RATIO * prod(settings.weight),
-    )
-    plan = overlapped_convolution.stripped(
-        layout, target, windows, least, overlapped_convolution.LARGEST_SHARE
-    )
-    if plan is None:
-        return None
+) -> Tensor:
+    """This worker's outputs without a copy of its inputs."""
 
     def of_part(part: Tensor, padding: Numbers) -> Tensor:
         return _convolved(part, weight, bias, padding, settings)
@@ -398,14 +418,36 @@ def of_read(
     if 0 in target.local_shape or 0 in x.shape:  # outputs that read no inputs
         y = anchored_zeros(target.local_shape, x, weight, bias)
         return y if bias is None or 0 in y.shape else y + bias.reshape(-1, *[1] * D)
+    own = _own_channels(target, settings)
+    if not in_blocks and own.groups < settings.groups:
+        weight, bias = weight[own.rows], None if bias is None else bias[own.rows]
+    y = _convolved(x, weight, bias, padding, settings, own.groups)
+    if y.shape[-D - 1] == own.length:
+        return y
+    return y.narrow(-D - 1, own.start - own.rows.start, own.length)
+
+
+class _Channels(NamedTuple):
+    """The channels of a worker's outputs.
+
+    Attributes:
+        start: the first.
+        length: how many there are.
+        groups: how many groups they touch.
+        rows: all channels of these groups.
+    """
+
+    start: int
+    length: int
+    groups: int
+    rows: slice
+
+
+@kept_in_job
+def _own_channels(target: Layout, settings: ConvolutionSettings) -> _Channels:
     box = target.box()
     assert box is not None
-    channels, own = settings.channels, box[-D - 1]
-    first, stop = channels.touched(own)
-    origin = own[0] if in_blocks else first * channels.size
-    if not in_blocks and stop - first < channels.groups:
-        rows = slice(origin, stop * channels.size)
-        weight, bias = weight[rows], None if bias is None else bias[rows]
-    y = _convolved(x, weight, bias, padding, settings, stop - first)
-    length = own[1] - own[0]
-    return y if y.shape[-D - 1] == length else y.narrow(-D - 1, own[0] - origin, length)
+    start, stop = box[-settings.num_dims - 1]
+    size = settings.channels.size
+    first, last = settings.channels.touched((start, stop))
+    return _Channels(start, stop - start, last - first, slice(first * size, last * size))

@@ -62,7 +62,7 @@ class TransposedSettings:
     dilation: Numbers
     groups: int
 
-    @property
+    @cached_property
     def num_dims(self) -> int:
         return len(self.stride)
 
