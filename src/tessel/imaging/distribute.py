@@ -103,15 +103,13 @@ def distribute(
         case "physics" | "linear_physics":
             is_linear = kind == "linear_physics"
             cls = DistributedStackedLinearPhysics if is_linear else DistributedStackedPhysics
-            items = _listed(object, "physics_list")
-            make, count = _factory(items, object, num_operators, dtype, "physics")
+            make, count = _factory(object, num_operators, dtype, "physics")
             return cls(ctx, count, make, gather_strategy=gather_strategy, **kwargs)
         case "data_fidelity":
-            items = _listed(object, "data_fidelity_list")
-            if items is None and hasattr(object, "grad"):
+            if hasattr(object, "grad") and _listed(object, "data_fidelity_list") is None:
                 one = on_device(object, ctx.device, dtype)
                 return DistributedStackedFidelity(ctx, one, num_operators, **kwargs)
-            make, count = _factory(items, object, num_operators, dtype, kind)
+            make, count = _factory(object, num_operators, dtype, kind)
             return DistributedStackedFidelity(ctx, make, count, **kwargs)
         case "parameters":
             return _parameters(object, ctx, **kwargs)
@@ -148,9 +146,10 @@ def _agreed_kind(
 
 
 def _factory(
-    items: list[Any] | None, given: Any, count: int | None, dtype: torch.dtype | None, kind: str
+    given: Any, count: int | None, dtype: torch.dtype | None, kind: str
 ) -> tuple[Callable[..., Any], int]:
     """A function that makes number i, and how many there are."""
+    items = _listed(given, f"{kind}_list")
     if items is not None:
         if count is not None and count != len(items):
             raise ValueError(f"distribute: num_operators={count}, and there are {len(items)}")

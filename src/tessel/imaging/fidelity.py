@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core import Shape, Signature, agree_and_tell, anchored_zeros, total
+from tessel.core import Layout, Shape, Signature, agree_and_tell, anchored_zeros, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
@@ -22,9 +22,10 @@ from tessel.imaging.parameters import (
     known,
     tensors_of,
 )
-from tessel.imaging.parts.operators import Operator, PartOperator, Whole, vjp
+from tessel.imaging.parts.operators import Operator, Whole, vjp
 from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall
 from tessel.imaging.signal import Image, local_data
+from tessel.transport import kept_in_job
 
 REDUCTIONS = ("sum", "mean")
 # What fidelities of users raise for tensors that they were not made for.
@@ -270,7 +271,7 @@ class PartFidelity:
             )
         u = operator.A(x)
         if not self.is_separable:
-            whole = _whole_of(operator)
+            whole = _whole_of(operator.codomain)
             return whole.computed(
                 lambda u, y: f(u, y, _PLAIN).reshape(shape),
                 *(whole.gather(u), whole.gather(y)),
@@ -298,7 +299,7 @@ class PartFidelity:
         # begins: at its peak a worker holds one of the two beside the image.
         u = operator.A(x)
         if not self.is_separable:
-            whole = _whole_of(operator)
+            whole = _whole_of(operator.codomain)
             u = whole.image(partial(gradient, f, _PLAIN), u, whole.gather(y), users=f)
         elif 0 in u.shape:
             u = idle(tuple(u.shape), f, u, y)
@@ -364,9 +365,10 @@ class PartFidelity:
         return True
 
 
-def _whole_of(operator: PartOperator) -> Whole:
-    """The whole measurement of an operator, on the first worker that has a part of it."""
-    return Whole(_PLAIN, operator.codomain, operator.codomain.partition.ranks[0])
+@kept_in_job
+def _whole_of(layout: Layout) -> Whole:
+    """The whole of a measurement in parts, on the first worker that has one."""
+    return Whole(_PLAIN, layout, layout.partition.ranks[0])
 
 
 def gradient(fidelity: Any, physics: Any, x: Tensor, y: Tensor, *args: Any, **kw: Any) -> Tensor:

@@ -257,16 +257,31 @@ class DistributedPhysics:
         ranks = self.rows.own.partition.ranks
         return ranks[position % len(ranks)]
 
-    def check_count(self, call: str, values: Sequence[Tensor]) -> None:
-        """Raise on all workers unless there is one tensor for each of this worker's operators."""
+    def check_call(
+        self,
+        call: str,
+        values: Sequence[Tensor] | None,
+        shared: Any = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise on all workers if this call cannot be made; see `enter`."""
         # Other workers may have as many as they need, and would wait for this one: all are told.
-        if len(values) != len(self.local_operators):
+        if values is not None and len(values) != len(self.local_operators):
             call += (
                 f": worker {self.ctx.rank} has the operators {self.local_indices} and needs as "
                 f"many tensors, {len(self.local_indices)}, got {len(values)}"
             )
             agree_on_call(self.partition, call)
             raise ValueError(call)
+        if self._common and self.is_whole:
+            check_common(self._label, self._common, (self.shared, shared), WAY_OUT)
+        elif self._common:
+            way_out = "use a signal without partition, or let it need no gradient"
+            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
+        if settings and not self.is_whole:
+            raise NotImplementedError(
+                f"{call}: operators on an image in parts take no arguments, got {dict(settings)}"
+            )
 
     def _each(
         self,
@@ -340,20 +355,12 @@ class DistributedPhysics:
             users: further objects whose parameters are used.
             arguments: of operators or fidelities, of whole images only.
         """
-        has_image = x is not None or measured is None
-        ys, anchor = list(measured or ()), anchor_of(measured)
-        if measured is not None:
-            self.check_count(call, ys)
-        everyones_objects = (self.shared if self.is_whole else (), shared)
-        if self._common:
-            self._check_common(everyones_objects)
-        if arguments[1] and not self.is_whole:
-            raise NotImplementedError(
-                f"{call}: operators on an image in parts take no arguments, got "
-                f"{dict(arguments[1])}"
-            )
+        self.check_call(call, measured, shared, arguments[1])
         if not self.active:
             return None
+        ys, anchor = list(measured or ()), anchor_of(measured)
+        has_image = x is not None or measured is None
+        everyones_objects = (self.shared if self.is_whole else (), shared)
         everyones, own = learned(everyones_objects, arguments), list[Tensor]()
         said = f"{call}{gradients_of(everyones)}" if everyones else call
         images = [x] if has_image else []
@@ -392,14 +399,6 @@ class DistributedPhysics:
             args,
             settings,
         )
-
-    def _check_common(self, known: Any) -> None:
-        """Raise if a tensor of several rows would get parts of a gradient; `known` are shared."""
-        if self.is_whole:
-            check_common(self._label, self._common, known, WAY_OUT)
-        else:
-            way_out = "use a signal without partition, or let it need no gradient"
-            check_common(f"{self._label} of an image in parts", self._common, (), way_out)
 
     def _learned_by_row(self, everyones: list[Tensor], users: Any) -> list[Tensor]:
         """What operators and further objects use that needs a gradient, and is not everyone's.
@@ -618,7 +617,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
             max_iter: at most so many steps; a warning says if they did not suffice.
         """
-        self.check_count(f"{self._label}.A_dagger", ys)
+        self.check_call(f"{self._label}.A_dagger", ys)
         ys = LocalTensors(ys, anchor_of(ys))
         with torch.no_grad():  # what the adjoint gives says what an image is
             x = torch.zeros_like(self.A_adjoint(ys))

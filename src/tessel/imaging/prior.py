@@ -517,12 +517,12 @@ class LocalWindows(Tiling):
 
     def patches(self, read: Tensor, indices: list[int]) -> Pairs:
         """The windows of these numbers, from what this worker reads."""
-        box = self._along(self.read)
+        box, _ = self._boxes
         return [(i, self.strategy.cut_out(read, self.windows[i], box)) for i in indices]
 
     def put(self, out: Tensor, pairs: Pairs) -> None:
         """Put what the prior made of windows into its place."""
-        box = self._along(self.written)
+        _, box = self._boxes
         for i, patch in pairs:
             self.strategy.put_back(out, patch, self.windows[i], box)
 
@@ -566,11 +566,13 @@ class LocalWindows(Tiling):
                 cuts.append(Cut(cut.axes, ((0, length), *[(0, 0)] * (len(cut.intervals) - 1))))
         return replace(self.layout, cuts=tuple(cuts), shared=())
 
-    def _along(self, layout: Layout) -> Box:
-        """This worker's box, along the dimensions that are cut."""
-        box = layout.box()
-        assert box is not None
-        return tuple(box[dim] for dim in self.strategy.dims)
+    @cached_property
+    def _boxes(self) -> tuple[Box, Box]:
+        """What this worker reads and answers for, along the dimensions that are cut."""
+        read, written = self.read.box(), self.written.box()
+        assert read is not None and written is not None
+        dims = self.strategy.dims
+        return tuple(read[dim] for dim in dims), tuple(written[dim] for dim in dims)
 
 
 def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:

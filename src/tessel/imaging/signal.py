@@ -62,6 +62,7 @@ class DistributedSignal:
         # On how many workers each part lies.
         self._copies = math.prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
         self._update = f"DistributedSignal.update_ in {self.layout}"
+        self._identity = f"{self._update} {self.layout.identity}"
         call = f"DistributedSignal(shape={self._shape}, dtype={self.dtype}) in {self.layout}"
         # Whether a worker was given values is its own affair: all hear of it before one sends.
         _, told = agree_and_tell(ctx.partition, call, (), [int(init is not None)])
@@ -129,9 +130,8 @@ class DistributedSignal:
                 part = self.layout.local_part(data).to(self.device)
         # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
         number = 0 if part is None or self._copies == 1 else checksum_of([part])
-        workers, identity = self.layout.partition, f"{self._update} {self.layout.identity}"
         [(shapes, meta)], told = agree_and_tell(
-            workers, self._update, [("the tensor", data)], [number], identity
+            self.layout.partition, self._update, [("the tensor", data)], [number], self._identity
         )
         self._check(shapes, meta.dtype)
         assert part is not None

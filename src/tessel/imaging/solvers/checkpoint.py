@@ -152,21 +152,7 @@ class Checkpoint:
         if newest is None:
             return start, 0, History()
         iteration, size = newest
-        folders = [self._path(self._own(iteration, space))]
-        notes = self._loaded(folders, None, space) if size == space.workers.size else None
-        layouts = tell(space.workers, notes and notes.layout).values()
-        stays = notes is not None and set(layouts) == {space.layout.identity}
-        if not stays:  # each worker reads the boxes that it needs from the shards of all
-            folders = [self._path(_Shard(iteration, place, size)) for place in range(size)]
-            self._tell(
-                [folder.name for folder in folders if not folder.exists()],
-                "is of other parts of the image, for which every worker reads all files, and "
-                "worker {worker} does not see {told}",
-                space,
-            )
-            written = (self._loaded([folder], None, space) for folder in folders)
-            notes = next(each for each in written if each.shards)  # of one that held a part
-        assert notes is not None
+        notes, folders, stays = self._notes(iteration, size, space)
         kind = _kind(method, space, start)
         differ = [name for name in kind if notes.kind.get(name) != kind[name]]
         told = "; ".join(
@@ -184,13 +170,7 @@ class Checkpoint:
             if space.layout.partition.active
         }
         self._loaded(folders, _parts(space.layout, room), space)
-        others = notes.others
-        if not stays:  # what is no number lies as it did on a worker of before: `complete` makes it
-            others = {name: start[name] for name in notes.shards if name not in room}
-            for name, each in notes.others.items():
-                is_number = each.dim() == 0 if isinstance(each, Tensor) else True
-                if is_number and not isinstance(each, list):
-                    others[name] = each
+        others = notes.others if stays else _numbers(notes, start, room)
         values = _copied({**others, **room}, start["x"].device)
         if set(start) - set(values):
             values = method.complete(values, space)
@@ -205,6 +185,24 @@ class Checkpoint:
         if start["x"].is_cuda and "cuda" in notes.random:
             torch.cuda.set_rng_state(notes.random["cuda"], start["x"].device)
         return values, iteration, History(notes.history)
+
+    def _notes(self, iteration: int, size: int, space: Space) -> tuple[_Notes, list[Path], bool]:
+        """Notes, the folders to read from, and whether the image lies as it did on all workers."""
+        folders = [self._path(self._own(iteration, space))]
+        notes = self._loaded(folders, None, space) if size == space.workers.size else None
+        layouts = tell(space.workers, notes and notes.layout).values()
+        if notes is not None and set(layouts) == {space.layout.identity}:
+            return notes, folders, True
+        # Each worker reads the boxes that it needs from the shards of all.
+        folders = [self._path(_Shard(iteration, place, size)) for place in range(size)]
+        self._tell(
+            [folder.name for folder in folders if not folder.exists()],
+            "is of other parts of the image, for which every worker reads all files, and "
+            "worker {worker} does not see {told}",
+            space,
+        )
+        written = (self._loaded([folder], None, space) for folder in folders)
+        return next(each for each in written if each.shards), folders, False  # one held a part
 
     def _newest(self, space: Space) -> tuple[int, int] | None:
         """The newest iteration that is complete, and how many workers wrote it."""
@@ -311,6 +309,19 @@ def _parts(layout: Layout, values: Values) -> dict[str, Part]:
         for name, value in values.items()
         if value.numel()
     }
+
+
+def _numbers(notes: _Notes, start: Values, room: Values) -> Values:
+    """Of the other values those that are numbers, and on a worker without a part, its start.
+
+    What is no number lies as it did on a worker of before: `Method.complete` makes it.
+    """
+    found = {name: start[name] for name in notes.shards if name not in room}
+    for name, each in notes.others.items():
+        is_number = each.dim() == 0 if isinstance(each, Tensor) else not isinstance(each, list)
+        if is_number:
+            found[name] = each
+    return found
 
 
 def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:
