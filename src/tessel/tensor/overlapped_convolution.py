@@ -210,8 +210,14 @@ class _Geometry:
             dim = self.lead + e
             if e == d:
                 halo = (own[dim][1], read[dim][1]) if is_right else (read[dim][0], own[dim][0])
-                taps = _taps(self.windows[e], outputs, own[dim], is_right)
-                covered[dim] = _hull(self.windows[e], outputs, taps)
+                window = self.windows[e]
+                taps = _taps(window, outputs, own[dim], is_right)
+                first, last = (window.first(output) for output in (outputs[0], outputs[1] - 1))
+                # what these outputs read through these entries of the kernel
+                covered[dim] = (
+                    first + window.dilation * taps[0],
+                    last + window.dilation * (taps[1] - 1) + 1,
+                )
                 box[dim] = overlap(halo, covered[dim]) or (halo[0], halo[0])
                 padding[e] = 0
             elif self._is_split(e):
@@ -222,8 +228,8 @@ class _Geometry:
             tuple(stop - start for start, stop in covered),
             tuple(box),
         )
-        first = out[self.lead + d][0]
-        local = (outputs[0] - first, outputs[1] - first)
+        begin = out[self.lead + d][0]
+        local = (outputs[0] - begin, outputs[1] - begin)
         return Edge(d - len(self.windows), local, taps, strip, tuple(padding))
 
 
@@ -234,9 +240,3 @@ def _taps(window: Window, outputs: Interval, own: Interval, is_right: bool) -> I
         return max(0, ceil(distance / window.dilation)), window.kernel
     distance = own[0] - window.first(outputs[0])
     return 0, min(window.kernel, ceil(distance / window.dilation))
-
-
-def _hull(window: Window, outputs: Interval, taps: Interval) -> Interval:
-    """What these outputs read through these entries of the kernel."""
-    start = window.first(outputs[0]) + window.dilation * taps[0]
-    return start, window.first(outputs[1] - 1) + window.dilation * (taps[1] - 1) + 1

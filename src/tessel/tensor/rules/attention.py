@@ -92,23 +92,18 @@ def _planned(name: str, operands: tuple[torch.Tensor, ...]) -> Any:
         batch[len(batch) - each.dim() + 2 :] + end
         for each, end in zip(operands, ends, strict=False)
     )
-    layouts = [
-        _loosened(each._layout, number) if isinstance(each, Tensor) else None
-        for number, each in enumerate(operands)
-    ]
-    layouts[3:] = [None] * len(layouts[3:])  # a mask lies as the others want it
+    layouts: list[Layout | None] = [None] * len(operands)  # a mask lies as the others want it
+    for number, each in enumerate(operands[:3]):
+        if isinstance(each, Tensor):
+            layout, sequence, features = each._layout, each.dim() - 2, each.dim() - 1
+            there = hosted(layout, (sequence, features))
+            # Queries that nothing can host stay where they are: each is on its own. Keys and
+            # values cannot, since every query reads all of them.
+            is_hosted = number or len(there.shared) == len(layout.shared)
+            layouts[number] = there if is_hosted else hosted(layout, (features,))
     shapes = tuple(tuple(each.shape) for each in operands)
     partition = check_partition(name, operands)
     return planned(partition, indices, batch + "XV", shapes, tuple(layouts))
-
-
-def _loosened(layout: Layout, number: int) -> Layout:
-    """Queries, keys or values with whole vectors, and whole sequences if they can be hosted."""
-    sequence, features = len(layout.shape) - 2, len(layout.shape) - 1
-    there = hosted(layout, (sequence, features))
-    if number or len(there.shared) == len(layout.shared):
-        return there
-    return hosted(layout, (features,))
 
 
 def _with_dropout(

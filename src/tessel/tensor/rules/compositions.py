@@ -83,6 +83,7 @@ def matrix_power(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     outlines(func, args, kwargs)  # torch's own error
     if power < 0:
         x, power = torch.linalg.inv(x), -power
+    # the power of zero as a sum with x, so that it lies as x does
     found = x - x + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if not power else None
     while power:
         if power % 2:
@@ -180,7 +181,7 @@ def renorm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     (dim,) = dims_of(given["dim"], x._layout)
     others = [d for d in range(x.dim()) if d != dim]
     norms = torch.linalg.vector_norm(x, given["p"], others, keepdim=True)
-    return x * torch.where(norms > most, most / (norms + 1e-7), 1.0)
+    return x * torch.where(norms > most, most / (norms + 1e-7), 1.0)  # torch's own number
 
 
 @rule("cov")

@@ -312,9 +312,8 @@ def pieces(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x = args[0]
     bounds = argument(args, kwargs, 1, "tensor_indices_or_sections")
     if isinstance(bounds, torch.Tensor):
-        bounds = bounds.full() if isinstance(bounds, Tensor) else bounds
         dim = argument(args, kwargs, 2, "dim", 0)
-        return x.tensor_split(bounds.tolist(), dim)
+        return x.tensor_split(whole_of(bounds).tolist(), dim)
     outline = outlines(func, args, kwargs)
     if name in ("hsplit", "vsplit", "dsplit"):
         dim = {"hsplit": 0 if x.dim() == 1 else 1, "vsplit": 0, "dsplit": 2}[name]

@@ -104,22 +104,16 @@ def of_read(
     # by tables where the positions are no others, then by torch's own function
     if any(line.length is None for line in lines):
         x = _by_tables(x.float() if dtype in _REDUCED else x, lines)
-    if not all(line.stays for line in lines):
-        x = _extended(x, lines, settings)
-    return x.to(dtype)
-
-
-def _extended(x: Tensor, lines: tuple[Line, ...], settings: InterpolationSettings) -> Tensor:
-    """All lines that torch's own function can make longer or shorter; the others stay."""
-    mode = settings.mode
-    corners = None if mode in _NEAREST else settings.align_corners
+    if all(line.stays for line in lines):
+        return x.to(dtype)
+    corners = None if settings.mode in _NEAREST else settings.align_corners
     if any(line.scale is not None for line in lines):
         scales = tuple(1.0 if line.scale is None else line.scale for line in lines)
-        y = F.interpolate(x, None, scales, mode, corners)
+        y = F.interpolate(x, None, scales, settings.mode, corners)
     else:
         sizes = [line.length or have for line, have in zip(lines, x.shape[2:], strict=True)]
-        y = F.interpolate(x, sizes, None, mode, corners)
-    return y[(slice(None), slice(None), *(line.wanted for line in lines))]
+        y = F.interpolate(x, sizes, None, settings.mode, corners)
+    return y[(slice(None), slice(None), *(line.wanted for line in lines))].to(dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -82,9 +83,7 @@ def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout
         cuts[masked] = mask.cuts  # a tensor that is whole there is cut as its mask is
     if any(len(cut.intervals) > 1 for cut in cuts[at + 1 : at + count]):
         axes = tuple(axis for cut in cuts[masked] for axis in cut.axes)
-        parts = 1
-        for axis in axes:
-            parts *= layout.partition.shape[axis]
+        parts = prod(layout.partition.shape[axis] for axis in axes)
         cuts[masked] = [Cut.whole(length) for length in layout.shape[masked]]
         cuts[at] = Cut(axes, boxes.balanced(layout.shape[at], parts))
     return of_cuts(layout.partition, layout.shape, cuts)
@@ -105,9 +104,8 @@ def _lengths(mask: torch.Tensor, part: torch.Tensor, cut: Cut, partition: Any) -
         whole = mask._part if isinstance(mask, Tensor) else mask
         return [int(whole[start:stop].sum()) for start, stop in cut.intervals]
     num_parts = len(cut.intervals)
-    shared = tuple(axis for axis in range(partition.dim) if axis not in cut.axes)
     own = Cut(cut.axes, tuple((k, k + 1) for k in range(num_parts)))
-    source = Layout(partition, (num_parts,), (own,), shared)
+    source = of_cuts(partition, (num_parts,), (own,))
     target = Layout.whole(partition, (num_parts,), shared=True)
     found: list[int] = move(source, target).apply(part.sum().reshape(1)).tolist()
     return found

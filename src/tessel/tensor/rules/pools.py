@@ -223,7 +223,14 @@ class AveragePool(Pool):
 
     def pool(self, x: Tensor, plan: Windowed, frame: Frame) -> Tensor:
         least = frame.kernel if len(self.windows) == 3 else None  # what torch's own asks for
-        sums = _sums(frame.filled(x, 0.0, least), frame)[frame.outputs]
+        x = frame.filled(x, 0.0, least)
+        kernel, stride, padding = frame.kernel, frame.stride, frame.padding
+        if len(kernel) == 1:  # torch's own in one dimension takes no divisor
+            sizes = (1, *kernel), (1, *stride), (0, *padding)
+            sums = F.avg_pool2d(x.unsqueeze(-2), *sizes, True, True, 1).squeeze(-2)
+        else:
+            sums = self.function(x, kernel, stride, padding, True, True, 1)
+        sums = sums[frame.outputs]
         divisor = self._divisor(plan, frame, x)
         if sums.is_floating_point():
             return sums / divisor
@@ -246,18 +253,6 @@ class AveragePool(Pool):
             return math.prod(each[0] for each in counts)
         tensors = [torch.tensor(each, dtype=x.dtype, device=x.device) for each in counts]
         return math.prod(torch.meshgrid(*tensors, indexing="ij"))
-
-
-def _sums(x: Tensor, frame: Frame) -> Tensor:
-    """The sum over each window."""
-    kernel, stride, padding = frame.kernel, frame.stride, frame.padding
-    if len(kernel) == 1:  # torch's own in one dimension takes no divisor
-        pooled = F.avg_pool2d(
-            x.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), True, True, 1
-        )
-        return pooled.squeeze(-2)
-    average = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
-    return average(x, kernel, stride, padding, True, True, 1)
 
 
 @lru_cache(maxsize=1024)
