@@ -177,6 +177,8 @@ class _TensorMovement(Movement):
     @property
     def _what(self) -> str:
         if isinstance(self.state, Sharding) and self._is_of_another_group:
+            # Workers that say different things raise, and here each has a group of its own: so
+            # these words tell which part it is, and not of whom.
             sharding = self.state
             part = f"part {sharding.partition.rank} of {sharding.partition.size}"
             return (

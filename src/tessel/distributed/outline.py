@@ -123,6 +123,7 @@ def _at(
 
     None if the function of its part is not its part of the result.
     """
+    # by the place: all workers draw the same, and come to the same answer
     draws = torch.Generator().manual_seed(place)
 
     def outline(each: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,6 +221,7 @@ def _supposed(partition: Partition) -> Partition:
 @kept_in_job
 def _as_worker(row: Collection[int] | Partition, place: int) -> Partition:
     """As many workers, this one at another place among them."""
+    # numbers that no worker has: whoever sends something to one of them fails
     ranks = [-1 - k for k in range(row.size if isinstance(row, Partition) else len(row))]
     ranks[place] = transport.this_worker()
     return silent_row(ranks)

@@ -13,7 +13,7 @@ tensors beside it may be parts as well, and random numbers are its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -49,7 +49,7 @@ def common_sharding(name: str, args: tuple[Any, ...], kwargs: Any) -> Sharding |
         if isinstance(each, Tensor):
             state = state_of(each)
             if each.shape != shape and (each.ndim or state is not None):
-                return None
+                return None  # it broadcasts, and may be split somewhere else
             if state is None:
                 if derives and each.requires_grad:
                     return None
@@ -241,7 +241,9 @@ def _is_other(call: TorchCall) -> bool:
 def _pointwise(call: TorchCall, result: Tensor) -> State:
     """Shardings count from the last dimension, as broadcasting does."""
     found: Sharding | None = None
-    for sharding, shape in _shardings(call):
+    for sharding, shape in zip(call.states, call.shapes, strict=True):
+        if not isinstance(sharding, Sharding):
+            continue
         dim = sharding.dim + result.ndim - len(shape)
         if not 0 <= dim < result.ndim or result.shape[dim] != shape[sharding.dim]:
             return call.lost("as it broadcasts the split dimension")
@@ -249,12 +251,6 @@ def _pointwise(call: TorchCall, result: Tensor) -> State:
         if found is None:
             return call.lost("of shards along different dimensions, sizes or workers")
     return found
-
-
-def _shardings(call: TorchCall) -> Iterator[tuple[Sharding, Shape]]:
-    for state, shape in zip(call.states, call.shapes, strict=True):
-        if isinstance(state, Sharding):
-            yield state, shape
 
 
 def _weight_norm(call: TorchCall, result: Tensor) -> State:

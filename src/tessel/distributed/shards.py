@@ -94,7 +94,7 @@ class Shard(Tensor):
     ) -> Any:
         for each in types:
             if not issubclass(cls, each):
-                return NotImplemented
+                return NotImplemented  # a spread tensor, which makes one of the shard
         if torch.compiler.is_compiling():
             return _computed(func, args, kwargs or {})
         name = calls.name_of(func)
@@ -453,6 +453,8 @@ def shared_by(parameter: Tensor) -> Partition | None:
 
 def _become(fresh: Tensor, sharding: Sharding | UnknownSharding) -> Shard:
     """Turn a plain tensor into a shard: one that nobody else has, or that is to be one itself."""
+    # not as_subclass, which gives another tensor: the user's own is registered, and a result that
+    # nobody has yet needs no view of itself in autograd's graph
     fresh.__class__ = Shard
     assert isinstance(fresh, Shard)
     fresh._tessel_sharding = sharding

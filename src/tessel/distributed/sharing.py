@@ -197,7 +197,7 @@ def _is_shared(tensor: Tensor, place: int | None, length: int) -> bool:
     # Only a leaf tells whether it is a part, and only if each of its numbers stayed in its place:
     # a value that was expanded, or computed by a matrix, is as long as a part in the end.
     ends: list[Any] = []
-    for each in _origins([tensor.grad_fn], lambda node: not _keeps_places(node), ends):
+    for each in _origins([tensor.grad_fn], _may_move, ends):
         if _is_of_all(each) and not (isinstance(each, Tensor) and is_part(each)):
             return True
     return any(map(_is_of_all, _origins(ends)))
@@ -210,21 +210,23 @@ def _is_of_all(origin: Any) -> bool:
     return isinstance(origin, Tensor) and state_of(origin) is None
 
 
-def _keeps_places(node: Any) -> bool:
-    """Whether the elements of a result lie where those lie that it was computed from.
-
-    Places count from the end, as in broadcasting; so what is expanded keeps those that it had.
-    """
-    return not isinstance(node, BackwardCFunction) and _is_node_of_places(node.name())
+def _may_move(node: Any) -> bool:
+    """Whether elements of a result may lie elsewhere than those that it was computed from."""
+    # a class of the user's own may have the name of one of torch's
+    return isinstance(node, BackwardCFunction) or not _keeps_places(node.name())
 
 
 @lru_cache(maxsize=1024)
-def _is_node_of_places(name: str) -> bool:
-    """The same by the name of a node, `LeakyReluBackward0` for `leaky_relu`."""
+def _keeps_places(name: str) -> bool:
+    """Whether a node is of a pointwise function, as `LeakyReluBackward0` is of `leaky_relu`.
+
+    Places count from the end, as in broadcasting; so what is expanded keeps those that it had.
+    """
     found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)Backward(?:s|\d+)", name)
     if found is None:
         return False
     function = re.sub("(?<=[a-z])(?=[A-Z])", "_", found[1]).lower()
+    # `max` and `min` are pointwise of two tensors only, and then autograd calls them `maximum`
     return function in _KEEP_PLACES or (is_pointwise(function) and function not in REDUCTIONS)
 
 

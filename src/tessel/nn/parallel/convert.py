@@ -66,6 +66,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
     wrappers = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
     inside = {id(inner) for wrapper in wrappers for inner in wrapper.modules()}
     wrapped = conversion.splits and any(id(each) in inside for _, each in layers)
+    # workers that have other models raise now, before the first parameter travels
     listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
     agree_on_call(conversion.partition, f"{conversion.name} {problem} {wrapped=}\n{listing}")
     if wrapped:

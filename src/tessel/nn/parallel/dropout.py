@@ -62,6 +62,7 @@ class ParallelDropout(torch.nn.Dropout):
         if self.inplace and input.is_leaf and input.requires_grad and torch.is_grad_enabled():
             name += " of a leaf that needs a gradient"  # which torch refuses, where it is one
         layout, seed, meta = _agree(row, name, state, input)
+        # of 63 random bits each: the bound for p = 1, 2**63, is no int64 any more
         kept = bits(seed, places(layout, input.device), 0) >= min(int(self.p * 2.0**63), SEEDS)
         mask = kept.to(input.dtype).mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
         return grad_alike(input.mul_(mask) if self.inplace else input * mask, meta)

@@ -53,6 +53,7 @@ class ShardedProduct:
     @property
     def label(self) -> str:
         mode = ", under torch.no_grad()" if self.is_off else ""
+        # what is wrong on one worker only is part of what it says, so that all others hear it
         wrong = f" and {self.problem}" if self.problem else ""
         return (
             f"{self.name} over {self.partition}{mode}, where the input is "
@@ -66,7 +67,7 @@ class ShardedProduct:
 
     def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Layout, TensorMeta]:
         """How the whole input lies; raises, as torch does, if it does not fit the weight."""
-        if self.problem:
+        if self.problem:  # on all workers: they all said so
             raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
         check_known(self.state, self.label)
         pairs: list[tuple[str, Any, Any]] = [("device", meta.device, self.device)]
