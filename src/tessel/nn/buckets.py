@@ -208,7 +208,7 @@ class BucketedForward:
         if transport.this_worker() not in group.workers:
             return
         call = f"{type(self.module).__name__} with {described(plan)}"
-        known = self._partitions[: NUM_WORDS - 1]
+        known = self._partitions[: NUM_WORDS - 1]  # a word for each, after that of the call
         others = [each for each in plan if each.use.partition not in known]
         codes = [code_of(f"{type(self.module).__name__} {len(known)} {others}")]
         for partition in known:  # of what lies on others this worker knows nothing
@@ -217,6 +217,7 @@ class BucketedForward:
         said = np.frombuffer(group.share_words(codes), np.int64).reshape(group.size, -1)
         for column in said.T[: len(codes)]:
             everyones = np.zeros_like(said)
+            # who is not of the partition, and says zero, agrees with anybody
             everyones[:, 0] = np.where(column == 0, column.max(), column)
             group.check_same_call(everyones.tobytes(), call)
 

@@ -186,12 +186,13 @@ class Entrance:
         ):
             args, kwargs = self._entered(args, kwargs)
             result = self.forward(*args, **kwargs)
-        return result if spread else tree_map(_left, result)
+        return result if spread else tree_map(_left, result)  # as the input came
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
         """The arguments, with spread tensors in the places of parts."""
         found = [each for each in tensors(args, kwargs) if not isinstance(each, SpreadTensor)]
         dims = tuple(each.dim() for each in found)
+        # Axis d splits dimension d, so that what has other dimensions is no part, and is whole.
         parts = [each for each in found if each.dim() == self.P_x.dim]
         if not parts and next(spread_among(args, kwargs), None) is not None:
             return args, kwargs
@@ -199,7 +200,7 @@ class Entrance:
         if not parts:  # that raises, on all workers
             signatures = [Signature.of(next(iter(found), None))]  # type: ignore[arg-type]
         agreements = [self._agreement(number, dims) for number in range(len(signatures))]
-        entries = iter(agree_on_all(agreements, signatures))
+        entries = iter(agree_on_all(agreements, signatures))  # in the order of `tree_map` below
 
         def enter(value: Any) -> Any:
             is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)

@@ -166,7 +166,7 @@ def _version(weight: Tensor | None) -> Any:
     """What changes on this worker when a weight does."""
     if weight is None or weight.is_inference():
         return None
-    return weight.data_ptr(), weight._version
+    return weight.data_ptr(), weight._version  # another tensor, or another value of it
 
 
 def _spread(value: Tensor, agreed: Agreed, layout: Layout) -> SpreadTensor:
@@ -488,6 +488,7 @@ class _OverClasses(DistributedLossBase):
         if not (is_dense(target) and target.dtype in (torch.int64, torch.uint8)):
             return 0
         fault = 0 if self._are_classes(target.long(), num_classes) else 3
+        # where classes are split, all workers that have some must have been given the same targets
         return fault + NUM_FAULTS * checksum(target) if is_split else fault
 
     def _are_classes(self, target: Tensor, num_classes: int) -> bool:

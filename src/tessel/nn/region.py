@@ -274,11 +274,11 @@ def _continued(
             window = Window(1)
         else:
             return None
-        if k < around[-1] and length != window.stride * outputs:
+        if k < around[-1] and length != window.stride * outputs:  # then the periods differ
             return None
         last = window.last(outputs + after - 1)
         before, after = max(0, -window.first(-before)), max(0, last + 1 - length)
-        if before > length or after > length:
+        if before > length or after > length:  # it would go on by more than a period
             return None
         bends.insert(0, (before, after))
     return bends
@@ -382,7 +382,7 @@ def _surrounded(x: Tensor, plan: Windowed, num_dims: int) -> tuple[Tensor, tuple
         return x, none
     x = _in_order(x, plan)
     sides = plan.overhang[-num_dims:]
-    if all(before == after for before, after in sides):
+    if all(before == after for before, after in sides):  # torch's convolution pads both sides alike
         return x, tuple(before for before, _ in sides)
     return F.pad(x, _widths(plan, num_dims)), none
 
