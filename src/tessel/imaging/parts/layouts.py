@@ -232,12 +232,10 @@ def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, .
     """The steps that bring each worker what its windows read, and where the outputs lie.
 
     Each worker computes the outputs whose windows have their middle in its part, so that what it
-    reads of others is the halo, and no more. Dimensions that are whole on each worker are padded
-    there, after the exchange.
+    reads of others is a halo on both sides, and no worker has to send its whole part. Dimensions
+    that are whole on each worker are padded there, after the exchange.
     """
     first = len(source.shape) - len(kernel.sizes)
-    # Outputs lie where the middle of their windows does, so that what is read of others is a halo
-    # on both sides, and no worker has to send its whole part.
     target = filtered(source, kernel)
     steps: list[LinearOperator] = []
     here = source
