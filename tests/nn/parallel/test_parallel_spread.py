@@ -22,7 +22,7 @@ from tessel.nn import (
     ParallelEmbedding,
     ParallelLinear,
 )
-from tessel.nn.functional import parallel_embedding, parallel_linear
+from tessel.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
 from windowed_cases import raised
 
 Run = Callable[..., list[Any]]
@@ -273,6 +273,8 @@ def calls_of_kinds() -> dict[str, Callable[[Tensor], Any]]:
         "row": row,
         "by name": lambda x: parallel_linear(x, column.weight, column.bias, -1),
         "embedding": lambda x: lookup(x.long()),
+        "lookup by name": lambda x: parallel_embedding(x.long(), lookup.weight, dim=0),
+        "loss": lambda x: parallel_cross_entropy(x, torch.arange(6)),
         "dropout": drop,
         "spread": lambda x: tessel.spread(x, where),
         "from_local": lambda x: tessel.from_local(x, where),
@@ -282,8 +284,8 @@ def calls_of_kinds() -> dict[str, Callable[[Tensor], Any]]:
 
 
 CALLS = (
-    *("column", "row", "by name", "embedding", "dropout", "spread", "from_local"),
-    *("from_local alone", "full"),
+    *("column", "row", "by name", "embedding", "lookup by name", "loss", "dropout", "spread"),
+    *("from_local", "from_local alone", "full"),
 )
 
 
@@ -296,6 +298,8 @@ def bring_other_kinds(name: str, grads: bool) -> list[Any]:
         for mine, others in itertools.permutations(made, 2):
             if name == "full" and {"plain", "spread"} & {mine, others}:
                 continue  # the one has no such method, and of the other all know the layout
+            if name == "loss" and "plain" in (mine, others):
+                continue  # which a worker may compute alone
             x = made[mine if P.rank == 0 else others]
             found.append((mine, others, raised(lambda x=x: call(x))))
             assert tessel.distributed.reduce(torch.ones(2)).tolist() == [P.size] * 2

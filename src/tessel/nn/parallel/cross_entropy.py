@@ -25,7 +25,7 @@ from tessel.distributed.shards import (
     state_of,
     traced_state,
 )
-from tessel.nn.parallel.agreed import in_mode_of, spread_part
+from tessel.nn.parallel.agreed import agree_on_spread, in_mode_of, spread_part
 from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agree, kind_of
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
@@ -78,6 +78,8 @@ def parallel_cross_entropy(
         _check_known(state_of(value))
     sharding = sharding_of(input)
     if sharding is None:
+        if isinstance(input, SpreadTensor):
+            agree_on_spread(partition or input.layout.partition, "parallel_cross_entropy")
         _check_whole(input, target, weight)
         return F.cross_entropy(
             input,

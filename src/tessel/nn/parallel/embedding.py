@@ -23,6 +23,7 @@ from tessel.distributed.shards import (
     state_of,
     traced_state,
 )
+from tessel.nn.parallel.agreed import agree_on_spread
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
 from tessel.nn.parallel.embedding_agreement import Lookup, agree
@@ -305,24 +306,22 @@ def parallel_embedding(
     torch.Size([2, 4, 3])
     """
     check_dim(dim, "parallel_embedding")
-    if isinstance(input, SpreadTensor):
-        return F.embedding(
-            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        )
     settings = EmbeddingOptions(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     state = traced_state(weight) if dim is None else state_of(weight)
     if isinstance(state, Sharding):
         partition = partition or state.partition
         dim = state.dim if dim is None else dim
+    if isinstance(input, SpreadTensor):  # F.embedding has a rule for it
+        if dim is not None:
+            agree_on_spread(row_of(partition), f"parallel_embedding(dim={dim})")
+        return F.embedding(input, weight, *astuple(settings))
     if dim is None and state is None:
         if num_embeddings not in (None, weight.shape[0]):
             raise ValueError(
                 f"parallel_embedding: with dim=None the weight is the whole table, of "
                 f"{num_embeddings} rows, got {weight.shape[0]}"
             )
-        return F.embedding(
-            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        )
+        return F.embedding(input, weight, *astuple(settings))
     row = row_of(partition)
     label = f"parallel_embedding(dim={dim}) over {row}, where weight is {describe(state)}"
     lookup = Lookup(row, label, dim, num_embeddings, settings, state, state_of(input))
