@@ -30,6 +30,8 @@ def main_program(folder: str, *arguments: str) -> str:
     finally:
         os.chdir(before[0])
         sys.argv, sys.path[:] = before[1:]
+        if tessel.distributed.is_initialized():  # which would end with a process of its own
+            tessel.distributed.destroy_process_group()
     return output.getvalue()
 
 
