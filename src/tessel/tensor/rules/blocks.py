@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from string import ascii_lowercase
+from typing import Any
 
 import torch
 
 from tessel.core.layout import Layout, Shape
 from tessel.tensor.rules.products import Contraction, planned, summed
-from tessel.tensor.table import is_whole
+from tessel.tensor.table import is_whole, made, opened, whole_part
 from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
@@ -72,25 +73,32 @@ def _has_whole_groups(weight: Layout, groups: int) -> bool:
     return all(start % size == stop % size == 0 for start, stop in weight.cuts[0].intervals)
 
 
-def sum_blocks(
-    terms: Callable[[torch.Tensor | None], torch.Tensor],
+def convolve_with(
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
-    plan: Contraction,
-    num_dims: int,
+    x: Tensor,
+    plan: Contraction | None,
+    convolve_parts: Callable[..., tuple[torch.Tensor, Layout]],
+    settings: Any,
 ) -> Tensor:
-    """The result of a convolution in blocks.
+    """What the rule of a convolution gives.
 
     Args:
-        terms: computes this worker's part of the result, or a term of the sum that it is, with a
-            bias or without.
-        bias: of the outputs, spread or plain.
-        plan: how the convolution is computed.
-        num_dims: of space.
+        weight: spread or plain.
+        bias: the same.
+        x: the input.
+        plan: how it is computed in blocks, if it is.
+        convolve_parts: computes this worker's part, or with a plan its term of a sum.
+        settings: of the convolution.
     """
+    part, layout = opened(x)
+    if plan is None:
+        parameters = whole_part(weight), whole_part(bias)
+        return made(*convolve_parts(part, layout, *parameters, settings))
     if bias is None or plan.terms is plan.result:
-        return summed(terms(bias), plan)
+        return summed(convolve_parts(part, layout, weight, bias, settings, plan)[0], plan)
     # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
-    y = summed(terms(None), plan)
-    found = y + bias.reshape(-1, *[1] * num_dims).to(y.dtype)
+    y = summed(convolve_parts(part, layout, weight, None, settings, plan)[0], plan)
+    found = y + bias.reshape(-1, *[1] * settings.num_dims).to(y.dtype)
     assert isinstance(found, Tensor)
     return found

@@ -18,9 +18,9 @@ from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
 from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import Wrapped, wrapped
-from tessel.tensor.rules.blocks import in_blocks, sum_blocks
+from tessel.tensor.rules.blocks import convolve_with, in_blocks
 from tessel.tensor.rules.products import Contraction, bias_of, operand
-from tessel.tensor.table import Arguments, Settings, made, opened, rule, whole_part
+from tessel.tensor.table import Arguments, Settings, rule
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -34,20 +34,13 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
 def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """`torch.nn.functional.conv*`: with a weight in blocks where they lie, else with all of it."""
     given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
-    x, layout = opened(args[0])
+    layout = args[0]._layout
     weight, bias = given.pop("weight"), given.pop("bias", None)
     settings = settings_of(
         tuple(weight.shape), **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     )
     plan = in_blocks(layout, weight, convolved(layout.shape, settings), settings.groups)
-    if plan is None:
-        weight, bias = whole_part(weight), whole_part(bias)
-        return made(*convolve_parts(x, layout, weight, bias, settings))
-
-    def terms(bias: Tensor | None) -> Tensor:
-        return convolve_parts(x, layout, weight, bias, settings, plan)[0]
-
-    return sum_blocks(terms, bias, plan, settings.num_dims)
+    return convolve_with(weight, bias, args[0], plan, convolve_parts, settings)
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "dilation", "groups")

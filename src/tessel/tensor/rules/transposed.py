@@ -16,10 +16,10 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Groups, TransposedWindow
-from tessel.tensor.rules.blocks import in_blocks, sum_blocks
+from tessel.tensor.rules.blocks import convolve_with, in_blocks
 from tessel.tensor.rules.convolution import check_dtype, check_numbers
 from tessel.tensor.rules.products import Contraction, bias_of, operand
-from tessel.tensor.table import Arguments, Settings, made, opened, rule, whole_part
+from tessel.tensor.table import Arguments, Settings, rule
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -32,20 +32,13 @@ _CONVOLUTIONS: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv
 def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """`torch.nn.functional.conv_transpose*`: with blocks of the weight where they lie, or whole."""
     given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
-    x, layout = opened(args[0])
+    layout = args[0]._layout
     weight, bias = given.pop("weight"), given.pop("bias", None)
     sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
     settings = settings_of(tuple(weight.shape), **sizes)
     shape = convolved(layout.shape, settings)
     plan = in_blocks(layout, weight, shape, settings.groups, outputs_first=False)
-    if plan is None:
-        weight, bias = whole_part(weight), whole_part(bias)
-        return made(*convolve_parts(x, layout, weight, bias, settings))
-
-    def terms(bias: Tensor | None) -> Tensor:
-        return convolve_parts(x, layout, weight, bias, settings, plan)[0]
-
-    return sum_blocks(terms, bias, plan, settings.num_dims)
+    return convolve_with(weight, bias, args[0], plan, convolve_parts, settings)
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
@@ -129,17 +122,7 @@ def convolve_parts(
     settings: TransposedSettings,
     plan: Contraction | None = None,
 ) -> tuple[Tensor, Layout]:
-    """This worker's part of the result, and its layout.
-
-    Args:
-        x: this worker's part of the input.
-        layout: of the input.
-        weight: whole on all workers of the layout; with a plan, spread or plain.
-        bias: the same.
-        settings: of the convolution.
-        plan: where blocks of the weight are convolved with, if they are; the result is `plan.terms`
-            then, separate terms of a sum where inputs are split.
-    """
+    """This worker's part of the result, and its layout: see `rules.convolution.convolve_parts`."""
     check_dtype(x, weight)
     shape = convolved(layout.shape, settings)
     if plan is not None:
