@@ -627,6 +627,13 @@ def derive_by_transforms() -> None:
     close("row layer", got, part(torch.func.grad(lambda h: back(h).square().sum())(whole)))
     got = torch.func.grad(lambda h: row(register_parallel_dim(h.tanh(), 1)).sum())(h)
     close("computed", got, part(torch.func.grad(lambda h: back(h.tanh()).sum())(whole)))
+    got = torch.func.grad(lambda x: parallel_cross_entropy(head(x), target))(x)
+    close("head", got, torch.func.grad(lambda x: F.cross_entropy(plain(x), target))(x))
+    got = torch.func.jvp(
+        lambda h: parallel_cross_entropy(h, target), (h,), (torch.ones_like(h) * h,)
+    )
+    expected = torch.func.jvp(lambda h: F.cross_entropy(h, target), (whole,), (whole,))
+    close("tangent", got[1], expected[1])
     got = torch.autograd.functional.jacobian(lambda x: row(head(x)), x)
     close("jacobian", got, torch.autograd.functional.jacobian(lambda x: back(plain(x)), x))
 
@@ -647,6 +654,7 @@ def transform_in_batches() -> list[Any]:
         lambda: vmap(lambda h: row(h.tanh()))(h),
         lambda: vmap(parallel_cross_entropy)(h, target),
         lambda: vmap(parallel_cross_entropy)(h.detach(), target),
+        lambda: torch.func.grad(lambda h, q: row(h * q).sum(), argnums=1)(h.detach(), x.sum()),
         lambda: vmap(lambda h: parallel_cross_entropy(h.tanh(), target))(h),
         lambda: vmap(parallel_cross_entropy, in_dims=(1, None))(h, target[0]),
         lambda: torch.func.grad(lambda h: parallel_cross_entropy(h.tanh(), target))(h.detach()),

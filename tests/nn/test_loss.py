@@ -634,6 +634,19 @@ def test_messages(
     assert all(there[1] == 2 and back == SILENT for there, back in results)
 
 
+def with_an_axis_of_one() -> float:
+    """An axis of one worker splits the classes of the input, and the samples of the target."""
+    P = tessel.world().create_cartesian_topology_partition([1, 2])
+    x, target = values((2, 4, 6), 0), torch.arange(12).view(2, 6) % 4
+    spread = tessel.spread(x, Layout.split(P, (2, 4, 6), (None, 0, None), shared=(1,)))
+    goal = tessel.spread(target, Layout.split(P, (2, 6), (0, 1)))
+    return abs(F.cross_entropy(spread, goal).item() - F.cross_entropy(x, target).item())
+
+
+def test_an_axis_of_one_worker_may_split_anything(run: Run) -> None:
+    assert max(run(with_an_axis_of_one, nprocs=2)) < 1e-12
+
+
 def check_classes_that_stay(cases: Sequence[Case]) -> int:
     """The same where classes that are split are not gathered, however few there are."""
     before, rules.GATHERED = rules.GATHERED, 0

@@ -263,3 +263,45 @@ def on_some_workers() -> None:
 
 def test_workers_outside_take_part_in_movements(run: Run) -> None:
     run(on_some_workers, nprocs=3)
+
+
+def wrong_operands() -> list[Any]:
+    """What torch does not take, of which a worker may see a part that fits, or nothing."""
+    row = grid((2,))
+
+    def split(shape: Shape, dim: int | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        axes = [0 if d == dim else None for d in range(len(shape))]
+        return tessel.spread(torch.ones(shape, dtype=dtype), Layout.split(row, shape, axes))
+
+    first = tessel.world().create_partition_inclusive([0])
+    alone = tessel.spread(torch.ones(4, 4, 3).double(), Layout.whole(first, (4, 4, 3)))
+    calls: list[Callable[[], Any]] = [
+        lambda: F.linear(torch.ones(3, 1).double(), split((5, 2), 1)),
+        lambda: F.linear(split((3, 2), 1), split((2, 1), 0)),
+        lambda: F.linear(split((3, 2), 0), split((4, 2), 1), torch.ones(4)),
+        lambda: F.linear(split((1, 2), 0), split((4, 2), 0, torch.float32)),
+        lambda: F.conv1d(split((2, 4, 6), 2), alone),
+        lambda: F.layer_norm(split((2, 4, 4, 3), 0), (4, 4, 3), alone),
+    ]
+    for axis in (0, 1, None):
+        for bias in ((3,), (1,), (), (4, 1), (2, 2), (6,)):
+            for x in range(3):
+                operands = split((2, 4, 6), x), split((4, 4, 3), axis), torch.ones(bias).double()
+                calls += [
+                    lambda o=operands: F.conv1d(*o),
+                    lambda o=operands: F.conv_transpose1d(*o),
+                ]
+    found: list[Any] = []
+    for call in calls:
+        try:
+            found.append(tuple(call().shape))
+        except (RuntimeError, ValueError) as error:
+            found.append(type(error))
+        assert tessel.ones(2, where=row).sum().item() == 2  # the workers go on together
+    return found
+
+
+def test_what_torch_does_not_take_raises_on_all_workers(run: Run) -> None:
+    for found in run(wrong_operands, nprocs=2, timeout=60):
+        assert set(found) <= {RuntimeError, ValueError}, found
+        assert found[4:6] == [ValueError, ValueError]

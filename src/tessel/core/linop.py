@@ -460,15 +460,16 @@ def _number_of_call(operator: Any) -> int:
     return 0 if group is None else group.num_calls
 
 
-def _values_of(grad: Any) -> Any:
-    """A gradient as a plain tensor: hooks may return a subclass of it, and only its values count.
+def _values_of(x: Any) -> Any:
+    """A tensor as a plain one, of which only the values count.
 
-    A kind that computes in a way of its own, as fake tensors, stays; and so does a missing one.
+    Hooks may return a subclass as a gradient, and transforms of `torch.func` unwrap one for an
+    operator. A kind that computes in a way of its own, as fake tensors, stays; and so does None.
     """
-    kind = type(grad)
-    if kind is Tensor or grad is None or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return grad
-    return grad.as_subclass(Tensor)
+    kind = type(x)
+    if kind is Tensor or x is None or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return x
+    return x.as_subclass(Tensor)
 
 
 class _Apply(torch.autograd.Function):
@@ -516,6 +517,12 @@ class _ApplyAnyMode(_Apply):
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @staticmethod
+    def forward(
+        x: Tensor, anchor: Tensor | None, operator: LinearOperator
+    ) -> tuple[Tensor, Tensor]:
+        return _Apply.forward(_values_of(x), anchor, operator)
+
+    @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         result = _apply(ctx.operator, tangent, None)
         return result, result.new_empty(0)
@@ -528,7 +535,7 @@ class _ApplyProduct(_ApplyAnyMode):
     def forward(  # type: ignore[override]
         x: Tensor, anchor: None, product: BilinearMap, *factors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        y = product._apply(x, *factors)
+        y = product._apply(*map(_values_of, (x, *factors)))
         return y, y.new_empty(0)
 
     @staticmethod

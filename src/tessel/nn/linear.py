@@ -14,8 +14,7 @@ from tessel.core.windows import Groups
 from tessel.nn.blocks import Weighted
 from tessel.nn.layer import Result
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.rules.convolution import check_dtype
-from tessel.tensor.rules.products import Contraction, linear_terms
+from tessel.tensor.rules.products import Contraction, check_dtypes, linear_terms
 from tessel.tensor.windowed import Windowed, outline
 from tessel.transport import kept_in_job
 
@@ -65,7 +64,7 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
 
     def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
-        check_dtype(x, weight)
+        check_dtypes(x, weight, bias)
         shape = _shape(layout.shape, (self.out_features, self.in_features))
         if self.P_w is None:
             plan = _in_rows(layout, shape)

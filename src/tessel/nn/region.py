@@ -56,6 +56,7 @@ from tessel.nn.upsample import DistributedUpsample
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.padding import Wrapped, wrapped
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
+from tessel.tensor.rules.products import check_dtypes
 from tessel.tensor.table import as_spread, running
 from tessel.tensor.use import used
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
@@ -345,7 +346,7 @@ class _Convolving(RegionStep):
     kinds = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        convolution.check_dtype(x, self.layer.weight)
+        check_dtypes(x, self.layer.weight, self.layer.bias)
         settings = self.layer.settings()
         outputs = convolution.convolved(shape, settings)
         windows = settings.windows(tuple(before for before, _ in settings.widths))
@@ -410,7 +411,7 @@ class _Transposed(RegionStep):
     kinds = (DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        convolution.check_dtype(x, self.layer.weight)
+        check_dtypes(x, self.layer.weight, self.layer.bias)
         settings = self.layer.settings()
         outputs = transposed.convolved(shape, settings)
         return outputs, leading(len(shape), (settings.channels, *settings.windows()))

@@ -190,19 +190,22 @@ def to_keep() -> Iterator[None]:
         yield
 
 
-def whole_parts(given: Settings) -> Settings:
-    """The same arguments with plain tensors in the places of spread ones, all of each.
+def whole_part(value: Any, x: Layout) -> Any:
+    """All of a spread tensor, plain, as every worker uses weights of layers; others as they are.
 
-    Weights and statistics of layers are used by every worker as a whole.
+    Args:
+        value: a weight, or anything else that the function takes.
+        x: how the input lies, on whose workers the weight must lie, too.
     """
-    return {key: whole_part(each) for key, each in given.items()}
-
-
-def whole_part(value: Any) -> Any:
-    """All of a spread tensor, plain; any other value as it is."""
     if not isinstance(value, Tensor):
         return value
-    return open_part(value) if is_whole(value._layout) else value.full()
+    layout = value._layout
+    if {*layout.partition.ranks} != {*x.partition.ranks}:
+        raise ValueError(
+            f"a weight lies on other workers than the input, {layout} and {x}; bring them together "
+            f"by x.move_to(...)"
+        )
+    return open_part(value) if is_whole(layout) else value.full()
 
 
 def moved(x: Tensor, target: Layout) -> torch.Tensor:

@@ -92,8 +92,14 @@ def convolve_with(
         settings: of the convolution.
     """
     part, layout = opened(x)
+    outputs = settings.channels.outputs
+    if bias is not None and tuple(bias.shape) != (outputs,):  # of which a worker may see a part
+        raise RuntimeError(
+            f"Given weight of size {list(weight.shape)}, expected bias to be 1-dimensional with "
+            f"{outputs} elements, but got bias of size {list(bias.shape)} instead"
+        )
     if plan is None:
-        parameters = whole_part(weight), whole_part(bias)
+        parameters = whole_part(weight, layout), whole_part(bias, layout)
         return made(*convolve_parts(part, layout, *parameters, settings))
     if bias is None or plan.terms is plan.result:
         return summed(convolve_parts(part, layout, weight, bias, settings, plan)[0], plan)

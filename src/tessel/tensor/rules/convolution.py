@@ -19,7 +19,7 @@ from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
 from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import Wrapped, wrapped
 from tessel.tensor.rules.blocks import convolve_with, in_blocks
-from tessel.tensor.rules.products import Contraction, bias_of, operand
+from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
 from tessel.tensor.table import Arguments, Settings, rule
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
@@ -44,14 +44,6 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "dilation", "groups")
-
-
-def check_dtype(x: Tensor, weight: Tensor) -> None:
-    """Raise as torch does, also on workers that have nothing to compute."""
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise RuntimeError(
-            f"input and weight must have the same dtype, got {x.dtype} and {weight.dtype}"
-        )
 
 
 def check_numbers(
@@ -245,7 +237,7 @@ def convolve_parts(
         plan: where blocks of the weight are convolved with, if they are; the result is `plan.terms`
             then, separate terms of a sum where inputs are split.
     """
-    check_dtype(x, weight)
+    check_dtypes(x, weight, bias)
     if plan is not None:
         return _in_blocks(x, layout, weight, bias, settings, plan), plan.terms
     strips = overlapped_convolution

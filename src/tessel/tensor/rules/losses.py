@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from inspect import signature
@@ -16,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import _reduction
 
-from tessel.core.layout import Layout, Shape
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.shared import total
 from tessel.tensor.rules.batched import (
     applied,
@@ -218,6 +221,14 @@ class Kind(NamedTuple):
 Kinds = tuple[tuple[str, Any], ...]
 
 
+@contextmanager
+def _asked() -> Iterator[None]:
+    """Torch is asked what it takes: without warnings, and outside of transforms of `torch.func`."""
+    with warnings.catch_warnings(), temporarily_clear_interpreter_stack():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def kinds_of(given: Settings) -> Kinds:
     """The arguments of a loss with the kinds of tensors in their places."""
     return tuple(
@@ -243,6 +254,7 @@ def _check_elements(name: str, func: Any, given: Settings) -> None:
 
 
 @lru_cache(maxsize=1024)
+@_asked()
 def _check_least(name: str, func: Any, kinds: Kinds) -> None:
     """The same for the least tensors of these kinds; of the whole ones nothing is computed."""
     is_weighted = name in ("mse_loss", "l1_loss", "huber_loss")  # by weights of the input's shape
@@ -251,11 +263,9 @@ def _check_least(name: str, func: Any, kinds: Kinds) -> None:
         for key, each in kinds
         if isinstance(each, Kind)
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        func(**{key: each.zeros(ones[key]) if key in ones else each for key, each in kinds})
-        if is_weighted:
-            func(**{key: _outlined(each) for key, each in kinds})
+    func(**{key: each.zeros(ones[key]) if key in ones else each for key, each in kinds})
+    if is_weighted:
+        func(**{key: _outlined(each) for key, each in kinds})
     for key, each in kinds:
         if key in _WEIGHTS and each is not None and not is_weighted:
             _check_broadcast(each.shape, dict(kinds)["input"].shape)
@@ -276,6 +286,7 @@ def _check_broadcast(weight: Shape, shape: Shape) -> None:
 
 
 @lru_cache(maxsize=1024)
+@_asked()
 def loss_dtype(func: Any, kinds: Kinds, autocast: bool) -> torch.dtype:
     """The dtype of a loss of classes, after torch said what it does not take.
 
@@ -300,14 +311,12 @@ def loss_dtype(func: Any, kinds: Kinds, autocast: bool) -> torch.dtype:
         "target": goal,
         "weight": weight.zeros(weight.shape) if isinstance(weight, Kind) else weight,
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found: torch.Tensor = func(**given | least)
-        # without values torch takes neither classes of uint8 nor a dimension of the one class
-        kind = torch.int64 if target.dtype == torch.uint8 else target.dtype
-        shape = target.shape if is_row or len(x.shape) != len(target.shape) else ()
-        given["target"] = target._replace(dtype=kind, shape=shape)
-        func(**{key: _outlined(each) for key, each in given.items()})
+    found: torch.Tensor = func(**given | least)
+    # without values torch takes neither classes of uint8 nor a dimension of the one class
+    kind = torch.int64 if target.dtype == torch.uint8 else target.dtype
+    shape = target.shape if is_row or len(x.shape) != len(target.shape) else ()
+    given["target"] = target._replace(dtype=kind, shape=shape)
+    func(**{key: _outlined(each) for key, each in given.items()})
     return found.dtype
 
 
@@ -496,7 +505,7 @@ def _beside(x: torch.Tensor, target: torch.Tensor, dim: int) -> Tensor:
 def _with_classes(layout: Layout, whole: Layout, dim: int) -> Layout:
     """The layout of targets, with a whole dimension of classes."""
     shape = (*layout.shape[:dim], whole.shape[dim], *layout.shape[dim:])
-    cuts = (*layout.cuts[:dim], whole.cuts[dim], *layout.cuts[dim:])
+    cuts = (*layout.cuts[:dim], Cut.whole(whole.shape[dim]), *layout.cuts[dim:])
     return Layout(layout.partition, shape, cuts, layout.shared)
 
 

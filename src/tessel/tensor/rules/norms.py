@@ -30,7 +30,7 @@ from tessel.tensor.table import (
     of_cuts,
     opened,
     rule,
-    whole_parts,
+    whole_part,
 )
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.use import used_together
@@ -305,7 +305,8 @@ class Norm:
                 "running statistics that are split cannot be changed in place; every worker needs "
                 "all of them, as plain tensors"
             )
-        norm = cls(getattr(F, name), whole_parts(given), part, layout, dims)
+        given = {key: whole_part(each, layout) for key, each in given.items()}
+        norm = cls(getattr(F, name), given, part, layout, dims)
         if not _is_alone(layout):
             check(name, norm.given, layout.shape, part, dims)
             if (balancing := _balancing(layout)) is not None:

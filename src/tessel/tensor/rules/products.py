@@ -355,6 +355,17 @@ def linear_terms(
     return F.linear(part, own, added)
 
 
+def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise as torch does, also on workers that have nothing to compute."""
+    if torch.is_autocast_enabled(x.device.type):
+        return
+    for name, each in (("weight", weight), ("bias", bias)):
+        if each is not None and each.dtype != x.dtype:
+            raise RuntimeError(
+                f"input and {name} must have the same dtype, got {x.dtype} and {each.dtype}"
+            )
+
+
 def _linear_in_parts(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -364,6 +375,12 @@ def _linear_in_parts(
     their products are terms of a sum.
     """
     shape, of_weight = _shape(x), _shape(weight)
+    if shape[-1:] != of_weight[-1:]:  # a product would broadcast a length of 1
+        raise RuntimeError(
+            f"mat1 and mat2 shapes cannot be multiplied: an input of shape {shape} and a weight of "
+            f"shape {of_weight}"
+        )
+    check_dtypes(x, weight, bias)
     batch, output = ascii_letters[: len(shape) - 1], "Y" * (len(of_weight) - 1)
     equation = (f"{batch}Z", f"{output}Z"), batch + output
     plan = contraction_of("linear", equation, (x, weight))

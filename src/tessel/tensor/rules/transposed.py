@@ -17,8 +17,8 @@ from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Groups, TransposedWindow
 from tessel.tensor.rules.blocks import convolve_with, in_blocks
-from tessel.tensor.rules.convolution import check_dtype, check_numbers
-from tessel.tensor.rules.products import Contraction, bias_of, operand
+from tessel.tensor.rules.convolution import check_numbers
+from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
 from tessel.tensor.table import Arguments, Settings, rule
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
@@ -123,7 +123,7 @@ def convolve_parts(
     plan: Contraction | None = None,
 ) -> tuple[Tensor, Layout]:
     """This worker's part of the result, and its layout: see `rules.convolution.convolve_parts`."""
-    check_dtype(x, weight)
+    check_dtypes(x, weight, bias)
     shape = convolved(layout.shape, settings)
     if plan is not None:
         own = operand(weight, plan.inputs[1])
