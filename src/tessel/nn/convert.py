@@ -27,7 +27,7 @@ from tessel.tensor.gathering import check_choice
 from tessel.tensor.gathering import fallback as choose_fallback
 from tessel.tensor.passes import in_backward
 from tessel.tensor.shared_random import common_seed
-from tessel.tensor.table import gathered, is_split, running, spread_among, tensors
+from tessel.tensor.table import gathered, running, spread_among, tensors
 from tessel.transport import kept_in_job
 
 nn = torch.nn
@@ -248,4 +248,4 @@ def outside(layout: Layout) -> Layout:
     if len(layout.shape) == layout.partition.dim:
         return Layout.balanced(layout.partition, layout.shape)
     dims = (dim for dim, cut in enumerate(layout.cuts) if dim or cut.axes != (0,))
-    return gathered(layout, tuple(dim for dim in dims if is_split(layout, dim)))
+    return gathered(layout, tuple(dim for dim in dims if layout.is_split(dim)))

@@ -155,11 +155,6 @@ def is_whole(layout: Layout) -> bool:
     return not split and all(sizes[axis] == 1 for axis in layout.separate)
 
 
-def is_split(layout: Layout, dim: int) -> bool:
-    """Whether a dimension lies in several parts."""
-    return layout.is_split(dim)
-
-
 def of_cuts(partition: Partition, shape: Sequence[int], cuts: Sequence[Cut]) -> Layout:
     """The layout of these cuts; along axes that split nothing, workers share one value."""
     taken = {axis for cut in cuts for axis in cut.axes}
@@ -229,7 +224,7 @@ def sliced(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     box = layout.box()
     assert part is not None and box is not None
     for dim in range(-value.dim(), 0):
-        if value.shape[dim] > 1 and is_split(layout, dim):
+        if value.shape[dim] > 1 and layout.is_split(dim):
             start, stop = box[dim]
             part = part.narrow(dim, start, stop - start)
     return part

@@ -18,8 +18,8 @@ from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
 from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import Wrapped, wrapped
-from tessel.tensor.rules.blocks import convolve_with, in_blocks
 from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
+from tessel.tensor.rules.spread_weights import convolve_with, planned_in_blocks
 from tessel.tensor.table import Arguments, Settings, rule
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
@@ -39,7 +39,7 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     settings = settings_of(
         tuple(weight.shape), **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     )
-    plan = in_blocks(layout, weight, convolved(layout.shape, settings), settings.groups)
+    plan = planned_in_blocks(layout, weight, convolved(layout.shape, settings), settings.groups)
     return convolve_with(weight, bias, args[0], plan, convolve_parts, settings)
 
 

@@ -13,7 +13,6 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     computed,
-    is_split,
     made,
     moved,
     note_view,
@@ -56,7 +55,7 @@ def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return x.diag_embed(offset)
     rows = range(x.dim())[argument(args, kwargs, 2, "dim1", 0)]
     columns = range(x.dim())[argument(args, kwargs, 3, "dim2", 1)]
-    if is_split(x._layout, columns) and not is_split(x._layout, rows):
+    if x._layout.is_split(columns) and not x._layout.is_split(rows):
         rows, columns, offset = columns, rows, -offset  # it reads the same either way
     layout = x._layout
     there = hosted(layout, (columns,))

@@ -35,7 +35,6 @@ from tessel.tensor.table import (
     computed,
     gathered,
     held_layouts,
-    is_split,
     is_whole,
     made,
     moved,
@@ -186,7 +185,7 @@ def _picked(x: Tensor, picks: tuple[Pick, ...], news: tuple[int, ...]) -> Tensor
     reads, target = _reading(layout, picks, news)
     local: list[Any] = []
     for dim, pick in enumerate(picks):
-        if not is_split(layout, dim):
+        if not layout.is_split(dim):
             local.append(pick if isinstance(pick, int) else slice(*pick))
         else:
             local.append(0 if isinstance(pick, int) else slice(None, None, pick[2]))

@@ -26,7 +26,6 @@ from tessel.tensor.table import (
     as_spread,
     check_together,
     held_layouts,
-    is_split,
     made,
     moved,
     opened,
@@ -175,7 +174,7 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     pairs = [(0, 0)] * (len(shape) - len(pairs)) + pairs
     touched = tuple(dim for dim, pair in enumerate(pairs) if pair != (0, 0))
-    if not any(is_split(layout, dim) for dim in touched):
+    if not any(layout.is_split(dim) for dim in touched):
         part = moved(x, layout)
         target = reshaped_along(layout, shape, touched)
         if 0 in part.shape and 0 not in layout.shape:  # torch refuses it, in some modes

@@ -40,7 +40,6 @@ from tessel.tensor.table import (
     as_spread,
     gathered,
     held_layouts,
-    is_split,
     is_whole,
     made,
     moved,
@@ -430,7 +429,7 @@ def of_classes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if x.dim() == target.dim():  # of one sample, which may have a dimension
             target = target.reshape(())
         _check_targets(target, layout.shape[dim], given["ignore_index"])
-    if is_split(layout, dim):
+    if layout.is_split(dim):
         few = max(stop - start for start, stop in layout.cuts[dim].intervals) <= NUM_FACTS
         if prod(layout.shape) * x.element_size() > GATHERED or not (few or name == "nll_loss"):
             if name == "nll_loss":
@@ -520,7 +519,7 @@ def _picked(x: Tensor, target: torch.Tensor, dim: int) -> Tensor:
     rows = filled(part, (dim,))
     place = (chosen - start).clamp(0, rows.shape[dim] - 1).unsqueeze(dim)
     found = rows.gather(dim, place).squeeze(dim)
-    if not is_split(layout, dim):
+    if not layout.is_split(dim):
         return made(found, shared)
     found = torch.where((chosen >= start) & (chosen < stop), found, 0)
     return made(move(separate, shared).apply(found), shared)

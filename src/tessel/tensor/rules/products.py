@@ -26,7 +26,6 @@ from tessel.tensor.table import (
     Settings,
     gathered,
     held_layouts,
-    is_split,
     is_whole,
     made,
     moved,
@@ -408,7 +407,7 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return _linear_in_parts(args[0], **given)
     x, layout = opened(args[0])
     last = len(layout.shape) - 1
-    if is_split(layout, last):
+    if layout.is_split(last):
         layout = gathered(layout, (last,))
         x = moved(args[0], layout)
     given = parts(given)

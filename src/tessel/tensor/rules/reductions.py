@@ -23,7 +23,6 @@ from tessel.tensor.table import (
     Settings,
     computed,
     gathered,
-    is_split,
     made,
     moved,
     opened,
@@ -69,7 +68,7 @@ def without(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[Layou
 
 
 def _are_split(layout: Layout, dims: tuple[int, ...]) -> bool:
-    return any(is_split(layout, dim) for dim in dims)
+    return any(layout.is_split(dim) for dim in dims)
 
 
 @rule("sum", "mean", "nansum", "nanmean")
@@ -252,7 +251,7 @@ def _with_places(func: Any, x: Tensor, dim: int, keepdim: bool) -> Any:
     """Values and places along a dimension: of each part, then of what these are."""
     part, layout = opened(x)
     _, shared = without(layout, (dim,), keepdim)
-    if not is_split(layout, dim):
+    if not layout.is_split(dim):
         values, places = func(part, dim, keepdim)
         return _pair(func, made(values, shared), made(places, shared))
     if layout.shape[dim] == 0:
@@ -404,7 +403,7 @@ def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         dim = F._get_softmax_dim(name, len(layout.shape), 5)  # type: ignore[attr-defined]
         args, kwargs = args[:1], {**kwargs, "dim": dim}
     (dim,) = dims_of(dim, layout) or (0,)
-    if not layout.shape or not is_split(layout, dim):
+    if not layout.shape or not layout.is_split(dim):
         return made(func(part, *args[1:], **kwargs), layout)
     if 0 in layout.shape:  # which has no largest value
         return along(x, (dim,), lambda part: func(part, *args[1:], **kwargs))

@@ -22,7 +22,6 @@ from tessel.tensor.table import (
     Settings,
     as_spread,
     computed,
-    is_split,
     made,
     moved,
     note_view,
@@ -88,7 +87,7 @@ def _as_type(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if shape == layout.shape:
         return note_view(made(func(opened(x)[0], *args[1:], **kwargs), layout), x)
     last = len(shape) - 1
-    if not is_split(layout, last):
+    if not layout.is_split(last):
         y = func(opened(x)[0], *args[1:], **kwargs)
         return note_view(made(y, reshaped_along(layout, shape, (last,))), x)
     y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
@@ -404,7 +403,7 @@ def _windows(layout: Layout, dim: int, shape: Shape, step: int) -> tuple[Layout,
     """What the windows of each worker read, and how they lie: in balanced parts."""
     *counts, size = shape
     window = Cut.whole(size)
-    if not is_split(layout, dim):
+    if not layout.is_split(dim):
         cut = Cut(layout.cuts[dim].axes, ((0, counts[dim]),))
         reads = layout
     else:

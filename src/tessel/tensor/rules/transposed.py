@@ -16,9 +16,9 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Groups, TransposedWindow
-from tessel.tensor.rules.blocks import convolve_with, in_blocks
 from tessel.tensor.rules.convolution import check_numbers
 from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
+from tessel.tensor.rules.spread_weights import convolve_with, planned_in_blocks
 from tessel.tensor.table import Arguments, Settings, rule
 from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
@@ -37,7 +37,7 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
     settings = settings_of(tuple(weight.shape), **sizes)
     shape = convolved(layout.shape, settings)
-    plan = in_blocks(layout, weight, shape, settings.groups, outputs_first=False)
+    plan = planned_in_blocks(layout, weight, shape, settings.groups, outputs_first=False)
     return convolve_with(weight, bias, args[0], plan, convolve_parts, settings)
 
 

@@ -1,4 +1,4 @@
-"""Blocks: convolutions whose weight is spread, computed where its blocks lie.
+"""Spread weights: convolutions with a weight in blocks, computed where these lie.
 
 A convolution is a product of inputs and weights, summed over the channels of the input, whose
 indices of space are read through windows. So it is planned as products are: each index is split as
@@ -20,7 +20,7 @@ from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
 
-def in_blocks(
+def planned_in_blocks(
     x: Layout, weight: torch.Tensor, shape: Shape, groups: int, outputs_first: bool = True
 ) -> Contraction | None:
     """How a convolution is computed in blocks; None where each worker takes all of the weight.
@@ -34,11 +34,11 @@ def in_blocks(
     """
     if not isinstance(weight, Tensor) or is_whole(weight._layout):
         return None
-    return _in_blocks(x, weight._layout, shape, groups, outputs_first)
+    return _planned(x, weight._layout, shape, groups, outputs_first)
 
 
 @kept_in_job
-def _in_blocks(
+def _planned(
     x: Layout, weight: Layout, shape: Shape, groups: int, outputs_first: bool
 ) -> Contraction | None:
     if x.partition != weight.partition:
