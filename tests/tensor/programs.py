@@ -54,6 +54,8 @@ def step(draw: random.Random, shape: tuple[int, ...]) -> tuple[str, Step]:
     weight = values((length, draw.randrange(1, 5)), seed)
     table = values(shape, seed)
     row = values(shape[-1:], seed)
+    pick, can_convolve = index is not None, D == 3 and 0 not in shape and prod(shape) < 400
+    kernel = values((draw.randrange(1, 4), shape[1], 3), seed) if can_convolve else None
     steps: dict[str, Step] = {
         "tanh": torch.tanh,
         "affine": lambda x: 2 * x - 0.5,
@@ -88,6 +90,22 @@ def step(draw: random.Random, shape: tuple[int, ...]) -> tuple[str, Step]:
         "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]) if shape[-1] > 1 else x,
         f"chunk {dim}": lambda x: x.chunk(2, dim)[0],
         f"select {dim}": lambda x: x.select(dim, start % length) if D > 1 and length else x,
+        f"variance {dim}": lambda x: x * x.var(dim, correction=0, keepdim=True) if length else x,
+        f"logsumexp {dim}": lambda x: x - x.logsumexp(dim, keepdim=True) if length else x,
+        f"cumprod {dim}": lambda x: x.tanh().cumprod(dim),
+        f"topk {dim}": lambda x: x.topk(length // 2, dim)[0],
+        f"gather {dim}": lambda x: x.gather(dim, x.argsort(dim=dim, stable=True)),
+        f"put {dim}": lambda x: x.index_add(dim, index, x.index_select(dim, index)) if pick else x,
+        "masked": lambda x: x.masked_fill(table > 0, 0.25),
+        "triangle": lambda x: x.tril(amount) if D > 1 else x,
+        f"diagonal {dim}": lambda x: x.diagonal(0, -2, -1) if D > 2 else x,
+        "outer": lambda x: torch.einsum("...i,j->...ij", x, row[:3]) if D < 4 else x,
+        "convolution": lambda x: F.conv1d(x, kernel, padding=1) if can_convolve else x,
+        "pool": lambda x: F.max_pool1d(x, 2, 1) if can_convolve and shape[-1] > 1 else x,
+        "interpolation": lambda x: F.interpolate(x, scale_factor=1.5) if can_convolve else x,
+        "instances": lambda x: F.instance_norm(x) if can_convolve and shape[-1] > 1 else x,
+        f"unfold {dim}": lambda x: x.unfold(dim, 2, 1) if D < 4 and length > 1 else x,
+        "clamp": lambda x: x.clamp(-0.5, 1.5),
         f"spectrum {dim}": lambda x: torch.fft.rfft(x, dim=dim).abs() if prod(shape) else x,
     }
     name = draw.choice(sorted(steps))
@@ -121,7 +139,7 @@ def run_program(seed: int) -> str:
     leaves = [values(shape, seed % 97).requires_grad_() for _ in range(2)]
     x, y = leaves[0], tessel.spread(leaves[1], layout)
     said = [f"{shape} in {layout}"]
-    for _ in range(draw.randrange(3, 12)):
+    for _ in range(draw.randrange(5, 21)):
         if x.dim() == 0:
             break
         name, does = step(draw, tuple(x.shape))

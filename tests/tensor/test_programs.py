@@ -1,4 +1,4 @@
-"""Random programs of 3 to 11 torch functions on spread tensors: results and gradients of torch."""
+"""Random programs of 5 to 20 torch functions on spread tensors: results and gradients of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from programs import run_programs
 COUNT = 60  # programs; `run_programs(first, count)` tries others
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4, 5, 6])
 def test_random_programs(run: Callable[..., list[Any]], nprocs: int) -> None:
     for wrong in run(run_programs, 1000 * nprocs, COUNT, nprocs=nprocs, timeout=100):
         assert not wrong, "\n".join(wrong)
