@@ -376,8 +376,7 @@ def _linear_in_parts(
     shape, of_weight = _shape(x), _shape(weight)
     if shape[-1:] != of_weight[-1:]:  # a product would broadcast a length of 1
         raise RuntimeError(
-            f"mat1 and mat2 shapes cannot be multiplied: an input of shape {shape} and a weight of "
-            f"shape {of_weight}"
+            f"`linear`: an input of shape {shape} and a weight of shape {of_weight} do not fit"
         )
     check_dtypes(x, weight, bias)
     batch, output = ascii_letters[: len(shape) - 1], "Y" * (len(of_weight) - 1)
