@@ -80,7 +80,7 @@ class BucketSchedule:
                 continue
             parameter = parameters[number]
             kind = use, parameter.dtype, parameter.device
-            numbers, size = room.get(kind, ([], self.limit + 1))
+            numbers, size = room.get(kind, ([], self.limit + 1))  # as if full: the first opens one
             size += parameter.nbytes
             if size > self.limit:
                 numbers, size = [], parameter.nbytes

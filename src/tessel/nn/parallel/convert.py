@@ -82,6 +82,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
     if not conversion.splits:
         whole = {id(p): p for _, layer in layers for p in layer.parameters(recurse=False)}
         equalize_(whole.values(), conversion.partition)
+    # by identity, and past __setattr__: a layer may stand in several places, and stays one
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is not None and id(child) in new:
@@ -106,7 +107,7 @@ def _converted(layer: Module, conversion: Conversion, known: dict[Any, Parameter
     for name, parameter in layer._parameters.items():
         layout = new.layouts.get(name)
         if parameter is not None and layout is not None:
-            key = id(parameter), layout
+            key = id(parameter), layout  # tied weights stay tied if they are split alike
             if key not in known:
                 whole = parameter.detach()
                 part = whole.new_empty(layout.local_shape)  # in memory of its own
