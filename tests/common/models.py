@@ -1,8 +1,9 @@
-"""Models for the tests of conversion, built from torch's own layers."""
+"""Models for the tests of conversion, of torch's own layers, and a function of a user's own."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -126,3 +127,15 @@ class VGG(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x))
+
+
+class Doubled(torch.autograd.Function):
+    """Nobody but its author knows what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad

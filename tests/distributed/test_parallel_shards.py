@@ -19,6 +19,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.checkpoint import checkpoint
 
 import tessel.distributed
+from models import Doubled
 from parity import close, values
 from tessel import Partition
 from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
@@ -553,18 +554,6 @@ def test_shards_of_length_one_do_not_hide_a_whole_parameter(run: Run, nprocs: in
         close("gradient", its, grad)
 
 
-class Own(torch.autograd.Function):
-    """Nobody but its author knows what it computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
 def of_transforms() -> list[Any]:
     """What the transforms of torch.func compute from shards, and say nothing of."""
     head = ParallelLinear(6, 6, dim=-1).double()
@@ -587,7 +576,7 @@ def of_transforms() -> list[Any]:
     )
     errors = [raised(lambda use=use, y=y: use(y)) for y in lost for use in uses]
     errors.append(raised(lambda: parallel_linear(x, head.weight)))
-    for way_out in (register_parallel_dim(logits, None).tanh(), Own.apply(logits) + 1):
+    for way_out in (register_parallel_dim(logits, None).tanh(), Doubled.apply(logits) + 1):
         for use in uses[1:]:
             use(way_out)
     loss = parallel_cross_entropy(register_parallel_dim(logits, -1), target)

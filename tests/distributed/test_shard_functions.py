@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import tessel
+from models import Doubled
 from parity import close, values
 from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
 from tessel.distributed.shards import Shard, Sharding, as_plain, state_of
@@ -144,18 +145,6 @@ def shared_weights() -> list[str]:
 def test_a_weight_is_no_part_though_it_is_as_long(run: Run) -> None:
     for conv, _, *others in run(shared_weights, nprocs=2):
         assert all("tessel.distributed.copy" in said for said in (conv, *others))
-
-
-class Doubled(torch.autograd.Function):
-    """Nobody but its author knows what it computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
 
 
 # what is as long as a part of (3, 10), and was computed from a whole value of that shape

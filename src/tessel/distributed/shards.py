@@ -57,6 +57,7 @@ __all__ = [
     "drop_shardings",
     "get_parallel_dim",
     "note",
+    "refuse_lost",
     "register_parallel_attribute",
     "register_parallel_dim",
     "registered",
@@ -599,13 +600,19 @@ def _edge(x: Any) -> Any:
 # -- shards and spread tensors ---------------------------------------------------------------------
 
 
+@eagerly
+def refuse_lost(state: UnknownSharding, label: str) -> None:
+    """Raise ValueError for a lost sharding, on all workers: others may have theirs, and agree."""
+    if state.partition is not None:
+        agree_on_call(row_of(state.partition), f"{label} {state}")
+    check_known(state, label)
+
+
 def _agreed_sharding(shard: Shard, call: str) -> Sharding:
     """Which shard this is, for a call that agrees; ValueError on all workers if that was lost."""
     state = shard._tessel_sharding
-    if isinstance(state, UnknownSharding) and state.partition is not None:
-        # others may still have theirs, and agree: they hear it there
-        agree_on_call(row_of(state.partition), f"{call} of a tensor {state}")
-    check_known(state, call)
+    if isinstance(state, UnknownSharding):
+        refuse_lost(state, call)
     assert isinstance(state, Sharding)
     return state
 

@@ -42,7 +42,7 @@ from tessel.transport.constants import (
 )  # fmt: skip
 from tessel.transport.reading import Reader
 from tessel.transport.request import (
-    Failure,
+    FailedMessage,
     Key,
     ReceiveRequest,
     ReceiveWords,
@@ -59,7 +59,7 @@ from tessel.transport.wakeup import END, Wakeup
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
 PAGE = 4096
-Message = SendRequest | SendWords | Rendezvous | Failure
+Message = SendRequest | SendWords | Rendezvous | FailedMessage
 VIEWS = 512  # tensors that a channel remembers
 
 
@@ -194,7 +194,7 @@ class Outgoing(Channel):
             slot.tensor(tensor.dtype, tensor.shape).copy_(tensor)
             slot.num_bytes = num_bytes
         except BaseException as error:
-            Failure(key, 0, num_bytes, error).write(slot)
+            FailedMessage(key, 0, num_bytes, error).write(slot)
             raise
         finally:  # the receiver waits for it, whatever it is
             slot.header[GROUP], slot.header[CALL] = key
@@ -222,7 +222,7 @@ class Outgoing(Channel):
             message.write(slot)
         except BaseException as error:
             # The receiver may have pieces of it already, and would take what comes for the rest.
-            Failure(message.key, message.worker, message.num_bytes, error).write(slot)
+            FailedMessage(message.key, message.worker, message.num_bytes, error).write(slot)
             message.is_gone = True
             raise
         finally:

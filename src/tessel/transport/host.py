@@ -29,7 +29,7 @@ from tessel.transport.copy_program import (
 from tessel.transport.process import PeerProcess
 from tessel.transport.reading import SHORTEST, Reader, Staging, allow_siblings, can_be_offered
 from tessel.transport.request import (
-    Failure,
+    FailedMessage,
     Key,
     ReceiveRequest,
     ReceiveWords,
@@ -141,7 +141,7 @@ class Host:
                     messages.append(message)
             except BaseException as error:  # all who wait for something of it hear that
                 for worker, tensor in waiting:
-                    self._send(Failure(key, worker, tensor.nbytes, error))
+                    self._send(FailedMessage(key, worker, tensor.nbytes, error))
                 raise
         return messages
 
@@ -253,7 +253,7 @@ class Host:
                     channel.post(key, tensor, num_bytes)
             except BaseException as error:
                 for channel, _, num_bytes in messages:
-                    channel.send(Failure(key, 0, num_bytes, error))
+                    channel.send(FailedMessage(key, 0, num_bytes, error))
                 self._expect(key, receives, False)
                 raise
         self.take(key, receives, own, group)

@@ -115,7 +115,7 @@ class SendWords:
         self.is_gone = True
 
 
-class Failure:
+class FailedMessage:
     """That a message, or the rest of it, will not come, in the place of it.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call, as_agreed
+from tessel.core.agreement import as_agreed
 from tessel.core.context import setting
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
@@ -20,7 +20,7 @@ from tessel.distributed.shards import (
     State,
     UnknownSharding,
     as_plain,
-    check_known,
+    refuse_lost,
     sharding_of,
     state_of,
     traced_state,
@@ -185,16 +185,8 @@ def _kind(value: Any) -> Any:
 
 
 def _check_known(state: State) -> None:
-    """Raise ValueError for a lost sharding, and on all workers, where others may still have it."""
     if isinstance(state, UnknownSharding):
-        if state.partition is not None:
-            _agree_that_lost(state, state.partition)
-        check_known(state, "parallel_cross_entropy of a tensor")
-
-
-@eagerly
-def _agree_that_lost(state: UnknownSharding, partition: Partition) -> None:
-    agree_on_call(row_of(partition), f"parallel_cross_entropy of a tensor {state}")
+        refuse_lost(state, "parallel_cross_entropy of a tensor")
 
 
 def _check_whole(input: Any, target: Any, weight: Any) -> None:
