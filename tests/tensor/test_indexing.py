@@ -99,17 +99,3 @@ def truth() -> None:
 
 def test_a_truth_value_is_no_number(run: Run) -> None:
     run(truth, nprocs=2, timeout=60)
-
-
-def keep() -> None:
-    """Reshapes whose parts stay where they are move nothing: the results are views."""
-    size = tessel.world().size
-    x = rows((2 * size, 3, 4))
-    before = x.full().clone()
-    for y in (x.flatten(), x.flatten(1), x.flatten(0, 1), x.unflatten(0, (size, 2)), x.view(-1, 2)):
-        y += 1
-    assert torch.allclose(x.full(), before + 5)
-
-
-def test_reshapes_that_need_not_move_are_views(run: Run) -> None:
-    run(keep, nprocs=3, timeout=60)

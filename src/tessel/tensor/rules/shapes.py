@@ -141,6 +141,15 @@ class _Slot:
         self.axes += (axis,)
         self.intervals = boxes.balanced(self.num_units, len(self.intervals) * size)
 
+    def stay(self, axis: int, size: int, owner: int) -> None:
+        """Let one more axis split this block so that its worker `owner` alone has values."""
+        self.axes += (axis,)
+        self.intervals = tuple(
+            (a if k <= owner else b, b if k >= owner else a)
+            for a, b in self.intervals
+            for k in range(size)
+        )
+
     def cut(self, step: int) -> Cut:
         return Cut(self.axes, tuple((step * a, step * b) for a, b in self.intervals))
 
@@ -151,7 +160,8 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
 
     Axes of the grid that cannot stay, since they split a dimension within a block or between the
     bounds that it can have, go over to blocks that are long enough, their own if it is. Where there
-    is none, values become shared along them.
+    is none, values become shared along them. One worker along an axis has all of a dimension of
+    length one, and keeps it in a block that the axis goes over to: nothing is sent.
     """
     partition = layout.partition
     if 0 in layout.shape:  # no values: parts are what they are called
@@ -163,27 +173,40 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
     for block in blocks:
         own = slots.get(block)
         kept = own.axes if own else ()
-        for axis in (axis for dim in block[0] for axis in layout.cuts[dim].axes):
+        for dim, axis in [(each, axis) for each in block[0] for axis in layout.cuts[each].axes]:
             size = partition.shape[axis]
-            hosts = [slot for slot in slots.values() if slot.can_take(size)]
-            if axis not in kept and hosts and size > 1:
-                roomiest = max(hosts, key=lambda slot: slot.num_units / len(slot.intervals))
-                (own if own in hosts else roomiest).take(axis, size)
+            is_short = layout.shape[dim] == 1
+            hosts = [slot for slot in slots.values() if is_short or slot.can_take(size)]
+            if axis in kept or not hosts or size == 1:
+                continue
+            roomiest = max(hosts, key=lambda slot: slot.num_units / len(slot.intervals))
+            host = own if own in hosts else roomiest
+            if is_short:
+                host.stay(axis, size, _owner(partition, layout.cuts[dim], axis))
+            else:
+                host.take(axis, size)
     before = [Cut.whole(length) for length in layout.shape]
     behind = [Cut.whole(length) for length in after]
     for slot in slots.values():
         before[slot.before] = slot.cut(slot.before_step)
         behind[slot.after] = slot.cut(slot.after_step)
-    target = of_cuts(partition, after, behind)
-    if all(_alike(partition, *pair) for pair in zip(before, layout.cuts, strict=True)):
-        return layout, target  # nothing moves: the result is a view
-    return of_cuts(partition, layout.shape, before), target
+    loose, target = of_cuts(partition, layout.shape, before), of_cuts(partition, after, behind)
+    # The result is a view where no worker has other values than before.
+    return (layout if _hold_the_same(layout, loose) else loose), target
 
 
-def _alike(partition: Partition, cut: Cut, other: Cut) -> bool:
-    """Whether two cuts are the same but for axes of length one."""
-    long = [[a for a in each.axes if partition.shape[a] > 1] for each in (cut, other)]
-    return cut.intervals == other.intervals and long[0] == long[1]
+def _owner(partition: Partition, cut: Cut, axis: int) -> int:
+    """Which worker along an axis has values, where the cut has one interval that is not empty."""
+    index = next(index for index, (a, b) in enumerate(cut.intervals) if a < b)
+    places = boxes.unravel(index, [partition.shape[each] for each in cut.axes])
+    return places[cut.axes.index(axis)]
+
+
+def _hold_the_same(layout: Layout, other: Layout) -> bool:
+    """Whether each worker has the same box in both layouts, or nothing in either."""
+    workers = layout.partition.ranks
+    pairs = ((layout.box(worker), other.box(worker)) for worker in workers)
+    return all(a == b or not (boxes.volume(a) or boxes.volume(b)) for a, b in pairs if a and b)
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
