@@ -116,25 +116,25 @@ class Group:
     def follow(self, program: CopyProgram, y: Tensor, x: Tensor) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
 
-        How many of the takes landed, or NOTHING; what is left, or UNREAD, is for `finish`.
+        How many receives are done, or NOTHING; what is left, or UNREAD, is for `finish`.
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
-        landed = host.follow(program, y.data_ptr(), x.data_ptr(), membership.tag)
-        if landed != NOTHING:
+        num_received = host.follow(program, y.data_ptr(), x.data_ptr(), membership.tag)
+        if num_received != NOTHING:
             program.count(membership.traffic)
-        return landed
+        return num_received
 
     def finish(
         self, program: CopyProgram, x: Tensor, receives: Sequence[ReceiveBuffer], own: Tensor | None
     ) -> None:
-        """Take what an exchange of x still waits for, and let others read what was offered."""
+        """Take what an exchange of x still waits for, and wait until others have read x."""
         ways, key = self._ways, (self._code, self._membership.tag)
         assert ways.host is not None
-        offers = ways.host.adopt(key, program.readers, x)
+        unread = ways.host.await_readers(key, program.readers, x)
         ways.host.take(key, receives, own, ways.others)
-        if offers:
-            ways.host.wait((), offers, ways.others)
+        if unread:
+            ways.host.wait((), unread, ways.others)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
@@ -162,15 +162,15 @@ class Group:
             words, device = array("q", said), self._control_device
             return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
         # Through memory: by the engine, and what it does not get, message by message.
-        key, host, landed, heard = (self._code, _AGREEMENT), ways.host, NOTHING, b""
+        key, host, num_received, heard = (self._code, _AGREEMENT), ways.host, NOTHING, b""
         assert host is not None
         if self._agreement is not None:
-            landed, heard = host.share(self._agreement, said, self.size, _AGREEMENT)
-            if landed == self.size:
+            num_received, heard = host.share(self._agreement, said, self.size, _AGREEMENT)
+            if num_received == self.size:
                 return heard
-        sent = host.say_words(key, said, ways.others) if landed < 0 else []
+        sent = host.say_words(key, said, ways.others) if num_received < 0 else []
         length = len(said)
-        parts = [heard[at : at + length] for at in range(0, max(landed, 0) * length, length)]
+        parts = [heard[at : at + length] for at in range(0, max(num_received, 0) * length, length)]
         missing = self.workers[len(parts) :]
         others = [each for each in missing if each != ways.worker]
         came = dict(zip(others, host.hear_words(key, others, sent, ways.others), strict=True))
