@@ -22,7 +22,7 @@ from tessel.core.partition import Partition, world
 from tessel.core.shared import grad_alike
 from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
 from tessel.operators.execution import Columns, Function, Values, program
-from tessel.operators.explain import Explanation, explain
+from tessel.operators.explanation import Explanation, explain
 from tessel.operators.input_shape import InputShape
 from tessel.operators.layouts import (
     ANYWHERE,

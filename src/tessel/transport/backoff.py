@@ -7,8 +7,8 @@ import time
 
 from tessel.transport.wakeup import Wakeup
 
-# A worker that has a core looks again at once, since waking it would take longer than most waits. One
-# that shares its core lets others run instead: what it waits for may be theirs to do. A nap also
+# A worker that has a core looks again at once: waking it would take longer than most waits. If it
+# shares its core, others run in between, since what it waits for may be theirs to do. A nap also
 # bounds how late a worker is found to have died, since a dead worker notifies no other.
 SPINS = 2000  # looks at once, if each worker has a core
 YIELDS = 100  # looks after each of which another process may run

@@ -44,7 +44,7 @@ from tessel.transport.wakeup import Wakeup
 Awaited = tuple[int, ReceiveRequest | ReceiveWords]
 # Bytes from which on receivers read a tensor where it is, if they can: it is copied once instead of
 # twice, and no slot is written whose cache lines another core holds, which can cost five times a
-# copy. The engine prepares such a read in less time than Python does, so for it reading pays sooner.
+# copy. The engine prepares such a read sooner than Python does, so that it pays for less.
 LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 Give = tuple[int, Place]  # to a worker, from a place

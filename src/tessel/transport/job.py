@@ -56,7 +56,7 @@ def leave() -> None:
     gc.collect()
 
 
-def traffic() -> Traffic:
+def total_traffic() -> Traffic:
     """The running totals of this worker."""
     return _job().membership.traffic
 

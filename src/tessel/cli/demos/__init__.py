@@ -2,7 +2,7 @@
 
 Models, data and problems are those of `examples/`; what is here runs them on all workers and in one
 process, and compares. A demo is a module with `STEPS` (what the progress bar counts) and
-`perform(size, note)`, which runs on every worker and gives a `Report` on the first.
+`run(size, note)`, which runs on every worker and gives a `Report` on the first.
 """
 
 from tessel.cli.demos import classes, deblur, fourier, movements, unet
