@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, Held, Signature, TensorMeta, remember
+from tessel.core.agreement import TensorMeta, agree, remember
 from tessel.core.checksum import checksum, is_dense
 from tessel.core.context import setting
 from tessel.core.layout import Cut, Layout, Shape
@@ -82,10 +82,16 @@ class DistributedLossBase(Layer):
 
     def agree_on(self, name: str, value: Any, number: int, note: str = "") -> Agreed:
         """Learn from all workers what they hold of a tensor beside the input."""
-        (shapes, meta), numbers = self._agreement_on(name, note).agree_with_number(
-            Signature.of(value), number
+        call, identity = self._call(note)
+        [(shapes, meta)], numbers = agree(
+            self.P_x,
+            call,
+            value,
+            names=[f"the {name}"],
+            numbers=[number],
+            identity=f"the {name} of {identity}",
         )
-        return Agreed(shapes, meta, {worker: numbers[worker] for worker in shapes})
+        return Agreed(shapes, meta, {worker: numbers[worker][0] for worker in shapes})
 
     def check_parts(self, name: str, agreed: Agreed, layout: Layout, expected: Layout) -> None:
         """Raise ValueError if the parts of a tensor do not lie as those of the input."""
@@ -127,25 +133,21 @@ class DistributedLossBase(Layer):
             for each in self.weights
         )
 
-    def _agreement_on(self, name: str, note: str) -> Agreement[Held]:
-        """One for each state of the loss, in which all workers must be alike."""
+    def _call(self, note: str) -> tuple[str, str]:
+        """The call in words, and all in which workers must be alike: settings and weights."""
         # A checksum reads all of a weight: it is made again only when torch has counted a change.
-        key = (name, note, self._settings, *map(_version, self.weights))
-        agreements: dict[Any, Any] = self.__dict__.setdefault("_other_agreements", {})
-        if key not in agreements:
+        key = (note, self._settings, *map(_version, self.weights))
+        calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
+        if key not in calls:
             sums = ", ".join(f"{checksum(each):x}" for each in self.weights if each is not None)
             weights = f" with weights of checksum {sums}" if sums else ""
-            label = f"the {name} of {self!r}{note}{weights}"
-            identity = f"{label} {self._settings}"
-            agreement: Agreement[Held] = Agreement(
-                self.prepare(), label, self.P_x.ranks, lambda *held: held, identity
-            )
-            remember(agreements, key, agreement)
-        found: Agreement[Held] = agreements[key]
-        return found
+            call = f"{self!r}{note}{weights}"
+            remember(calls, key, (call, f"{call} {self._settings}"))
+        return calls[key]
 
     def _is_derived(self, name: str) -> bool:
-        return super()._is_derived(name) or name == "_other_agreements"
+        # the key says where weights lie in the memory of this process
+        return super()._is_derived(name) or name == "_calls"
 
     def extra_repr(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self._settings[0]]

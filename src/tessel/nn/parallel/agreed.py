@@ -16,7 +16,7 @@ from tessel.core.agreement import (
     Held,
     Numbers,
     TensorMeta,
-    agree_on_call,
+    agree,
     as_agreed,
     in_forward_mode,
 )
@@ -58,7 +58,7 @@ def agree_on_spread(partition: Partition, name: str) -> None:
     A spread tensor needs no agreement: all workers know its layout. But those that bring another
     kind wait for one, and would do so for ever.
     """
-    agree_on_call(partition, f"{name} over {partition}, where the input is a spread tensor")
+    agree(partition, f"{name} over {partition}, where the input is a spread tensor")
 
 
 def misfit(state: State, expected: Sharding | None, name: str) -> str:

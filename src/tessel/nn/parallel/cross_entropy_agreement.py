@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, agree_and_tell, same
+from tessel.core.agreement import TensorMeta, agree, same
 from tessel.core.checksum import checksum, is_dense, range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
@@ -96,15 +96,21 @@ def kind_of(weight: Any) -> Kind | str | None:
     return Kind(tuple(weight.shape), weight.dtype, str(weight.device), needs_grad)
 
 
-def agree(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Logits:
+def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Logits:
     """Let all workers of the call raise, or know that their tensors fit; one small exchange.
 
     Beside shapes they tell which classes are in the target, and checksums of target and weight:
     copies that differ would give each worker a loss of its own.
     """
     numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
-    tensors = ("the input", x), ("the target", target)
-    held, values = agree_and_tell(loss.partition, loss.label, tensors, numbers, repr(loss))
+    held, values = agree(
+        loss.partition,
+        loss.label,
+        *(x, target),
+        names=("the input", "the target"),
+        numbers=numbers,
+        identity=repr(loss),
+    )
     logits = _concluded(loss, *map(frozen, held))
     num_classes = logits.layout.shape[loss.input.dim]
     what = "target", "classes"
