@@ -206,7 +206,7 @@ def agree(
         identity: what must be equal on all workers, where the text of the call does not say all.
         givers: the workers whose tensors count; None for all of them.
     """
-    group, ranks = partition.group, partition.ranks
+    group, ranks = partition.prepare(), partition.ranks
     if not partition.active:
         return Heard([], {})
     if group.size == 1 and not tensors:
@@ -232,7 +232,7 @@ def agree(
 
 def tell(partition: Partition, value: Any) -> dict[int, Any]:
     """What each worker of a partition has to say, by worker: any object that can be pickled."""
-    group = partition.group
+    group = partition.prepare()
     return dict(zip(group.workers, group.share_objects(value), strict=True))
 
 

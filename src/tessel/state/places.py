@@ -132,7 +132,7 @@ def _values(module: Module) -> Iterator[Value]:
 
 def row_of_model(held: Iterable[Partition], partition: Partition | None) -> Partition:
     """The workers that hold a model together, in a row: `partition`, or those of all its parts."""
-    groups = {each.group.workers for each in held}
+    groups = {tuple(sorted(each.ranks)) for each in held}
     if partition is not None or len(groups) != 1:
         return row_of(partition)
     ranks = groups.pop()

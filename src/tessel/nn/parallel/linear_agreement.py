@@ -114,7 +114,7 @@ class ShardedProduct:
 def agreement_on(product: ShardedProduct) -> Agreement[tuple[Layout, TensorMeta]]:
     """Where workers agree on the input of a product; made once, as each call of a layer asks."""
     P = product.partition
-    return Agreement(P.group, product.label, P.ranks, product.conclude, product.identity)
+    return Agreement(P.prepare(), product.label, P.ranks, product.conclude, product.identity)
 
 
 def problem_of(

@@ -81,7 +81,7 @@ def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     replicas = get_data_parallel_group()
     if replicas.size == 1:
         return module
-    return DistributedDataParallel(module, process_group=replicas.group.handle, **settings)
+    return DistributedDataParallel(module, process_group=replicas.prepare().handle, **settings)
 
 
 def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
