@@ -20,6 +20,7 @@ from tessel.core.agreement import (
     as_agreed,
     in_forward_mode,
 )
+from tessel.core.checksum import is_within
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
@@ -111,7 +112,7 @@ def check_copies(
         label: in whose name to raise.
     """
     for worker, (low, high, *_) in values.items():
-        if low <= high and not 0 <= low <= high < count:
+        if not is_within(low, high, count):
             raise IndexError(
                 f"{label}: {what[0]} {low if low < 0 else high} is out of bounds on worker "
                 f"{worker}: the {what[1]} are 0 to {count - 1}"

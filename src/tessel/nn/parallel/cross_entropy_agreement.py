@@ -16,12 +16,11 @@ from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import Sharding
+from tessel.nn.loss_agreement import CLASSES, class_dim, samples_of
 from tessel.nn.parallel.agreed import Frozen, check_copies, check_sharding, frozen
 from tessel.tensor.rules.losses import Kind, loss_dtype
 from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.transport import kept_in_job
-
-CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
         )
     else:
         target_shape = same(of_target, "shape of the target", loss.label)
-    _check_target(loss, layout.shape, dim, target_shape)
+    _check_target(loss, layout.shape, target_shape)
     kinds = {
         "input": Kind(layout.shape, input_terms.dtype, input_terms.device, False),
         "target": Kind(target_shape, target_terms.dtype, target_terms.device, False),
@@ -149,7 +148,7 @@ def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
 
 def _check_shardings(loss: ShardedLoss, ndim: int) -> None:
     """Raise ValueError if shardings do not fit the classes of the input."""
-    dim = min(1, ndim - 1)
+    dim = class_dim(ndim)
     workers = loss.input.partition.ranks
     if loss.wanted not in (None, workers):
         raise ValueError(
@@ -172,9 +171,9 @@ def _whole(loss: ShardedLoss, name: str, sharding: Sharding, shapes: dict[int, S
     )
 
 
-def _check_target(loss: ShardedLoss, shape: Shape, dim: int, target: Shape) -> None:
+def _check_target(loss: ShardedLoss, shape: Shape, target: Shape) -> None:
     """Raise, of the kind that torch raises, for a target of another shape than the input asks."""
-    samples = shape[:dim] + shape[dim + 1 :]
+    samples = samples_of(shape)
     if loss.target is not None and target != shape:
         raise ValueError(
             f"{loss.label}: a target that is a shard must be one of probabilities, of the shape "
