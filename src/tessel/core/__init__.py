@@ -5,17 +5,14 @@ what, `plan` works out the pieces of a movement, and `linop`, `stage` and `move`
 with an adjoint; `halo` is the other movement there is. It stands on `transport` alone.
 
 The names below are what packages above build on: layouts and movements, the agreement that comes
-before a movement (`agree` and its kin), shared values and their copies (`replicate`, `total`), and
+before a movement (`agree`, `tell`), shared values and their copies (`replicate`, `total`), and
 what a window reads. `imaging` imports nothing else of the kernel.
 """
 
 from tessel.core import boxes as boxes
-from tessel.core.agreement import Agreement as Agreement
 from tessel.core.agreement import Signature as Signature
 from tessel.core.agreement import TensorMeta as TensorMeta
 from tessel.core.agreement import agree as agree
-from tessel.core.agreement import agree_and_tell as agree_and_tell
-from tessel.core.agreement import agree_on_call as agree_on_call
 from tessel.core.agreement import same as same
 from tessel.core.agreement import tell as tell
 from tessel.core.boxes import Box as Box

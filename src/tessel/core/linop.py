@@ -282,7 +282,7 @@ class Compiled(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return node(x, self.handle)
-        operator, _ = self.agreement.agree(self.signature)
+        operator, _ = self.agreement.agree_on(self.signature)
         if operator != self.operator:
             raise ValueError(
                 f"{self.agreement.label}: this call was compiled for other shapes than "
@@ -323,7 +323,7 @@ def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
     """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
     caller = object_of(handle)
     signature = Signature(tuple(lengths), *kind)
-    operator, meta = caller._agreement.agree(replace(signature, compiles=True))
+    operator, meta = caller._agreement.agree_on(replace(signature, compiles=True))
     # Text, as handles are: what a graph keeps of this call.
     name = f"_agreed_{abs(hash(signature))}"
     caller.__dict__[name] = Compiled(operator, caller._agreement, signature), meta

@@ -182,7 +182,7 @@ class GradientBucket:
         self._lengths = [prod(shape) for shape in self.shapes]
         flags = len(self.shapes) if len(self.shapes) > 1 else 0
         self._sum = _sum(partition, axes, sum(self._lengths) + flags)
-        self.group = partition.group
+        self.group = partition.prepare()
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
         """What `use` takes. In a backward pass the sums are waited for here."""

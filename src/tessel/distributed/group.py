@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import index as as_int
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.partition import Partition, world
 from tessel.transport import kept_in_job
 
@@ -43,7 +43,7 @@ def init_process_group(group_size: int | None = None) -> None:
             f"workers; call tessel.distributed.destroy_process_group() before you fix it to "
             f"{everyone.size if group_size is None else group_size}"
         )
-    agree_on_call(everyone, f"tessel.distributed.init_process_group(group_size={group_size!r})")
+    agree(everyone, f"tessel.distributed.init_process_group(group_size={group_size!r})")
     size = _checked(group_size, everyone.size)
     groups = [  # all workers make all groups, in one order
         Partition(everyone.ranks[start : start + size], (size,))

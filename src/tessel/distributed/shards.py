@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition, world
 from tessel.distributed import propagation, spreading
@@ -604,7 +604,7 @@ def _edge(x: Any) -> Any:
 def refuse_lost(state: UnknownSharding, label: str) -> None:
     """Raise ValueError for a lost sharding, on all workers: others may have theirs, and agree."""
     if state.partition is not None:
-        agree_on_call(row_of(state.partition), f"{label} {state}")
+        agree(row_of(state.partition), f"{label} {state}")
     check_known(state, label)
 
 
@@ -633,7 +633,7 @@ def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:
     state = shard._tessel_sharding
     problem = spreading.contradiction(state, where)
     if problem:  # all workers of the job agree there, and hear it
-        agree_on_call(world(), problem)
+        agree(world(), problem)
         raise ValueError(problem)
     assert isinstance(state, Sharding)
     return as_plain(shard), spreading.grid_of(shard, state) if where is None else where

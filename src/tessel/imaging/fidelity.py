@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core import Layout, Shape, Signature, agree_and_tell, anchored_zeros, total
+from tessel.core import Layout, Shape, Signature, agree, anchored_zeros, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
@@ -196,7 +196,7 @@ class DistributedDataFidelity:
             return shape
         # On parts a loss has not the shape of that of the whole: what fidelities do is tried.
         kinds = {f.is_batched for f in self._on_parts}
-        _, told = agree_and_tell(physics.partition, call, (), [True in kinds, False in kinds])
+        _, told = agree(physics.partition, call, numbers=[True in kinds, False in kinds])
         some, others = map(any, zip(*told.values(), strict=True))
         if some and others:
             raise ValueError(

@@ -177,7 +177,7 @@ class DistributedPrior:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
         if partition.size > 1 or not fits:
-            ((_, terms),) = agree(partition, call, x)
+            ((_, terms),), _ = agree(partition, call, x)
             if not fits:
                 raise ValueError(call)
             x = grad_alike(x, terms)

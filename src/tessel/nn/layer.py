@@ -241,3 +241,9 @@ def _signature(own: Callable[..., None], torchs: Callable[..., None]) -> Signatu
 def lies_alone(partition: Partition, shape: Shape) -> Layout:
     """How a tensor lies that the only worker of a partition has."""
     return Layout.from_local_shapes(partition, {partition.ranks[0]: shape})
+
+
+@kept_in_job
+def lies(partition: Partition, parts: tuple[tuple[int, Shape], ...]) -> Layout:
+    """How a tensor lies whose parts have these shapes, by worker."""
+    return Layout.from_local_shapes(partition, dict(parts))

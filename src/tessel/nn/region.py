@@ -177,7 +177,7 @@ class HaloRegion(nn.Sequential):
                 f"{len(needs)} parameters to train{', under torch.no_grad()' if is_off else ''}"
             )
             identity = f"{label} {state[1:]} {[each.extra_repr() for each in _chain(self)]}"
-            agreements[state] = parts_agreement(P_x.group, P_x, label, identity)
+            agreements[state] = parts_agreement(P_x.prepare(), P_x, label, identity)
         return agreements[state]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn import Module
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
@@ -111,7 +111,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     pieces = [ParameterPiece.of(name, value, layout, row) for name, value, layout in found]
     code = code_of(" ".join(piece.identity for piece in pieces))
-    agree_on_call(
+    agree(
         row,
         f"clip_grad_norm_ of {len(pieces)} parameters, max_norm={max_norm!r}, "
         f"norm_type={norm_type!r}, error_if_nonfinite={error_if_nonfinite!r}, over {row}, whose "

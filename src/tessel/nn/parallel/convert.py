@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.partition import Partition
 from tessel.nn.parallel.drawing import equalize_, keep_part_
 from tessel.nn.parallel.sharded import ShardedLayer
@@ -68,7 +68,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
     wrapped = conversion.splits and any(id(each) in inside for _, each in layers)
     # workers that have other models raise now, before the first parameter travels
     listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
-    agree_on_call(conversion.partition, f"{conversion.name} {problem} {wrapped=}\n{listing}")
+    agree(conversion.partition, f"{conversion.name} {problem} {wrapped=}\n{listing}")
     if wrapped:
         raise ValueError(
             f"{conversion.name}: DistributedDataParallel averages the parameters that it was made "

@@ -86,7 +86,7 @@ def layout_of(parameter: Tensor) -> Layout | None:
         return None if sharing is None else Layout.whole(sharing, shape, shared=True)
     if sharding.size is None:  # the user registered shards, which may have any lengths
         label = f"the initialization of {sharding}"
-        [(shapes, _)] = agree(sharding.partition, label, parameter)
+        [(shapes, _)], _ = agree(sharding.partition, label, parameter)
         return layout_of_parts(sharding.partition, shapes, sharding.dim, None, label)
     whole = (*shape[: sharding.dim], sharding.size, *shape[sharding.dim + 1 :])
     return shard_layout(sharding.partition, whole, sharding.dim)

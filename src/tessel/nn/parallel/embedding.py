@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import agree_on_call, as_agreed
+from tessel.core.agreement import agree, as_agreed
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
@@ -26,7 +26,7 @@ from tessel.distributed.shards import (
 from tessel.nn.parallel.agreed import agree_on_spread
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
-from tessel.nn.parallel.embedding_agreement import Lookup, agree
+from tessel.nn.parallel.embedding_agreement import Lookup, agreed_table
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
@@ -91,7 +91,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         if _weight is not None:
             kind = f"{_weight.dtype} on {_weight.device.type}"
             given = f", of a table of shape {tuple(_weight.shape)} and {kind}"
-        agree_on_call(
+        agree(
             row,
             f"ParallelEmbedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, "
             f"dim={dim!r}) over {row}{given}",
@@ -182,7 +182,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         """
         row = row_of(partition)
         name = f"convert_parallel_embedding(module, dim={dim!r}) over {row}"
-        agree_on_call(row, name)
+        agree(row, name)
         check_dim(dim, name)
         conversion = Conversion(
             name=name,
@@ -334,7 +334,7 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
         return weight.new_empty(0)
     ids = as_plain(ids)
     with torch._C.DisableTorchFunctionSubclass():  # the weight itself, of which rows may be scaled
-        layout, terms = agree(lookup, ids, weight)
+        layout, terms = agreed_table(lookup, ids, weight)
         settings = lookup.settings.counted_from_front(layout.shape[0])
         if lookup.partition.size == 1:
             return F.embedding(ids, weight, *astuple(settings))

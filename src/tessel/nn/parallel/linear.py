@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import agree, agree_on_call, conclude, same
+from tessel.core.agreement import agree, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
@@ -27,7 +27,14 @@ from tessel.nn.layer import needs_of
 from tessel.nn.parallel.agreed import check_sharding, in_mode_of, spread_part
 from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_, equalize_
-from tessel.nn.parallel.linear_agreement import COLUMN, ROW, ShardedProduct, layouts_of, problem_of
+from tessel.nn.parallel.linear_agreement import (
+    COLUMN,
+    ROW,
+    ShardedProduct,
+    agreement_on,
+    layouts_of,
+    problem_of,
+)
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import opened
@@ -67,7 +74,7 @@ def multiply(
             or _problem_in_transform(x, partition, dim, sizes),
         )
         x = as_plain(x)
-        layout, meta = conclude(product, x)
+        layout, meta = agreement_on(product).agree_on(x)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
     if partition.size > 1:
@@ -104,7 +111,7 @@ def multiply_shards(
     name = name_of_product(bias, dim)
     state = state_of(weight)
     label = f"{name} over {partition}, where the weight is {describe(state)}"
-    [(shapes, _)] = agree(partition, label, weight)
+    [(shapes, _)], _ = agree(partition, label, weight)
     split = checked_dim(dim, name)
     assert split is not None
     first, place = shapes[partition.ranks[0]], 1 - split
@@ -180,7 +187,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
     ) -> None:
         row = row_of(partition)
         name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
-        agree_on_call(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
+        agree(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
         checked_dim(dim, name)
         if dim is None:
             self.partition = row  # which torch's layer needs when it draws its values
@@ -279,7 +286,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
         """
         row = row_of(partition)
         name = f"convert_parallel_linear(module, dim={dim!r}) over {row}"
-        agree_on_call(row, f"{name}, {strict=}")
+        agree(row, f"{name}, {strict=}")
         checked_dim(dim, name)
         conversion = Conversion(
             name=name,

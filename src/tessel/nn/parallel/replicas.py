@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition, world
 from tessel.distributed.group import get_group, row_of
@@ -81,7 +81,7 @@ def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     replicas = get_data_parallel_group()
     if replicas.size == 1:
         return module
-    return DistributedDataParallel(module, process_group=replicas.group.handle, **settings)
+    return DistributedDataParallel(module, process_group=replicas.prepare().handle, **settings)
 
 
 def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
@@ -136,7 +136,7 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     row = row_of(partition)
     learns = x.requires_grad and torch.is_grad_enabled()
     problem = _left_out(row) if learns else ""
-    agree_on_call(row, f"gather_batch over {row}{problem}")
+    agree(row, f"gather_batch over {row}{problem}")
     if problem:
         raise ValueError(f"gather_batch over {row}{problem}")
     if learns:
