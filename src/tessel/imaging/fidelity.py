@@ -20,7 +20,7 @@ from tessel.imaging.parameters import (
     idle,
     in_common,
     known,
-    tensors_of,
+    within_reach,
 )
 from tessel.imaging.parts.operators import Operator, Whole, vjp
 from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall
@@ -115,7 +115,7 @@ class DistributedDataFidelity:
         self._label = f"DistributedDataFidelity({reduction!r} over {physics!r})"
         self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"  # of calls
         make = data_fidelity_factory or (lambda *_: L2())
-        held = tensors_of(make)
+        held = within_reach(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
         self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
         self._gradients = [each.grad for each in self._on_parts]

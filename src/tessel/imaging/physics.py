@@ -43,7 +43,7 @@ from tessel.imaging.parameters import (
     learned,
     needs_grad,
     stray_problem,
-    tensors_of,
+    within_reach,
 )
 from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
 from tessel.imaging.parts.local_rules import partition_physics
@@ -98,9 +98,10 @@ class DistributedPhysics:
         factory: `factory(i, device, shared)` makes operator i; called on its worker only.
         shared: what all operators may use, by name. Tensors and modules among it are shared by all
             workers: those that need gradients get that of all operators, on every worker. Others
-            get that of the operators of this worker; if those of several workers use one, or one
-            that is not found in them, as a global tensor, calls that would derive it raise
-            ValueError.
+            get that of the operators of this worker. They are looked for in modules and
+            attributes: if operators use one that is not found in them, as a global tensor or one
+            that a function closes over, or if those of several workers keep the same one, calls
+            that would derive it raise ValueError.
         layout: of an image in parts, whose operators all workers of their row have; None for the
             whole image on every worker. Along axes of the grid on which it is shared there are
             copies of the image, each with some of the operators.
@@ -129,7 +130,7 @@ class DistributedPhysics:
         self._label = f"{name}({self.num_ops} operators over {ctx.world_size} workers)"
         agree(ctx.partition, f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
-        held = tensors_of((factory, self.shared))
+        held = within_reach((factory, self.shared))
         # Whole images come in any shape: a layout without dimensions stands for all of theirs.
         self.is_whole = layout is None or is_whole(layout)
         self.layout = whole_layout(ctx.partition, ()) if layout is None or self.is_whole else layout

@@ -54,7 +54,7 @@ from tessel.nn.norm import (
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.padding import Wrapped, wrapped
+from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
 from tessel.tensor.rules.products import check_dtypes
 from tessel.tensor.table import as_spread, running
@@ -203,7 +203,7 @@ class RegionPlan:
             the stage before it has computed to what the next one reads.
     """
 
-    wraps: tuple[Wrapped, ...]
+    wraps: tuple[PeriodicHalo, ...]
     stages: tuple[Windowed, ...]
 
     def fetch(self, x: Tensor) -> Tensor:
@@ -232,8 +232,8 @@ def planned(
             bends = _continued([each[dim] for each in (*inputs, shapes[-1])], fields, dim)
             if bends is not None:
                 inputs, fields, (before, after) = _bent(inputs, fields, dim, bends)
-                wraps.append(wrapped(source, dim, before, after))
-                source = wraps[-1].target
+                wraps.append(periodic_halo(source, dim, before, after))
+                source = wraps[-1].codomain
     stages: list[Windowed] = []
     # From the last layer to the first: each computes what the one behind it reads, also what its
     # neighbours compute, so that boxes grow towards the input.

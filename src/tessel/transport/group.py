@@ -17,7 +17,7 @@ from tessel.errors import WorkerLost
 from tessel.transport import wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.constants import NOTHING
-from tessel.transport.copy_program import CopyProgram, Place
+from tessel.transport.copy_program import CopyProgram, Place, is_plain
 from tessel.transport.exchange import Exchange, Ways, swap
 from tessel.transport.host import Give, Take
 from tessel.transport.membership import Membership
@@ -27,6 +27,7 @@ from tessel.transport.world import this_worker
 T = TypeVar("T")
 NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
+MOST_PROGRAMS = 64  # for sums, that a group remembers
 _AGREEMENT = -1  # what the messages of agreements carry in the place of a call's number
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
 
@@ -57,6 +58,7 @@ class Group:
         self.within = [self]  # the groups of the job that have no other workers
         self._membership = membership
         self._code = code_of(repr(workers))
+        self._spreads: dict[tuple[torch.dtype, int], CopyProgram | None] = {}
 
     @property
     def size(self) -> int:
@@ -138,10 +140,22 @@ class Group:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
+        value = value.contiguous()
+        # All copies, and added by torch in one order: the sum is the same on all, bit by bit.
         copies = value.new_empty((self.size, *value.shape))
-        sends = [SendBuffer(worker, value) for worker in self.workers]
+        program, landed = None, NOTHING
+        if is_plain(value) and value.numel():
+            program = self._spreading(value.dtype, value.numel())
+        if program is not None:
+            landed = self.follow(program, copies, value)
+            if landed == self.size:
+                return copies.sum(0)
         receives = [ReceiveBuffer(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
-        self.exchange_at_once(sends, receives, value.device, dense=True)
+        if program is not None and landed != NOTHING:  # the engine has begun
+            self.finish(program, value, receives[landed:], value)
+        else:
+            sends = [SendBuffer(worker, value) for worker in self.workers]
+            self.exchange_at_once(sends, receives, value.device, dense=True)
         return copies.sum(0)
 
     def share_words(self, words: Sequence[int]) -> bytes:
@@ -178,14 +192,23 @@ class Group:
 
     @cached_property
     def _agreement(self) -> CopyProgram | None:
-        """The exchange of everybody's words, one after the other."""
-        said = Place((slice(0, NUM_WORDS),), (1,))
-        heard = (
-            Place((slice(NUM_WORDS * k, NUM_WORDS * (k + 1)),), (1,)) for k in range(self.size)
-        )
-        gives = [(worker, said) for worker in self.workers]
-        takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
-        return self.program(torch.int64, gives, takes)
+        """The exchange of everybody's words."""
+        return self._spreading(torch.int64, NUM_WORDS)
+
+    def _spreading(self, dtype: torch.dtype, length: int) -> CopyProgram | None:
+        """The exchange of so many values of everybody, which come one after the other."""
+        key = dtype, length
+        if key not in self._spreads:
+            if len(self._spreads) >= MOST_PROGRAMS:
+                self._spreads.clear()
+            said = Place((slice(0, length),), (1,))
+            heard = (Place((slice(length * k, length * (k + 1)),), (1,)) for k in range(self.size))
+            gives = [(worker, said) for worker in self.workers]
+            takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
+            program = self.program(dtype, gives, takes)
+            # What is so large that others would read it in this worker's memory goes another way.
+            self._spreads[key] = None if program is not None and program.readers else program
+        return self._spreads[key]
 
     def check_same_call(self, everyones: bytes, call: str | Callable[[], str]) -> None:
         """Raise ValueError on every worker if the first of their words, the codes, differ."""
