@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from tessel.core.agreement import agree_on_call
 from tessel.core.partition import Partition
-from tessel.nn.parallel.drawing import equalize_, keep_part_
+from tessel.core.shared import equalize, keep_part
 from tessel.nn.parallel.sharded import ShardedLayer
 
 
@@ -81,7 +81,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
     new = {id(layer): _converted(layer, conversion, known) for _, layer in layers}
     if not conversion.splits:
         whole = {id(p): p for _, layer in layers for p in layer.parameters(recurse=False)}
-        equalize_(whole.values(), conversion.partition)
+        equalize(whole.values(), conversion.partition)
     # by identity, and past __setattr__: a layer may stand in several places, and stays one
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -111,7 +111,7 @@ def _converted(layer: Module, conversion: Conversion, known: dict[Any, Parameter
             if key not in known:
                 whole = parameter.detach()
                 part = whole.new_empty(layout.local_shape)  # in memory of its own
-                keep_part_(part, layout, whole)
+                keep_part(part, layout, whole)
                 known[key] = Parameter(part, requires_grad=parameter.requires_grad)
             parameter = known[key]
         new.register_parameter(name, parameter)

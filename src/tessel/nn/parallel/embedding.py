@@ -13,6 +13,7 @@ from tessel.core.agreement import agree_on_call, as_agreed
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.core.shared import equalize, keep_part
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import gathering
 from tessel.distributed.shard_layouts import shard_layout
@@ -25,7 +26,7 @@ from tessel.distributed.shards import (
 )
 from tessel.nn.parallel.agreed import agree_on_spread
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
+from tessel.nn.parallel.drawing import draw_
 from tessel.nn.parallel.embedding_agreement import Lookup, agree
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
@@ -234,7 +235,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         """
         if self._layout is None:
             super().reset_parameters()
-            equalize_([self.weight], self.partition)
+            equalize([self.weight], self.partition)
             return
         draw_(self.weight, self._layout, torch.nn.init.normal_)
         self._fill_padding_idx_with_zero()
@@ -255,10 +256,10 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         layout = self._layout
         if layout is None:
             part = table.detach().clone()
-            equalize_([part], self.partition)
+            equalize([part], self.partition)
         else:
             part = table.detach().new_empty(layout.local_shape)
-            keep_part_(part, layout, table.detach())
+            keep_part(part, layout, table.detach())
         return torch.nn.Parameter(part, requires_grad=learns)
 
     def _is_split_so(self, dim: int | None, partition: Partition) -> bool:
