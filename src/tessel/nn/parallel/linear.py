@@ -96,10 +96,12 @@ def _problem_in_transform(x: Tensor, partition: Partition, dim: int, sizes: tupl
     )
 
 
+@eagerly
 def multiply_shards(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, partition: Partition
+    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, workers: Partition | None
 ) -> Tensor:
     """The same, for shards of which the workers first learn of which whole they are."""
+    partition = row_of(workers)
     if not partition.active:
         return x.clone()
     name = name_of_product(bias, dim)
