@@ -325,15 +325,31 @@ def _total(partition: Partition, shape: Shape, shared: tuple[int, ...]) -> Move:
     return Move(source, Layout.whole(partition, shape, shared=True))
 
 
-def equalize(values: Iterable[Tensor], partition: Partition) -> None:
+def equalize(values: Iterable[Tensor | None], partition: Partition) -> None:
     """Give all workers what the first one of the partition has, in place."""
-    first = Partition(partition.ranks[:1], (1,) * partition.dim)
+    for value in values:
+        if value is not None:
+            layout = Layout.whole(partition, value.shape, shared=True)
+            keep_part(value.detach(), layout, value.detach())
+
+
+def keep_part(part: Tensor, layout: Layout, whole: Tensor) -> None:
+    """Fill this worker's part of a tensor, in place, from the whole that the first worker has.
+
+    Args:
+        part: a plain tensor of the shape that the layout says.
+        layout: where the parts lie.
+        whole: all of it; only the first worker's counts.
+    """
+    partition = layout.partition
+    if not partition.active or part.is_meta:
+        return
     with torch.no_grad():
-        for value in values:
-            move = Move(Layout.whole(first, value.shape), Layout.whole(partition, value.shape))
-            if partition.active:
-                owns = move.domain.partition.active
-                value.copy_(move.apply(value.detach() if owns else value.new_empty(0)))
+        if partition.size > 1:
+            first = Partition(partition.ranks[:1], (1,) * partition.dim)
+            move = Move(Layout.whole(first, layout.shape), layout)
+            whole = move(whole if first.active else whole.new_empty(0))
+        part.copy_(whole)
 
 
 def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:

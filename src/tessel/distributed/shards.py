@@ -484,7 +484,11 @@ def _note_one(result: Tensor, state: State, call: calls.TorchCall) -> Tensor:
     if state is None or state_of(result) == state:
         return result
     if any(result is each for each in calls.targets(call)):
-        return _written(result, state, call)
+        pairs = zip(call.tensors, call.shapes, strict=True)
+        before = next(shape for each, shape in pairs if each is result)
+        # a parameter stays what its model says it is, whatever was written into it
+        stays = isinstance(result, torch.nn.Parameter) and tuple(result.shape) == before
+        return result if stays else _become(result, state)
     if any(result is each for each in call.tensors):  # one that was there before keeps its sharding
         return result if _is_parameter(result) else as_shard(result, state)
     return _become(result, state)
@@ -492,16 +496,6 @@ def _note_one(result: Tensor, state: State, call: calls.TorchCall) -> Tensor:
 
 def _is_parameter(x: Any) -> bool:
     return isinstance(x, Shard) and x._is_param
-
-
-def _written(target: Tensor, state: Sharding | UnknownSharding, call: calls.TorchCall) -> Tensor:
-    """A tensor after a function wrote into it; a parameter stays what its model says it is."""
-    shape = next(
-        shape for each, shape in zip(call.tensors, call.shapes, strict=True) if each is target
-    )
-    if isinstance(target, torch.nn.Parameter) and tuple(target.shape) == shape:
-        return target
-    return _become(target, state)
 
 
 def _replace(call: calls.TorchCall, func: Any) -> Any:

@@ -29,7 +29,6 @@ from tessel.core import (
     LinearOperator,
     Move,
     agree,
-    agree_on_call,
     anchored_zeros,
     boxes,
     grad_alike,
@@ -241,7 +240,7 @@ class DistributedPrior:
         # itself. Later calls cost no message, and the worker that finds something raises.
         if torch.is_grad_enabled() and call not in self._checked:
             self._checked.add(call)
-            agree_on_call(self.layout.partition, f"{call} {problem}")
+            agree(self.layout.partition, f"{call} {problem}")
         if problem:
             raise ValueError(problem)
 

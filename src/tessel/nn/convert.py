@@ -67,9 +67,8 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     torch.Size([2, 8, 16, 16])
     """
     check_choice(fallback)
-    seed = _agree_on_model(model, P_x)
+    stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
     equalize([value for _, value in _values(model)], P_x)
-    stream = Stream(seed)
     place_regions(model, P_x)
     for module in model.modules():
         own = module.__dict__.get("forward")
@@ -93,6 +92,8 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
     form += [(p, type(m).__qualname__, m.extra_repr()) for p, m in model.named_modules()]
     if not P_x.active:
         return 0
+    # Each worker draws a number, so that generators that are in step stay so; the first one's
+    # becomes the seed of the model's random numbers. Counting calls on from it stays in 64 bits.
     forms = tell(P_x, (form, int(torch.randint(2**62, ()))))
     first, (expected, number) = next(iter(forms.items()))
     for worker, (other, _) in forms.items():
@@ -136,6 +137,7 @@ class Stream:
         if in_backward():
             yield
             return
+        # a fork of the generators: those of the caller go on after the model as they were before
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(common_seed(self.seed + self.num_calls))
@@ -186,7 +188,12 @@ class Entrance:
         ):
             args, kwargs = self._entered(args, kwargs)
             result = self.forward(*args, **kwargs)
-        return result if spread else tree_map(_left, result)  # as the input came
+        if spread:  # the result goes as the input came
+            return result
+        return tree_map(
+            lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
+            result,
+        )
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
         """The arguments, with spread tensors in the places of parts."""
@@ -232,11 +239,6 @@ class Entrance:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}
-
-
-def _left(value: Any) -> Any:
-    """An output on its own, a part: a plain tensor."""
-    return value.move_to(outside(value.layout)).local if isinstance(value, SpreadTensor) else value
 
 
 @kept_in_job

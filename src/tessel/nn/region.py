@@ -160,7 +160,7 @@ class HaloRegion(nn.Sequential):
     def _steps(self) -> list[RegionStep]:
         P_x = self.P_x
         assert P_x is not None
-        return [_step(layer, P_x) for layer in _chain(self)]
+        return [region_step(layer, P_x) for layer in _chain(self)]
 
     def _agreement(self, P_x: Partition) -> Agreement[Entry]:
         """One for each state of the layers, in which all workers must be alike."""
@@ -357,7 +357,15 @@ class _Convolving(RegionStep):
         return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        x, padding = _surrounded(x, plan, self.layer.num_dims)
+        D = self.layer.num_dims
+        padding = (0,) * D
+        if 0 not in x.shape and 0 not in plan.target.local_shape:
+            x = _in_order(x, plan)
+            sides = plan.overhang[-D:]
+            if all(before == after for before, after in sides):
+                padding = tuple(before for before, _ in sides)  # torch pads both sides alike
+            else:
+                x = F.pad(x, _widths(plan, D))
         weight, bias = parameters
         settings = self.layer.settings()
         return convolution.of_read(x, weight, bias, padding, plan.target, settings)
@@ -374,18 +382,6 @@ def _bordered(
         Mirrored(window, length, mode) if width != (0, 0) else window
         for window, length, width in zip(windows, lengths, widths, strict=True)
     ]
-
-
-def _surrounded(x: Tensor, plan: Windowed, num_dims: int) -> tuple[Tensor, tuple[int, ...]]:
-    """What the windows of a convolution cover, and how much zero padding it shall add itself."""
-    none = (0,) * num_dims
-    if 0 in x.shape or 0 in plan.target.local_shape:
-        return x, none
-    x = _in_order(x, plan)
-    sides = plan.overhang[-num_dims:]
-    if all(before == after for before, after in sides):  # torch's convolution pads both sides alike
-        return x, tuple(before for before, _ in sides)
-    return F.pad(x, _widths(plan, num_dims)), none
 
 
 def _widths(plan: Windowed, num_dims: int) -> list[int]:
@@ -528,27 +524,20 @@ class _Padding(RegionStep):
 
 
 class _Pointwise(RegionStep):
-    kinds = POINTWISE
+    kinds = (*POINTWISE, *RANDOM)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        return shape, (None,) * len(shape)
-
-    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        result: Tensor = type(self.layer).forward(self.layer, x)
-        return result
-
-
-class _Random(_Pointwise):
-    kinds = RANDOM
-
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        if self.layer.training:
+        if self.layer.training and isinstance(self.layer, RANDOM):
             raise NotImplementedError(
                 f"{type(self.layer).__name__} in training draws random numbers, and what two "
                 f"workers compute in a HaloRegion must be the same on both; put it between two "
                 f"regions, or call its eval()"
             )
-        return super().trace(shape, x, layout)
+        return shape, (None,) * len(shape)
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        result: Tensor = type(self.layer).forward(self.layer, x)
+        return result
 
 
 class _Prelu(_Pointwise):
@@ -572,26 +561,29 @@ class _Prelu(_Pointwise):
 
 _STEPS: tuple[type[RegionStep], ...] = (
     *(_Convolving, _Transposed, _Pooling, _Interpolating, _Normalizing),
-    *(_Padding, _Pointwise, _Random, _Prelu),
+    *(_Padding, _Pointwise, _Prelu),
 )
 
 
-def _step(layer: nn.Module, P_x: Partition) -> RegionStep:
+def region_step(layer: nn.Module, P_x: Partition) -> RegionStep:
     """What a region of `P_x` must know of a layer; it raises if the layer cannot be in one."""
-    placed = isinstance(layer, Layer)
-    for kind in _STEPS:
-        if isinstance(layer, kind.kinds) if placed else type(layer) in kind.kinds:
-            _check_place(layer, P_x)
-            return kind(layer)
-    raise NotImplementedError(
-        f"{type(layer).__name__} cannot be in a HaloRegion, which takes convolutions, pools, "
-        f"interpolations and batch norms of tessel.nn, and paddings and activations of torch; put "
-        f"it between two regions"
-    )
-
-
-def _check_place(layer: nn.Module, P_x: Partition) -> None:
     name = type(layer).__name__
+    # of a layer of torch's, the type itself: a subclass may compute anything
+    placed = isinstance(layer, Layer)
+    kind = next(
+        (
+            each
+            for each in _STEPS
+            if (isinstance(layer, each.kinds) if placed else type(layer) in each.kinds)
+        ),
+        None,
+    )
+    if kind is None:
+        raise NotImplementedError(
+            f"{name} cannot be in a HaloRegion, which takes convolutions, pools, interpolations "
+            f"and batch norms of tessel.nn, and paddings and activations of torch; put it between "
+            f"two regions"
+        )
     if isinstance(layer, Layer) and layer.P_x != P_x:
         raise ValueError(
             f"all layers of a HaloRegion lie on one partition: expected {P_x}, {name} has "
@@ -607,3 +599,4 @@ def _check_place(layer: nn.Module, P_x: Partition) -> None:
             f"hooks of {name} would see more than its part in a HaloRegion, and are not called; "
             f"remove them, or hook the region"
         )
+    return kind(layer)

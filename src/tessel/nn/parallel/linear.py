@@ -12,6 +12,7 @@ from tessel.core.agreement import agree, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.core.shared import equalize
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shardings import is_wrapped
@@ -26,7 +27,7 @@ from tessel.distributed.shards import (
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.agreed import check_sharding, in_mode_of, spread_part
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, equalize_
+from tessel.nn.parallel.drawing import draw_
 from tessel.nn.parallel.linear_agreement import (
     COLUMN,
     ROW,
@@ -102,10 +103,12 @@ def _problem_in_transform(x: Tensor, partition: Partition, dim: int, sizes: tupl
     )
 
 
+@eagerly
 def multiply_shards(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, partition: Partition
+    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, workers: Partition | None
 ) -> Tensor:
     """The same, for shards of which the workers first learn of which whole they are."""
+    partition = row_of(workers)
     if not partition.active:
         return x.clone()
     name = name_of_product(bias, dim)
@@ -218,7 +221,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
         """Draw all values anew, as `torch.nn.Linear` does; a call of all workers of the group."""
         if self.dim is None:
             super().reset_parameters()
-            equalize_(self._parameters.values(), self.partition)
+            equalize(self._parameters.values(), self.partition)
             return
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         layouts = self.layouts
