@@ -345,7 +345,7 @@ REFUSED: Rows = {
 }
 
 SECTIONS: dict[str, Rows] = {
-    "Functions of each element": ELEMENTS,
+    "Elementwise functions": ELEMENTS,
     "Factories": FACTORIES,
     "Reductions, sorting, statistics": REDUCTIONS,
     "Products, matrices, distances": PRODUCTS,
@@ -356,7 +356,7 @@ SECTIONS: dict[str, Rows] = {
     "Losses": LOSSES,
     "Fourier transforms": FOURIER,
     "Random functions": RANDOM,
-    "What cannot be right in parts": REFUSED,
+    "Functions that raise": REFUSED,
 }
 
 # functions of the table that say what a tensor is, or read its values: `test_tensor.py` has them
@@ -514,20 +514,20 @@ def _noting(name: str, rule: Callable[..., Any], followed: set[str]) -> Callable
 
 HEAD = """# What is supported
 
-What each torch function does with a [spread tensor](tensors.md), for every way its first argument
-may be split. `tests/tensor/support.py` finds it on four workers, where values and gradients are
-compared with those of one process; `make support` writes this page anew, and a test compares.
+What each torch function does with a [spread tensor](tensors.md), for every way to split its first
+argument. `tests/tensor/support.py` determines this on four workers by comparing values and
+gradients with those of one process. `make support` regenerates this page, and a test checks it.
 
 - **✓**: the function has a rule: workers exchange what they need, and the result is exact.
 - **gathers**: every worker computes with the whole operands, after a `GatherWarning`; the result is
-  exact, too.
+  also exact.
 - **raises**: on all workers, before anything is computed; a note below the table says why.
 
-The columns are the dimensions of the first argument, counted from zero, of which one is split at a
-time; *two*: two of them at once, the first, the last, or the first and the last; *uneven*: the
-first or the last, with parts of all but one, of one and of no values; *others*: the other tensors
-among the arguments (weights, targets, indices) are split as well, along any of
-their dimensions. In all other columns these are plain.
+The numbered columns are the dimensions of the first argument, one of which is split at a time;
+*two*: two dimensions are split, the first two, the last two, or the first and the last; *uneven*:
+the first or the last dimension is split, into parts of all but one, of one and of no values;
+*others*: the other tensors among the arguments (weights, targets, indices) are also split, along
+any of their dimensions. In all other columns these are plain.
 """
 
 
