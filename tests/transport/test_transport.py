@@ -22,9 +22,8 @@ from tessel import Layout, Move, transport
 from tessel.testing import count_memory
 from tessel.transport import ReceiveBuffer, SendBuffer, channel
 from tessel.transport.constants import SLOTS
-from tessel.transport.group import NUM_WORDS
+from tessel.transport.group import NUM_WORDS, Membership
 from tessel.transport.host import Host
-from tessel.transport.membership import Membership
 from tessel.transport.process import PeerProcess
 from tessel.transport.reading import Reader, Staging
 from tessel.transport.request import UnexpectedMessage

@@ -192,7 +192,7 @@ class Layer(HasHandle):
         return (self.P_x,)
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("handle", "_agreements", "_group", "_takes_part")
+        return name in ("_agreements", "_group", "_takes_part") or super()._is_derived(name)
 
     def extra_repr(self) -> str:
         assert isinstance(self, torch.nn.Module)

@@ -22,7 +22,7 @@ from tessel.core.agreement import Agreement
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
@@ -58,7 +58,6 @@ from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
 from tessel.tensor.rules.products import check_dtypes
 from tessel.tensor.table import as_spread, running
-from tessel.tensor.use import used
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 

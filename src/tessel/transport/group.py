@@ -1,10 +1,13 @@
-"""Groups: workers that can talk to each other."""
+"""Groups: workers that can talk to each other, and what this process knows of its job."""
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,9 +22,10 @@ from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.constants import NOTHING
 from tessel.transport.copy_program import CopyProgram, Place, is_plain
 from tessel.transport.exchange import Exchange, Ways, swap
-from tessel.transport.host import Give, Take
-from tessel.transport.membership import Membership
+from tessel.transport.host import Give, Host, Take
+from tessel.transport.process import PeerProcess
 from tessel.transport.request import AGREED
+from tessel.transport.traffic import Traffic
 from tessel.transport.world import this_worker
 
 T = TypeVar("T")
@@ -40,6 +44,47 @@ def code_of(call: str) -> int:
 def packed_words(words: Sequence[int]) -> bytes:
     """A few words with zeros after them, as many as agreements have."""
     return array("q", [*words, *[0] * (NUM_WORDS - len(words))]).tobytes()
+
+
+class Own(threading.local):
+    """What each thread has for itself: the backward passes of two may run at once."""
+
+    tag = 0
+
+
+@dataclass
+class Membership:
+    """Who the workers are, and what passed between them.
+
+    Attributes:
+        tag: what messages of this thread carry now, so that they cannot be taken for others.
+        traffic: the running totals of this worker.
+        processes: of all workers, in their order.
+        host: those with whom this worker shares memory, if any.
+    """
+
+    traffic: Traffic = field(default_factory=Traffic)
+    processes: list[PeerProcess] = field(default_factory=list)
+    host: Host | None = None
+    _own: Own = field(default_factory=Own)
+
+    @property
+    def tag(self) -> int:
+        return self._own.tag
+
+    @tag.setter
+    def tag(self, call: int) -> None:
+        self._own.tag = call
+
+    def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
+        """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
+        known = {w: self.processes[w] for w in workers if w < len(self.processes)}
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [w for w, each in known.items() if each.has_ended or each.is_stopped]
+            if found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)
 
 
 class Group:
