@@ -31,6 +31,9 @@ Answer = tuple[Layout, ...] | str
 _ATTENTION = "scaled_dot_product_attention"
 _IGNORED = ("out", "dropout_p")  # what says nothing of the result's layout
 _BATCHED = frozenset(("matmul", "bmm"))  # a plain operand may have its part of the batch
+# by which supposed workers, rules and torch refuse what they are given; anything else is a mistake
+# in a rule, which must not pass for a sharding that was lost
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 def layouts_after(call: TorchCall) -> Answer:
@@ -101,7 +104,7 @@ def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
     for place in places:
         try:
             at_place = _at(place, call, given, layouts)
-        except Exception:  # the rule would send, or finds that a length is that of a part
+        except _REFUSALS:  # the rule would send, or finds that a length is that of a part
             if len(known) < len(layouts) and shapes[place] != shapes[here]:
                 continue  # what is plain may be this worker's part, and fits no other
             at_place = None
