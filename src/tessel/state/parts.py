@@ -11,10 +11,10 @@ from torch import Tensor
 from tessel.core.agreement import tell
 from tessel.core.layout import Layout
 from tessel.core.move import Move
+from tessel.core.shared import shared_whole
 from tessel.distributed.shards import as_plain
 from tessel.state.places import Places
 from tessel.tensor.tensor import move
-from tessel.tensor.use import shared_whole
 
 
 class StateCollector:
