@@ -228,7 +228,7 @@ def test_gradients_that_are_no_adjoints() -> None:
     gradients -= {("attributes.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
     assert gradients == {("linop.py", "vjp"), ("overlapped_linear.py", "vjp"), ("tensor.py", "vjp")}
     # attributes.py has that of a spread tensor, which its user registers
-    assert hooks == {"distribute.py", "attributes.py", "replicas.py"}
+    assert hooks == {"distributing.py", "attributes.py", "replicas.py"}
 
 
 def test_splits_are_computed_in_boxes() -> None:
