@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,6 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core",),  # the package itself: what others import of the kernel's modules
     ("core.halo", "core.shared"),
     ("core.move",),
-    ("core.stage",),
     ("core.plan",),
     ("core.linop",),
     ("core.checksum",),
@@ -228,7 +228,7 @@ def test_gradients_that_are_no_adjoints() -> None:
     gradients -= {("attributes.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
     assert gradients == {("linop.py", "vjp"), ("overlapped_linear.py", "vjp"), ("tensor.py", "vjp")}
     # attributes.py has that of a spread tensor, which its user registers
-    assert hooks == {"distribute.py", "attributes.py", "replicas.py"}
+    assert hooks == {"distributing.py", "attributes.py", "replicas.py"}
 
 
 def test_splits_are_computed_in_boxes() -> None:
@@ -313,3 +313,30 @@ def test_public_names() -> None:
         assert getattr(tessel.nn, name).__doc__
     for name in ("check_adjoint", "check_gradient", "count_traffic", "WorkerPool"):
         assert getattr(tessel.testing, name).__doc__
+
+
+def test_tests_mirror_the_tree() -> None:
+    """Each package has a folder of tests, and a test file has a name of its own."""
+    tests = Path(__file__).parent
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    without = {"interop"}  # names of `state`, where they are tested
+    assert packages - without <= {path.name for path in tests.iterdir() if path.is_dir()}
+    names = [path.name for path in tests.rglob("*.py")]
+    assert len(names) == len(set(names)), "workers import a test file by its name alone"
+
+
+def test_no_name_hides_a_module() -> None:
+    """`tessel.a.b` is the module if there is one, whatever has been imported."""
+    hidden = []
+    for path in FILES:
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if not parts or parts[0] in ("__main__", "examples"):
+            continue
+        name = ".".join(("tessel", *parts))
+        module = importlib.import_module(name)
+        parent = importlib.import_module(name.rpartition(".")[0])
+        if getattr(parent, parts[-1], module) is not module:
+            hidden.append(name)
+    # The function of the documents has the name of its package, whose names come by `from`.
+    assert hidden == ["tessel.launch"]

@@ -68,13 +68,13 @@ class Clock:
         def timed(host: Host, program: CopyProgram, y: int, x: int, call: int) -> int:
             engine.clock(True)
             begin = self._enter()
-            landed = follow(host, program, y, x, call)
+            num_received = follow(host, program, y, x, call)
             self._leave("move", begin)
             pack, _, wait = engine.clock(False)
             self.spent["move"] -= pack + wait
             self.spent["pack"] += pack
             self.spent["wait"] += wait
-            return landed
+            return num_received
 
         return timed
 

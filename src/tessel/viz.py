@@ -22,7 +22,7 @@ from tessel.core.layout import Layout
 from tessel.core.move import Move
 from tessel.core.plan import plan, route
 from tessel.operators.distributed import Distributed
-from tessel.operators.explain import Explanation, explain
+from tessel.operators.explanation import Explanation, explain
 from tessel.operators.picture import draw_steps
 from tessel.operators.picture import new_figure as new_figure  # noqa: PLC0414
 from tessel.operators.units import num_bytes as num_bytes  # noqa: PLC0414

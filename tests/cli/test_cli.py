@@ -1,7 +1,6 @@
-"""The command line: every way in which a run can end, the doctor's findings, pictures."""
+"""The command line: every way in which a run can end, the doctor's findings."""
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -10,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,7 @@ from tessel.cli.facts import Facts, gather_facts
 from tessel.cli.measure import Rate
 from tessel.cli.run import WorkerFailure, first_failure
 from tessel.cli.worker import is_consequence
-from tessel.core.layout import Layout
-from tessel.core.move import Move
-from tessel.core.partition import world
 from tessel.errors import WorkerLost
-from tessel.viz import _drawn_dims as drawn_dims
-from tessel.viz import _Paper as Paper
-from tessel.viz import draw_layout, draw_move
 
 Run = Callable[..., list[Any]]
 
@@ -334,61 +327,6 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told["facts"]["torch"] == gather_facts().torch
     assert told["movements"] == []
-
-
-# --- pictures
-
-
-def layouts() -> Iterator[Layout]:
-    """Layouts of every kind on four workers: bars, planes, three dimensions, copies, halos."""
-    P = world()
-    grids = {shape: P.create_cartesian_topology_partition(shape) for shape in GRIDS}
-    yield Layout.balanced(P, (10,))
-    yield Layout.balanced(P, (10,)).grow([(3, 3)])
-    yield Layout.balanced(P, (3,))
-    yield Layout.whole(P, (6, 4))
-    yield Layout.balanced(grids[4, 1], (8, 6))
-    yield Layout.balanced(grids[2, 2], (8, 6)).grow([(1, 2), (2, 1)])
-    yield Layout.balanced(grids[1, 2, 2], (3, 6, 400))
-    yield Layout.balanced(grids[2, 2, 1], (0, 6, 4))
-
-
-GRIDS: list[tuple[int, ...]] = [(4, 1), (2, 2), (1, 2, 2), (2, 2, 1)]
-
-
-def places_on_paper() -> list[list[tuple[float, float, float, float]]]:
-    return [
-        [Paper(layout, drawn_dims(layout)).rectangle(worker) for worker in range(4)]
-        for layout in layouts()
-    ]
-
-
-def test_no_box_is_drawn_over_another(run: Run) -> None:
-    for places in run(places_on_paper, nprocs=4)[0]:
-        for (x, y, w, h), (u, v, s, t) in itertools.combinations(places, 2):
-            apart = x + w <= u or u + s <= x or y + h <= v or v + t <= y
-            assert apart or not (w and h and s and t)
-
-
-def draw_all(folder: str) -> list[str]:
-    every = list(layouts())
-    pairs = [(a, b) for a in every for b in every if a.shape == b.shape]
-    texts = []
-    for k, (a, b) in enumerate(pairs):
-        figure = draw_move(Move(a, b), f"{folder}/{k}.png" if world().rank == 0 else None)
-        texts.append(figure.axes[1].texts[-1].get_text())
-        draw_layout(a, figure.axes[0], title="again")
-    return texts
-
-
-@pytest.mark.slow
-def test_every_move_can_be_drawn(run: Run, tmp_path: Path) -> None:
-    captions = run(draw_all, str(tmp_path), nprocs=4)[0]
-    pictures = sorted(tmp_path.iterdir(), key=lambda path: int(path.stem))
-    assert len(captions) == len(pictures) == 12
-    assert captions[0] == "nothing is sent"
-    assert captions[1] == "8 messages, 68 B in all: 3 of 12 B, 3 of 8 B, 2 of 4 B"
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
 # --- help

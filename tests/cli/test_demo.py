@@ -33,7 +33,7 @@ def silent(text: str) -> None:
 def reported(name: str, size: int) -> Report | None:
     """The report of a demo, on a worker of the pool."""
     (demo,) = [each for each in DEMOS if each.__name__.endswith(f".{name}")]
-    return demo.perform(size, silent)
+    return demo.run(size, silent)
 
 
 def shown(report: Report) -> str:
@@ -90,7 +90,7 @@ def test_demo_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("tessel.cli.demo._perform", lambda *args: list(alone.values()))
+    monkeypatch.setattr("tessel.cli.demo._run", lambda *args: list(alone.values()))
     assert main(["demo", "--output", str(tmp_path / "pictures")]) == 0
     assert "pip install 'tessel[viz]'" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -167,7 +167,7 @@ def test_the_classifier(run: Run, nprocs: int, size: int) -> None:
 def reconstructed(size: int) -> tuple[Report | None, list[str]]:
     """The report, and what is told meanwhile."""
     told: list[str] = []
-    return deblur.perform(size, told.append), told
+    return deblur.run(size, told.append), told
 
 
 @pytest.mark.parametrize(("nprocs", "size"), [(1, 8), (2, 64), (3, 65), (4, 64)])
@@ -235,12 +235,12 @@ def test_the_demo_fails_when_a_number_is_wrong(
     change: Callable[[Any], Report],
 ) -> None:
     monkeypatch.setattr("tessel.cli.demo._try_to_draw", lambda *args: "")
-    monkeypatch.setattr("tessel.cli.demo._perform", lambda *args: list(alone.values()))
+    monkeypatch.setattr("tessel.cli.demo._run", lambda *args: list(alone.values()))
     assert main(["demo"]) == 0
     assert "wrong" not in capsys.readouterr().out
     if name == "unet":  # its layout is that of one worker, the changed report has four
         monkeypatch.setattr(unet.Cleaned, "tables", lambda self: [])
     changed = [change(report) if each == name else report for each, report in alone.items()]
-    monkeypatch.setattr("tessel.cli.demo._perform", lambda *args: changed)
+    monkeypatch.setattr("tessel.cli.demo._run", lambda *args: changed)
     assert main(["demo"]) == 1
     assert said in capsys.readouterr().out

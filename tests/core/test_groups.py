@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import tessel
-from tessel import Layout, LinearOperator, Move
+from tessel import Layout, LinearOperator, Move, Partition, transport
+from tessel.core.agreement import agree, tell
 from tessel.testing import check_adjoint
 
 Run = Callable[..., list[Any]]
@@ -62,3 +64,39 @@ def copies(alone: bool) -> list[float]:
 @pytest.mark.parametrize("nprocs", [1, 3])
 def test_a_copy_makes_its_group_in_its_first_call(run: Run, nprocs: int, alone: bool) -> None:
     assert run(copies, alone, nprocs=nprocs, timeout=40) == [[15.0, 30.0, 15.0]] * nprocs
+
+
+def pickled_partition() -> bytes:
+    return pickle.dumps(tessel.world().create_partition_inclusive([2, 0]))
+
+
+def loaded(payload: bytes) -> list[Any]:
+    """A loaded partition has no group that reading could make, and what it is used for makes it."""
+    found = []
+    for use in (tell, lambda P, x: agree(P, "a call", numbers=[x]).numbers):
+        P = pickle.loads(payload)
+        with pytest.raises(RuntimeError, match="call prepare"):
+            P.group  # noqa: B018
+        told = use(P, P.rank) if P.active else P.prepare()
+        found.append(told if P.active else None)
+        assert P.group.workers == (0, 2) and copy.deepcopy(P).group is P.group
+    return found
+
+
+def test_a_loaded_partition_makes_its_group_when_it_is_used(run: Run) -> None:
+    payload = run(pickled_partition, nprocs=3)[0]
+    run(copies, False, nprocs=2)  # so that the job of three below is another
+    first, none, last = run(loaded, payload, nprocs=3)
+    assert first == last == [{0: 1, 2: 0}, {0: (1,), 2: (0,)}] and none == [None, None]
+
+
+def kept_over_jobs() -> list[bool]:
+    """A partition that was made before this process left its job, and what it is after that."""
+    P = Partition((0,), (1,))
+    before = P.group
+    transport.leave()
+    return [P.group is before, P.prepare() is before, P.group is P.prepare()]
+
+
+def test_a_partition_gets_another_group_in_another_job(run: Run) -> None:
+    assert run(kept_over_jobs, nprocs=1) == [[True, False, True]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
@@ -298,7 +299,7 @@ def test_gradients_are_those_of_one_process(run: Run, nprocs: int, mode: str) ->
 
 
 def closed_over() -> tuple[list[str], list[float]]:
-    """What calls say of a parameter that only the factory has; gradients where all know of it."""
+    """What calls say of a parameter that operators close over; gradients where all know of it."""
     scale, factor = (torch.tensor(each, requires_grad=True) for each in (2.0, 3.0))
 
     def make(i: int, *_: Any) -> Any:
@@ -335,10 +336,41 @@ def closed_over() -> tuple[list[str], list[float]]:
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_parts_of_a_gradient_are_refused(run: Run, nprocs: int) -> None:
     for texts, slopes in run(closed_over, nprocs=nprocs):
-        assert all("used by worker 0 and worker 1" in text for text in texts[:6])
+        assert all("not what functions close over" in text for text in texts[:6])
         assert all("pass it in shared=" in text for text in texts[:6])
         assert all("tessel.distributed.copy(tensor)" in text for text in texts[6:])
         assert slopes == [66.0, 168.0]  # Σ_i 3 (2 (i + 1) - 1) (i + 1), and Σ_i 3 (2 (i + 1))²
+
+
+def kept_by_several(where: str) -> tuple[list[str], float]:
+    """Operators of all workers keep one parameter, which their factory has from somewhere."""
+    scale = EVERYWHERE if where == "global" else torch.tensor(2.0, requires_grad=True)
+    build = lambda i: Hidden(i, scale)  # noqa: E731
+    factories: dict[str, Callable[..., Any]] = {
+        "closure": lambda i, *_: Hidden(i, scale),
+        "function": lambda i, *_: build(i),
+        "default": lambda i, device, shared, scale=scale: Hidden(i, scale),
+        "partial": partial(lambda scale, i, *_: Hidden(i, scale), scale),
+        "global": lambda i, *_: next(Hidden(i, EVERYWHERE) for _ in range(1)),
+    }
+    with DistributedContext() as ctx:
+        x, ys, make = torch.ones(3), measured(ctx, [torch.ones(3)] * 3), factories[where]
+        physics = DistributedLinearPhysics(ctx, 3, make)
+        texts = []
+        for call in (physics.A, physics.A_adjoint_A, DistributedDataFidelity(ctx, physics, ys)):
+            with pytest.raises(ValueError) as error:
+                call(x)
+            texts.append(str(error.value))
+        known = DistributedLinearPhysics(ctx, 3, make, shared={"scale": scale})
+        return texts, torch.autograd.grad(known.A_adjoint_A(x).sum(), scale)[0].item()
+
+
+@pytest.mark.parametrize("where", ["closure", "function", "default", "partial", "global"])
+def test_a_parameter_that_several_operators_keep_is_shared_or_refused(run: Run, where: str) -> None:
+    for texts, slope in run(kept_by_several, where, nprocs=2):
+        assert all("used by worker 0 and worker 1" in text for text in texts)
+        assert all("pass it in shared=" in text for text in texts)
+        assert slope == 168.0  # Σ_i 3 (i + 1)² 2 · 2
 
 
 EVERYWHERE = torch.full((), 2.0, requires_grad=True)  # as a script has it

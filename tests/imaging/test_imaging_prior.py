@@ -157,7 +157,12 @@ def derive(how: str, overlap: bool, size: int) -> None:
         weights = values(SHAPE, 1)
         theirs, ours = Denoiser(), Denoiser()
         settings = {"patch_size": size, "receptive_field_size": 30, "overlap": overlap}
-        prior = DistributedPrior(ctx, denoised(ours, how), "smart_tiling", SHAPE, settings)
+        shared = {"net": ours} if how == "closure" else None
+        make = partial(DistributedPrior, ctx, denoised(ours, how), "smart_tiling", SHAPE, settings)
+        if how == "closure":
+            with pytest.raises(ValueError, match=r"close over\); pass it in shared="):
+                make().prox(x, 0.3)
+        prior = make(shared=shared)
         level, twin = (torch.tensor(0.3, dtype=torch.float64).requires_grad_() for _ in range(2))
         a, b = (x.clone().requires_grad_() for _ in range(2))
         expected, got = theirs(a, level), prior.prox(b, twin)
@@ -258,6 +263,22 @@ def test_a_hidden_parameter_is_noticed() -> None:
             prior.prox(torch.zeros(1, 1, 4, 4))
 
 
+def hidden_from_some() -> str:
+    """Two patches on three workers: one of them sees nothing of what the others compute."""
+    scale = torch.ones((), requires_grad=True)
+    with DistributedContext() as ctx:
+        settings = {"split_dims": -1, "num_splits": 2}
+        prior = DistributedPrior(ctx, lambda x: scale * x, "basic", (1, 1, 4, 4), settings)
+        with pytest.raises(ValueError) as error:
+            prior.prox(torch.zeros(1, 1, 4, 4))
+        return str(error.value)
+
+
+def test_a_hidden_parameter_is_noticed_by_all(run: Run) -> None:
+    for text in run(hidden_from_some, nprocs=3):
+        assert "pass it in shared={...} of DistributedPrior" in text
+
+
 def frozen() -> bool:
     """Worker 1 does not train, which the others must hear of."""
     with DistributedContext() as ctx:
@@ -281,7 +302,7 @@ def test_parameters_are_put_back() -> None:
             net(x, 0.1)
             raise KeyError("broken")
 
-        prior = DistributedPrior(ctx, broken, "basic", SHAPE)
+        prior = DistributedPrior(ctx, broken, "basic", SHAPE, shared={"net": net})
         with pytest.raises(KeyError, match="broken"):
             prior.prox(values(SHAPE, 0))
         assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
@@ -335,7 +356,7 @@ def read_only() -> None:
                 return super().prox(x)
 
         for prior, factor in ((closure, 1.0), (Watched([tensor, tensor]), 2.0)):
-            spread = DistributedPrior(ctx, prior, "basic", x.shape)
+            spread = DistributedPrior(ctx, prior, "basic", x.shape, shared={"tensor": tensor})
             (slope,) = torch.autograd.grad(spread.prox(x).sum(), tensor)
             close("the gradient of a tensor", slope, torch.tensor(32.0 * factor), 1e-6)
         assert is_same and all(is_same)
@@ -365,8 +386,9 @@ def make_for_itself(how: str) -> str:
         if how == "frozen":
             net.requires_grad_(False)
         given = {"closure": lambda x: net(x), "object": Holder(net)}.get(how, net)
+        used = {"net": net} if how == "closure" else {}
         try:
-            prior = DistributedPrior(ctx, given, "smart_tiling", SHAPE, TILES)
+            prior = DistributedPrior(ctx, given, "smart_tiling", SHAPE, TILES, shared=used)
         except ValueError as error:
             return str(error)
         return f"{prior.prox(values(SHAPE, 0).float()).sum().item()}"

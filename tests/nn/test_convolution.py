@@ -624,6 +624,26 @@ def test_a_layer_can_be_copied_and_pickled(run: Run) -> None:
     run(copied, nprocs=4)
 
 
+def change_attributes() -> None:
+    """Torch reads attributes in each call: what is written between two calls counts."""
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2])
+    layout = Layout.balanced(P, (1, 2, 12))
+    for ours, theirs in (
+        (tessel.nn.DistributedConv1d(P, 2, 3, 3, padding=1), torch.nn.Conv1d(2, 3, 3, padding=1)),
+        (tessel.nn.DistributedConvTranspose1d(P, 2, 3, 3), torch.nn.ConvTranspose1d(2, 3, 3)),
+    ):
+        theirs.load_state_dict(ours.state_dict())
+        for name, value in (("stride", (2,)), ("dilation", (2,)), ("padding", (2,))):
+            check_layers(theirs.double(), ours.double(), values(layout.shape, 0), layout)
+            setattr(ours, name, value)
+            setattr(theirs, name, value)
+        check_layers(theirs, ours, values(layout.shape, 0), layout)
+
+
+def test_attributes_that_change_count_from_then_on(run: Run) -> None:
+    run(change_attributes, nprocs=2)
+
+
 def move_a_copy_elsewhere() -> None:
     """A copy has groups of its own workers, also where some take no part."""
     P_x, P_y, P_w = (Place(*each).partition() for each in PLACES)

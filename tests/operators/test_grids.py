@@ -57,7 +57,7 @@ from tessel import (
 )
 from tessel.core.partition import HypotheticalPartition
 from tessel.operators.choose import plan_on
-from tessel.operators.explain import explain, explain_plan
+from tessel.operators.explanation import explain, explain_plan
 from tessel.operators.layouts import (
     alike,
     numel_sent,

@@ -19,8 +19,7 @@ import torch
 import tessel
 from tessel import Layout, Move, Partition, transport
 from tessel.transport import job, process
-from tessel.transport.group import Group
-from tessel.transport.membership import Membership
+from tessel.transport.group import Group, Membership
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.int64, torch.int8),

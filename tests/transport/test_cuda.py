@@ -26,7 +26,7 @@ from tessel import nn, transport
 from tessel.models import FNO
 from tessel.operators import gradient
 from tessel.transport import wire
-from tessel.transport.membership import Membership
+from tessel.transport.group import Membership
 
 SECONDS = 120.0  # the first use of a GPU by a process takes seconds
 DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]

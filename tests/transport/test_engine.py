@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import stress
 import tessel
 from tessel import Layout, Move, transport
+from tessel.testing import count_traffic
 from tessel.transport import copy_program
 from tessel.transport.copy_program import Place
 from tessel.transport.host import Host
@@ -144,7 +145,52 @@ def test_tensors_that_are_not_plain_go_another_way(run: Run) -> None:
     assert run(unusual_tensors, nprocs=2) == [True] * 2
 
 
+def few_numbers(k: float) -> list[torch.Tensor]:
+    """Numbers that grow with k: plain and small ones, one that has a flag, none, and too many."""
+    plain = [torch.arange(3, dtype=torch.float64), torch.tensor(2.5), torch.arange(3).bfloat16()]
+    return [
+        *(k * each for each in plain),
+        (k * torch.arange(8.0))[::2],
+        torch.arange(3.0).mul(k * (1 + 2j)).conj(),
+        torch.ones(0),
+        torch.full((100_000,), k),
+    ]
+
+
+def sums_of_a_few_numbers() -> list[bool]:
+    """The engine brings what is plain and small; the rest goes message by message."""
+    group, found = tessel.world().group, []
+    expected = few_numbers(group.size * (group.size + 1) / 2)
+    for number, x in enumerate(few_numbers(transport.this_worker() + 1.0)):
+        with count_traffic() as sent:
+            y, runs = counted(lambda x=x: group.sum(x))
+        others = group.size - 1
+        counts = sent.messages == others and sent.bytes_sent == others * x.nbytes
+        found.append(torch.equal(y, expected[number]) and bool(runs) == (number < 4) and counts)
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_sums_of_a_few_numbers(run: Run, nprocs: int) -> None:
+    assert run(sums_of_a_few_numbers, nprocs=nprocs) == [[True] * 7] * nprocs
+
+
 # --- what the engine leaves to Python
+
+
+def late_sum() -> tuple[float, list[int]]:
+    group = tessel.world().group
+    group.sum(torch.ones(2))
+    if transport.this_worker() == 1:
+        time.sleep(0.3)
+    y, runs = counted(lambda: group.sum(torch.ones(2)))
+    return y.sum().item(), runs
+
+
+def test_python_finishes_a_sum_of_a_few_numbers(run: Run) -> None:
+    (first, early), (second, late) = run(late_sum, nprocs=2)
+    assert first == second == 4
+    assert early == [1] and late == [2]
 
 
 def late(n: int, movement: str) -> tuple[bool, list[int]]:

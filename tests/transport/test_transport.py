@@ -22,9 +22,8 @@ from tessel import Layout, Move, transport
 from tessel.testing import count_memory
 from tessel.transport import ReceiveBuffer, SendBuffer, channel
 from tessel.transport.constants import SLOTS
-from tessel.transport.group import NUM_WORDS
+from tessel.transport.group import NUM_WORDS, Membership
 from tessel.transport.host import Host
-from tessel.transport.membership import Membership
 from tessel.transport.process import PeerProcess
 from tessel.transport.reading import Reader, Staging
 from tessel.transport.request import UnexpectedMessage
@@ -226,9 +225,9 @@ def test_each_thread_tags_its_own_messages() -> None:
 
 
 def test_a_stray_outlives_the_mode_in_which_it_begins() -> None:
-    ground = channel.Ground(2)
-    segment, _ = Segment.make(ground.size)
-    slot = channel.Slot(segment, ground.slots(0), ground.slot_size)
+    segment_map = channel.SegmentMap(2)
+    segment, _ = Segment.make(segment_map.size)
+    slot = channel.Slot(segment, segment_map.slots(0), segment_map.slot_size)
     slot.header = memoryview(array("q", [0] * channel.HEADER))
     slot.num_bytes = 4
     with torch.inference_mode():
@@ -500,9 +499,9 @@ def test_a_worker_that_has_left_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 64, 1000])
 def test_the_memory_of_a_host_is_bounded(num_workers: int) -> None:
-    ground = channel.Ground(num_workers)
+    segment_map = channel.SegmentMap(num_workers)
     smallest = num_workers * channel.SLOTS * channel.SMALLEST
-    slots = num_workers * channel.SLOTS * ground.slot_size
+    slots = num_workers * channel.SLOTS * segment_map.slot_size
     assert slots <= max(2 * channel.BUDGET, smallest)
-    assert ground.slots(0) >= ground.control(num_workers)
-    assert ground.size == ground.slots(num_workers)
+    assert segment_map.slots(0) >= segment_map.control(num_workers)
+    assert segment_map.size == segment_map.slots(num_workers)

@@ -1,21 +1,18 @@
 """The kernel: where values are stored (`Layout`), and what moves them (`Move`), a linear operator.
 
 From the bottom: `boxes` and `windows` are integers only, `partition` and `layout` define which
-worker holds what, `plan` computes the pieces of a movement, and `linop`, `stage` and `move` make it
-an operator with an adjoint; `halo` is the other movement. It may import `transport`.
+worker holds what, `plan` computes the pieces of a movement, and `linop` and `move` make it an
+operator with an adjoint; `halo` is the other movement. It may import `transport`.
 
 The names below are what packages above build on: layouts and movements, the agreement that comes
-before a movement (`agree` and related functions), shared values and their copies (`replicate`,
-`total`), and what a window reads. `imaging` imports nothing else of the kernel.
+before a movement (`agree`, `tell`), shared values and their copies (`replicate`, `total`), and what
+a window reads. `imaging` imports nothing else of the kernel.
 """
 
 from tessel.core import boxes as boxes
-from tessel.core.agreement import Agreement as Agreement
 from tessel.core.agreement import Signature as Signature
 from tessel.core.agreement import TensorMeta as TensorMeta
 from tessel.core.agreement import agree as agree
-from tessel.core.agreement import agree_and_tell as agree_and_tell
-from tessel.core.agreement import agree_on_call as agree_on_call
 from tessel.core.agreement import same as same
 from tessel.core.agreement import tell as tell
 from tessel.core.boxes import Box as Box

@@ -2,15 +2,21 @@
 does not fit.
 
 Every worker describes its tensor in a few words (shape, dtype, device, whether it needs a
-gradient), all get all descriptions, and each draws the same conclusion from them.
+gradient), all get all descriptions, and each draws the same conclusion from them. There are three
+ways to do so:
+
+- `Agreement` is for a call that repeats: who calls keeps it, and pays for one exchange and one
+  look into a dictionary, as operators and layers do;
+- `agree` is for all other calls: with several tensors or none, and with numbers that change;
+- `tell` is for objects, at set-up and for the text of errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,14 +25,16 @@ from torch import Tensor
 
 from tessel.core.layout import Shape
 from tessel.core.partition import Partition
-from tessel.transport import NUM_WORDS, Group, code_of, kept_in_job, packed_words
+from tessel.transport import NUM_WORDS, Group, code_of, packed_words
 
+# Messages of agreements have one length, and so have signatures, whatever a tensor has: with room
+# for so many dimensions, four of them fit into a message.
 MAX_DIM = 10
 MEMORY = 256  # conclusions, and signatures, that an agreement remembers
 # words of a signature: dtype, device, flags, number of dimensions, lengths
 NUM_SIGNED = 4 + MAX_DIM
-# in one exchange, after the label; the last word is free
-MAX_SIGNATURES = (NUM_WORDS - 2) // NUM_SIGNED
+# in one message, after the code of the call: whole signatures
+MAX_SAID = (NUM_WORDS - 1) // NUM_SIGNED * NUM_SIGNED
 
 _DTYPES: tuple[torch.dtype | None, ...] = (
     None, torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -52,7 +60,10 @@ class Signature:
     compiles: bool = False
 
     @classmethod
-    def of(cls, x: Tensor) -> Signature:
+    def of(cls, x: Any) -> Signature:
+        """That of a tensor, and of anything else one without a dtype; a signature stays."""
+        if isinstance(x, Signature):
+            return x
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return cls((), None, "cpu", forbids_grad=not torch.is_grad_enabled())
         grad_enabled = torch.is_grad_enabled()
@@ -98,15 +109,17 @@ class TensorMeta:
 
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 K = TypeVar("K")
 V = TypeVar("V")
 Conclusion = Callable[[dict[int, Shape], TensorMeta], T]
+# the shapes by worker, and what all tensors have in common
+Held = tuple[dict[int, Shape], TensorMeta]
+Numbers = dict[int, tuple[int, ...]]  # what each worker said
 
 
 @dataclass
 class Agreement(Generic[T]):
-    """Where workers agree, call by call.
+    """Where workers agree, call after call, with one tensor each.
 
     Args:
         group: who must agree.
@@ -125,104 +138,102 @@ class Agreement(Generic[T]):
     _known: dict[bytes, T] = field(default_factory=dict)
     _said: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
 
-    def agree(self, signature: Signature) -> T:
-        """One small exchange; its conclusion is drawn once for the same signatures."""
-        return self._concluded(self.group.share(self._packed(signature)))
-
-    def agree_on(self, x: Tensor) -> T:
-        """Agree by the signature of a tensor, which is made once for tensors alike."""
+    def agree_on(self, x: Tensor | Signature) -> T:
+        """One small exchange; what follows from it is worked out once for the same signatures."""
         if not isinstance(x, Tensor) or in_forward_mode():  # what the key below does not tell
-            return self.agree(Signature.of(x))
-        kind = x.shape, x.dtype, x.device, x.layout, x.requires_grad, torch.is_grad_enabled()
-        said = self._said.get(kind)
-        if said is None:
-            said = self._packed(Signature.of(x))
-            remember(self._said, kind, said)
-        return self._concluded(self.group.share(said))
-
-    def agree_with_number(self, signature: Signature, number: int) -> tuple[T, dict[int, int]]:
-        """Agree, and learn a number about values from each worker, which is in no signature.
-
-        Numbers may change with every call, and conclusions are still drawn once.
-        """
-        said = packed_words([self._code, *signature.words(), number])
-        rows = np.frombuffer(self.group.share(said), dtype=np.int64).reshape(-1, NUM_WORDS).copy()
-        numbers = rows[:, 1 + NUM_SIGNED].tolist()
-        rows[:, 1 + NUM_SIGNED] = 0  # so that the key of the conclusion does not depend on them
-        return self._concluded(rows.tobytes()), dict(zip(self.group.workers, numbers, strict=True))
-
-    def _concluded(self, everyones: bytes) -> T:
-        """The conclusion; the call that follows from it is counted on all workers alike."""
-        found = self.conclusion_of(everyones)
-        self.group.number_call()
-        return found
-
-    def _packed(self, signature: Signature) -> bytes:
-        return packed_words([self._code, *signature.words()])
-
-    def conclusion_of(self, everyones: bytes) -> T:
-        """The conclusion from what all workers said."""
+            said = self._packed(x)
+        else:
+            kind = x.shape, x.dtype, x.device, x.layout, x.requires_grad, torch.is_grad_enabled()
+            found = self._said.get(kind)
+            said = self._packed(x) if found is None else found
+            if found is None:
+                remember(self._said, kind, said)
+        everyones = self.group.share(said)
         try:
-            return self._known[everyones]
+            conclusion = self._known[everyones]
         except KeyError:
-            conclusion = self._conclude(everyones)
-        remember(self._known, everyones, conclusion)
+            self.group.check_same_call(everyones, self.label)
+            told = _rows(everyones)[:, 1 : 1 + NUM_SIGNED].tobytes()
+            held = _held(self.label, self.group.workers, tuple(self.givers), told)
+            conclusion = self.conclude(*held)
+            remember(self._known, everyones, conclusion)
+        self.group.number_call()  # what follows from it counts as one call, on all workers alike
         return conclusion
+
+    def _packed(self, x: Tensor | Signature) -> bytes:
+        return packed_words([self._code, *Signature.of(x).words()])
 
     @cached_property
     def _code(self) -> int:
         return code_of(self.identity or self.label)
 
-    def _conclude(self, everyones: bytes) -> T:
-        self.group.check_same_call(everyones, self.label)
-        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS).tolist()
-        signatures = [Signature.from_words(row[1 : 1 + NUM_SIGNED]) for row in rows]
-        given = {
-            w: c for w, c in zip(self.group.workers, signatures, strict=True) if w in self.givers
-        }
-        self._check_modes(signatures)
-        for worker, signature in given.items():
-            if signature.dtype is None:
-                raise ValueError(
-                    f"{self.label}: worker {worker} passed no tensor, or one of a dtype, device or "
-                    f"layout that cannot be moved; dense tensors of the usual dtypes can"
-                )
-        ndim = self._same("number of dimensions", {w: len(c.shape) for w, c in given.items()})
-        if ndim > MAX_DIM:
-            raise ValueError(f"{self.label}: at most {MAX_DIM} dimensions can be moved, got {ndim}")
-        meta = TensorMeta(
-            self._same("dtype", {w: c.dtype for w, c in given.items()}),
-            self._same("device", {w: c.device for w, c in given.items()}),
-            any(signature.needs_grad for signature in signatures),
-            any(signature.has_tangent for signature in signatures),
-        )
-        return self.conclude({worker: signature.shape for worker, signature in given.items()}, meta)
 
-    def _same(self, what: str, values: dict[int, Any]) -> Any:
-        return same(values, what, self.label)
+class Heard(NamedTuple):
+    """What all workers of a call said.
 
-    def _check_modes(self, signatures: list[Signature]) -> None:
-        said = [*zip(self.group.workers, signatures, strict=True)]
-        needs = [worker for worker, signature in said if signature.needs_grad]
-        forbids = [worker for worker, signature in said if signature.forbids_grad]
-        compiling = [worker for worker, signature in said if signature.compiles]
-        # A compiled call has fixed shapes: workers compile it together or not at all.
-        if compiling and len(compiling) < len(signatures):
-            raise ValueError(
-                f"{self.label}: workers {compiling} compile this call anew and the others do not, "
-                f"since only their tensors changed shape; change all, or do not compile the call"
-            )
-        if compiling and needs and len(needs) < len(signatures):
-            raise ValueError(
-                f"{self.label}: only workers {needs} need a gradient, and a compiled call has no "
-                f"backward pass on the others; let all inputs need one, also empty ones"
-            )
-        # A worker under no_grad() would not take part in the backward exchange of the others.
-        if needs and forbids:
-            raise ValueError(
-                f"{self.label}: workers {needs} need a gradient and workers {forbids} run under "
-                f"torch.no_grad(), so that there would be no backward pass; do the same on all"
-            )
+    Attributes:
+        tensors: for each tensor, the shapes by worker and what all of them have in common.
+        numbers: those of each worker.
+    """
+
+    tensors: list[Held]
+    numbers: Numbers
+
+
+def agree(
+    partition: Partition,
+    call: str,
+    *tensors: Any,
+    names: Sequence[str] = (),
+    numbers: Sequence[int] = (),
+    identity: str = "",
+    givers: Collection[int] | None = None,
+) -> Heard:
+    """Let the workers of a partition make the same call, or raise on all of them.
+
+    One small exchange, or more where there are more tensors than fit. Workers raise if their
+    calls differ, or the dtype, the device or the number of dimensions of a tensor. What else must
+    be equal, or is wrong on one worker only, belongs into the text of the call: workers that say
+    different things all raise, and the error quotes both. A worker that is not of the partition
+    says and hears nothing.
+
+    Args:
+        partition: the workers.
+        call: what is called, in the words of its user.
+        tensors: what each worker brings, as many on each; a signature stands for a tensor.
+        names: what the tensors are, for the text of errors.
+        numbers: what else this worker says, in 64 bits each: as a seed, or a checksum of values.
+        identity: what must be equal on all workers, where the text of the call does not say all.
+        givers: the workers whose tensors count; None for all of them.
+    """
+    group, ranks = partition.prepare(), partition.ranks
+    if not partition.active:
+        return Heard([], {})
+    if group.size == 1 and not tensors:
+        return Heard([], {ranks[0]: tuple(numbers)})
+    labels = [f"{name} of {call}" for name in names] or [call] * len(tensors)
+    words = [word for x in tensors for word in Signature.of(x).words()]
+    code, words = code_of(identity or call), [*words, *numbers]
+    told = []
+    for start in range(0, max(len(words), 1), MAX_SAID):
+        everyones = group.share_words([code, *words[start : start + MAX_SAID]])
+        group.check_same_call(everyones, labels[0] if labels else call)
+        told.append(_rows(everyones)[:, 1 : 1 + MAX_SAID])
+    rows, signed = np.concatenate(told, 1), NUM_SIGNED * len(tensors)
+    counted = tuple(ranks if givers is None else givers)
+    found = [
+        _held(label, group.workers, counted, rows[:, start : start + NUM_SIGNED].tobytes())
+        for label, start in zip(labels, range(0, signed, NUM_SIGNED), strict=True)
+    ]
+    group.number_call()
+    said = map(tuple, rows[:, signed : len(words)].tolist())
+    return Heard(found, dict(zip(group.workers, said, strict=True)))
+
+
+def tell(partition: Partition, value: Any) -> dict[int, Any]:
+    """What each worker of a partition has to say, by worker: any object that can be pickled."""
+    group = partition.prepare()
+    return dict(zip(group.workers, group.share_objects(value), strict=True))
 
 
 def remember(memory: dict[K, V], key: K, value: V) -> None:
@@ -233,29 +244,57 @@ def remember(memory: dict[K, V], key: K, value: V) -> None:
     memory[key] = value
 
 
-def agree_on_all(agreements: Sequence[Agreement[T]], signatures: Sequence[Signature]) -> list[T]:
-    """The conclusions of several agreements of one group, of which few take one exchange."""
-    found: list[T] = []
-    for start in range(0, len(agreements), MAX_SIGNATURES):
-        some = agreements[start : start + MAX_SIGNATURES]
-        said = [
-            word
-            for signature in signatures[start : start + MAX_SIGNATURES]
-            for word in signature.words()
-        ]
-        everyones = some[0].group.share_words([some[0]._code, *said])
-        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
-        for number, agreement in enumerate(some):
-            # the words as if this agreement had been made alone, which is how it remembers them
-            own = np.zeros_like(rows)
-            own[:, 0] = rows[:, 0]
-            own[:, 1 : 1 + NUM_SIGNED] = rows[
-                :, 1 + number * NUM_SIGNED : 1 + (number + 1) * NUM_SIGNED
-            ]
-            found.append(agreement.conclusion_of(own.tobytes()))
-    if agreements:
-        agreements[0].group.number_call()
-    return found
+def _rows(everyones: bytes) -> Any:
+    """The words of all workers, a row for each."""
+    return np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
+
+
+@lru_cache(maxsize=1024)
+def _held(label: str, workers: tuple[int, ...], givers: tuple[int, ...], told: bytes) -> Held:
+    """What the workers hold by their signatures, or ValueError in the name of `label`."""
+    rows = np.frombuffer(told, dtype=np.int64).reshape(-1, NUM_SIGNED).tolist()
+    said = dict(zip(workers, map(Signature.from_words, rows), strict=True))
+    _check_modes(label, said)
+    given = {worker: each for worker, each in said.items() if worker in givers}
+    for worker, signature in given.items():
+        if signature.dtype is None:
+            raise ValueError(
+                f"{label}: worker {worker} passed no tensor, or one of a dtype, device or "
+                f"layout that cannot be moved; dense tensors of the usual dtypes can"
+            )
+    shapes = {worker: each.shape for worker, each in given.items()}
+    ndim = same({w: len(shape) for w, shape in shapes.items()}, "number of dimensions", label)
+    if ndim > MAX_DIM:
+        raise ValueError(f"{label}: at most {MAX_DIM} dimensions can be moved, got {ndim}")
+    return shapes, TensorMeta(
+        same({w: each.dtype for w, each in given.items()}, "dtype", label),
+        same({w: each.device for w, each in given.items()}, "device", label),
+        any(each.needs_grad for each in said.values()),
+        any(each.has_tangent for each in said.values()),
+    )
+
+
+def _check_modes(label: str, said: dict[int, Signature]) -> None:
+    needs = [worker for worker, signature in said.items() if signature.needs_grad]
+    forbids = [worker for worker, signature in said.items() if signature.forbids_grad]
+    compiling = [worker for worker, signature in said.items() if signature.compiles]
+    # A compiled call has fixed shapes: workers compile it together or not at all.
+    if compiling and len(compiling) < len(said):
+        raise ValueError(
+            f"{label}: workers {compiling} compile this call anew and the others do not, "
+            f"since only their tensors changed shape; change all, or do not compile the call"
+        )
+    if compiling and needs and len(needs) < len(said):
+        raise ValueError(
+            f"{label}: only workers {needs} need a gradient, and a compiled call has no "
+            f"backward pass on the others; let all inputs need one, also empty ones"
+        )
+    # A worker under no_grad() would not take part in the backward exchange of the others.
+    if needs and forbids:
+        raise ValueError(
+            f"{label}: workers {needs} need a gradient and workers {forbids} run under "
+            f"torch.no_grad(), so that there would be no backward pass; do the same on all"
+        )
 
 
 def has_tangent(x: Tensor) -> bool:
@@ -289,167 +328,3 @@ def same(values: dict[int, Any], what: str, label: str) -> Any:
                 f"{value} on worker {worker}"
             )
     return expected
-
-
-# --- of the workers of a partition, by the text of a call
-
-# the shapes by worker, and what all tensors have in common
-Held = tuple[dict[int, Shape], TensorMeta]
-Numbers = dict[int, tuple[int, ...]]  # what each worker said
-
-
-def agree(partition: Partition, call: str, *tensors: Tensor) -> list[Held]:
-    """The shapes of everybody's tensors, in one small exchange; all workers raise, or none.
-
-    They raise if their calls differ, or the dtype, the device or the number of dimensions of a
-    tensor. What else must be equal, or is wrong on one worker only, belongs into the text of the
-    call: workers that say different things all raise, and the error quotes both.
-
-    Args:
-        partition: the workers, of which this must be one.
-        call: what is called, in the words of its user.
-        tensors: what each worker brings, as many on each.
-    """
-    agreements = _agreements(partition, call, ("",) * len(tensors), call)
-    return agree_on_all(agreements, list(map(Signature.of, tensors)))
-
-
-def agree_and_tell(
-    partition: Partition,
-    call: str,
-    tensors: Sequence[tuple[str, Any]],
-    numbers: Sequence[int],
-    identity: str = "",
-) -> tuple[list[Held], Numbers]:
-    """The same with a few numbers of 64 bits, and those of all workers; still one exchange.
-
-    The numbers are of this call alone, as a seed or a checksum of values. What follows from shapes
-    can be remembered from call to call.
-
-    Args:
-        partition: the workers, of which this must be one.
-        call: what is called, in the words of its user.
-        tensors: what each worker brings, each with what it is, for the text of errors.
-        numbers: what this worker says.
-        identity: what must be equal on all workers, where the text of the call does not say all.
-    """
-    names = tuple(f"{name} of " for name, _ in tensors)
-    agreements = [
-        *_agreements(partition, call, names, identity or call),
-        _listening(partition, call, identity or call),
-    ]
-    signatures = [
-        *(Signature.of(tensor) for _, tensor in tensors),
-        _Spoken((), None, "cpu", said=numbers),
-    ]
-    *found, heard = agree_on_all(agreements, signatures)
-    return found, {worker: words[: len(numbers)] for worker, words in heard.items()}
-
-
-class Topic(Protocol[T_co]):
-    """What workers agree on, call after call, with one tensor each: a value, that can be a key."""
-
-    @property
-    def partition(self) -> Partition: ...
-
-    @property
-    def label(self) -> str:
-        """The call in the words of its user."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """The label and all that it does not say, which must be equal on all workers."""
-        ...
-
-    def conclude(self, shapes: dict[int, Shape], meta: TensorMeta) -> T_co:
-        """What follows from the shapes by worker and the kind of the tensors, or ValueError."""
-        ...
-
-
-def conclude(topic: Topic[T], x: Tensor) -> T:
-    """What all workers conclude from each other's tensors, in one exchange.
-
-    It is drawn once for the same topic and the same shapes: this is what a small layer can afford.
-    """
-    return _agreement_on(topic).agree_on(x)
-
-
-@kept_in_job
-def _agreement_on(topic: Topic[T]) -> Agreement[T]:
-    P = topic.partition
-    return Agreement(P.group, topic.label, P.ranks, topic.conclude, topic.identity)
-
-
-def agree_on_call(partition: Partition, call: str) -> None:
-    """Raise on every worker of the partition unless all of them make the same call."""
-    group = partition.group
-    if partition.active and group.size > 1:
-        group.check_same_call(group.share_words([code_of(call)]), call)
-
-
-def agree_on_items(partition: Partition, call: str, items: Sequence[str]) -> None:
-    """Raise ValueError on all workers, with the first difference, unless all list the same.
-
-    Two exchanges at most: the items themselves travel only if their checksums differ.
-    """
-    group = partition.group
-    if group.size == 1 or not partition.active:
-        return
-    told = group.share_words([code_of("\n".join(items))])
-    if told == told[: len(told) // group.size] * group.size:
-        return
-    (first, expected), *others = tell(partition, list(items)).items()
-    worker, got = next((worker, items) for worker, items in others if items != expected)
-    missing = [(first, item, worker) for item in expected if item not in got]
-    missing += [(worker, item, first) for item in got if item not in expected]
-    difference = f"workers {first} and {worker} have the same values in another order"
-    if missing:
-        difference = "worker {} has {}, and worker {} does not".format(*missing[0])
-    raise ValueError(f"{call}: {difference}; pass the same on all workers")
-
-
-def tell(partition: Partition, value: Any) -> dict[int, Any]:
-    """What each worker of a partition has to say, by worker: any object that can be pickled."""
-    group = partition.group
-    return dict(zip(group.workers, group.share_objects(value), strict=True))
-
-
-@dataclass(frozen=True)
-class _Spoken(Signature):
-    """Some numbers, in the place of what a worker says of a tensor."""
-
-    said: Sequence[int] = ()
-
-    def words(self) -> list[int]:
-        return [*self.said, *[0] * (NUM_SIGNED - len(self.said))]
-
-
-class _Listening(Agreement[Numbers]):
-    """Where workers hear each other's numbers; these change with each call, and none is kept."""
-
-    def conclusion_of(self, everyones: bytes) -> Numbers:
-        # Where no tensor is brought, this is the only one that sees what everybody calls.
-        self.group.check_same_call(everyones, self.label)
-        rows = np.frombuffer(everyones, dtype=np.int64).reshape(-1, NUM_WORDS)
-        said = map(tuple, rows[:, 1 : 1 + NUM_SIGNED].tolist())
-        return dict(zip(self.group.workers, said, strict=True))
-
-
-@kept_in_job
-def _agreements(
-    partition: Partition, call: str, names: tuple[str, ...], identity: str
-) -> list[Agreement[Any]]:
-    return [
-        Agreement(partition.group, f"{name}{call}", partition.ranks, _held, identity)
-        for name in names
-    ]
-
-
-@kept_in_job
-def _listening(partition: Partition, call: str, identity: str) -> Agreement[Any]:
-    return _Listening(partition.group, call, partition.ranks, _held, identity)
-
-
-def _held(shapes: dict[int, Shape], meta: TensorMeta) -> Any:
-    return shapes, meta

@@ -75,7 +75,7 @@ def mixed_sum(flat: Tensor) -> int:
 
 
 def range_of(
-    values: Any, dtypes: Sequence[torch.dtype], ignored: int | None = None
+    values: Any, dtypes: Sequence[torch.dtype], ignored: int | None = None, is_copy: bool = True
 ) -> tuple[int, int, int]:
     """The least and the greatest of some integers, and a checksum; (0, -1, …) if there are none.
 
@@ -85,14 +85,21 @@ def range_of(
         values: a tensor of one of the dtypes; anything else counts as none.
         dtypes: those that are looked at.
         ignored: a value that counts in the checksum alone.
+        is_copy: whether there is something to compare; else the checksum is 0.
     """
     if not is_dense(values) or values.dtype not in dtypes:
         return 0, -1, 0
     with _DisableFuncTorch():  # what is only looked at belongs to no transform
         found = values.detach().to("cpu", torch.int64).contiguous().numpy()
-    said = zlib.crc32(found.data) if found.size else 0
-    counted = found if ignored is None else found[found != ignored]
-    return (int(counted.min()), int(counted.max()), said) if counted.size else (0, -1, said)
+    said = zlib.crc32(found.data) if found.size and is_copy else 0
+    if ignored is not None and found.size and found.min() <= ignored <= found.max():
+        found = found[found != ignored]
+    return (int(found.min()), int(found.max()), said) if found.size else (0, -1, said)
+
+
+def is_within(low: int, high: int, count: int) -> bool:
+    """Whether the integers of such a range are all less than `count`, and not less than 0."""
+    return low > high or 0 <= low <= high < count
 
 
 def is_dense(value: Any) -> bool:

@@ -154,9 +154,6 @@ class Halo(LinearOperator):
 
         return arrive
 
-    def _is_derived(self, name: str) -> bool:
-        return name in ("own_strips", "_plan", "_copies") or super()._is_derived(name)
-
 
 class AsyncHalo:
     """One application of a halo in two steps, so that a worker can compute while data travels.

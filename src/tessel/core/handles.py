@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, TypeVar
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -30,8 +31,11 @@ class HasHandle:
         return {name: value for name, value in self.__dict__.items() if not self._is_derived(name)}
 
     def _is_derived(self, name: str) -> bool:
-        """Whether an attribute belongs to this process rather than to the object."""
-        return name == "handle"
+        """Whether an attribute belongs to this process, or is kept of what follows from others.
+
+        A copy finds it anew, perhaps on another worker or in another job.
+        """
+        return name == "handle" or isinstance(getattr(type(self), name, None), cached_property)
 
 
 def object_of(handle: str) -> Any:

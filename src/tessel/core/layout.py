@@ -410,7 +410,7 @@ class Layout:
         It is a number: no gradient goes through it.
         """
         mine = self.local_inner(x.detach(), y.detach())
-        return self.partition.group.sum(mine) if self.partition.active else mine
+        return self.partition.prepare().sum(mine) if self.partition.active else mine
 
     @property
     def identity(self) -> str:

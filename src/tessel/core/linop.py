@@ -95,13 +95,14 @@ class LinearOperator(HasHandle):
         Constructors do so, and the first call of an operator that has none: of a copy, or one that
         was loaded, perhaps by this worker alone.
         """
-        if self._group is None:
+        group = self._group
+        if group is None:
             # not by an attribute: moves are frozen
-            self.__dict__["_group"] = transport.group_of(self._members())
+            self.__dict__["_group"] = group = transport.group_of(self._members())
             for part in [*vars(self).values()]:  # those that it is made of, if it is a copy
                 if isinstance(part, LinearOperator):
                     part.prepare()
-        return self.group
+        return group
 
     def plan_ahead(self) -> None:
         """Work out now what the first calls of the operator and of its adjoint would work out."""
@@ -161,8 +162,7 @@ class LinearOperator(HasHandle):
         return self, meta
 
     def _is_derived(self, name: str) -> bool:
-        derived = ("handle", "_group", "takes_part", "_label", "_gives", "_agreement", "H", "route")
-        return name in derived or name.startswith("_agreed_")
+        return name == "_group" or name.startswith("_agreed_") or super()._is_derived(name)
 
 
 class Adjoint(LinearOperator):
@@ -282,7 +282,7 @@ class Compiled(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return node(x, self.handle)
-        operator, _ = self.agreement.agree(self.signature)
+        operator, _ = self.agreement.agree_on(self.signature)
         if operator != self.operator:
             raise ValueError(
                 f"{self.agreement.label}: this call was compiled for other shapes than "
@@ -323,9 +323,9 @@ def _agreed_while_compiling(handle: str, lengths: list[int], *kind: Any) -> str:
     """Agree once, while all workers compile the call; the name of the conclusion's attribute."""
     caller = object_of(handle)
     signature = Signature(tuple(lengths), *kind)
-    operator, meta = caller._agreement.agree(replace(signature, compiles=True))
-    # Text, as handles are: what a graph keeps of this call.
-    name = f"_agreed_{abs(hash(signature))}"
+    operator, meta = caller._agreement.agree_on(replace(signature, compiles=True))
+    # Text, as handles are: what a graph keeps of this call. The words tell signatures apart.
+    name = "_agreed_" + "_".join(map(str, signature.words()))
     caller.__dict__[name] = Compiled(operator, caller._agreement, signature), meta
     return name
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from operator import index as as_int
+from typing import Self
 
 from tessel import transport
 from tessel.core import boxes
@@ -33,6 +34,7 @@ class Partition:
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
     _places: dict[int, int] = field(init=False, repr=False, compare=False)
+    _group: transport.Group | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # not by an attribute: partitions are frozen
@@ -40,8 +42,7 @@ class Partition:
         object.__setattr__(self, "shape", tuple(as_int(size) for size in self.shape))
         self._find_places()
         _check(self.ranks, self.shape)
-        # Groups are made by all workers of the job together, and all of them pass here.
-        transport.group_of(self.ranks)
+        self.prepare()  # all workers of the job pass here, those outside of the partition too
 
     @property
     def size(self) -> int:
@@ -146,8 +147,23 @@ class Partition:
 
     @property
     def group(self) -> transport.Group:
-        """The workers as a group that can talk."""
-        return transport.group_of(self.ranks)
+        """The workers as a group that can talk; `prepare` makes it."""
+        if self._group is None:
+            raise RuntimeError(f"{self}: its group was not made yet; call prepare() on all workers")
+        return self._group
+
+    def prepare(self) -> transport.Group:
+        """Make the group in the job of now, all workers of it together, and give it.
+
+        Constructors do so. A partition that was loaded has no group before; and one that is used in
+        another job than it was made in has another there.
+        """
+        group = transport.group_of(self.ranks)
+        object.__setattr__(self, "_group", group)
+        return group
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # nothing of it changes, and it keeps its group
 
     def _find_places(self) -> None:
         places = {worker: place for place, worker in enumerate(self.ranks)}

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -86,9 +86,6 @@ class Replicate(LinearOperator):
     def H(self) -> LinearOperator:
         return self._move.H
 
-    def _is_derived(self, name: str) -> bool:
-        return name in ("axes", "is_whole") or super()._is_derived(name)
-
 
 @kept_in_job
 def _replicate(domain: Layout, separate: tuple[int, ...]) -> Replicate:
@@ -101,6 +98,65 @@ def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
     sizes = layout.partition.shape
     axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
     return _replicate(layout, axes).apply(value) if axes else value
+
+
+@overload
+def used(parameter: Tensor, layout: Layout, shared: tuple[int, ...] = ()) -> Tensor: ...
+@overload
+def used(
+    parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ()
+) -> Tensor | None: ...
+def used(parameter: Tensor | None, layout: Layout, shared: tuple[int, ...] = ()) -> Tensor | None:
+    """A parameter that all workers of `layout` share, for use on each worker's part.
+
+    Along the axes that split the tensor its uses are separate, and their gradients are summed;
+    along those where the tensor is shared, or that are named in `shared`, each worker does the
+    same work.
+    """
+    if parameter is None:
+        return None
+    use = _use(layout, parameter.shape, shared)
+    return parameter if use is None else use.apply(parameter)
+
+
+def used_together(
+    parameters: Sequence[Tensor], layout: Layout, shared: tuple[int, ...] = ()
+) -> list[Tensor]:
+    """The same for several parameters of one shape, whose gradients travel in one message."""
+    use = _use(layout, parameters[0].shape, shared)
+    if use is None:
+        return list(parameters)
+    found = [use.from_bucket(each) for each in parameters]
+    if all(each is None for each in found):
+        # without a gradient nothing will ever travel, and forward nothing does
+        if not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters)):
+            return list(parameters)
+        return list(used(torch.stack(list(parameters)), layout, shared).unbind())
+    pairs = zip(parameters, found, strict=True)
+    return [use.apply(p) if each is None else each for p, each in pairs]
+
+
+def shared_whole(partition: Partition, shape: Sequence[int]) -> Layout:
+    """The layout of one value that all workers have whole."""
+    return _shared_whole(partition, tuple(shape))
+
+
+@kept_in_job
+def _shared_whole(partition: Partition, shape: Shape) -> Layout:
+    return Layout.whole(partition, shape, shared=True)
+
+
+@kept_in_job
+def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | None:
+    """How workers use a value of this shape; None if all that have several do the same with it."""
+    sizes = layout.partition.shape
+    same = tuple(
+        axis
+        for axis, size in enumerate(sizes)
+        if size == 1 or axis in layout.shared or axis in shared
+    )
+    whole = shared_whole(layout.partition, shape)
+    return None if len(same) == len(sizes) else Replicate(whole, replace(whole, shared=same))
 
 
 class Sum:
@@ -182,7 +238,7 @@ class GradientBucket:
         self._lengths = [prod(shape) for shape in self.shapes]
         flags = len(self.shapes) if len(self.shapes) > 1 else 0
         self._sum = _sum(partition, axes, sum(self._lengths) + flags)
-        self.group = partition.group
+        self.group = partition.prepare()
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
         """What `use` takes. In a backward pass the sums are waited for here."""
@@ -325,15 +381,31 @@ def _total(partition: Partition, shape: Shape, shared: tuple[int, ...]) -> Move:
     return Move(source, Layout.whole(partition, shape, shared=True))
 
 
-def equalize(values: Iterable[Tensor], partition: Partition) -> None:
+def equalize(values: Iterable[Tensor | None], partition: Partition) -> None:
     """Give all workers what the first one of the partition has, in place."""
-    first = Partition(partition.ranks[:1], (1,) * partition.dim)
+    for value in values:
+        if value is not None:
+            layout = Layout.whole(partition, value.shape, shared=True)
+            keep_part(value.detach(), layout, value.detach())
+
+
+def keep_part(part: Tensor, layout: Layout, whole: Tensor) -> None:
+    """Fill this worker's part of a tensor, in place, from the whole that the first worker has.
+
+    Args:
+        part: a plain tensor of the shape that the layout says.
+        layout: where the parts lie.
+        whole: all of it; only the first worker's counts.
+    """
+    partition = layout.partition
+    if not partition.active or part.is_meta:
+        return
     with torch.no_grad():
-        for value in values:
-            move = Move(Layout.whole(first, value.shape), Layout.whole(partition, value.shape))
-            if partition.active:
-                owns = move.domain.partition.active
-                value.copy_(move.apply(value.detach() if owns else value.new_empty(0)))
+        if partition.size > 1:
+            first = Partition(partition.ranks[:1], (1,) * partition.dim)
+            move = Move(Layout.whole(first, layout.shape), layout)
+            whole = move(whole if first.active else whole.new_empty(0))
+        part.copy_(whole)
 
 
 def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:

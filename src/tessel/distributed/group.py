@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import index as as_int
 
 from tessel import transport
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.partition import Partition, world
 from tessel.transport import kept_in_job
 
@@ -43,8 +43,18 @@ def init_process_group(group_size: int | None = None) -> None:
             f"workers; call tessel.distributed.destroy_process_group() before you fix it to "
             f"{everyone.size if group_size is None else group_size}"
         )
-    agree_on_call(everyone, f"tessel.distributed.init_process_group(group_size={group_size!r})")
-    size = _checked(group_size, everyone.size)
+    agree(everyone, f"tessel.distributed.init_process_group(group_size={group_size!r})")
+    if isinstance(group_size, bool | str):
+        raise TypeError(
+            f"init_process_group: a number of workers is needed, got {group_size!r}; backends are "
+            f"chosen by torch.distributed.init_process_group or tessel run"
+        )
+    size = everyone.size if group_size is None else as_int(group_size)
+    if size < 1 or everyone.size % size:
+        raise ValueError(
+            f"init_process_group: the group size must divide the number of workers, got a group "
+            f"size of {size} for {everyone.size} workers"
+        )
     groups = [  # all workers make all groups, in one order
         Partition(everyone.ranks[start : start + size], (size,))
         for start in range(0, everyone.size, size)
@@ -133,28 +143,9 @@ def row_of(partition: Partition | None) -> Partition:
     return partition if partition.dim == 1 else Partition(partition.ranks, (partition.size,))
 
 
-def _checked(group_size: int | None, workers: int) -> int:
-    if group_size is None:
-        return workers
-    if isinstance(group_size, bool | str):
-        raise TypeError(
-            f"init_process_group: a number of workers is needed, got {group_size!r}; backends are "
-            f"chosen by torch.distributed.init_process_group or tessel run"
-        )
-    size = as_int(group_size)
-    if size < 1 or workers % size:
-        raise ValueError(
-            f"init_process_group: the group size must divide the number of workers, got a group "
-            f"size of {size} for {workers} workers"
-        )
-    return size
-
-
 def _choice() -> _Choice:
-    transport.look_for_job()
+    transport.look_for_job()  # another one may have begun, of which nothing is fixed yet
     return _kept()
 
 
-@kept_in_job
-def _kept() -> _Choice:
-    return _Choice()
+_kept = kept_in_job(_Choice)

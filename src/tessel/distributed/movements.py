@@ -172,19 +172,14 @@ class _TensorMovement(Movement):
     def label(self) -> str:
         name = type(self).__name__.strip("_").lower()
         dim = "" if self.dim is None else f", dim={self.dim}"
-        return f"tessel.distributed.{name}(x{dim}) over {self.P_x}, where x is {self._what}"
-
-    @property
-    def _what(self) -> str:
+        what = describe(self.state)
         if isinstance(self.state, Sharding) and self._is_of_another_group:
             # Workers that say different things raise, and here each has a group of its own: so
             # these words tell which part it is, and not of whom.
-            sharding = self.state
-            part = f"part {sharding.partition.rank} of {sharding.partition.size}"
-            return (
-                f"a shard along dim {sharding.dim}, {part} of {sharding.size}, over another group"
-            )
-        return describe(self.state)
+            row, size = self.state.partition, self.state.size
+            part = f"part {row.rank} of {row.size} of {size}"
+            what = f"a shard along dim {self.state.dim}, {part}, over another group"
+        return f"tessel.distributed.{name}(x{dim}) over {self.P_x}, where x is {what}"
 
     @property
     def _is_of_another_group(self) -> bool:

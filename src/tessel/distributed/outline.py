@@ -8,7 +8,7 @@ the function of the part gives the same there.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tessel import tensor, transport
-from tessel.core import boxes
 from tessel.core.context import setting
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.distributed.shard_layouts import shard_layout
 from tessel.distributed.shardings import Sharding, silent_row
 from tessel.distributed.torch_call import Shape, TorchCall, mapped, tensors_in
 from tessel.tensor.call import by_rule
@@ -31,6 +31,9 @@ Answer = tuple[Layout, ...] | str
 _ATTENTION = "scaled_dot_product_attention"
 _IGNORED = ("out", "dropout_p")  # what says nothing of the result's layout
 _BATCHED = frozenset(("matmul", "bmm"))  # a plain operand may have its part of the batch
+# by which supposed workers, rules and torch refuse what they are given; anything else is a mistake
+# in a rule, which must not pass for a sharding that was lost
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 def layouts_after(call: TorchCall) -> Answer:
@@ -48,22 +51,20 @@ def layouts_after(call: TorchCall) -> Answer:
         return "of which there is no form that leaves its operand as it is"
     given = {name: value for name, value in call.kwargs.items() if name not in _IGNORED}
     layouts = {id(each): _layout(call, k) for k, each in enumerate(call.tensors)}
-    memory, key = _memory(), (call.function, _key(call.args, layouts), _key(given, layouts))
+    memory, key = _answers(), (call.function, _key(call.args, layouts), _key(given, layouts))
     try:
         if key in memory:
             return memory[key]
     except TypeError:  # an argument that cannot be remembered
         return _asked(call, given, layouts)
-    if len(memory) > 4096:
+    if len(memory) > 4096:  # of arguments that are others in each step, as `x[k]`, there is no end
         memory.clear()
     memory[key] = found = _asked(call, given, layouts)
     return found
 
 
-@kept_in_job
-def _memory() -> dict[Any, Answer]:
-    """What the table said before."""
-    return {}
+# what the table said before, in this job: places are those of its workers
+_answers: Callable[[], dict[Any, Answer]] = kept_in_job(dict)
 
 
 def _key(value: Any, layouts: dict[int, Layout | None]) -> Any:
@@ -92,6 +93,8 @@ def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
     alike = [
         [k for k, each in enumerate(shapes) if each == shape] for shape in dict.fromkeys(shapes)
     ]
+    # A rule knows the layout, and where in it this worker is: the ends may be something else to it
+    # than what lies between. To follow it costs as much as a call, so of many not all are asked.
     few = supposed.size <= 8
     places = [
         k for some in alike for k in (some if few else {some[0], some[len(some) // 2], some[-1]})
@@ -101,7 +104,7 @@ def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
     for place in places:
         try:
             at_place = _at(place, call, given, layouts)
-        except Exception:  # the rule would send, or finds that a length is that of a part
+        except _REFUSALS:  # the rule would send, or finds that a length is that of a part
             if len(known) < len(layouts) and shapes[place] != shapes[here]:
                 continue  # what is plain may be this worker's part, and fits no other
             at_place = None
@@ -110,7 +113,7 @@ def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
         found = at_place
     if found is None:
         return "over the dimension that is split"
-    return tuple(replace(each, partition=_as_worker(each.partition, here)) for each in found)
+    return tuple(replace(each, partition=_supposed(each.partition.size, here)) for each in found)
 
 
 def _at(
@@ -129,7 +132,7 @@ def _at(
     def outline(each: Tensor) -> tuple[Tensor, Tensor]:
         layout = layouts.get(id(each))
         if layout is not None:
-            layout = replace(layout, partition=_as_worker(layout.partition, place))
+            layout = replace(layout, partition=_supposed(layout.partition.size, place))
         shape = tuple(each.shape) if layout is None else layout.local_shape
         if each.dtype.is_floating_point or each.dtype.is_complex:
             kind = torch.complex128 if each.dtype.is_complex else torch.float64
@@ -162,6 +165,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     if not (a.dtype.is_floating_point or a.dtype.is_complex):
         return torch.equal(a, b)
     scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
+    # the rule may add in another order than the function; what is no part of it differs by far more
     bound = 64 * torch.finfo(a.dtype).eps
     return torch.allclose(a, b, rtol=bound, atol=bound * scale, equal_nan=True)
 
@@ -188,40 +192,19 @@ def layout_of(sharding: Sharding, shape: Shape) -> Layout:
 
     Where the length of the whole is not known, all shards are supposed to be as long as this one.
     """
-    length = shape[sharding.dim]
-    interval = sharding.interval
-    size = sharding.size if interval is not None and interval[1] - interval[0] == length else None
-    if sharding.partition.size == 1:
-        size = None  # two workers are supposed, of which each has as much
-    return _layout_of(_supposed(sharding.partition), sharding.dim, shape, size)
+    dim, row, interval = sharding.dim, sharding.partition, sharding.interval
+    # two at least are supposed: of one alone a rule would not say what it needs of others
+    workers = _supposed(max(2, row.size), row.rank or 0)
+    size = shape[dim] * workers.size
+    if sharding.size is not None and interval is not None and row.size > 1:
+        size = sharding.size if interval[1] - interval[0] == shape[dim] else size
+    return shard_layout(workers, (*shape[:dim], size, *shape[dim + 1 :]), dim)
 
 
 @kept_in_job
-def _layout_of(partition: Partition, dim: int, shape: Shape, size: int | None) -> Layout:
-    parts = (
-        boxes.consecutive([shape[dim]] * partition.size)
-        if size is None
-        else boxes.balanced(size, partition.size)
-    )
-    cuts = tuple(
-        Cut((0,), parts) if each == dim else Cut((), ((0, n),)) for each, n in enumerate(shape)
-    )
-    return Layout(partition, (*shape[:dim], parts[-1][1], *shape[dim + 1 :]), cuts)
-
-
-@kept_in_job
-def _supposed(partition: Partition) -> Partition:
-    """Workers in a row with whom nobody can talk, this one in its place among them.
-
-    There are two at least: of one alone a rule would not say what it needs of others.
-    """
-    return _as_worker(range(max(2, partition.size)), partition.rank or 0)
-
-
-@kept_in_job
-def _as_worker(row: Collection[int] | Partition, place: int) -> Partition:
-    """As many workers, this one at another place among them."""
+def _supposed(num: int, place: int) -> Partition:
+    """Workers in a row with whom nobody can talk, this one at a place among them."""
     # numbers that no worker has: whoever sends something to one of them fails
-    ranks = [-1 - k for k in range(row.size if isinstance(row, Partition) else len(row))]
+    ranks = [-1 - k for k in range(num)]
     ranks[place] = transport.this_worker()
     return silent_row(ranks)

@@ -82,7 +82,10 @@ def states_after(call: TorchCall, result: Any) -> list[State]:
         return [lost] * len(found)
     if call.base in _OF_SEVERAL:
         return [_OF_SEVERAL[call.base](call, each) for each in found]
-    if is_pointwise(call.base) and not _is_other(call):
+    # `max` and the like of one tensor reduce it, and `where` of one gives places
+    alone = call.base in REDUCTIONS and len(call.tensors) == 1
+    alone |= call.base == "where" and len(call.args) + len(call.kwargs) == 1
+    if is_pointwise(call.base) and not alone:
         return [_pointwise(call, each) for each in found]
     if call.base in _RULES:
         subject = call.subject
@@ -229,13 +232,6 @@ def is_own(x: Tensor) -> bool:
     if type(x) is not Tensor or x.layout is not torch.strided:
         return False
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # its own, and this
-
-
-def _is_other(call: TorchCall) -> bool:
-    """Whether `max` and the like reduce one tensor, or `where` gives the places of its values."""
-    if call.base == "where":
-        return len(call.args) + len(call.kwargs) == 1
-    return call.base in REDUCTIONS and len(call.tensors) == 1
 
 
 def _pointwise(call: TorchCall, result: Tensor) -> State:

@@ -15,11 +15,15 @@ from tessel.transport import kept_in_job
 def shard_layout(partition: Partition, shape: Shape, dim: int) -> Layout:
     """Balanced shards along one dimension of a tensor of this global shape.
 
+    On a grid all axes split the dimension, one after the other: so workers stay in order.
+
     >>> import tessel
     >>> shard_layout(tessel.world(), (4, 6), 1).local_shape
     (4, 6)
     """
-    return Layout.split(partition, shape, [0 if k == dim else None for k in range(len(shape))])
+    cuts = [Cut.whole(length) for length in shape]
+    cuts[dim] = Cut(tuple(range(partition.dim)), boxes.balanced(shape[dim], partition.size))
+    return Layout(partition, shape, tuple(cuts))
 
 
 def layout_of_parts(

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 
 from tessel.core import boxes
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.transport import kept_in_job
+from tessel.distributed.shard_layouts import shard_layout
 
 ATTRIBUTE = "_tessel_sharding"
 
@@ -69,7 +69,8 @@ class Sharding:
                 f"{self}, of which the length of the whole is not known, meets a spread tensor; "
                 f"make it one first, by x.spread() or tessel.spread(x, where)"
             )
-        layout = _on_all_axes(workers, self.dim, shape, self.size)
+        whole = (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+        layout = shard_layout(workers, whole, self.dim)
         if workers.active and layout.local_shape != shape:
             raise ValueError(
                 f"{self} has {layout.local_shape[self.dim]} of them on worker "
@@ -100,20 +101,13 @@ class Sharding:
         if self.partition.size == 1:
             return Sharding(dim, self.partition, layout.local_shape[dim])
         size = layout.shape[dim]
+        # a sharding says where parts begin by the length alone, so that they must be balanced
         balanced = layout.cuts[dim].intervals == boxes.balanced(size, self.partition.size)
         return Sharding(dim, self.partition, size if balanced else None)
 
     def __str__(self) -> str:
         size = "" if self.size is None else f", {self.size} long as a whole,"
         return f"a shard along dim {self.dim}{size} over workers {self.partition.listing}"
-
-
-@kept_in_job
-def _on_all_axes(partition: Partition, dim: int, shape: Shape, size: int) -> Layout:
-    """All axes of the grid split the dimension, one after the other: so workers stay in order."""
-    cuts = [Cut((), ((0, length),)) for length in shape]
-    cuts[dim] = Cut(tuple(range(partition.dim)), boxes.balanced(size, partition.size))
-    return Layout(partition, (*shape[:dim], size, *shape[dim + 1 :]), tuple(cuts))
 
 
 @dataclass(frozen=True)
@@ -180,9 +174,16 @@ def silent_row(ranks: Iterable[int]) -> Partition:
 def state_of(x: Any) -> State:
     """The sharding of a tensor, that it is not known, or None for a tensor without one."""
     state: State = getattr(x, ATTRIBUTE, None)
-    if state is None and torch._C._are_functorch_transforms_active() and is_wrapped(x):
-        return _state_of_wrapped(x)
-    return state
+    if state is not None or not torch._C._are_functorch_transforms_active() or not is_wrapped(x):
+        return state
+    # what a transform put around a tensor has no attributes: the one inside of it has
+    state = state_of(functorch.get_unwrapped(x))
+    if not isinstance(state, Sharding) or not _is_batched(x):
+        return state
+    batch = functorch.maybe_get_bdim(x)  # which the tensor outside does not count
+    if batch == state.dim:
+        return UnknownSharding("vmap", "over the dimension that is split", state.partition)
+    return state.at(state.dim - (batch < state.dim))
 
 
 def is_wrapped(x: Any) -> bool:
@@ -193,17 +194,6 @@ def is_wrapped(x: Any) -> bool:
 def _is_batched(x: Tensor) -> bool:
     found: bool = functorch.is_batchedtensor(x)
     return found
-
-
-def _state_of_wrapped(x: Tensor) -> State:
-    """What the tensor is that a transform put another one around, which has no attributes."""
-    state = state_of(functorch.get_unwrapped(x))
-    if not isinstance(state, Sharding) or not _is_batched(x):
-        return state
-    batch = functorch.maybe_get_bdim(x)
-    if batch == state.dim:
-        return UnknownSharding("vmap", "over the dimension that is split", state.partition)
-    return state.at(state.dim - (batch < state.dim))
 
 
 def describe(state: State) -> str:

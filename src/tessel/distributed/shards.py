@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition, world
 from tessel.distributed import propagation, spreading
@@ -484,7 +484,11 @@ def _note_one(result: Tensor, state: State, call: calls.TorchCall) -> Tensor:
     if state is None or state_of(result) == state:
         return result
     if any(result is each for each in calls.targets(call)):
-        return _written(result, state, call)
+        pairs = zip(call.tensors, call.shapes, strict=True)
+        before = next(shape for each, shape in pairs if each is result)
+        # a parameter stays what its model says it is, whatever was written into it
+        stays = isinstance(result, torch.nn.Parameter) and tuple(result.shape) == before
+        return result if stays else _become(result, state)
     if any(result is each for each in call.tensors):  # one that was there before keeps its sharding
         return result if _is_parameter(result) else as_shard(result, state)
     return _become(result, state)
@@ -492,16 +496,6 @@ def _note_one(result: Tensor, state: State, call: calls.TorchCall) -> Tensor:
 
 def _is_parameter(x: Any) -> bool:
     return isinstance(x, Shard) and x._is_param
-
-
-def _written(target: Tensor, state: Sharding | UnknownSharding, call: calls.TorchCall) -> Tensor:
-    """A tensor after a function wrote into it; a parameter stays what its model says it is."""
-    shape = next(
-        shape for each, shape in zip(call.tensors, call.shapes, strict=True) if each is target
-    )
-    if isinstance(target, torch.nn.Parameter) and tuple(target.shape) == shape:
-        return target
-    return _become(target, state)
 
 
 def _replace(call: calls.TorchCall, func: Any) -> Any:
@@ -604,7 +598,7 @@ def _edge(x: Any) -> Any:
 def refuse_lost(state: UnknownSharding, label: str) -> None:
     """Raise ValueError for a lost sharding, on all workers: others may have theirs, and agree."""
     if state.partition is not None:
-        agree_on_call(row_of(state.partition), f"{label} {state}")
+        agree(row_of(state.partition), f"{label} {state}")
     check_known(state, label)
 
 
@@ -633,7 +627,7 @@ def _owned(shard: Shard, where: Where | None) -> tuple[Tensor, Where]:
     state = shard._tessel_sharding
     problem = spreading.contradiction(state, where)
     if problem:  # all workers of the job agree there, and hear it
-        agree_on_call(world(), problem)
+        agree(world(), problem)
         raise ValueError(problem)
     assert isinstance(state, Sharding)
     return as_plain(shard), spreading.grid_of(shard, state) if where is None else where

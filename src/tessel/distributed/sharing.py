@@ -22,7 +22,6 @@ from torch.autograd.function import BackwardCFunction
 from tessel import tensor as spread
 from tessel.core import boxes
 from tessel.core.linop import LinearOperator
-from tessel.core.partition import Partition
 from tessel.distributed.propagation import REDUCTIONS
 from tessel.distributed.shardings import (
     Sharding,
@@ -122,11 +121,14 @@ def traced_state(x: Any) -> State:
     for value in _levels(x):
         found = [value] if value.grad_fn is None else _origins([value.grad_fn], _is_settled)
         for origin in found:
-            if _is_of_shard(origin):
+            states = [*map(state_of, _levels(origin))] if isinstance(origin, Tensor) else []
+            of_shard = any(isinstance(s, Sharding) and s.partition.size > 1 for s in states)
+            # what is no operator is a product with a shard
+            if of_shard or not isinstance(origin, Tensor | LinearOperator):
                 why = "functions of a parameter, or another tensor, that is a shard"
-                return UnknownSharding("torch", why, _workers_of(origin))
-        if value.grad_fn is not None:
-            _settle(value.grad_fn)  # the next layer need not look behind it
+                workers = next((each.partition for each in states if each is not None), None)
+                return UnknownSharding("torch", why, workers)
+        conclusion_of(value)  # the next layer need not look behind it
     return None
 
 
@@ -138,27 +140,18 @@ def _levels(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def _workers_of(origin: Any) -> Partition | None:
-    states = map(state_of, _levels(origin)) if isinstance(origin, Tensor) else ()
-    return next((state.partition for state in states if state is not None), None)
-
-
 def settled(x: Tensor) -> Tensor:
     """The same plain tensor, which is not taken for a shard, whatever it was computed from."""
-    if x.grad_fn is None:
-        return x
-    return conclusion_of(x.as_subclass(Tensor))
+    # a node of its own: other uses of `x` are still what they are
+    return x if x.grad_fn is None else conclusion_of(x.as_subclass(Tensor))
 
 
 def conclusion_of(x: Tensor) -> Tensor:
     """The plain tensor itself, which is not taken for a shard from now on."""
-    if x.grad_fn is not None:
-        _settle(x.grad_fn)
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata[_SETTLED] = True
     return x
-
-
-def _settle(node: Any) -> None:
-    node.metadata[_SETTLED] = True
 
 
 def _own_place(call: TorchCall, sharding: Sharding, shape: Shape) -> int | None:
@@ -234,14 +227,6 @@ def _keeps_places(name: str) -> bool:
 _KEEP_PLACES = frozenset(
     ("to_copy", "expand", "complex", "prelu_kernel", "native_dropout", "rrelu_with_noise")
 )
-
-
-def _is_of_shard(origin: Any) -> bool:
-    """Whether a value with this origin is one of each worker by itself."""
-    if not isinstance(origin, Tensor):
-        return not isinstance(origin, LinearOperator)  # but a product with a shard
-    states = map(state_of, _levels(origin))
-    return any(isinstance(state, Sharding) and state.partition.size > 1 for state in states)
 
 
 def _is_settled(node: Any) -> bool:

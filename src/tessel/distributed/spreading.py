@@ -38,7 +38,7 @@ def agreed_part(part: torch.Tensor, sharding: Sharding, call: str) -> Tensor:
     """
     row = sharding.partition
     label = f"{call} of {sharding}"
-    [(shapes, meta)] = agree(row, label, part)
+    [(shapes, meta)], _ = agree(row, label, part)
     layout = layout_of_parts(row, shapes, sharding.dim, sharding.size, label)
     entered = grad_alike(as_agreed(part, meta, True), meta)
     return Tensor(entered.view_as(entered), layout)

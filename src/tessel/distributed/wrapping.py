@@ -169,7 +169,13 @@ def _deciding(given: BoundArguments) -> Iterator[None]:
     apart = decide(workers, share_over(handle, report))
     before = module.__dict__.get(IGNORED)
     asked = [name for name in _asked(module) if name not in apart]
-    setattr(module, IGNORED, [*asked, *_names_in(module, apart)])
+    # A value that several modules use has several names. One of the module itself has two: DDP
+    # looks up some names with a dot before them.
+    known = dict(_named(module))
+    wanted = {id(known[name]) for name in apart}
+    names = [name for name, value in _named(module, False) if id(value) in wanted]
+    names += [f".{name}" for name in names if "." not in name]
+    setattr(module, IGNORED, [*asked, *names])
     try:
         yield
     finally:  # DDP has its own copy; the next wrapper may have another group
@@ -189,18 +195,6 @@ def _asked(module: Module) -> list[str]:
     """What the user asked DDP to ignore, but for what is there only because it is a shard."""
     registered = getattr(module, REGISTERED, ())
     return [name for name in getattr(module, IGNORED, ()) if name not in registered]
-
-
-def _names_in(module: Module, apart: Sequence[str]) -> list[str]:
-    """All names by which DDP knows some values of a module.
-
-    A value that several modules use has several. One of the module itself has two: DDP looks up
-    some names with a dot before them.
-    """
-    known = dict(_named(module))
-    wanted = {id(known[name]) for name in apart}
-    names = [name for name, value in _named(module, False) if id(value) in wanted]
-    return [*names, *(f".{name}" for name in names if "." not in name)]
 
 
 def _named(module: Module, once: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ import it.
 
 from tessel.imaging import solvers as solvers
 from tessel.imaging.context import DistributedContext as DistributedContext
-from tessel.imaging.distribute import distribute as distribute
+from tessel.imaging.distributing import distribute as distribute
 from tessel.imaging.distribution_strategies.strategies import (
     DistributedSignalStrategy as DistributedSignalStrategy,
 )

@@ -19,8 +19,7 @@ from tessel.core import (
     Layout,
     Partition,
     Shape,
-    agree_and_tell,
-    agree_on_call,
+    agree,
     boxes,
     checksum_of,
     world,
@@ -125,7 +124,7 @@ class DistributedContext:
                 f"cleanup={self.cleanup}){problem}"
             )
             # What workers tell is a signed number of 64 bits, a seed an unsigned one.
-            _, told = agree_and_tell(partition, call, (), [torch.initial_seed() % 2**63])
+            _, told = agree(partition, call, numbers=[torch.initial_seed() % 2**63])
             if problem:
                 raise ValueError(f"DistributedContext{problem}")
             self._shared_seed = told[0][0] if self.seed is None else self.seed
@@ -149,7 +148,7 @@ class DistributedContext:
     def _leave(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
             if kind is None:  # others may still wait for what this worker has sent
-                agree_on_call(self.partition, "the end of a DistributedContext")
+                agree(self.partition, "the end of a DistributedContext")
         except WorkerLost:
             pass  # it has failed, and says so itself: there is nobody to wait for
         finally:
@@ -226,7 +225,7 @@ class DistributedContext:
         ...     start = torch.rand(1, 3, 8, 8)
         """
         number, self._num_shared = self._num_shared, self._num_shared + 1
-        agree_on_call(self.partition, f"shared_random, {number} times before")
+        agree(self.partition, f"shared_random, {number} times before")
         with drawing(self._shared_seed, SHARED, number, self.device):
             yield
 
@@ -292,7 +291,7 @@ class DistributedContext:
 def _compared(layout: Layout, what: str, tensors: Iterable[Tensor]) -> tuple[int, int] | None:
     """What `drifted` finds in the checksums of tensors that workers of a layout share."""
     call = f"the comparison of {what}"
-    _, told = agree_and_tell(layout.partition, call, (), [checksum_of(tensors)])
+    _, told = agree(layout.partition, call, numbers=[checksum_of(tensors)])
     return drifted(layout, {worker: numbers[0] for worker, numbers in told.items()})
 
 

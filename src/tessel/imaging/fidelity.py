@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core import Layout, Shape, Signature, agree_and_tell, anchored_zeros, total
+from tessel.core import Layout, Shape, Signature, agree, anchored_zeros, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
 from tessel.imaging.parameters import (
@@ -20,7 +20,7 @@ from tessel.imaging.parameters import (
     idle,
     in_common,
     known,
-    tensors_of,
+    within_reach,
 )
 from tessel.imaging.parts.operators import Operator, Whole, vjp
 from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall
@@ -115,7 +115,7 @@ class DistributedDataFidelity:
         self._label = f"DistributedDataFidelity({reduction!r} over {physics!r})"
         self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"  # of calls
         make = data_fidelity_factory or (lambda *_: L2())
-        held = tensors_of(make)
+        held = within_reach(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
         self._on_parts = [PartFidelity(each, ctx.device) for each in self.local_fidelities]
         self._gradients = [each.grad for each in self._on_parts]
@@ -196,7 +196,7 @@ class DistributedDataFidelity:
             return shape
         # On parts a loss has not the shape of that of the whole: what fidelities do is tried.
         kinds = {f.is_batched for f in self._on_parts}
-        _, told = agree_and_tell(physics.partition, call, (), [True in kinds, False in kinds])
+        _, told = agree(physics.partition, call, numbers=[True in kinds, False in kinds])
         some, others = map(any, zip(*told.values(), strict=True))
         if some and others:
             raise ValueError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core import agree_on_call, anchored_zeros
+from tessel.core import agree, anchored_zeros
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.parameters import anchor_of, both, stray_leaf
 
@@ -106,7 +106,7 @@ class DistributedMeasurements:
         name = type(self).__name__
         self.ctx = ctx
         self.num_items = checked_count(name, "num_items", num_items, factory)
-        agree_on_call(ctx.partition, f"{name}(num_items={self.num_items})")
+        agree(ctx.partition, f"{name}(num_items={self.num_items})")
         self.shared = dict(shared or {})
         if physics is not None:
             check_counts(physics.num_ops, self.num_items)

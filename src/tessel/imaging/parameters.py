@@ -2,15 +2,16 @@
 
 Operators, data fidelities and denoisers keep their parameters where they like. A parameter that
 several workers use is one shared value: each worker computes with a copy of it, and the adjoint of
-copying sums the gradients of all copies. User objects are only read here. While they compute, torch
-is told to use the copies in the place of the parameters (`computing_with`).
+copying sums the gradients of all copies. User objects are only read here: parameters are looked for
+in modules and attributes. While objects compute, torch is told to use the copies in the place of
+the parameters (`computing_with`). What is used and was not found raises (`stray_leaf`).
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,19 +33,24 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, Tensor),
     *(torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType),
 )
+_FUNCTION = types.FunctionType
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 Common = tuple[Tensor, list[str]]  # a tensor, and the places, in words, whose objects use it
 
 
-def _reached(objects: Any) -> tuple[list[Tensor], list[torch.nn.Module]]:
+def _reached(
+    objects: Any, contents: Callable[[Any], Iterable[Any]] | None = None
+) -> tuple[list[Tensor], list[torch.nn.Module]]:
     """The tensors and modules in user objects, in an order that all workers have.
 
-    They are looked for in modules, attributes, lists, dictionaries, functions and their closures.
+    They are looked for in modules, attributes, lists and dictionaries; not in what functions close
+    over.
     """
     tensors, modules = list[Tensor](), list[torch.nn.Module]()
     seen = set[int]()  # by identity: objects of users may not be hashable
+    inside = contents or _contents
 
     def visit(thing: Any) -> None:
         if id(thing) in seen:
@@ -55,7 +61,7 @@ def _reached(objects: Any) -> tuple[list[Tensor], list[torch.nn.Module]]:
         if isinstance(thing, torch.nn.Module):
             modules.append(thing)
         if not isinstance(thing, _PLAIN):
-            for each in _contents(thing):
+            for each in inside(thing):
                 visit(each)
 
     visit(objects)
@@ -72,23 +78,40 @@ def _contents(thing: Any) -> Iterable[Any]:
             return thing.values()
         case list() | tuple():
             return thing
-        case types.CellType():
-            try:
-                return [thing.cell_contents]
-            except ValueError:  # a name that is not bound yet, as that of a function in itself
-                return []
         case types.MethodType():
-            return [thing.__self__, thing.__func__]
+            return [thing.__self__]
         case partial():
             return [thing.func, thing.args, thing.keywords]
-        case types.FunctionType():
-            # Of its globals only modules count: a script's global tensors are many, and one that
-            # is used and needs a gradient is found in the graph of the result (`stray_leaf`).
-            named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
-            modules = [each for each in named if isinstance(each, torch.nn.Module)]
-            return [*(thing.__closure__ or ()), *modules, thing.__defaults__]
     of_class = [each for each in vars(type(thing)).values() if isinstance(each, torch.nn.Module)]
     return [*getattr(thing, "__dict__", {}).values(), *of_class]
+
+
+def within_reach(factory: Any) -> list[Tensor]:
+    """The tensors that a factory could give to objects, in an order that all workers have.
+
+    They are asked for in order to raise (`check_common`): objects of several workers would hold the
+    same one as if it were their own, and each would give it a part of its gradient.
+    """
+    return _reached(factory, lambda f: _read_by(f) if isinstance(f, _FUNCTION) else _contents(f))[0]
+
+
+def _read_by(function: types.FunctionType) -> list[Any]:
+    """What a function closes over, its defaults, and globals that are named in its code."""
+    found = [function.__defaults__]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a name that is not bound yet, as that of a function in itself
+            found.append(cell.cell_contents)
+    codes, names = [function.__code__], list[str]()
+    for code in codes:  # which grows: functions that it defines have code of their own
+        names += code.co_names
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    for name in names:
+        each = function.__globals__.get(name)
+        # Of a script's own names, not those of libraries, which would lead into all of them.
+        is_near = isinstance(each, _FUNCTION) and each.__globals__ is function.__globals__
+        if is_near or isinstance(each, Tensor | torch.nn.Module | list | tuple | dict):
+            found.append(each)
+    return found
 
 
 def tensors_of(objects: Any) -> list[Tensor]:
@@ -173,7 +196,7 @@ def computing_with(copies: Copies, objects: Any) -> Iterator[Tensor | None]:
     The block gets a zero that depends on all copies, or None if there are none. Modules are called
     with other parameters as `torch.func.functional_call` calls them, which also reaches custom
     autograd functions and compiled code. Tensors elsewhere, in attributes of plain objects, lists
-    or closures, stay where they are: torch functions take the copies for them.
+    or what is shared by name, stay where they are: torch functions take the copies for them.
     """
     if not copies:
         yield None
@@ -239,7 +262,7 @@ def in_common(ctx: DistributedContext, held: list[Tensor], place: str, users: An
 
     Args:
         ctx: the workers.
-        held: tensors in an order that all workers have, as those that a factory closes over.
+        held: tensors in an order that all workers have, see `within_reach`.
         place: of this worker, in words.
         users: its objects.
     """
@@ -330,8 +353,9 @@ def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given
             return (
                 f": an operator or data fidelity uses a tensor of shape {tuple(leaf.shape)} that "
                 f"needs a gradient and is not found in it, so that each worker would get a part of "
-                f"the gradient; pass it in shared={{...}} and keep it, as it is, in an attribute "
-                f"of the object that uses it, or let it need none"
+                f"the gradient (modules and attributes are looked into, not what functions close "
+                f"over); pass it in shared={{...}} and keep it, as it is, in an attribute of the "
+                f"object that uses it, or let it need none"
             )
     return ""
 

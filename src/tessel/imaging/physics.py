@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 
 from tessel.core import (
-    Agreement,
     Layout,
     Move,
     Shape,
     Signature,
     TensorMeta,
     agree,
-    agree_on_call,
     anchored_zeros,
     same,
 )
@@ -45,7 +43,7 @@ from tessel.imaging.parameters import (
     learned,
     needs_grad,
     stray_problem,
-    tensors_of,
+    within_reach,
 )
 from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
 from tessel.imaging.parts.local_rules import partition_physics
@@ -100,9 +98,10 @@ class DistributedPhysics:
         factory: `factory(i, device, shared)` makes operator i; called on its worker only.
         shared: what all operators may use, by name. Tensors and modules among it are shared by all
             workers: those that need gradients get that of all operators, on every worker. Others
-            get that of the operators of this worker; if those of several workers use one, or one
-            that is not found in them, as a global tensor, calls that would derive it raise
-            ValueError.
+            get that of the operators of this worker. They are looked for in modules and
+            attributes: if operators use one that is not found in them, as a global tensor or one
+            that a function closes over, or if those of several workers keep the same one, calls
+            that would derive it raise ValueError.
         layout: of an image in parts, whose operators all workers of their row have; None for the
             whole image on every worker. Along axes of the grid on which it is shared there are
             copies of the image, each with some of the operators.
@@ -129,9 +128,9 @@ class DistributedPhysics:
         self.num_ops = checked_count(name, "num_ops", num_ops, factory)
         self.shared = dict(shared or {})
         self._label = f"{name}({self.num_ops} operators over {ctx.world_size} workers)"
-        agree_on_call(ctx.partition, f"{name}(num_ops={self.num_ops})")
+        agree(ctx.partition, f"{name}(num_ops={self.num_ops})")
         # Before operators are made: a factory may keep them, and what they hold is their own.
-        held = tensors_of((factory, self.shared))
+        held = within_reach((factory, self.shared))
         # Whole images come in any shape: a layout without dimensions stands for all of theirs.
         self.is_whole = layout is None or is_whole(layout)
         self.layout = whole_layout(ctx.partition, ()) if layout is None or self.is_whole else layout
@@ -152,7 +151,6 @@ class DistributedPhysics:
         ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
         self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
-        self._agreements: dict[str, Agreement[tuple[Shape, TensorMeta]]] = {}
         self._num_calls = 0
 
     def A(self, x: Image, **settings: Any) -> LocalTensors:
@@ -234,10 +232,6 @@ class DistributedPhysics:
     def __len__(self) -> int:
         return self.num_ops
 
-    def __getstate__(self) -> dict[str, Any]:
-        """All but what holds groups of workers, which a copy makes anew in its calls."""
-        return {**self.__dict__, "_agreements": {}}
-
     def __repr__(self) -> str:
         return self._label
 
@@ -271,7 +265,7 @@ class DistributedPhysics:
                 f": worker {self.ctx.rank} has the operators {self.local_indices} and needs as "
                 f"many tensors, {len(self.local_indices)}, got {len(values)}"
             )
-            agree_on_call(self.partition, call)
+            agree(self.partition, call)
             raise ValueError(call)
         if self._common and self.is_whole:
             check_common(self._label, self._common, (self.shared, shared), WAY_OUT)
@@ -415,7 +409,7 @@ class DistributedPhysics:
         """Whether a worker needs the gradient of the whole image, of which all have one shape."""
         if not images or (self.rows.count == 1 and isinstance(images[0], Tensor)):
             return any(map(needs_grad, images))
-        ((shapes, meta),) = agree(self.partition, said, *images)
+        ((shapes, meta),), _ = agree(self.partition, said, *images)
         same(shapes, "shape", said)
         return meta.needs_grad
 
@@ -432,7 +426,7 @@ class DistributedPhysics:
             needs = [*needs, *(value for operator in local for value in operator.values())]
         said += problem
         sign = torch.empty(code, requires_grad=any(map(needs_grad, needs)))
-        found = agree(self.partition, said, sign, *images)
+        found, _ = agree(self.partition, said, sign, *images)
         codes = {shape for shape in found[0][0].values() if shape != (0,)}
         if len(codes) > 1:
             names = ", ".join(str(_DTYPES[each]) for (each,) in sorted(codes))
@@ -478,7 +472,7 @@ class DistributedPhysics:
             # itself. Later calls cost no message, and the worker that finds something raises.
             if call.name not in self._checked:
                 self._checked.add(call.name)
-                agree_on_call(self.partition, f"{call.name}{problem}")
+                agree(self.partition, f"{call.name}{problem}")
             if problem:
                 raise ValueError(f"{call.name}{problem}")
 
@@ -493,15 +487,9 @@ class DistributedPhysics:
             what: the result, in words.
             givers: the workers that have one; None for those with operators.
         """
-        if said not in self._agreements:
-
-            def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Shape, TensorMeta]:
-                return same(shapes, f"shape of the {what}", said), meta
-
-            group = self.ctx.partition.group
-            have = self.ctx.owners(self.num_ops) if givers is None else givers
-            self._agreements[said] = Agreement(group, said, have, conclude)
-        return self._agreements[said].agree(own)
+        have = self.ctx.owners(self.num_ops) if givers is None else givers
+        [(shapes, meta)], _ = agree(self.ctx.partition, said, own, givers=have)
+        return same(shapes, f"shape of the {what}", said), meta
 
     def sum(self, call: OperatorCall, terms: Iterable[Term], gather: bool = True) -> Tensor:
         """The sum of images over the operators of this row and of the others.

@@ -80,6 +80,9 @@ class DistributedPrior:
         signal_shape: of the image.
         strategy_kwargs: settings of the strategy, as patch_size and receptive_field_size.
         layout: of an image in parts; None for the whole image on every worker.
+        shared: what the prior uses and does not keep, by name, as a network that a function closes
+            over: parameters are looked for in modules and attributes of the prior, and here. Calls
+            that would derive others raise ValueError.
 
     >>> import torch
     >>> from tessel.imaging import DistributedContext, DistributedPrior
@@ -99,6 +102,7 @@ class DistributedPrior:
         signal_shape: Sequence[int] | None = None,
         strategy_kwargs: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
+        shared: Mapping[str, Any] | None = None,
     ) -> None:
         if signal_shape is None:
             if not isinstance(strategy, DistributedSignalStrategy):
@@ -111,9 +115,13 @@ class DistributedPrior:
                 f"DistributedPrior: a prior with prox or grad, or a denoiser, is needed, "
                 f"got {prior!r}"
             )
-        ctx.check_same_state(state_of(prior), f"DistributedPrior: the prior {type(prior).__name__}")
         self.ctx = ctx
         self.prior = prior
+        self.shared = dict(shared or {})
+        self._users = prior, self.shared
+        self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
+        name = type(prior).__name__
+        ctx.check_same_state(state_of(self._users), f"DistributedPrior: the prior {name}")
         self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
         self.strategy = create_strategy(strategy, signal_shape, **dict(strategy_kwargs or {}))
         shape = tuple(self.strategy.signal_shape)
@@ -170,14 +178,14 @@ class DistributedPrior:
             self.ctx.check_same(x, layout, f"the input of {call}")
         if not partition.active:
             return x
-        tensors = learned(self.prior, (args, settings))
+        tensors = learned(self._users, (args, settings))
         call = f"{call}{gradients_of(tensors)}" if tensors else call
         # What is wrong here may be right elsewhere: the text of the call tells all workers of it.
         if not fits:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
         if partition.size > 1 or not fits:
-            ((_, terms),) = agree(partition, call, x)
+            ((_, terms),), _ = agree(partition, call, x)
             if not fits:
                 raise ValueError(call)
             x = grad_alike(x, terms)
@@ -186,16 +194,23 @@ class DistributedPrior:
             copies.add(tensors, partition)
             args, settings = copies.instead((args, settings))
         read, tiling = self._read.apply(x), self.tiling if gather else self._in_place
-        with computing_with(copies, self.prior) as parameters:
-            made = partial(self._made, function, args, settings)
+        problems: list[str] = []
+        with computing_with(copies, self._users) as parameters:
+            made = partial(self._made, function, args, settings, problems)
             written = tiling.put_together(made, read, self.local_indices)
+        self._check(call, problems)
         if needs_grad(read):  # a worker without patches takes part in the backward pass, too
             written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, parameters)
         return tiling.finish(written) if gather else written
 
     def _made(
-        self, function: Any, args: tuple[Any, ...], settings: Mapping[str, Any], batch: Tensor
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        settings: Mapping[str, Any],
+        problems: list[str],
+        batch: Tensor,
     ) -> Tensor:
         """What a function of the prior makes of a batch of patches, or ValueError."""
         result = function(batch, *args, **settings)
@@ -208,13 +223,26 @@ class DistributedPrior:
         # worker's patches only, a silent wrong number.
         leaf = stray_leaf(result)
         if leaf is not None:
-            raise ValueError(
+            problems.append(
                 f"{type(self.prior).__name__} uses a tensor of shape {tuple(leaf.shape)} that "
                 f"needs a gradient and is no parameter of it that could be found: each worker "
-                f"would get a part of the gradient; make it a parameter or attribute of the prior, "
-                f"pass it as an argument, or let it need none"
+                f"would get a part of the gradient (modules and attributes are looked into, not "
+                f"what functions close over); pass it in shared={{...}} of DistributedPrior, make "
+                f"it a parameter or attribute of the prior, pass it as an argument, or let it need "
+                f"none"
             )
         return result
+
+    def _check(self, call: str, problems: list[str]) -> None:
+        """Raise ValueError if a tensor that nobody knows of would get a part of a gradient."""
+        problem = problems[0] if problems else ""
+        # At the first call all workers raise or none does: one without patches finds nothing
+        # itself. Later calls cost no message, and the worker that finds something raises.
+        if torch.is_grad_enabled() and call not in self._checked:
+            self._checked.add(call)
+            agree(self.layout.partition, f"{call} {problem}")
+        if problem:
+            raise ValueError(problem)
 
     def __repr__(self) -> str:
         return self._label

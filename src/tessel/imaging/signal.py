@@ -10,7 +10,7 @@ from operator import index as as_int
 import torch
 from torch import Tensor
 
-from tessel.core import Cut, Layout, Move, Partition, Shape, agree_and_tell, checksum_of
+from tessel.core import Cut, Layout, Move, Partition, Shape, agree, checksum_of
 from tessel.imaging.context import DistributedContext, drifted, is_whole, whole_layout
 
 Grid = Partition | Layout | Sequence[int]
@@ -65,7 +65,7 @@ class DistributedSignal:
         self._identity = f"{self._update} {self.layout.identity}"
         call = f"DistributedSignal(shape={self._shape}, dtype={self.dtype}) in {self.layout}"
         # Whether a worker was given values is its own affair: all hear of it before one sends.
-        _, told = agree_and_tell(ctx.partition, call, (), [int(init is not None)])
+        _, told = agree(ctx.partition, call, numbers=[int(init is not None)])
         given = [worker for worker, (is_given,) in told.items() if is_given]
         if given and 0 not in given:
             raise ValueError(
@@ -130,8 +130,13 @@ class DistributedSignal:
                 part = self.layout.local_part(data).to(self.device)
         # The checksum travels with the agreement on shapes, in the one message that is sent anyway.
         number = 0 if part is None or self._copies == 1 else checksum_of([part])
-        [(shapes, meta)], told = agree_and_tell(
-            self.layout.partition, self._update, [("the tensor", data)], [number], self._identity
+        [(shapes, meta)], told = agree(
+            self.layout.partition,
+            self._update,
+            data,
+            names=["the tensor"],
+            numbers=[number],
+            identity=self._identity,
         )
         self._check(shapes, meta.dtype)
         assert part is not None

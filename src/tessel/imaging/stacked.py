@@ -25,8 +25,7 @@ from tessel.core import (
     Move,
     Partition,
     Shape,
-    agree_and_tell,
-    agree_on_call,
+    agree,
     anchored_zeros,
     tell,
     total,
@@ -132,7 +131,7 @@ class DistributedStackedPhysics(DistributedPhysics):
             f"{self!r}: {self.num_ops} measurements are needed, one for each operator, or the "
             f"{count} of worker {self.ctx.rank}, got {len(ys)}"
         )
-        agree_on_call(self.ctx.partition, call)  # all workers raise, or those that fit would wait
+        agree(self.ctx.partition, call)  # all workers raise, or those that fit would wait
         raise ValueError(call)
 
     def _images(
@@ -189,7 +188,7 @@ class DistributedStackedPhysics(DistributedPhysics):
         # Descriptions are sent once: later a checksum says that they are those of before. All
         # workers have all checksums, so that all know or none knows what the others hold.
         said = [zlib.crc32(repr(mine).encode()), needs and torch.is_grad_enabled()]
-        _, told = agree_and_tell(partition, call, (), said)
+        _, told = agree(partition, call, numbers=said)
         sums, records = zip(*told.values(), strict=True)
         if sums not in self._kinds:
             self._kinds[sums] = list(tell(partition, mine).values())

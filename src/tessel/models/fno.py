@@ -14,7 +14,7 @@ from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
 from tessel.core.partition import Partition
-from tessel.core.shared import total
+from tessel.core.shared import total, used
 from tessel.models.model import Model
 from tessel.models.spectral import (
     Modes,
@@ -27,7 +27,6 @@ from tessel.models.weights import Block, Mixing, Projection, SpectralWeight
 from tessel.nn.layer import Result
 from tessel.operators import Distributed, ParIdentity, ParMatrix, kron
 from tessel.operators.space import COMPLEX_OF, Shape, checked_length
-from tessel.tensor.use import used
 from tessel.transport import kept_in_job
 
 MAX_DIMS = 4  # of space

@@ -102,6 +102,7 @@ class Weighted(ComputingLayer):
     weight: Tensor
     bias: Any  # a tensor or None; the types of torch.nn differ from layer to layer
     num_dims: int = 0
+    groups: int = 1
     outputs_first = True  # whether the weight's first dimension is that of the outputs
 
     def __init__(
@@ -112,15 +113,26 @@ class Weighted(ComputingLayer):
         P_w: Partition | None = None,
         **settings: Any,
     ) -> None:
+        # past that of Layer, which would place the parameters before all partitions are known
         super(Layer, self).__init__(*args, **settings)
         self.place_with(P_x, P_y, P_w)
 
     def check_grid(self, grid: WeightGrid) -> None:
         """Raise if the layer cannot work on a grid."""
 
+    def weight_shape(self) -> Shape:
+        """The shape of the weight as torch's own layer has it."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what weight it has")
+
     def whole_shapes(self) -> dict[str, Shape]:
         """The shapes of the parameters as torch's own layer has them."""
-        raise NotImplementedError(f"{type(self).__name__} does not name its parameters")
+        weight = self.weight_shape()
+        if self.bias is None:
+            return {"weight": weight}
+        return {
+            "weight": weight,
+            "bias": (weight[0] if self.outputs_first else weight[1] * self.groups,),
+        }
 
     def place_with(self, P_x: Partition, P_y: Partition | None, P_w: Partition | None) -> None:
         """Put a layer, as torch made it, onto its partitions."""
@@ -146,6 +158,7 @@ class Weighted(ComputingLayer):
     @property
     def _is_relocated(self) -> bool:
         """Whether some worker does not store the parameters whole."""
+        # P_y may have workers that P_x has not: they store nothing
         return self.P_w is not None or self.prepare().size > self.P_x.size
 
     def _block_layouts(self) -> dict[str, Layout]:

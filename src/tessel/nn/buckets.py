@@ -27,7 +27,9 @@ from tessel.nn.layer import Layer
 from tessel.tensor.passes import in_backward, in_checkpoint
 from tessel.transport import NUM_WORDS, code_of
 
-LIMIT = 2**22  # bytes of a bucket
+# Bytes of a bucket. A bucket leaves when its last gradient is there: a larger one waits longer, and
+# less is left to compute while it travels; smaller ones are more messages.
+LIMIT = 2**22
 
 
 class Use(NamedTuple):
@@ -92,7 +94,7 @@ class BucketSchedule:
 
     def learn(self, plan: Plan, uses: dict[int, Use]) -> None:
         """Remember a call that followed a plan."""
-        if uses:
+        if uses:  # a call that used none, as one without gradients, says nothing of the next
             self.unsteady.update(n for bucket in plan for n in bucket.numbers if n not in uses)
             self.uses = {n: use for n, use in uses.items() if n not in self.unsteady}
 
@@ -127,21 +129,20 @@ class BucketedCall:
         place = self._buckets.get(number)
         if place is None or self.plan[place].use != how:
             return None
-        if number not in self._aliases:
-            self._open(place)
-        return self._aliases[number]
-
-    def _open(self, place: int) -> None:
-        """Make the values of a bucket usable, and prepare the next."""
+        if number in self._aliases:
+            return self._aliases[number]
+        # The next bucket, too: what is computed between `prepare` and `use` is derived while the
+        # sums of the bucket travel.
         for each in range(place, min(place + 2, len(self.plan))):
             if each not in self._prepared:
                 planned = self.plan[each]
-                values = [self.parameters[number] for number in planned.numbers]
-                shapes = [tuple(value.shape) for value in values]
+                values = [self.parameters[one] for one in planned.numbers]
+                shapes = [tuple(one.shape) for one in values]
                 bucket = GradientBucket(*planned.use, shapes, values[0])
                 self._prepared[each] = bucket, bucket.prepare(values)
         bucket, token = self._prepared[place]
         self._aliases.update(zip(self.plan[place].numbers, bucket.use(token), strict=True))
+        return self._aliases[number]
 
 
 def _plain() -> bool:

@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout, Shape
-from tessel.nn.blocks import Weighted, WeightGrid
+from tessel.core.layout import Layout
+from tessel.nn.blocks import WeightGrid
+from tessel.nn.convolution import ConvolutionLayer
 from tessel.nn.layer import Result
-from tessel.tensor.rules.transposed import (
-    TransposedSettings,
-    convolve_parts,
-    convolved,
-    settings_of,
-)
+from tessel.tensor.rules import transposed
+from tessel.tensor.rules.transposed import TransposedSettings
 from tessel.tensor.windowed import outline, tuple_of
 
-Numbers = tuple[int, ...]
 
-
-class _ConvTranspose(Weighted):
-    num_dims: int
+class _ConvTranspose(ConvolutionLayer):
+    rule = transposed
     outputs_first = False
-    kernel_size: Any
-    stride: Any
-    padding: Any
     output_padding: Any
-    dilation: Any
-    groups: int
-    in_channels: int
-    out_channels: int
     _output_padding: Any  # torch's own
 
-    def whole_shapes(self) -> dict[str, Shape]:
-        shapes = {"weight": self.settings().weight}
-        return shapes if self.bias is None else {**shapes, "bias": (self.out_channels,)}
-
-    def settings(self, output_padding: Numbers | None = None) -> TransposedSettings:
-        """What this is, as a value."""
+    def read_settings(self) -> TransposedSettings:
         kernel = tuple_of(self.kernel_size, self.num_dims)
         shape = (self.in_channels, self.out_channels // self.groups, *kernel)
-        behind = self.output_padding if output_padding is None else output_padding
-        return settings_of(shape, self.stride, self.padding, behind, self.groups, self.dilation)
+        sizes = self.stride, self.padding, self.output_padding
+        return transposed.settings_of(shape, *sizes, self.groups, self.dilation)
 
     def multiply(
         self,
@@ -54,20 +38,16 @@ class _ConvTranspose(Weighted):
         output_size: Any = None,
     ) -> Result:
         """The result; `output_size` is that of the whole tensor, as torch takes it."""
-        settings = self.settings(self._widths(layout, output_size))
-        plan = None
-        if self.P_w is not None:
-            plan = self.on_grid(self.P_w, layout.shape, convolved(layout.shape, settings))
-        return convolve_parts(x, layout, weight, bias, settings, plan)
-
-    def _widths(self, layout: Layout, output_size: Any = None) -> Numbers:
-        """How much longer than least the output is, which torch computes from `output_size`."""
-        D = self.num_dims
-        sizes = None if output_size is None else list(output_size)
-        settings = (list(tuple_of(v, D)) for v in (self.stride, self.padding, self.kernel_size))
-        dilation = list(tuple_of(self.dilation, D))
-        # of an outline of the whole: sizes that torch rejects raise its error on every worker
-        return tuple(self._output_padding(outline(layout.shape), sizes, *settings, D, dilation))
+        settings = self.settings()
+        if output_size is not None:
+            D = self.num_dims
+            lists = map(list, (settings.stride, settings.padding, settings.weight[2:]))
+            sizes = list(output_size), *lists, D, list(settings.dilation)
+            # how much longer than least the output is, which torch computes of an outline of the
+            # whole: sizes that it rejects raise its error on every worker
+            behind = self._output_padding(outline(layout.shape), *sizes)
+            settings = replace(settings, output_padding=tuple(behind))
+        return self.convolve(x, layout, weight, bias, settings)
 
     def check_grid(self, grid: WeightGrid) -> None:
         if self.groups > 1:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tessel.core.agreement import Agreement, Signature, agree_on_all
+from tessel.core.agreement import agree, tell
 from tessel.core.context import setting
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, zero_volume_tensor
@@ -20,7 +20,7 @@ from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
 from tessel.nn import buckets
-from tessel.nn.layer import Entry, Layer, alone, entered, needs_of, parts_agreement
+from tessel.nn.layer import Layer, alone, entered, lies, needs_of
 from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
@@ -67,9 +67,8 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     torch.Size([2, 8, 16, 16])
     """
     check_choice(fallback)
-    seed = _agree_on_model(model, P_x)
+    stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
     equalize([value for _, value in _values(model)], P_x)
-    stream = Stream(seed)
     place_regions(model, P_x)
     for module in model.modules():
         own = module.__dict__.get("forward")
@@ -93,15 +92,18 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
     form += [(p, type(m).__qualname__, m.extra_repr()) for p, m in model.named_modules()]
     if not P_x.active:
         return 0
-    forms = P_x.group.share_objects((form, int(torch.randint(2**62, ()))))
-    for worker, (other, _) in zip(P_x.group.workers, forms, strict=True):
-        for theirs, ours in zip_longest(other, forms[0][0]):
+    # Each worker draws a number, so that generators that are in step stay so; the first one's
+    # becomes the seed of the model's random numbers. Counting calls on from it stays in 64 bits.
+    forms = tell(P_x, (form, int(torch.randint(2**62, ()))))
+    first, (expected, number) = next(iter(forms.items()))
+    for worker, (other, _) in forms.items():
+        for theirs, ours in zip_longest(other, expected):
             if theirs != ours:
                 raise ValueError(
-                    f"distribute_module needs the same model on all workers: worker "
-                    f"{P_x.group.workers[0]} has {ours}, worker {worker} has {theirs}"
+                    f"distribute_module needs the same model on all workers: worker {first} has "
+                    f"{ours}, worker {worker} has {theirs}"
                 )
-    return forms[0][1]
+    return number
 
 
 def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -135,6 +137,7 @@ class Stream:
         if in_backward():
             yield
             return
+        # a fork of the generators: those of the caller go on after the model as they were before
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(common_seed(self.seed + self.num_calls))
@@ -157,7 +160,6 @@ class Entrance:
         self.own: Any = own.own if isinstance(own, Entrance) else own
         self.module, self.P_x, self.stream, self.fallback = module, P_x, stream, fallback
         self.schedule = buckets.BucketSchedule()
-        self._agreements: dict[Any, Agreement[Entry]] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
@@ -186,7 +188,12 @@ class Entrance:
         ):
             args, kwargs = self._entered(args, kwargs)
             result = self.forward(*args, **kwargs)
-        return result if spread else tree_map(_left, result)  # as the input came
+        if spread:  # the result goes as the input came
+            return result
+        return tree_map(
+            lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
+            result,
+        )
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
         """The arguments, with spread tensors in the places of parts."""
@@ -196,11 +203,13 @@ class Entrance:
         parts = [each for each in found if each.dim() == self.P_x.dim]
         if not parts and next(spread_among(args, kwargs), None) is not None:
             return args, kwargs
-        signatures = [Signature.of(each) for each in parts]
-        if not parts:  # that raises, on all workers
-            signatures = [Signature.of(next(iter(found), None))]  # type: ignore[arg-type]
-        agreements = [self._agreement(number, dims) for number in range(len(signatures))]
-        entries = iter(agree_on_all(agreements, signatures))  # in the order of `tree_map` below
+        # where nothing is a part, what there is raises on all workers
+        brought: list[Any] = parts or [next(iter(found), None)]
+        call, identity = self._call(dims)
+        names = [f"input {number}" for number in range(len(brought))]
+        held, _ = agree(self.P_x, call, *brought, names=names, identity=identity)
+        # in the order of `tree_map` below
+        entries = iter([(lies(self.P_x, tuple(shapes.items())), meta) for shapes, meta in held])
 
         def enter(value: Any) -> Any:
             is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
@@ -211,31 +220,25 @@ class Entrance:
 
         return tree_map(enter, (args, kwargs))
 
-    def _agreement(self, number: int, dims: tuple[int, ...]) -> Agreement[Entry]:
-        """One for each state of the model and kind of arguments, alike on all workers."""
+    def _call(self, dims: tuple[int, ...]) -> tuple[str, str]:
+        """The call in words, and all in which workers must be alike: state and arguments."""
         flags, is_off = needs_of(self.module.parameters())
         plan = buckets.foreseen()
-        state = (number, dims, self.module.training, is_off, plan, *flags)
-        if state not in self._agreements:
+        state = (dims, self.module.training, is_off, plan, *flags)
+        calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
+        if state not in calls:
             mode = "training" if self.module.training else "evaluation"
             mode += ", under torch.no_grad()" if is_off else ""
-            label = (
-                f"input {number} of {type(self.module).__name__} over {self.P_x} in {mode}, with "
+            call = (
+                f"{type(self.module).__name__} over {self.P_x} in {mode}, with "
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
                 f"dimensions, and {buckets.described(plan)}"
             )
-            self._agreements[state] = parts_agreement(
-                self.P_x.group, self.P_x, label, f"{label} {state}"
-            )
-        return self._agreements[state]
+            calls[state] = call, f"{call} {state}"
+        return calls[state]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_agreements": {}}
-
-
-def _left(value: Any) -> Any:
-    """An output on its own, a part: a plain tensor."""
-    return value.move_to(outside(value.layout)).local if isinstance(value, SpreadTensor) else value
+        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
 
 @kept_in_job

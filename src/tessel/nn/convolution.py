@@ -10,44 +10,72 @@ from torch import Tensor
 from tessel.core.layout import Layout, Shape
 from tessel.nn.blocks import Weighted, WeightGrid
 from tessel.nn.layer import Result
-from tessel.tensor.rules.convolution import (
-    ConvolutionSettings,
-    convolve_parts,
-    convolved,
-    settings_of,
-)
+from tessel.tensor.rules import convolution
+from tessel.tensor.rules.convolution import ConvolutionSettings
 
 Numbers = tuple[int, ...]
 
 
-class _Convolution(Weighted):
+class ConvolutionLayer(Weighted):
+    """What convolutions and transposed ones have in common.
+
+    A subclass names the module of its rule, and says what it is as a value.
+    """
+
     num_dims: int
     kernel_size: Numbers
     stride: Numbers
-    padding: str | Numbers
+    padding: Any
     dilation: Numbers
     groups: int
-    padding_mode: Any
     in_channels: int
     out_channels: int
+    rule: Any
+    _settings: Any = None
 
-    def whole_shapes(self) -> dict[str, Shape]:
-        shapes = {"weight": self.settings().weight}
-        return shapes if self.bias is None else {**shapes, "bias": (self.out_channels,)}
+    def read_settings(self) -> Any:
+        """What the attributes, which are torch's, say."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it computes")
 
-    def settings(self) -> ConvolutionSettings:
-        """What convolution this is, as a value."""
+    def settings(self) -> Any:
+        """What this is, as a value."""
+        if self._settings is None:
+            self._settings = self.read_settings()
+        return self._settings
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch's layers read their attributes in each call: one that changes counts from then on
+        if name != "_settings":
+            self.__dict__.pop("_settings", None)
+        super().__setattr__(name, value)
+
+    def weight_shape(self) -> Shape:
+        shape: Shape = self.settings().weight
+        return shape
+
+    def convolve(
+        self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None, settings: Any
+    ) -> Result:
+        """What the rule gives, of a weight in blocks on its grid."""
+        plan = None
+        if self.P_w is not None:
+            plan = self.on_grid(self.P_w, layout.shape, self.rule.convolved(layout.shape, settings))
+        result: Result = self.rule.convolve_parts(x, layout, weight, bias, settings, plan)
+        return result
+
+
+class _Convolution(ConvolutionLayer):
+    rule = convolution
+    padding_mode: Any
+
+    def read_settings(self) -> ConvolutionSettings:
         inputs = self.in_channels // self.groups
         shape = (self.out_channels, inputs, *self.kernel_size)
         sizes = self.stride, self.padding, self.dilation
-        return settings_of(shape, *sizes, self.groups, self.padding_mode)
+        return convolution.settings_of(shape, *sizes, self.groups, self.padding_mode)
 
     def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
-        settings = self.settings()
-        plan = None
-        if self.P_w is not None:
-            plan = self.on_grid(self.P_w, layout.shape, convolved(layout.shape, settings))
-        return convolve_parts(x, layout, weight, bias, settings, plan)
+        return self.convolve(x, layout, weight, bias, self.settings())
 
     def check_grid(self, grid: WeightGrid) -> None:
         """Blocks of the weight must hold whole groups of outputs, and all of their inputs."""

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, check_known, state_of, traced_state
@@ -54,28 +53,18 @@ def parallel_linear(
         if dim is not None:
             agree_on_spread(row_of(partition), name_of_product(bias, dim))
         return F.linear(input, weight, bias)
-    if dim is None:
-        _check_whole(weight)
-        return F.linear(input, weight, bias)
-    return _parallel_linear(input, weight, bias, dim, partition)
-
-
-def _check_whole(weight: Tensor) -> None:
-    """Raise ValueError for a shard, of which torch's own function would make something else."""
+    if dim is not None:
+        return multiply_shards(input, weight, bias, dim, partition)
+    # by autograd's graph, too, but for a compiler, which cannot look into it
     state = state_of(weight) if torch.compiler.is_compiling() else traced_state(weight)
     check_known(state, "the weight of parallel_linear(dim=None)")
+    # of a shard torch's own function would make something else
     if isinstance(state, Sharding) and state.partition.size > 1:
         raise ValueError(
             f"parallel_linear(dim=None): the whole weight is needed, and this is {state}; write "
             f"dim={0 if state.dim else -1}, which says how it is split"
         )
-
-
-@eagerly
-def _parallel_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, dim: int, partition: Partition | None
-) -> Tensor:
-    return multiply_shards(input, weight, bias, dim, row_of(partition))
+    return F.linear(input, weight, bias)
 
 
 # other names of the same functions, by which programs know them that were written for torchshard

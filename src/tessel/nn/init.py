@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.layout import Layout
 from tessel.distributed.group import get_group
 from tessel.errors import WorkerLost
@@ -42,7 +42,7 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
         layout = layout_of(tensor)
         if layout is None:
             kind = f"shape {tuple(tensor.shape)} and {tensor.dtype}"
-            agree_on_call(group, f"shard_init_helper_ of a tensor of {kind} over {group}")
+            agree(group, f"shard_init_helper_ of a tensor of {kind} over {group}")
             layout = Layout.whole(group, tuple(tensor.shape), shared=True)
         return draw_(tensor, layout, lambda whole: init_method(whole, **kwargs))
     except WorkerLost as error:

@@ -192,7 +192,7 @@ class Layer(HasHandle):
         return (self.P_x,)
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("handle", "_agreements", "_group", "_takes_part")
+        return name in ("_agreements", "_group", "_takes_part") or super()._is_derived(name)
 
     def extra_repr(self) -> str:
         assert isinstance(self, torch.nn.Module)
@@ -241,3 +241,9 @@ def _signature(own: Callable[..., None], torchs: Callable[..., None]) -> Signatu
 def lies_alone(partition: Partition, shape: Shape) -> Layout:
     """How a tensor lies that the only worker of a partition has."""
     return Layout.from_local_shapes(partition, {partition.ranks[0]: shape})
+
+
+@kept_in_job
+def lies(partition: Partition, parts: tuple[tuple[int, Shape], ...]) -> Layout:
+    """How a tensor lies whose parts have these shapes, by worker."""
+    return Layout.from_local_shapes(partition, dict(parts))

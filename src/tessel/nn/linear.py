@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -15,7 +13,7 @@ from tessel.nn.blocks import Weighted
 from tessel.nn.layer import Result
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.products import Contraction, check_dtypes, linear_terms
-from tessel.tensor.windowed import Windowed, outline
+from tessel.tensor.windowed import Windowed, shape_of
 from tessel.transport import kept_in_job
 
 
@@ -59,24 +57,17 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self.place_with(P_x, P_y, P_w)
 
-    def whole_shapes(self) -> dict[str, Shape]:
-        shapes: dict[str, Shape] = {"weight": (self.out_features, self.in_features)}
-        return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
+    def weight_shape(self) -> Shape:
+        return self.out_features, self.in_features
 
     def multiply(self, x: Tensor, layout: Layout, weight: Tensor, bias: Tensor | None) -> Result:
         check_dtypes(x, weight, bias)
-        shape = _shape(layout.shape, (self.out_features, self.in_features))
+        shape = shape_of(F.linear, layout.shape, self.weight_shape())
         if self.P_w is None:
             plan = _in_rows(layout, shape)
         else:
             plan = self.on_grid(self.P_w, layout.shape, shape)
         return linear_terms(SpreadTensor(x, layout), weight, bias, plan), plan.terms
-
-
-@lru_cache(maxsize=1024)
-def _shape(shape: Shape, weight: Shape) -> Shape:
-    """The shape of the whole output; torch's own error if there is none."""
-    return tuple(F.linear(outline(shape), outline(weight)).shape)
 
 
 @kept_in_job

@@ -6,46 +6,31 @@ torch would refuse. What they have are spread tensors then, and the loss is torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import Agreement, Held, Signature, TensorMeta, remember
-from tessel.core.checksum import checksum, is_dense
+from tessel.core.agreement import agree, remember
+from tessel.core.checksum import checksum
 from tessel.core.context import setting
-from tessel.core.layout import Cut, Layout, Shape
-from tessel.nn.layer import Layer, Result, entered
+from tessel.core.layout import Layout, Shape
+from tessel.nn.layer import Layer, Result
+from tessel.nn.loss_agreement import (
+    FINE,
+    Beside,
+    Said,
+    class_dim,
+    narrow_dim,
+    narrowed,
+    said_of_classes,
+    said_of_units,
+    said_of_variance,
+    samples_of,
+)
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.reductions import without
-
-NUM_FAULTS = 8  # of which the first is none
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_FAULTS: dict[int, tuple[type[Exception], str]] = {
-    1: (RuntimeError, "all elements of input should be between 0 and 1"),
-    2: (RuntimeError, "all elements of target should be between 0 and 1"),
-    3: (IndexError, "a target is out of bounds: it is none of the classes and not ignore_index"),
-    4: (ValueError, "var has negative entry/entries"),
-}
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What all workers know of a tensor beside the input.
-
-    Attributes:
-        shapes: of the parts, by worker.
-        meta: of what kind they are.
-        numbers: of each worker, a fault of its values, and a checksum if they are copies.
-    """
-
-    shapes: dict[int, Shape]
-    meta: TensorMeta
-    numbers: dict[int, int]
 
 
 class DistributedLossBase(Layer):
@@ -80,43 +65,18 @@ class DistributedLossBase(Layer):
         """The weights, whole."""
         return tuple(getattr(self, name) for name in self.weight_names)
 
-    def agree_on(self, name: str, value: Any, number: int, note: str = "") -> Agreed:
+    def agree_on(self, name: str, value: Any, said: Said, note: str = "") -> Beside:
         """Learn from all workers what they hold of a tensor beside the input."""
-        (shapes, meta), numbers = self._agreement_on(name, note).agree_with_number(
-            Signature.of(value), number
+        call, identity = self._call(note)
+        [(shapes, meta)], numbers = agree(
+            self.P_x,
+            call,
+            value,
+            names=[f"the {name}"],
+            numbers=said,
+            identity=f"the {name} of {identity}",
         )
-        return Agreed(shapes, meta, {worker: numbers[worker] for worker in shapes})
-
-    def check_parts(self, name: str, agreed: Agreed, layout: Layout, expected: Layout) -> None:
-        """Raise ValueError if the parts of a tensor do not lie as those of the input."""
-        misfit = _misfit(tuple(agreed.shapes.items()), expected)
-        if misfit is not None:
-            worker, shape = misfit
-            raise ValueError(
-                f"{self!r}: the {name} must lie as the input does: worker {worker} has an "
-                f"input of shape {layout.shape_on(worker)} and a {name} of shape {shape}, "
-                f"expected {expected.shape_on(worker)}"
-            )
-
-    def check_values(self, agreed: Agreed) -> None:
-        """Raise what torch raises for bad values, if any worker has some."""
-        for worker, number in agreed.numbers.items():
-            if fault := number % NUM_FAULTS:
-                kind, text = _FAULTS[fault]
-                raise kind(f"{self!r}: {text}, on worker {worker}")
-
-    def check_copies(self, name: str, agreed: Agreed, layout: Layout, axes: Sequence[int]) -> None:
-        """Raise ValueError if workers along `axes` hold other values, by their numbers."""
-        partition = layout.partition
-        for worker, number in agreed.numbers.items():
-            place = partition.coordinates(worker)
-            assert place is not None
-            first = partition.worker_at([0 if a in axes else at for a, at in enumerate(place)])
-            if number != agreed.numbers[first]:
-                raise ValueError(
-                    f"{self!r}: workers along axes {tuple(axes)} must hold the same {name}, and "
-                    f"worker {worker} holds another than worker {first}"
-                )
+        return Beside(self, name, shapes, meta, numbers)
 
     @property
     def _settings(self) -> tuple[Any, ...]:
@@ -127,35 +87,25 @@ class DistributedLossBase(Layer):
             for each in self.weights
         )
 
-    def _agreement_on(self, name: str, note: str) -> Agreement[Held]:
-        """One for each state of the loss, in which all workers must be alike."""
+    def _call(self, note: str) -> tuple[str, str]:
+        """The call in words, and all in which workers must be alike: settings and weights."""
         # A checksum reads all of a weight: it is made again only when torch has counted a change.
-        key = (name, note, self._settings, *map(_version, self.weights))
-        agreements: dict[Any, Any] = self.__dict__.setdefault("_other_agreements", {})
-        if key not in agreements:
+        key = (note, self._settings, *map(_version, self.weights))
+        calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
+        if key not in calls:
             sums = ", ".join(f"{checksum(each):x}" for each in self.weights if each is not None)
             weights = f" with weights of checksum {sums}" if sums else ""
-            label = f"the {name} of {self!r}{note}{weights}"
-            identity = f"{label} {self._settings}"
-            agreement: Agreement[Held] = Agreement(
-                self.prepare(), label, self.P_x.ranks, lambda *held: held, identity
-            )
-            remember(agreements, key, agreement)
-        found: Agreement[Held] = agreements[key]
-        return found
+            call = f"{self!r}{note}{weights}"
+            remember(calls, key, (call, f"{call} {self._settings}"))
+        return calls[key]
 
     def _is_derived(self, name: str) -> bool:
-        return super()._is_derived(name) or name == "_other_agreements"
+        # the key says where weights lie in the memory of this process
+        return super()._is_derived(name) or name == "_calls"
 
     def extra_repr(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self._settings[0]]
         return ", ".join([super().extra_repr(), *settings])
-
-
-@lru_cache(maxsize=1024)
-def _misfit(parts: tuple[tuple[int, Shape], ...], layout: Layout) -> tuple[int, Shape] | None:
-    """The first worker whose part is not that of the layout, and its shape."""
-    return next((each for each in parts if each[1] != layout.shape_on(each[0])), None)
 
 
 def _shape(value: Any) -> Shape | None:
@@ -169,20 +119,6 @@ def _version(weight: Tensor | None) -> Any:
     return weight.data_ptr(), weight._version  # another tensor, or another value of it
 
 
-def _spread(value: Tensor, agreed: Agreed, layout: Layout) -> SpreadTensor:
-    """Parts that fit: the tensor needs a gradient, or carries a tangent, here if it does so
-    anywhere."""
-    return SpreadTensor(entered(value, layout, agreed.meta), layout)
-
-
-def _within_unit(x: Any) -> bool:
-    """Whether all values lie in [0, 1]; on an accelerator torch's kernel itself stops if not."""
-    if not (is_dense(x) and x.dtype in _FLOATS) or x.device.type != "cpu" or not x.numel():
-        return True
-    low, high = x.detach().aminmax()
-    return bool((low >= 0) & (high <= 1))
-
-
 class _Elementwise(DistributedLossBase):
     """A loss of each element by itself."""
 
@@ -193,14 +129,14 @@ class _Elementwise(DistributedLossBase):
     def agree_on_target(
         self, x: Tensor, target: Tensor, layout: Layout, note: str = ""
     ) -> SpreadTensor:
-        agreed = self.agree_on("target", target, self.fault(x, target), note)
-        self.check_parts("target", agreed, layout, layout)
-        self.check_values(agreed)
-        return _spread(target, agreed, layout)
+        agreed = self.agree_on("target", target, self.said_of(x, target), note)
+        agreed.check_parts(layout, layout)
+        agreed.check_values()
+        return agreed.spread(target, layout)
 
-    def fault(self, x: Tensor, target: Any) -> int:
-        """What torch would not take in the values of this worker's parts, or zero."""
-        return 0
+    def said_of(self, x: Tensor, target: Any) -> Said:
+        """What torch would not take in the values of this worker's parts."""
+        return FINE
 
 
 class DistributedL1Loss(_Elementwise, torch.nn.L1Loss):
@@ -296,10 +232,8 @@ class DistributedBCELoss(_Elementwise, torch.nn.BCELoss):
 
     weight_names = ("weight",)
 
-    def fault(self, x: Tensor, target: Any) -> int:
-        if not _within_unit(x):
-            return 1
-        return 0 if _within_unit(target) else 2
+    def said_of(self, x: Tensor, target: Any) -> Said:
+        return said_of_units(x, target)
 
 
 class DistributedBCEWithLogitsLoss(_Elementwise, torch.nn.BCEWithLogitsLoss):
@@ -408,52 +342,16 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
         return self.agree_on_target(x, target, layout, " and var"), self._variance(var, layout)
 
     def _variance(self, var: Tensor, layout: Layout) -> SpreadTensor:
-        agreed = self.agree_on("var", var, self._number(var, layout))
-        dim = _narrow_dim(agreed, layout)
+        agreed = self.agree_on("var", var, said_of_variance(var, layout))
+        dim = narrow_dim(agreed.shapes, layout)
         if dim is None:
-            self.check_parts("var", agreed, layout, layout)
-        self.check_values(agreed)
+            agreed.check_parts(layout, layout)
+        agreed.check_values()
         if dim is None:
-            return _spread(var, agreed, layout)
-        self.check_copies("var", agreed, layout, layout.cuts[dim].axes)
+            return agreed.spread(var, layout)
+        agreed.check_copies(layout, layout.cuts[dim].axes)
         var = var if var.ndim == len(layout.shape) else var.unsqueeze(-1)
-        return _spread(var, agreed, _narrowed(layout, dim))
-
-    def _number(self, var: Tensor, layout: Layout) -> int:
-        if not (is_dense(var) and var.dtype in _FLOATS):
-            return 0
-        fault = 4 if bool((var.detach() < 0).any()) else 0
-        lengths = zip(var.shape, layout.cuts, strict=False)
-        splits = (length == 1 and len(cut.intervals) > 1 for length, cut in lengths)
-        # Parts that lie as the input does are of other elements on each worker, copies of the same.
-        is_copy = var.ndim != len(layout.shape) or any(splits)
-        return fault + NUM_FAULTS * checksum(var) if is_copy else fault
-
-
-def _narrow_dim(agreed: Agreed, layout: Layout) -> int | None:
-    """Along which dimension a variance is the same for all of the input, if along any."""
-    shapes = list(agreed.shapes.values())
-    inputs = [layout.shape_on(worker) for worker in agreed.shapes]
-    if shapes == [shape[:-1] for shape in inputs]:
-        return len(layout.shape) - 1
-    if shapes == inputs:  # also if each has one element along a dimension: nothing tells them apart
-        return None
-    for dim in range(len(layout.shape)):
-        if shapes == [_with_one(shape, dim) for shape in inputs]:
-            return dim
-    return None
-
-
-def _with_one(shape: Shape, dim: int) -> Shape:
-    return (*shape[:dim], 1, *shape[dim + 1 :])
-
-
-@lru_cache(maxsize=1024)
-def _narrowed(layout: Layout, dim: int) -> Layout:
-    """The layout of a tensor of length one along `dim`, shared along the axes that split it."""
-    cuts = (*layout.cuts[:dim], Cut((), ((0, 1),)), *layout.cuts[dim + 1 :])
-    shared = (*layout.shared, *layout.cuts[dim].axes)
-    return replace(layout, shape=_with_one(layout.shape, dim), cuts=cuts, shared=shared)
+        return agreed.spread(var, narrowed(layout, dim))
 
 
 class _OverClasses(DistributedLossBase):
@@ -465,45 +363,25 @@ class _OverClasses(DistributedLossBase):
     takes_probabilities = False
 
     def fits_torch(self, layout: Layout, *others: Any) -> bool:
-        shape, dim = _shape(others[0]), _class_dim(layout)
+        shape = _shape(others[0])
         is_probable = self.takes_probabilities and shape == layout.shape
-        return is_probable or shape == layout.shape[:dim] + layout.shape[dim + 1 :]
+        return is_probable or shape == samples_of(layout.shape)
 
     def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
         (target,) = args
-        dim = _class_dim(layout)
-        is_split = len(layout.cuts[dim].intervals) > 1
-        agreed = self.agree_on("target", target, self._number(target, layout.shape[dim], is_split))
+        dim = class_dim(len(layout.shape))
+        # where classes are split, all workers that have some must have been given the same targets
+        is_copy = layout.is_split(dim)
+        said = said_of_classes(target, layout.shape[dim], self.ignore_index, is_copy)
+        agreed = self.agree_on("target", target, said)
         num_dims = len(next(iter(agreed.shapes.values())))
         is_probable = self.takes_probabilities and num_dims == len(layout.shape)
         expected = layout if is_probable else without(layout, (dim,), False)[1]
-        self.check_parts("target", agreed, layout, expected)
-        self.check_values(agreed)
-        if is_split and not is_probable:
-            self.check_copies("target", agreed, layout, layout.cuts[dim].axes)
-        return (_spread(target, agreed, expected),)
-
-    def _number(self, target: Any, num_classes: int, is_split: bool) -> int:
-        """What is wrong with the classes that this worker was given, and their checksum."""
-        if not (is_dense(target) and target.dtype in (torch.int64, torch.uint8)):
-            return 0
-        fault = 0 if self._are_classes(target.long(), num_classes) else 3
-        # where classes are split, all workers that have some must have been given the same targets
-        return fault + NUM_FAULTS * checksum(target) if is_split else fault
-
-    def _are_classes(self, target: Tensor, num_classes: int) -> bool:
-        """On an accelerator torch's kernel itself stops at those that are none."""
-        if target.device.type != "cpu" or not target.numel():
-            return True
-        low, high = target.aminmax()
-        if low >= 0 and high < num_classes:
-            return True
-        wrong = (target < 0) | (target >= num_classes)
-        return not bool((wrong & (target != self.ignore_index)).any())
-
-
-def _class_dim(layout: Layout) -> int:
-    return min(1, len(layout.shape) - 1)
+        agreed.check_parts(layout, expected)
+        agreed.check_values()
+        if is_copy and not is_probable:
+            agreed.check_copies(layout, layout.cuts[dim].axes)
+        return (agreed.spread(target, expected),)
 
 
 class DistributedCrossEntropyLoss(_OverClasses, torch.nn.CrossEntropyLoss):

@@ -22,7 +22,7 @@ from tessel.core.agreement import Agreement
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Mirrored, ReceptiveField, Window
 from tessel.nn.blocks import Weighted
 from tessel.nn.conv_transpose import (
@@ -54,11 +54,10 @@ from tessel.nn.norm import (
 from tessel.nn.pooling import DistributedPoolingBase
 from tessel.nn.upsample import DistributedUpsample
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.padding import Wrapped, wrapped
+from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
 from tessel.tensor.rules.products import check_dtypes
 from tessel.tensor.table import as_spread, running
-from tessel.tensor.use import used
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 
@@ -160,7 +159,7 @@ class HaloRegion(nn.Sequential):
     def _steps(self) -> list[RegionStep]:
         P_x = self.P_x
         assert P_x is not None
-        return [_step(layer, P_x) for layer in _chain(self)]
+        return [region_step(layer, P_x) for layer in _chain(self)]
 
     def _agreement(self, P_x: Partition) -> Agreement[Entry]:
         """One for each state of the layers, in which all workers must be alike."""
@@ -177,7 +176,7 @@ class HaloRegion(nn.Sequential):
                 f"{len(needs)} parameters to train{', under torch.no_grad()' if is_off else ''}"
             )
             identity = f"{label} {state[1:]} {[each.extra_repr() for each in _chain(self)]}"
-            agreements[state] = parts_agreement(P_x.group, P_x, label, identity)
+            agreements[state] = parts_agreement(P_x.prepare(), P_x, label, identity)
         return agreements[state]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,7 +202,7 @@ class RegionPlan:
             the stage before it has computed to what the next one reads.
     """
 
-    wraps: tuple[Wrapped, ...]
+    wraps: tuple[PeriodicHalo, ...]
     stages: tuple[Windowed, ...]
 
     def fetch(self, x: Tensor) -> Tensor:
@@ -232,8 +231,8 @@ def planned(
             bends = _continued([each[dim] for each in (*inputs, shapes[-1])], fields, dim)
             if bends is not None:
                 inputs, fields, (before, after) = _bent(inputs, fields, dim, bends)
-                wraps.append(wrapped(source, dim, before, after))
-                source = wraps[-1].target
+                wraps.append(periodic_halo(source, dim, before, after))
+                source = wraps[-1].codomain
     stages: list[Windowed] = []
     # From the last layer to the first: each computes what the one behind it reads, also what its
     # neighbours compute, so that boxes grow towards the input.
@@ -357,7 +356,15 @@ class _Convolving(RegionStep):
         return used(self.layer.weight, layout), used(self.layer.bias, layout)
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        x, padding = _surrounded(x, plan, self.layer.num_dims)
+        D = self.layer.num_dims
+        padding = (0,) * D
+        if 0 not in x.shape and 0 not in plan.target.local_shape:
+            x = _in_order(x, plan)
+            sides = plan.overhang[-D:]
+            if all(before == after for before, after in sides):
+                padding = tuple(before for before, _ in sides)  # torch pads both sides alike
+            else:
+                x = F.pad(x, _widths(plan, D))
         weight, bias = parameters
         settings = self.layer.settings()
         return convolution.of_read(x, weight, bias, padding, plan.target, settings)
@@ -374,18 +381,6 @@ def _bordered(
         Mirrored(window, length, mode) if width != (0, 0) else window
         for window, length, width in zip(windows, lengths, widths, strict=True)
     ]
-
-
-def _surrounded(x: Tensor, plan: Windowed, num_dims: int) -> tuple[Tensor, tuple[int, ...]]:
-    """What the windows of a convolution cover, and how much zero padding it shall add itself."""
-    none = (0,) * num_dims
-    if 0 in x.shape or 0 in plan.target.local_shape:
-        return x, none
-    x = _in_order(x, plan)
-    sides = plan.overhang[-num_dims:]
-    if all(before == after for before, after in sides):  # torch's convolution pads both sides alike
-        return x, tuple(before for before, _ in sides)
-    return F.pad(x, _widths(plan, num_dims)), none
 
 
 def _widths(plan: Windowed, num_dims: int) -> list[int]:
@@ -528,27 +523,20 @@ class _Padding(RegionStep):
 
 
 class _Pointwise(RegionStep):
-    kinds = POINTWISE
+    kinds = (*POINTWISE, *RANDOM)
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        return shape, (None,) * len(shape)
-
-    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
-        result: Tensor = type(self.layer).forward(self.layer, x)
-        return result
-
-
-class _Random(_Pointwise):
-    kinds = RANDOM
-
-    def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
-        if self.layer.training:
+        if self.layer.training and isinstance(self.layer, RANDOM):
             raise NotImplementedError(
                 f"{type(self.layer).__name__} in training draws random numbers, and what two "
                 f"workers compute in a HaloRegion must be the same on both; put it between two "
                 f"regions, or call its eval()"
             )
-        return super().trace(shape, x, layout)
+        return shape, (None,) * len(shape)
+
+    def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
+        result: Tensor = type(self.layer).forward(self.layer, x)
+        return result
 
 
 class _Prelu(_Pointwise):
@@ -572,26 +560,29 @@ class _Prelu(_Pointwise):
 
 _STEPS: tuple[type[RegionStep], ...] = (
     *(_Convolving, _Transposed, _Pooling, _Interpolating, _Normalizing),
-    *(_Padding, _Pointwise, _Random, _Prelu),
+    *(_Padding, _Pointwise, _Prelu),
 )
 
 
-def _step(layer: nn.Module, P_x: Partition) -> RegionStep:
+def region_step(layer: nn.Module, P_x: Partition) -> RegionStep:
     """What a region of `P_x` must know of a layer; it raises if the layer cannot be in one."""
-    placed = isinstance(layer, Layer)
-    for kind in _STEPS:
-        if isinstance(layer, kind.kinds) if placed else type(layer) in kind.kinds:
-            _check_place(layer, P_x)
-            return kind(layer)
-    raise NotImplementedError(
-        f"{type(layer).__name__} cannot be in a HaloRegion, which takes convolutions, pools, "
-        f"interpolations and batch norms of tessel.nn, and paddings and activations of torch; put "
-        f"it between two regions"
-    )
-
-
-def _check_place(layer: nn.Module, P_x: Partition) -> None:
     name = type(layer).__name__
+    # of a layer of torch's, the type itself: a subclass may compute anything
+    placed = isinstance(layer, Layer)
+    kind = next(
+        (
+            each
+            for each in _STEPS
+            if (isinstance(layer, each.kinds) if placed else type(layer) in each.kinds)
+        ),
+        None,
+    )
+    if kind is None:
+        raise NotImplementedError(
+            f"{name} cannot be in a HaloRegion, which takes convolutions, pools, interpolations "
+            f"and batch norms of tessel.nn, and paddings and activations of torch; put it between "
+            f"two regions"
+        )
     if isinstance(layer, Layer) and layer.P_x != P_x:
         raise ValueError(
             f"all layers of a HaloRegion lie on one partition: expected {P_x}, {name} has "
@@ -607,3 +598,4 @@ def _check_place(layer: nn.Module, P_x: Partition) -> None:
             f"hooks of {name} would see more than its part in a HaloRegion, and are not called; "
             f"remove them, or hook the region"
         )
+    return kind(layer)

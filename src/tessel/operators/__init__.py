@@ -13,8 +13,8 @@ from tessel.operators.dft import ParDFT as ParDFT
 from tessel.operators.distributed import Distributed as Distributed
 from tessel.operators.distributed import ParRepartition as ParRepartition
 from tessel.operators.distributed import distribute as distribute
-from tessel.operators.explain import Explanation as Explanation
-from tessel.operators.explain import explain as explain
+from tessel.operators.explanation import Explanation as Explanation
+from tessel.operators.explanation import explain as explain
 from tessel.operators.input_shape import vec as vec
 from tessel.operators.layouts import ANYWHERE as ANYWHERE
 from tessel.operators.matrices import ParDiagonal as ParDiagonal

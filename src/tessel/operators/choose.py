@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tessel.core.partition import HypotheticalPartition
 from tessel.operators.algebra import Bound, ParOperator
-from tessel.operators.explain import Explanation, explain_plan
+from tessel.operators.explanation import Explanation, explain_plan
 from tessel.operators.layouts import ANYWHERE, on_common_grids, on_grid, representatives
 from tessel.operators.planning import OperatorPlan, make_plan
 from tessel.operators.rates import Machine, known_machine

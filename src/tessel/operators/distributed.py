@@ -9,20 +9,19 @@ from math import prod
 from operator import index as as_int
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tessel import transport
 from tessel.core import boxes
-from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, remember
+from tessel.core.agreement import Agreement, Signature, TensorMeta, agree, as_agreed, remember
 from tessel.core.boxes import Balanced, Box
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
 from tessel.core.shared import grad_alike
 from tessel.operators.algebra import Bound, OperatorSum, ParOperator, kron, lift
 from tessel.operators.execution import Columns, Function, Values, program
-from tessel.operators.explain import Explanation, explain
+from tessel.operators.explanation import Explanation, explain
 from tessel.operators.input_shape import InputShape
 from tessel.operators.layouts import (
     ANYWHERE,
@@ -42,7 +41,6 @@ from tessel.operators.planning import make_plan
 from tessel.operators.space import Shape
 from tessel.operators.storage import Storage, storage_of
 from tessel.operators.tasks import OperatorTask
-from tessel.transport import NUM_WORDS
 
 Entry = tuple[Columns, TensorMeta, InputShape]  # what workers agree on before a call
 
@@ -192,10 +190,8 @@ class Distributed(ParOperator):
         """The number that the first worker has."""
         if not self.partition.active:
             return number
-        group = self.prepare()
-        words = group.share_words([number])
-        everyones = np.frombuffer(words, dtype=np.int64).reshape(-1, NUM_WORDS)[:, 0]
-        return int(everyones[group.workers.index(self.partition.ranks[0])])
+        heard = agree(self.partition, f"the parameters of {self._label}", numbers=[number])
+        return heard.numbers[self.partition.ranks[0]][0]
 
     # -- application ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, same
+from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed, same
 from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
@@ -79,7 +79,7 @@ class ParReduce(Leaf):
         if not self.partition.active:
             return x.clone()
         # Copies of a sum are one shared value: where some worker needs its gradient, all do.
-        operator, meta = self._agreement.agree(Signature.of(x))
+        operator, meta = self._agreement.agree_on(x)
         return operator.apply(grad_alike(as_agreed(x, meta, True), meta))
 
     def try_on(self, device: str) -> None:
@@ -93,18 +93,13 @@ class ParReduce(Leaf):
         """Raise on all workers if what they pass to an operator with this in it does not fit."""
         if not self.partition.active or not self.is_sized:
             return
-
-        def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> None:
-            if meta.dtype != operator.domain.dtype:
-                raise ValueError(
-                    f"{operator}: expected a tensor of {operator.domain.dtype}, got {meta.dtype}"
-                )
-            InputShape.of_shapes(operator, shapes, dict.fromkeys(shapes, operator.domain.shape))
-            same(shapes, "shape", f"{operator}")
-
-        Agreement(self.prepare(), f"{operator!r}", self.partition.ranks, conclude).agree(
-            Signature.of(x)
-        )
+        [(shapes, meta)], _ = agree(self.partition, f"{operator!r}", x)
+        if meta.dtype != operator.domain.dtype:
+            raise ValueError(
+                f"{operator}: expected a tensor of {operator.domain.dtype}, got {meta.dtype}"
+            )
+        InputShape.of_shapes(operator, shapes, dict.fromkeys(shapes, operator.domain.shape))
+        same(shapes, "shape", f"{operator}")
 
     @cached_property
     def _agreement(self) -> Agreement[tuple[LinearOperator, TensorMeta]]:

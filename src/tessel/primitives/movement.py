@@ -68,6 +68,5 @@ class Movement(HasHandle, torch.nn.Module):
         return f"{self.P_x} → {self.P_y}"
 
     def _is_derived(self, name: str) -> bool:
-        # A copy, or one that was loaded, finds these anew: it may be in another job.
-        derived = ("handle", "_group", "takes_part", "_agreement", "_slices")
-        return name in derived or name.startswith("_agreed_")
+        is_made = name in ("_group", "_slices") or name.startswith("_agreed_")
+        return is_made or super()._is_derived(name)

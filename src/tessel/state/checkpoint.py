@@ -239,4 +239,5 @@ def _part(value: Any, places: Places, name: str) -> Any:
 
 
 def _own(value: Any) -> Any:
+    # torch.distributed.checkpoint has read into the memory of the part
     return value._part if isinstance(value, Part) else value

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn import Module
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
@@ -22,7 +22,7 @@ from tessel.nn.blocks import Weighted
 from tessel.state.places import row_of_model
 from tessel.transport import code_of, kept_in_job
 
-NO_GRADIENT = -1.0  # where the norm of a gradient would be
+NO_GRADIENT = -1.0  # where the norm of a gradient would be, which is never negative
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ def clip_grad_norm_(
             )
         return torch.tensor(0.0)
     pieces = [ParameterPiece.of(name, value, layout, row) for name, value, layout in found]
+    # as a number, for errors quote what workers say, and this may be long
     code = code_of(" ".join(piece.identity for piece in pieces))
-    agree_on_call(
+    agree(
         row,
         f"clip_grad_norm_ of {len(pieces)} parameters, max_norm={max_norm!r}, "
         f"norm_type={norm_type!r}, error_if_nonfinite={error_if_nonfinite!r}, over {row}, whose "
@@ -216,23 +217,21 @@ def _check(piece: ParameterPiece, norms: Mapping[int, Tensor]) -> None:
             f"clip_grad_norm_: workers {without} have no gradient of the parameter {piece.name}, "
             f"and others have one; all must take part in the same backward pass"
         )
+    # the same but for rounding, in which accelerators may differ
+    tolerance = torch.finfo(piece.value.dtype).eps ** 0.5
     for same in piece.holders:
         first = found[same[0]]
         for worker in same[1:]:
-            if not _alike(first, found[worker], piece.value.dtype):
+            other = found[worker]
+            bound = tolerance * max(abs(first), abs(other))
+            equal = first == other or (first != first and other != other)  # nan on both
+            if not equal and not abs(first - other) <= bound < float("inf"):
                 raise ValueError(
                     f"clip_grad_norm_: the parameter {piece.name}, of shape "
                     f"{tuple(piece.value.shape)} here, is taken for one that workers share, and "
                     f"its gradient has the norm {first:.6g} on worker {same[0]} and "
-                    f"{found[worker]:.6g} on worker {worker}; if it is a shard, say so with "
+                    f"{other:.6g} on worker {worker}; if it is a shard, say so with "
                     f"tessel.register_parallel_dim(parameter, dim) or pass the module that has "
                     f"it; if not, let its use go through tessel.distributed.copy, which sums "
                     f"its gradient"
                 )
-
-
-def _alike(a: float, b: float, dtype: torch.dtype) -> bool:
-    """Whether two norms are the same but for rounding, in which accelerators may differ."""
-    if a == b or (a != a and b != b):
-        return True
-    return abs(a - b) <= torch.finfo(dtype).eps ** 0.5 * max(abs(a), abs(b)) < float("inf")

@@ -11,10 +11,10 @@ from torch import Tensor
 from tessel.core.agreement import tell
 from tessel.core.layout import Layout
 from tessel.core.move import Move
-from tessel.core.partition import Partition
+from tessel.core.shared import shared_whole
 from tessel.distributed.shards import as_plain
 from tessel.state.places import Places
-from tessel.transport import kept_in_job
+from tessel.tensor.tensor import move
 
 
 class StateCollector:
@@ -36,16 +36,11 @@ class StateCollector:
         if id(value) not in self._known:
             whole = as_plain(value).detach()
             if layout is not None and self._places.is_apart(layout):
-                whole = _to_whole(layout, self._target).apply(whole)
+                target = shared_whole(self._target, layout.shape)
+                whole = move(layout, target).apply(whole)
             # at once, so that the device needs room for one whole value, not for all of them
             self._known[id(value)] = whole.cpu() if self._cpu and not self.is_empty else whole
         return self._known[id(value)]
-
-
-@kept_in_job
-def _to_whole(layout: Layout, workers: Partition) -> Move:
-    """The movement that gives the whole of a value to some workers."""
-    return Move(layout, Layout.whole(workers, layout.shape, shared=True))
 
 
 class Relocator:
@@ -71,7 +66,12 @@ class Receiver(Relocator):
     def __init__(
         self, places: Places, state: Mapping[str, Any], device: torch.device | str
     ) -> None:
-        told = tell(places.row, _mapped(state, _outlined))
+        def outlined(value: Tensor) -> Tensor:
+            # what all workers get to know of a value: a single number, or the shape and the dtype
+            plain = as_plain(value).detach()
+            return plain.to("cpu" if plain.dim() == 0 else "meta")
+
+        told = tell(places.row, _mapped(state, outlined))
         super().__init__(places, told[places.row.ranks[0]])
         self._device = device
         # Outline and state have their tensors in the same order; other workers have no state.
@@ -84,7 +84,7 @@ class Receiver(Relocator):
         if not value.is_meta:
             return value
         shape = tuple(value.shape)
-        target = layout or Layout.whole(self._places.row, shape, shared=True)
+        target = layout or shared_whole(self._places.row, shape)
         empty = torch.empty(0, dtype=value.dtype, device=self._device)
         given = self._given.get(id(value))
         whole = empty if given is None else as_plain(given).detach().to(self._device)
@@ -164,12 +164,6 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_mapped(each, change) for each in value)
     return value
-
-
-def _outlined(value: Tensor) -> Tensor:
-    """What all workers get to know of a value: a single number, or the shape and the dtype."""
-    plain = as_plain(value).detach()
-    return plain.to("cpu" if plain.dim() == 0 else "meta")
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -10,13 +10,14 @@ from itertools import chain
 from torch import Tensor
 from torch.nn import Module
 
-from tessel.core.agreement import agree_on_call, agree_on_items
+from tessel.core.agreement import agree, tell
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.distributed.group import row_of
 from tessel.distributed.shards import Sharding, shared_by, state_of
 from tessel.nn.parallel.drawing import layout_of
 from tessel.nn.parallel.sharded import ShardedLayer
+from tessel.transport import code_of
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,25 @@ class Places:
         problem = "; ".join(problems[:3]) + (" …" if len(problems) > 3 else "")
         what = f"{call} over {self.row}{': ' if problem else ''}{problem}"
         # One that has a problem says it while others do not: all raise, and quote it.
-        agree_on_call(self.row, what)
+        agree(self.row, what)
         if problem:
             raise error(what)
-        agree_on_items(self.row, what, list(listing))
+        items = list(listing)
+        _, sums = agree(self.row, what, numbers=[code_of("\n".join(items))])
+        if len({*sums.values()}) > 1:  # the items themselves travel only then
+            difference = _difference(tell(self.row, items))
+            raise ValueError(f"{what}: {difference}; pass the same on all workers")
+
+
+def _difference(told: dict[int, list[str]]) -> str:
+    """The first thing that only one of two workers lists."""
+    (first, expected), *others = told.items()
+    worker, got = next((worker, items) for worker, items in others if items != expected)
+    missing = [(first, item, worker) for item in expected if item not in got]
+    missing += [(worker, item, first) for item in got if item not in expected]
+    if not missing:
+        return f"workers {first} and {worker} have the same values in another order"
+    return "worker {} has {}, and worker {} does not".format(*missing[0])
 
 
 Value = tuple[str, Tensor, Layout | None]
@@ -116,7 +132,7 @@ def _values(module: Module) -> Iterator[Value]:
 
 def row_of_model(held: Iterable[Partition], partition: Partition | None) -> Partition:
     """The workers that hold a model together, in a row: `partition`, or those of all its parts."""
-    groups = {each.group.workers for each in held}
+    groups = {tuple(sorted(each.ranks)) for each in held}
     if partition is not None or len(groups) != 1:
         return row_of(partition)
     ranks = groups.pop()

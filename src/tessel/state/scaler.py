@@ -50,5 +50,6 @@ class ParallelGradScaler(torch.amp.GradScaler):
         here = sum(
             (each.to(self._scale.device) for each in found.values()), torch.zeros_like(self._scale)
         )
+        # a sum, not a maximum: flags are zero or more, so that it is zero where all of them are
         anywhere = reduce(here, self.partition)  # torch makes a step only where this is zero
         return {device: anywhere.to(device) for device in found}

@@ -230,17 +230,14 @@ class _Entry:
         self._some_apart = places.some_apart
 
     @property
-    def _is_number(self) -> bool:
-        """Whether it is the same for all shards: the step, which may be a tensor."""
+    def layout(self) -> Layout | None:
+        """Where it lies: as its parameter; None for what is the same for all shards."""
         value = self.value
         if not isinstance(value, Tensor):
-            return not _has_tensors(value)
-        return value.dim() == 0 or (self.path[1] == "step" and value.numel() == 1)
-
-    @property
-    def layout(self) -> Layout | None:
-        """Where it lies: as its parameter."""
-        return None if self._is_number else self._of_parameter
+            return self._of_parameter if _has_tensors(value) else None
+        # the step may be a tensor, and of one dimension
+        is_number = value.dim() == 0 or (self.path[1] == "step" and value.numel() == 1)
+        return None if is_number else self._of_parameter
 
     @property
     def identity(self) -> str:

@@ -1,7 +1,7 @@
 """The spread tensor, and the table that defines what torch's functions do with it.
 
-It may import `operators` (for transforms), `primitives`, `core` and `transport`. `wrapped` is for
-packages above: a tensor that is continued periodically.
+It may import `operators` (for transforms), `primitives`, `core` and `transport`. `periodic_halo` is
+for packages above: a tensor that is continued periodically.
 """
 
 from tessel.tensor import call as _call  # noqa: F401  (torch's functions are called through it)
@@ -19,6 +19,6 @@ from tessel.tensor.create import spread as spread
 from tessel.tensor.create import zeros as zeros
 from tessel.tensor.gathering import GatherWarning as GatherWarning
 from tessel.tensor.gathering import fallback as fallback
-from tessel.tensor.padding import wrapped as wrapped
+from tessel.tensor.padding import periodic_halo as periodic_halo
 from tessel.tensor.table import UnsupportedError as UnsupportedError
 from tessel.tensor.tensor import Tensor as Tensor

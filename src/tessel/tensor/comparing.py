@@ -97,7 +97,7 @@ def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
     mode = "" if torch.is_grad_enabled() else "; under torch.no_grad()"
     layouts = held_layouts(args, kwargs)
     exactly = " ".join(layout.identity for layout in layouts)
-    for group in dict.fromkeys(e.partition.group for e in layouts if e.partition.active):
+    for group in dict.fromkeys(e.partition.prepare() for e in layouts if e.partition.active):
         compare(group, f"`{name}`({', '.join(said)}{mode})", exactly)
     if name in ("backward", "grad"):  # whose hooks and checkpoints call functions of the user's
         return call.above(func, args, kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tessel import transport
-from tessel.core.agreement import Agreement, TensorMeta, agree_on_call, as_agreed
+from tessel.core.agreement import Agreement, TensorMeta, agree, as_agreed
 from tessel.core.graph import eagerly, untraced
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition, world
@@ -51,7 +51,7 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
     if type(x) in converters:
         x = converters[type(x)](x, None)
     elif isinstance(x, Tensor):  # others, who may have something else, agree
-        agree_on_call(x._layout.partition, "tessel.spread of a tensor that is spread")
+        agree(x._layout.partition, "tessel.spread of a tensor that is spread")
     if isinstance(x, Tensor):
         return x.move_to(where)
     layout, meta = _agree(partition, where, "tessel.spread", x)
@@ -81,11 +81,11 @@ def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
     if type(part) in owners:
         part, where = owners[type(part)](part, where)
     if where is None:
-        agree_on_call(world(), "tessel.from_local without `where`, of a tensor that is no shard")
+        agree(world(), "tessel.from_local without `where`, of a tensor that is no shard")
         raise TypeError("from_local: where is needed, a tessel.Partition or a tessel.Layout")
     partition = _partition(where)
     if isinstance(part, Tensor):
-        agree_on_call(world(), "tessel.from_local of a tensor that is spread")
+        agree(world(), "tessel.from_local of a tensor that is spread")
         raise TypeError(f"from_local: a plain tensor is needed, got one that is spread, {part}")
     layout, meta = _agree(partition, where, "tessel.from_local", part)
     entered = grad_alike(as_agreed(part, meta, partition.active), meta)

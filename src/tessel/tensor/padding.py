@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -10,15 +10,19 @@ from torch import Tensor
 
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
+from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
 from tessel.transport import kept_in_job
 
 
-@dataclass(frozen=True)
-class Wrapped:
-    """A tensor continued periodically along one dimension: the ends go to the outermost workers.
+class PeriodicHalo(LinearOperator):
+    """A tensor continued periodically along one dimension.
 
     Forward:  y[i] = x[(i − before) mod n] for i < before + n + after.
+
+    The worker with the first part also stores the last values of the tensor, the one with the last
+    part the first values: both ends travel in one exchange. Where the dimension is whole on each
+    worker, nothing does.
 
     Args:
         source: where the tensor lies.
@@ -26,44 +30,52 @@ class Wrapped:
         before, after: how many values are put before and behind it, at most n each.
     """
 
-    source: Layout
-    dim: int
-    before: int
-    after: int
-
-    @cached_property
-    def target(self) -> Layout:
-        """The parts as they were, those at the ends longer."""
-        widths = [0] * len(self.source.shape), [0] * len(self.source.shape)
-        widths[0][self.dim], widths[1][self.dim] = self.before, self.after
-        longer = self.source.embedded(*widths)
-        parts = list(longer.cuts[self.dim].intervals)
+    def __init__(self, source: Layout, dim: int, before: int, after: int) -> None:
+        self.domain, self.dim, self.before, self.after = source, dim, before, after
+        widths = [0] * len(source.shape), [0] * len(source.shape)
+        widths[0][dim], widths[1][dim] = before, after
+        longer = source.embedded(*widths)
+        parts = list(longer.cuts[dim].intervals)
         parts[0] = (0, parts[0][1])
-        parts[-1] = (parts[-1][0], longer.shape[self.dim])
-        return _with_parts(longer, self.dim, tuple(parts))
+        parts[-1] = (parts[-1][0], longer.shape[dim])
+        self.codomain = _with_parts(longer, dim, tuple(parts))
+
+    def _apply(self, x: Tensor) -> Tensor:
+        dim, ends = self.dim, self._ends
+        if ends is None:
+            length = x.shape[dim]
+            before = x.narrow(dim, length - self.before, self.before)
+            return torch.cat([before, x, x.narrow(dim, 0, self.after)], dim)
+        found = ends._apply(x)
+        if found.shape[dim] == 0:
+            return x.detach()
+        return torch.cat([found, x] if self._is_first else [x, found], dim)
+
+    def _apply_adjoint(self, y: Tensor) -> Tensor:
+        dim, ends, own = self.dim, self._ends, self.domain.local_shape[self.dim]
+        if ends is None:
+            x = y.narrow(dim, self.before, own).clone()
+            x.narrow(dim, own - self.before, self.before).add_(y.narrow(dim, 0, self.before))
+            x.narrow(dim, 0, self.after).add_(y.narrow(dim, self.before + own, self.after))
+            return x
+        width, is_first = ends.codomain.local_shape[dim], self._is_first
+        # What the movement gives back is a tensor of its own, so that the rest is added in place.
+        back = ends.H._apply(y.narrow(dim, 0 if is_first else own, width))
+        return back.add_(y.narrow(dim, width if is_first else 0, own))
 
     @cached_property
-    def ends(self) -> tuple[Move, Move]:
+    def _ends(self) -> Move | None:
         """What brings the last values to the first place, and the first to the last."""
-        length = self.source.shape[self.dim]
-        others = [(0, 0)] * (len(self.source.cuts[self.dim].intervals) - 1)
-        first = ((length - self.before, length), *others)
-        last = (*others, (0, self.after))
-        return (
-            Move(self.source, _with_parts(self.source, self.dim, first)),
-            Move(self.source, _with_parts(self.source, self.dim, last)),
-        )
+        length, parts = self.domain.shape[self.dim], len(self.domain.cuts[self.dim].intervals)
+        if parts == 1:
+            return None
+        ends = ((length - self.before, length), *[(0, 0)] * (parts - 2), (0, self.after))
+        return Move(self.domain, _with_parts(self.domain, self.dim, ends))
 
-    def apply(self, x: Tensor) -> Tensor:
-        """This worker's part, continued; a worker without one gives what it got."""
-        if not self.source.partition.active:
-            return x
-        if len(self.source.cuts[self.dim].intervals) == 1:
-            length = x.shape[self.dim]
-            before = x.narrow(self.dim, length - self.before, self.before)
-            return torch.cat([before, x, x.narrow(self.dim, 0, self.after)], self.dim)
-        before, after = (move.apply(x) for move in self.ends)
-        return torch.cat([before, x, after], self.dim)
+    @cached_property
+    def _is_first(self) -> bool:
+        here = self.domain.partition.index
+        return here is not None and self.domain.places(here)[self.dim] == 0
 
 
 def _with_parts(layout: Layout, dim: int, parts: tuple[Interval, ...]) -> Layout:
@@ -73,6 +85,6 @@ def _with_parts(layout: Layout, dim: int, parts: tuple[Interval, ...]) -> Layout
 
 
 @kept_in_job
-def wrapped(source: Layout, dim: int, before: int, after: int) -> Wrapped:
+def periodic_halo(source: Layout, dim: int, before: int, after: int) -> PeriodicHalo:
     """A tensor in the layout `source` continued periodically."""
-    return Wrapped(source, dim, before, after)
+    return PeriodicHalo(source, dim, before, after)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from tessel.core.agreement import agree
 from tessel.core.partition import Outline, Partition
-from tessel.transport import NUM_WORDS, code_of
 
 # The upper bits of seeds that all workers have. A generator knows its seed, also when a checkpoint
 # has put it back into an earlier state to compute something again.
@@ -31,8 +31,5 @@ def common_number(partition: Partition) -> int:
     is_common = torch.initial_seed() >> _BITS == _SIGN
     if is_common or partition.size == 1 or not partition.active:
         return number
-    group, call = partition.group, "a random function of a spread tensor"
-    everyones = group.share_words([code_of(call), number])
-    group.check_same_call(everyones, call)
-    words = memoryview(everyones).cast("q")
-    return words[group.workers.index(partition.ranks[0]) * NUM_WORDS + 1]
+    heard = agree(partition, "a random function of a spread tensor", numbers=[number])
+    return heard.numbers[partition.ranks[0]][0]

@@ -19,9 +19,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, shared_whole, used
 from tessel.tensor.tensor import Tensor, move, open_part
-from tessel.tensor.use import shared_whole, used
 from tessel.transport import kept_in_job
 
 Arguments = tuple[Any, ...]

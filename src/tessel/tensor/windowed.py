@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -146,6 +146,12 @@ def origin(box: Box | None) -> tuple[int, ...]:
 def outline(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor without values, on which torch says what shape comes out, or what is wrong."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@lru_cache(maxsize=1024)
+def shape_of(function: Callable[..., Tensor], *shapes: Shape) -> Shape:
+    """What torch's function makes of tensors of these shapes; its own error if that is nothing."""
+    return tuple(function(*map(outline, shapes)).shape)
 
 
 def tuple_of(value: Any, length: int) -> tuple[int, ...]:

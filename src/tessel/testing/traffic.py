@@ -21,12 +21,12 @@ def count_traffic() -> Iterator[Traffic]:
     >>> traffic.bytes_sent
     0
     """
-    before = replace(transport.traffic())
+    before = replace(transport.total_traffic())
     counted = Traffic()
     try:
         yield counted
     finally:
-        after = transport.traffic()
+        after = transport.total_traffic()
         for each in fields(Traffic):
             change = getattr(after, each.name) - getattr(before, each.name)
             setattr(counted, each.name, change)

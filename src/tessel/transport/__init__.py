@@ -28,7 +28,7 @@ from tessel.transport.job import look_for_job as look_for_job
 from tessel.transport.job import shares_memory as shares_memory
 from tessel.transport.job import start as start
 from tessel.transport.job import tagged as tagged
-from tessel.transport.job import traffic as traffic
+from tessel.transport.job import total_traffic as total_traffic
 from tessel.transport.job import when_joined as when_joined
 from tessel.transport.reading import is_pinned as is_pinned
 from tessel.transport.traffic import Traffic as Traffic

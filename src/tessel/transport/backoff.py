@@ -7,16 +7,19 @@ import time
 
 from tessel.transport.wakeup import Wakeup
 
+# A worker that has a core looks again at once: waking it would take longer than most waits. If it
+# shares its core, others run in between, since what it waits for may be theirs to do. A nap also
+# bounds how late a worker is found to have died, since a dead worker notifies no other.
 SPINS = 2000  # looks at once, if each worker has a core
 YIELDS = 100  # looks after each of which another process may run
-NAP = 0.05  # seconds of sleep, unless the wakeup rings
+NAP = 0.05  # seconds of sleep, unless another worker notifies this one
 
 
 class Backoff:
     """Look again at once, then let others run in between, then sleep.
 
     Args:
-        wakeup: of this worker, which others ring when they did something.
+        wakeup: of this worker, which others notify when they did something.
         spins: for how many looks this worker keeps its core.
     """
 
@@ -28,7 +31,7 @@ class Backoff:
         self._since = 0.0
 
     def pause(self) -> bool:
-        """Pause between two looks in vain; whether this was a whole nap and nobody rang."""
+        """Pause between two looks in vain; whether this was a whole nap without a notification."""
         self._pauses += 1
         beyond = self._pauses - self._spins
         if beyond <= 0:

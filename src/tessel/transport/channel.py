@@ -26,13 +26,13 @@ from tessel.transport.constants import (
     FREE,
     GROUP,
     HEADER,
-    IS_ASTIR,
+    IS_ACTIVE,
     IS_BUSY,
+    LAST_DIRECT,
     NUM_EMPTIED,
     NUM_FILLED,
     NUM_FREE,
     NUM_TAKEN,
-    OFFERED,
     PART,
     SIZE,
     SLOT,
@@ -64,7 +64,7 @@ VIEWS = 512  # tensors that a channel remembers
 
 
 @dataclass(frozen=True)
-class Ground:
+class SegmentMap:
     """Where things lie in a segment, the same for all workers of a host.
 
     Args:
@@ -140,15 +140,16 @@ class Channel:
 
     Args:
         segment: of the sender.
-        ground: of the host.
+        segment_map: of the host.
         place: of the receiver among the workers of the host.
     """
 
     other: Wakeup  # of the worker at the other end, when it is known
     state: array[int]
 
-    def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
-        control, slots, size = ground.control(place), ground.slots(place), ground.slot_size
+    def __init__(self, segment: Segment, segment_map: SegmentMap, place: int) -> None:
+        control, slots = segment_map.control(place), segment_map.slots(place)
+        size = segment_map.slot_size
         self._places = segment.start + control, segment.start + slots, size
         self.filled = Semaphore(segment.start + control)
         self.emptied = Semaphore(segment.start + control + SIZE)
@@ -168,12 +169,12 @@ class Channel:
 class Outgoing(Channel):
     """The sender's end."""
 
-    def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
-        super().__init__(segment, ground, place)
+    def __init__(self, segment: Segment, segment_map: SegmentMap, place: int) -> None:
+        super().__init__(segment, segment_map, place)
         self.filled.initialise()
         self.emptied.initialise()
         self.queue: deque[Message] = deque()
-        self._offers: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
+        self._unread: deque[tuple[int, Rendezvous]] = deque()  # with the number of their slot
         self.state = array("q", [0, 0, 0, SLOTS, *reversed(range(SLOTS)), *[0] * SLOTS, 0])
 
     def send(self, message: Message) -> None:
@@ -229,26 +230,26 @@ class Outgoing(Channel):
             slot.header[GROUP], slot.header[CALL] = message.key
             slot.header[WHOLE] = message.num_bytes
             if isinstance(message, Rendezvous) and not message.is_gone:
-                self._offers.append((self.state[NUM_FILLED], message))
+                self._unread.append((self.state[NUM_FILLED], message))
                 self.queue.popleft()
             elif message.is_gone:
                 self.queue.popleft()
             self._publish()
 
-    def adopt(self, offer: Rendezvous) -> bool:
-        """Wait for the readers of what the engine offered last; whether they have not read yet."""
+    def await_readers(self, message: Rendezvous) -> bool:
+        """Keep what the engine let others read last until they have; whether they still read."""
         self._look_for_free()
-        number = self.state[OFFERED] - 1
+        number = self.state[LAST_DIRECT] - 1
         if number < self.state[NUM_EMPTIED]:
             return False
-        self._offers = deque(sorted([*self._offers, (number, offer)], key=lambda each: each[0]))
+        self._unread = deque(sorted([*self._unread, (number, message)], key=lambda each: each[0]))
         self.state[IS_BUSY] = True
         return True
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits for room, or to be read."""
-        return bool(self.queue or self._offers)
+        return bool(self.queue or self._unread)
 
     def _next_slot(self) -> Slot:
         """A free slot, named in the next header."""
@@ -265,26 +266,26 @@ class Outgoing(Channel):
         """Let the receiver see the slot that was filled."""
         self.state[NUM_FILLED] += 1
         self.filled.post()
-        self.other.ring()
+        self.other.notify()
 
     def _look_for_free(self) -> int:
-        """How many slots were emptied since the last look; what was offered in them is read."""
+        """How many slots were emptied since the last look; tensors named in them have been read."""
         state = self.state
         before = state[NUM_EMPTIED]
         while self.emptied.try_wait():
             state[FREE + state[NUM_FREE]] = state[USED + state[NUM_EMPTIED] % SLOTS]
             state[NUM_FREE] += 1
             state[NUM_EMPTIED] += 1
-        while self._offers and self._offers[0][0] < state[NUM_EMPTIED]:
-            self._offers.popleft()[1].is_gone = True
+        while self._unread and self._unread[0][0] < state[NUM_EMPTIED]:
+            self._unread.popleft()[1].is_gone = True
         return state[NUM_EMPTIED] - before
 
 
 class Incoming(Channel):
     """The receiver's end."""
 
-    def __init__(self, segment: Segment, ground: Ground, place: int) -> None:
-        super().__init__(segment, ground, place)
+    def __init__(self, segment: Segment, segment_map: SegmentMap, place: int) -> None:
+        super().__init__(segment, segment_map, place)
         self.expected: list[ReceiveRequest | ReceiveWords] = []
         self._unexpected_messages: list[UnexpectedMessage] = []
         self._current: ReceiveRequest | ReceiveWords | UnexpectedMessage | None = None
@@ -293,7 +294,7 @@ class Incoming(Channel):
     def expect(self, request: ReceiveRequest | ReceiveWords) -> None:
         """Let a request wait for its message."""
         self.expected.append(request)
-        self.state[IS_ASTIR] = True
+        self.state[IS_ACTIVE] = True
 
     @property
     def is_asked(self) -> bool:
@@ -313,7 +314,7 @@ class Incoming(Channel):
                     current.read(slot)
             finally:  # the slot is free again, also if what it held did not fit
                 self.emptied.post()
-                self.other.ring()
+                self.other.notify()
             self._current = None if current.is_done else current
             if current.is_done:
                 break
@@ -331,7 +332,7 @@ class Incoming(Channel):
                 moved = True
             else:
                 waiting[unexpected.key] = waiting.get(unexpected.key, 0) + 1
-        self.state[IS_ASTIR] = not self.is_quiet
+        self.state[IS_ACTIVE] = not self.is_quiet
         return moved
 
     def take(self, key: Key, place: Tensor, adds: bool, num_bytes: int) -> bool | None:
@@ -339,7 +340,7 @@ class Incoming(Channel):
 
         Then the tensor has to be expected.
         """
-        if self.state[IS_ASTIR]:
+        if self.state[IS_ACTIVE]:
             return None
         if not self.filled.try_wait():
             return False
@@ -353,7 +354,7 @@ class Incoming(Channel):
             return None
         self._put(self._next_slot(), place, adds)
         self.emptied.post()  # only now: the sender writes the next message there
-        self.other.ring()
+        self.other.notify()
         return True
 
     def _put(self, slot: Slot, place: Tensor, adds: bool) -> None:

@@ -13,12 +13,12 @@ SIZE = 64  # bytes to keep for a semaphore: a cache line of its own; sem_t itsel
 GROUP, CALL, WHOLE, PART, SLOT = range(5)
 RENDEZVOUS, FAILED = -1, -2
 # the words of a sender's state: counts, free slots as a stack, those in use as a ring, and how many
-# had been filled when the engine had offered something last
+# had been filled when the engine last let a receiver read a tensor where it is
 NUM_FILLED, NUM_EMPTIED, IS_BUSY, NUM_FREE, FREE = range(5)
 USED = FREE + SLOTS
-OFFERED = USED + SLOTS
+LAST_DIRECT = USED + SLOTS
 # the words of a receiver's state
-NUM_TAKEN, IS_ASTIR = range(2)
+NUM_TAKEN, IS_ACTIVE = range(2)
 # the words of a rendezvous: where a tensor lies
 START, RUN_LENGTH, NUM_COUNTS, COUNTS = range(4)
 MOST_DIMS = 30
@@ -26,12 +26,18 @@ MOST_DIMS = 30
 # the words of a copy program, and of each of its steps, which come after them
 CODE, NUM_GIVES, NUM_TAKES, BACKOFF, YIELDS, NAP = range(6)
 OWN_WAKEUP, OWN_ASLEEP, IS_LARGE, IS_BLOCKED, ENTRIES = range(6, 11)
-# REACH: of what goes, whether it is offered; of what comes, the process whose memory may be read
-LENGTH, CONTROL, SLOT_START, SLOT_SIZE, WAKEUP, ASLEEP, STATE, REACH = range(8)
+# DIRECT: of what goes, whether the receiver reads it where it is; of what comes, the process whose
+# memory is read
+LENGTH, CONTROL, SLOT_START, SLOT_SIZE, WAKEUP, ASLEEP, STATE, DIRECT = range(8)
 BYTES, X_OFFSET, Y_OFFSET, KIND, RUN, NUM_DIMS, DIMS = range(8, 15)
 MOST_TERMS = 16  # of a sum that the engine makes block by block
+
+# reading another process's memory: bytes of a run below which a copy through a slot is as quick, a
+# page; and bytes that one call of the system reads, a little less than what Linux allows
+SHORTEST = 4096
+MOST_BYTES = 2**30
 # what a step does: copy, or add numbers of a kind; complex ones are pairs
 COPIES, FLOAT32, FLOAT64, INT8, INT16, INT32, INT64 = range(7)
 
-# how a program may end: not begun; all was taken, but others still read what was offered
+# how a program may end: not begun; all was taken, but others still read from this worker's memory
 NOTHING, UNREAD = -1, -2

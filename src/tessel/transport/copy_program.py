@@ -99,15 +99,15 @@ class CopyStep(NamedTuple):
         channel: the words of its end; None for what stays here.
         target, source: the places; of what passes a channel one of them is a slot.
         adds: whether it is added to what is there.
-        reach: of what goes, whether the receiver reads it where it lies; of what comes, the number
-            of the process whose memory may be read for it.
+        direct: of what goes, whether the receiver reads it where it is; of what comes, the process
+            whose memory is read for it; 0 for what passes through a slot.
     """
 
     channel: tuple[int, ...] | None
     target: Place
     source: Place
     adds: bool = False
-    reach: int = 0
+    direct: int = 0
 
     @property
     def num_loops(self) -> int:
@@ -122,7 +122,7 @@ class CopyStep(NamedTuple):
         num_bytes = width * prod(self.target.shape)
         starts = width * self.source.start, width * self.target.start
         kind = KINDS[dtype] if self.adds else COPIES
-        channel = (*(self.channel or _NOWHERE), self.reach)
+        channel = (*(self.channel or _NOWHERE), self.direct)
         rest = [*channel, num_bytes, *starts, kind, width * run, len(dims)]
         assert 1 + len(rest) == DIMS
         return [1 + len(rest) + len(scaled), *rest, *scaled]
@@ -152,10 +152,10 @@ class CopyProgram:
         code: of the group.
         dtype: of the tensors.
         gives: into slots.
-        takes: out of slots, or from the one tensor to the other, in the order in which they land.
+        takes: out of slots, or from the one tensor to the other, in the order of their places.
         yields: whether the engine lets others run while it looks again.
         wakeup: the addresses of this worker's own.
-        readers: the workers to whom something is offered.
+        readers: the workers that read something where it is.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class CopyProgram:
         readers: Sequence[int] = (),
     ) -> None:
         self.readers = tuple(readers)
-        is_large = any(each.reach for each in (*gives, *takes))
+        is_large = any(each.direct for each in (*gives, *takes))
         # Terms of one sum that all lie together are added block by block, while a block of the
         # result is in the cache.
         ends = {(each.target.start, each.target.shape) for each in takes}

@@ -92,7 +92,8 @@ static void carry(char *to, const char *from, const word *entry) {
 
 /* --- the memory of other processes */
 
-enum { SEGMENTS = 256, BLOCK = 1 << 17, MOST_BYTES = 1 << 30, SHORTEST = 4096 };
+/* Pieces of memory of one system call: Linux takes 1,024, two lists of 256 fit the stack well. */
+enum { SEGMENTS = 256, BLOCK = 1 << 17 };
 
 /* A place in a tensor: runs of bytes, and where in them one is. */
 struct cursor {
@@ -115,25 +116,25 @@ static void advance(struct cursor *c, size_t bytes) {
     c->left = c->run;
 }
 
-static void set_out(struct cursor *c, char *start, size_t run, word num_dims) {
+static void begin(struct cursor *c, char *start, size_t run, word num_dims) {
     c->start = c->at = start;
     c->run = c->left = run;
     c->num_dims = num_dims;
     memset(c->index, 0, sizeof c->index);
 }
 
-/* What a slot offers; whether it can be followed. */
-static int set_out_offer(struct cursor *c, const word *offer) {
-    const word n = offer[NUM_COUNTS];
+/* Where the tensor is that a slot names; whether it has few enough dimensions. */
+static int begin_at_rendezvous(struct cursor *c, const word *rendezvous) {
+    const word n = rendezvous[NUM_COUNTS];
     if (n > MOST_DIMS) return 0;
-    set_out(c, (char *)offer[START], (size_t)offer[RUN_LENGTH], n);
-    memcpy(c->counts, offer + COUNTS, (size_t)n * sizeof(word));
-    memcpy(c->steps, offer + COUNTS + n, (size_t)n * sizeof(word));
+    begin(c, (char *)rendezvous[START], (size_t)rendezvous[RUN_LENGTH], n);
+    memcpy(c->counts, rendezvous + COUNTS, (size_t)n * sizeof(word));
+    memcpy(c->steps, rendezvous + COUNTS + n, (size_t)n * sizeof(word));
     return 1;
 }
 
-static void set_out_target(struct cursor *c, char *y, const word *entry) {
-    set_out(c, y + entry[Y_OFFSET], (size_t)entry[RUN], entry[NUM_DIMS]);
+static void begin_at_target(struct cursor *c, char *y, const word *entry) {
+    begin(c, y + entry[Y_OFFSET], (size_t)entry[RUN], entry[NUM_DIMS]);
     for (word d = 0; d < entry[NUM_DIMS]; d++) {
         c->counts[d] = entry[DIMS + 3 * d];
         c->steps[d] = entry[DIMS + 3 * d + 1];
@@ -195,27 +196,27 @@ static int has_room(const word *entry) {
 }
 
 /* Say in a slot where a part of x lies: as Python does, runs with their counts and steps. */
-static void write_offer(const word *entry, const char *x, word *offer) {
+static void write_rendezvous(const word *entry, const char *x, word *rendezvous) {
     const word n = entry[NUM_DIMS];
-    offer[START] = (word)(x + entry[X_OFFSET]);
-    offer[RUN_LENGTH] = entry[RUN];
-    offer[NUM_COUNTS] = n;
+    rendezvous[START] = (word)(x + entry[X_OFFSET]);
+    rendezvous[RUN_LENGTH] = entry[RUN];
+    rendezvous[NUM_COUNTS] = n;
     for (word d = 0; d < n; d++) {
-        offer[COUNTS + d] = entry[DIMS + 3 * d];
-        offer[COUNTS + n + d] = entry[DIMS + 3 * d + 2];
+        rendezvous[COUNTS + d] = entry[DIMS + 3 * d];
+        rendezvous[COUNTS + n + d] = entry[DIMS + 3 * d + 2];
     }
 }
 
 static void give(const word *entry, const char *x, word code, word call) {
     word *state = state_of(entry), number = state[FREE + --state[NUM_FREE]];
     word *head = header(entry, state[NUM_FILLED]);
-    if (entry[REACH]) write_offer(entry, x, (word *)slot(entry, number));
+    if (entry[DIRECT]) write_rendezvous(entry, x, (word *)slot(entry, number));
     else carry(slot(entry, number), x + entry[X_OFFSET], entry);
     head[GROUP] = code, head[CALL] = call;
-    head[WHOLE] = entry[BYTES], head[PART] = entry[REACH] ? RENDEZVOUS : entry[BYTES];
+    head[WHOLE] = entry[BYTES], head[PART] = entry[DIRECT] ? RENDEZVOUS : entry[BYTES];
     head[SLOT] = number;
     state[USED + state[NUM_FILLED]++ % SLOTS] = number;
-    if (entry[REACH]) state[OFFERED] = state[NUM_FILLED];
+    if (entry[DIRECT]) state[LAST_DIRECT] = state[NUM_FILLED];
     publish(entry, filled(entry));
 }
 
@@ -228,14 +229,14 @@ static int has_come(const word *entry, word code, word call) {
     const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
     const int is_asked =
         head[GROUP] == code && head[CALL] == call && head[WHOLE] == entry[BYTES] &&
-        (head[PART] == entry[BYTES] || (head[PART] == RENDEZVOUS && entry[REACH]));
+        (head[PART] == entry[BYTES] || (head[PART] == RENDEZVOUS && entry[DIRECT]));
     return is_asked ? 1 : -1;
 }
 
-/* What came next, and whether it is an offer. */
-static char *came(const word *entry, int *is_offer) {
+/* What came next, and whether it is a rendezvous. */
+static char *came(const word *entry, int *is_rendezvous) {
     const word *head = header(entry, state_of(entry)[NUM_TAKEN]);
-    *is_offer = head[PART] == RENDEZVOUS;
+    *is_rendezvous = head[PART] == RENDEZVOUS;
     return slot(entry, head[SLOT]);
 }
 
@@ -252,7 +253,7 @@ static int read_staged(pid_t pid, struct cursor *to, struct cursor *from, size_t
         size_t left = bytes < BLOCK ? bytes : BLOCK;
         const char *next = stage;
         struct cursor here;
-        set_out(&here, stage, left, 0);
+        begin(&here, stage, left, 0);
         if (!read_from(pid, &here, from, left)) return 0;
         bytes -= left;
         while (left) {
@@ -283,8 +284,8 @@ static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
             const char *from = term->values ? term->values + at : stage;
             if (!term->values) {
                 struct cursor here;
-                set_out(&here, kind == COPIES ? y + at : stage, part, 0);
-                if (!read_from((pid_t)term->entry[REACH], &here, &term->there, part)) return 0;
+                begin(&here, kind == COPIES ? y + at : stage, part, 0);
+                if (!read_from((pid_t)term->entry[DIRECT], &here, &term->there, part)) return 0;
             }
             if (term->values || kind != COPIES) put(y + at, from, part, kind);
         }
@@ -294,14 +295,14 @@ static int sum_up(struct term *terms, word num_terms, char *y, size_t bytes) {
 
 /* Put what came into its place; whether it could be read. */
 static int take(const word *entry, char *y) {
-    int is_offer;
-    char *from = came(entry, &is_offer);
-    if (is_offer) {
+    int is_rendezvous;
+    char *from = came(entry, &is_rendezvous);
+    if (is_rendezvous) {
         struct term term = {.entry = entry};
         struct cursor here;
-        if (!set_out_offer(&term.there, (word *)from)) return 0;
-        set_out_target(&here, y, entry);
-        const pid_t pid = (pid_t)entry[REACH];
+        if (!begin_at_rendezvous(&term.there, (word *)from)) return 0;
+        begin_at_target(&here, y, entry);
+        const pid_t pid = (pid_t)entry[DIRECT];
         const size_t bytes = (size_t)entry[BYTES];
         const int is_read = entry[KIND] != COPIES    ? sum_up(&term, 1, here.at, bytes)
                             : entry[RUN] < SHORTEST ? read_staged(pid, &here, &term.there, bytes)
@@ -314,14 +315,14 @@ static int take(const word *entry, char *y) {
     return 1;
 }
 
-/* --- backoff: look at once, then let others run in between, then sleep until the wakeup rings */
+/* --- backoff: look at once, then let others run in between, then sleep until another worker notifies this one */
 
 static _Thread_local int holds_python; /* whether this thread holds Python's lock */
 
 struct backoff {
     const word *program;
     word until;    /* when looking at once ends, and then sleeping */
-    int is_asleep; /* whether others have to ring */
+    int is_asleep; /* whether others have to notify this worker */
 };
 
 static struct backoff begin_waiting(const word *program) {
@@ -381,14 +382,14 @@ static int await_entry(const word *entry, const word *program, word call) {
     return found > 0;
 }
 
-/* Wait until what was offered is read, as long as backoff lasts; whether it was. */
+/* Wait until others have read this worker's memory, as long as backoff lasts; whether it was. */
 static int await_readers(const word *program, const word *gives) {
     struct backoff backoff = begin_waiting(program);
     const word *entry = gives;
     int are_done = 1;
     for (word i = 0; i < program[NUM_GIVES] && are_done; i++, entry += entry[LENGTH]) {
         const word *state = state_of(entry);
-        for (note_emptied(entry); entry[REACH] && state[NUM_EMPTIED] < state[OFFERED];
+        for (note_emptied(entry); entry[DIRECT] && state[NUM_EMPTIED] < state[LAST_DIRECT];
              note_emptied(entry))
             if (!pause_once(&backoff)) {
                 are_done = 0;
@@ -416,16 +417,16 @@ static long take_blocked(const word *program, const word *entry, char *y, const 
     const word num_takes = program[NUM_TAKES];
     char *to = y + entry[Y_OFFSET];
     for (word i = 0; i < num_takes; i++, entry += entry[LENGTH]) {
-        int is_offer = 0;
+        int is_rendezvous = 0;
         terms[i].entry = entry;
         terms[i].values = x + entry[X_OFFSET];
         if (!entry[CONTROL]) continue;
         const int is_there = await_entry(entry, program, call);
         count_time(WAIT, since);
         if (!is_there) return 0;
-        char *from = came(entry, &is_offer);
-        terms[i].values = is_offer ? NULL : from;
-        if (is_offer && !set_out_offer(&terms[i].there, (word *)from)) return 0;
+        char *from = came(entry, &is_rendezvous);
+        terms[i].values = is_rendezvous ? NULL : from;
+        if (is_rendezvous && !begin_at_rendezvous(&terms[i].there, (word *)from)) return 0;
     }
     if (!sum_up(terms, num_takes, to, (size_t)terms[0].entry[BYTES])) return 0;
     for (word i = 0; i < num_takes; i++)
@@ -458,7 +459,7 @@ static long run(const word *program, char *y, const char *x, word call) {
         if (!has_room(takes)) return NOTHING;
     entry = takes;
     for (word i = 0; i < num_takes; i++, entry += entry[LENGTH])
-        if (entry[CONTROL] && state_of(entry)[IS_ASTIR]) return NOTHING;
+        if (entry[CONTROL] && state_of(entry)[IS_ACTIVE]) return NOTHING;
     entry = gives;
     for (word i = 0; i < num_gives; i++, entry += entry[LENGTH]) give(entry, x, program[CODE], call);
     count_time(PACK, &since);

@@ -133,8 +133,8 @@ def swap(
     parts = iter(wire.swap(ways.workers, others, come, device, ways.handle))
     values = [own[0] if each.worker == ways.worker else next(parts) for each in receives]
 
-    def land() -> None:
+    def receive() -> None:
         for buffer, value in zip(receives, values, strict=True):
             buffer.put(value)
 
-    return land
+    return receive

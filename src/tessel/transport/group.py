@@ -1,10 +1,13 @@
-"""Groups: workers that can talk to each other."""
+"""Groups: workers that can talk to each other, and what this process knows of its job."""
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,16 +20,18 @@ from tessel.errors import WorkerLost
 from tessel.transport import wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.constants import NOTHING
-from tessel.transport.copy_program import CopyProgram, Place
+from tessel.transport.copy_program import CopyProgram, Place, is_plain
 from tessel.transport.exchange import Exchange, Ways, swap
-from tessel.transport.host import Give, Take
-from tessel.transport.membership import Membership
+from tessel.transport.host import Give, Host, Take
+from tessel.transport.process import PeerProcess
 from tessel.transport.request import AGREED
+from tessel.transport.traffic import Traffic
 from tessel.transport.world import this_worker
 
 T = TypeVar("T")
 NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
+MOST_PROGRAMS = 64  # for sums, that a group remembers
 _AGREEMENT = -1  # what the messages of agreements carry in the place of a call's number
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
 
@@ -39,6 +44,47 @@ def code_of(call: str) -> int:
 def packed_words(words: Sequence[int]) -> bytes:
     """A few words with zeros after them, as many as agreements have."""
     return array("q", [*words, *[0] * (NUM_WORDS - len(words))]).tobytes()
+
+
+class Own(threading.local):
+    """What each thread has for itself: the backward passes of two may run at once."""
+
+    tag = 0
+
+
+@dataclass
+class Membership:
+    """Who the workers are, and what passed between them.
+
+    Attributes:
+        tag: what messages of this thread carry now, so that they cannot be taken for others.
+        traffic: the running totals of this worker.
+        processes: of all workers, in their order.
+        host: those with whom this worker shares memory, if any.
+    """
+
+    traffic: Traffic = field(default_factory=Traffic)
+    processes: list[PeerProcess] = field(default_factory=list)
+    host: Host | None = None
+    _own: Own = field(default_factory=Own)
+
+    @property
+    def tag(self) -> int:
+        return self._own.tag
+
+    @tag.setter
+    def tag(self, call: int) -> None:
+        self._own.tag = call
+
+    def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
+        """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
+        known = {w: self.processes[w] for w in workers if w < len(self.processes)}
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [w for w, each in known.items() if each.has_ended or each.is_stopped]
+            if found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)
 
 
 class Group:
@@ -57,6 +103,7 @@ class Group:
         self.within = [self]  # the groups of the job that have no other workers
         self._membership = membership
         self._code = code_of(repr(workers))
+        self._spreads: dict[tuple[torch.dtype, int], CopyProgram | None] = {}
 
     @property
     def size(self) -> int:
@@ -116,32 +163,44 @@ class Group:
     def follow(self, program: CopyProgram, y: Tensor, x: Tensor) -> int:
         """Make a prepared exchange from x to y, plain tensors, as far as it goes at once.
 
-        How many of the takes landed, or NOTHING; what is left, or UNREAD, is for `finish`.
+        How many receives are done, or NOTHING; what is left, or UNREAD, is for `finish`.
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
-        landed = host.follow(program, y.data_ptr(), x.data_ptr(), membership.tag)
-        if landed != NOTHING:
+        num_received = host.follow(program, y.data_ptr(), x.data_ptr(), membership.tag)
+        if num_received != NOTHING:
             program.count(membership.traffic)
-        return landed
+        return num_received
 
     def finish(
         self, program: CopyProgram, x: Tensor, receives: Sequence[ReceiveBuffer], own: Tensor | None
     ) -> None:
-        """Take what an exchange of x still waits for, and let others read what was offered."""
+        """Take what an exchange of x still waits for, and wait until others have read x."""
         ways, key = self._ways, (self._code, self._membership.tag)
         assert ways.host is not None
-        offers = ways.host.adopt(key, program.readers, x)
+        unread = ways.host.await_readers(key, program.readers, x)
         ways.host.take(key, receives, own, ways.others)
-        if offers:
-            ways.host.wait((), offers, ways.others)
+        if unread:
+            ways.host.wait((), unread, ways.others)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
+        value = value.contiguous()
+        # All copies, and added by torch in one order: the sum is the same on all, bit by bit.
         copies = value.new_empty((self.size, *value.shape))
-        sends = [SendBuffer(worker, value) for worker in self.workers]
+        program, landed = None, NOTHING
+        if is_plain(value) and value.numel():
+            program = self._spreading(value.dtype, value.numel())
+        if program is not None:
+            landed = self.follow(program, copies, value)
+            if landed == self.size:
+                return copies.sum(0)
         receives = [ReceiveBuffer(w, copy) for w, copy in zip(self.workers, copies, strict=True)]
-        self.exchange_at_once(sends, receives, value.device, dense=True)
+        if program is not None and landed != NOTHING:  # the engine has begun
+            self.finish(program, value, receives[landed:], value)
+        else:
+            sends = [SendBuffer(worker, value) for worker in self.workers]
+            self.exchange_at_once(sends, receives, value.device, dense=True)
         return copies.sum(0)
 
     def share_words(self, words: Sequence[int]) -> bytes:
@@ -162,15 +221,15 @@ class Group:
             words, device = array("q", said), self._control_device
             return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
         # Through memory: by the engine, and what it does not get, message by message.
-        key, host, landed, heard = (self._code, _AGREEMENT), ways.host, NOTHING, b""
+        key, host, num_received, heard = (self._code, _AGREEMENT), ways.host, NOTHING, b""
         assert host is not None
         if self._agreement is not None:
-            landed, heard = host.share(self._agreement, said, self.size, _AGREEMENT)
-            if landed == self.size:
+            num_received, heard = host.share(self._agreement, said, self.size, _AGREEMENT)
+            if num_received == self.size:
                 return heard
-        sent = host.say_words(key, said, ways.others) if landed < 0 else []
+        sent = host.say_words(key, said, ways.others) if num_received < 0 else []
         length = len(said)
-        parts = [heard[at : at + length] for at in range(0, max(landed, 0) * length, length)]
+        parts = [heard[at : at + length] for at in range(0, max(num_received, 0) * length, length)]
         missing = self.workers[len(parts) :]
         others = [each for each in missing if each != ways.worker]
         came = dict(zip(others, host.hear_words(key, others, sent, ways.others), strict=True))
@@ -178,14 +237,23 @@ class Group:
 
     @cached_property
     def _agreement(self) -> CopyProgram | None:
-        """The exchange of everybody's words, one after the other."""
-        said = Place((slice(0, NUM_WORDS),), (1,))
-        heard = (
-            Place((slice(NUM_WORDS * k, NUM_WORDS * (k + 1)),), (1,)) for k in range(self.size)
-        )
-        gives = [(worker, said) for worker in self.workers]
-        takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
-        return self.program(torch.int64, gives, takes)
+        """The exchange of everybody's words."""
+        return self._spreading(torch.int64, NUM_WORDS)
+
+    def _spreading(self, dtype: torch.dtype, length: int) -> CopyProgram | None:
+        """The exchange of so many values of everybody, which come one after the other."""
+        key = dtype, length
+        if key not in self._spreads:
+            if len(self._spreads) >= MOST_PROGRAMS:
+                self._spreads.clear()
+            said = Place((slice(0, length),), (1,))
+            heard = (Place((slice(length * k, length * (k + 1)),), (1,)) for k in range(self.size))
+            gives = [(worker, said) for worker in self.workers]
+            takes = [(w, place, False) for w, place in zip(self.workers, heard, strict=True)]
+            program = self.program(dtype, gives, takes)
+            # What is so large that others would read it in this worker's memory goes another way.
+            self._spreads[key] = None if program is not None and program.readers else program
+        return self._spreads[key]
 
     def check_same_call(self, everyones: bytes, call: str | Callable[[], str]) -> None:
         """Raise ValueError on every worker if the first of their words, the codes, differ."""

@@ -16,7 +16,8 @@ from tessel.limits import time_limit
 from tessel.machine import usable_cores
 from tessel.transport.backoff import SPINS, YIELDS, Backoff
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
-from tessel.transport.channel import Ground, Incoming, Message, Outgoing
+from tessel.transport.channel import Incoming, Message, Outgoing, SegmentMap
+from tessel.transport.constants import SHORTEST
 from tessel.transport.copy_program import (
     KINDS,
     MOST_LOOPS,
@@ -27,7 +28,7 @@ from tessel.transport.copy_program import (
     has_engine,
 )
 from tessel.transport.process import PeerProcess
-from tessel.transport.reading import SHORTEST, Reader, Staging, allow_siblings, can_be_offered
+from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_read
 from tessel.transport.request import (
     FailedMessage,
     Key,
@@ -41,7 +42,10 @@ from tessel.transport.segment import Address, Segment
 from tessel.transport.wakeup import Wakeup
 
 Awaited = tuple[int, ReceiveRequest | ReceiveWords]
-LARGE, LARGE_FOR_ENGINE = 2**19, 2**17  # bytes of what is offered rather than sent
+# Bytes from which on receivers read a tensor where it is, if they can: it is copied once instead of
+# twice, and no slot is written whose cache lines another core holds, which can cost five times a
+# copy. The engine prepares such a read sooner than Python does, so that it pays for less.
+LARGE, LARGE_FOR_ENGINE = 2**19, 2**17
 USUAL_LIMIT = 1800.0  # seconds, torch's own
 Give = tuple[int, Place]  # to a worker, from a place
 Take = tuple[int, Place, bool]  # from a worker, to a place, and whether it is added
@@ -60,11 +64,11 @@ class Host:
     def __init__(self, workers: Sequence[int], worker: int) -> None:
         self.workers = tuple(workers)
         self.worker = worker
-        self._ground = Ground(len(self.workers))
+        self._map = SegmentMap(len(self.workers))
         allow_siblings()
-        self._segment, self.address = Segment.make(self._ground.size)
+        self._segment, self.address = Segment.make(self._map.size)
         self._outgoing = {
-            other: Outgoing(self._segment, self._ground, place)
+            other: Outgoing(self._segment, self._map, place)
             for place, other in enumerate(self.workers)
             if other != worker
         }
@@ -79,7 +83,7 @@ class Host:
         self._owner = os.getpid()
         self._spins = SPINS if len(self.workers) <= usable_cores() else 0
         self._looks = self._spins or YIELDS
-        slot_size = self._ground.slot_size
+        slot_size = self._map.slot_size
         self._small = min(LARGE - 1, slot_size)  # bytes of what is sent in one slot
         self._small_for_engine = min(LARGE_FOR_ENGINE - 1, slot_size)
         self._has_engine = has_engine()
@@ -91,14 +95,14 @@ class Host:
         place = self.workers.index(self.worker)
         for other, outgoing in self._outgoing.items():
             segment = Segment.open(addresses[other])
-            self._incoming[other] = Incoming(segment, self._ground, place)
+            self._incoming[other] = Incoming(segment, self._map, place)
             self._wakeups[other] = Wakeup(segment)
             outgoing.other = self._incoming[other].other = self._wakeups[other]
         self._processes = processes
 
     def can_read(self, addresses: dict[int, Address]) -> bool:
         """Whether the system lets this worker read the memory of all others."""
-        staging = Staging(self._ground.slot_size)
+        staging = Staging(self._map.slot_size)
         for other, incoming in self._incoming.items():
             reader = Reader(addresses[other].pid, staging)
             if not reader.probe(addresses[other].start, addresses[other].token):
@@ -120,7 +124,7 @@ class Host:
         self.hide()
         self._wakeup.leave()
         for wakeup in self._wakeups.values():
-            wakeup.ring()
+            wakeup.notify()
 
     def send(self, key: Key, sends: Iterable[SendBuffer]) -> list[SendRequest | Rendezvous]:
         """Send what finds room now; the rest goes while this worker waits for something."""
@@ -133,10 +137,10 @@ class Host:
                     worker, tensor = waiting.popleft()
                     message: SendRequest | Rendezvous
                     is_large = tensor.nbytes > self._small
-                    if self._direct and is_large and can_be_offered(tensor):
+                    if self._direct and is_large and can_be_read(tensor):
                         message = Rendezvous(key, worker, tensor)
                     else:
-                        message = SendRequest(key, worker, tensor, self._ground.slot_size)
+                        message = SendRequest(key, worker, tensor, self._map.slot_size)
                     self._send(message)
                     messages.append(message)
             except BaseException as error:  # all who wait for something of it hear that
@@ -154,45 +158,45 @@ class Host:
             code: of the group.
             dtype: of the tensors.
             gives: what goes to others of this host, and to this worker itself, at most once each.
-            takes: what comes, in the order in which it lands.
+            takes: what comes, in the order in which it is put there.
         """
         adds = any(is_added for *_, is_added in takes)
         if not self._has_engine or (adds and dtype not in KINDS):
             return None
         own = next((place for worker, place in gives if worker == self.worker), None)
-        leave, land, readers = [], [], []
+        sends, receives, readers = [], [], []
         for worker, place in gives:
             if worker != self.worker:
-                offered = self._is_large(place, dtype)
+                is_direct = self._is_large(place, dtype)
                 # Others can read it where it lies if it lies in long runs.
-                if offered and not (self._direct and place.run * dtype.itemsize >= SHORTEST):
+                if is_direct and not (self._direct and place.run * dtype.itemsize >= SHORTEST):
                     return None
-                readers += [worker] if offered else []
+                readers += [worker] if is_direct else []
                 channel = self._outgoing[worker].words
-                leave.append(CopyStep(channel, place.alone, place, reach=int(offered)))
+                sends.append(CopyStep(channel, place.alone, place, direct=int(is_direct)))
         for worker, place, is_added in takes:
             if worker != self.worker:
                 step = CopyStep(self._incoming[worker].words, place, place.alone, is_added)
                 if self._is_large(place, dtype):
                     if not self._direct or (is_added and step.num_loops):
                         return None
-                    step = step._replace(reach=self._processes[worker].pid)
-                land.append(step)
+                    step = step._replace(direct=self._processes[worker].pid)
+                receives.append(step)
             else:
                 assert own is not None
-                land.append(CopyStep(None, place, own, is_added))
-        if any(each.num_loops > MOST_LOOPS for each in (*leave, *land)):
+                receives.append(CopyStep(None, place, own, is_added))
+        if any(each.num_loops > MOST_LOOPS for each in (*sends, *receives)):
             return None
         return CopyProgram(
-            code, dtype, leave, land, not self._spins, self._wakeup.addresses, readers
+            code, dtype, sends, receives, not self._spins, self._wakeup.addresses, readers
         )
 
     def _is_large(self, place: Place, dtype: torch.dtype) -> bool:
-        """Whether the engine offers something rather than sends it."""
+        """Whether receivers read something where it is, rather than out of slots."""
         return prod(place.shape) * dtype.itemsize > self._small_for_engine
 
     def follow(self, program: CopyProgram, y: int, x: int, call: int) -> int:
-        """Let the engine make an exchange; how many of the takes landed, NOTHING or UNREAD."""
+        """Let the engine make an exchange; how many receives are done, NOTHING or UNREAD."""
         if os.getpid() != self._owner:
             self._check_owner()
         with self._lock:
@@ -204,16 +208,16 @@ class Host:
         with self._lock:
             return engine.share(program.address, said, size, call)
 
-    def adopt(self, key: Key, workers: Iterable[int], x: Tensor) -> list[Rendezvous]:
-        """What the engine offered of x and these workers have not read yet; x is kept so long."""
-        offers = []
+    def await_readers(self, key: Key, workers: Iterable[int], x: Tensor) -> list[Rendezvous]:
+        """What these workers still have to read of x, which the messages keep alive until then."""
+        unread = []
         with self._lock:
             for worker in workers:
-                offer = Rendezvous(key, worker, x)
-                if self._outgoing[worker].adopt(offer):
-                    offers.append(offer)
+                message = Rendezvous(key, worker, x)
+                if self._outgoing[worker].await_readers(message):
+                    unread.append(message)
                     self._held.add(worker)
-        return offers
+        return unread
 
     def swap(
         self,
@@ -237,6 +241,7 @@ class Host:
         if any(buffer.place.nbytes > self._small for buffer in receives):
             return False
         with self._lock:
+            # Messages must not overtake those that wait for room, nor be taken before earlier ones.
             if self._held or not all(each.is_quiet for each in self._incoming.values()):
                 return False
             for worker, tensor in sends:
@@ -304,7 +309,7 @@ class Host:
         awaited: list[Awaited] = []
         for worker, place, adds in receives:
             if worker != self.worker:
-                slot_size = self._ground.slot_size
+                slot_size = self._map.slot_size
                 request = ReceiveRequest(key, place, adds, slot_size, is_open=not ordered)
                 self._incoming[worker].expect(request)
                 awaited.append((worker, request))
@@ -390,7 +395,7 @@ class Host:
                     self._held.discard(worker)
             for worker, _ in awaited:
                 moved = self._pull(worker) or moved
-            # Others may wait until this worker has read what they offer.
+            # Others may wait until this worker has read what they keep for it.
             if not moved and self._direct:
                 for worker, incoming in self._incoming.items():
                     if incoming.is_asked:

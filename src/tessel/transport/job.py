@@ -17,9 +17,8 @@ import torch.distributed as dist
 from tessel.limits import time_limit
 from tessel.machine import chosen
 from tessel.transport import semaphore, world
-from tessel.transport.group import Group, code_of, listing
+from tessel.transport.group import Group, Membership, code_of, listing
 from tessel.transport.host import Host
-from tessel.transport.membership import Membership
 from tessel.transport.process import PeerProcess
 from tessel.transport.traffic import Traffic
 from tessel.transport.world import is_distributed, num_workers, this_worker
@@ -56,7 +55,7 @@ def leave() -> None:
     gc.collect()
 
 
-def traffic() -> Traffic:
+def total_traffic() -> Traffic:
     """The running totals of this worker."""
     return _job().membership.traffic
 

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SHORTEST = 4096  # bytes of a run for which the system's copy pays
-MOST = 1024  # runs that one call of the system takes
-LARGEST = 2**30  # bytes that it takes, a little less than what Linux allows
+from tessel.transport.constants import MOST_BYTES, SHORTEST
+
+MOST = 1024  # runs that one call of the system takes: Linux's limit
 _ALLOW_READER = 0x59616D61  # of prctl: who may look into this process
 
 _C = ctypes.CDLL(None, use_errno=True)
@@ -88,7 +88,7 @@ def is_pinned(tensor: Tensor) -> bool:
     return torch.cuda.is_initialized() and tensor.is_pinned()
 
 
-def can_be_offered(tensor: Tensor) -> bool:
+def can_be_read(tensor: Tensor) -> bool:
     """Whether others may copy a tensor from where it lies: in long runs, as it is."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or is_pinned(tensor):
         return False
@@ -142,7 +142,7 @@ class Reader:
         target = Runs.of(place)
         size = place.nbytes
         step = (MOST - 2) * min(source.length, target.length)  # and a part at each end
-        step = min(step, LARGEST)
+        step = min(step, MOST_BYTES)
         for first in range(0, size, step):
             self._copy(source, target, first, min(first + step, size), begin)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from tessel.core import boxes
 from tessel.core.boxes import Region
 from tessel.transport.constants import FAILED, RENDEZVOUS
-from tessel.transport.reading import Reader, Runs, can_be_offered
+from tessel.transport.reading import Reader, Runs, can_be_read
 
-WORDS = 64  # of an offer, at most: tensors have fewer than 30 dimensions
+WORDS = 64  # of a rendezvous, at most: tensors have fewer than 30 dimensions
 AGREED = 64  # words with which workers agree
 LONGEST = 256  # words of the text of an error that the receiver hears
 Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same
@@ -76,13 +76,13 @@ class SendRequest:
 class Rendezvous:
     """A tensor that the receiver copies from where it lies."""
 
-    __slots__ = ("_tensor", "is_gone", "is_offered", "key", "num_bytes", "worker")
+    __slots__ = ("_tensor", "is_gone", "is_published", "key", "num_bytes", "worker")
 
     def __init__(self, key: Key, worker: int, tensor: Tensor) -> None:
         self.key, self.worker = key, worker
         self.num_bytes = tensor.nbytes
         self._tensor = tensor  # kept until it was read
-        self.is_offered = self.is_gone = False
+        self.is_published = self.is_gone = False
 
     def write(self, slot: SlotLike) -> None:
         """Say where the tensor lies."""
@@ -90,11 +90,11 @@ class Rendezvous:
         words = (runs.start, runs.length, len(runs.counts), *runs.counts, *runs.strides)
         slot.write_words(memoryview(array("q", words)))
         slot.num_bytes = RENDEZVOUS
-        self.is_offered = True
+        self.is_published = True
 
 
-def offered(slot: SlotLike) -> Runs:
-    """Where the tensor lies that a slot offers."""
+def runs_of(slot: SlotLike) -> Runs:
+    """Where the tensor is that a slot names."""
     start, length, ndim, *rest = memoryview(slot.read_words(WORDS)).cast("q").tolist()
     return Runs(start, length, tuple(rest[:ndim]), tuple(rest[ndim : 2 * ndim]))
 
@@ -171,7 +171,7 @@ class ReceiveRequest:
         self.is_done, self.failure = False, ""
 
     def read(self, slot: SlotLike) -> None:
-        """Take the next piece out of a slot, or all that is offered."""
+        """Take the next piece out of a slot, or all of a tensor that is read where it is."""
         place = self._place
         if slot.num_bytes != RENDEZVOUS:
             region, shape = self._pieces[self._next]
@@ -181,9 +181,9 @@ class ReceiveRequest:
             self._next += 1
             self.is_done = self._next == len(self._pieces)
             return
-        source, reader = offered(slot), slot.reader
+        source, reader = runs_of(slot), slot.reader
         assert reader is not None
-        if not self.adds and can_be_offered(place):
+        if not self.adds and can_be_read(place):
             reader.read(source, place)
         else:  # piece by piece: what is read has to lie somewhere before it is added or scattered
             begin = 0
@@ -234,10 +234,10 @@ class UnexpectedMessage:
         self.is_done, self.failure = False, ""
 
     def read(self, slot: SlotLike) -> None:
-        """Keep the next piece, or all that is offered."""
+        """Keep the next piece, or all of a tensor that is read where it is."""
         if slot.num_bytes == RENDEZVOUS:
             assert slot.reader is not None
-            slot.reader.read(offered(slot), self.values)
+            slot.reader.read(runs_of(slot), self.values)
             self.is_done = True
             return
         with torch._C._DisableFuncTorch():

@@ -36,7 +36,7 @@ class Wakeup:
         """Once, by its owner."""
         self._semaphore.initialise()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the worker if it sleeps."""
         if self._words[_ASLEEP]:
             self._semaphore.post()
@@ -45,7 +45,7 @@ class Wakeup:
         """Say that this worker is about to sleep, or awake.
 
         The atomic operations after it let others see the flag before this worker looks again. On
-        processors that promise less a ring may be missed: that costs one nap.
+        processors that promise less a notification may be missed: that costs one nap.
         """
         self._words[_ASLEEP] = asleep
         if asleep:
@@ -54,11 +54,11 @@ class Wakeup:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether others ring."""
+        """Whether others must notify this worker."""
         return bool(self._words[_ASLEEP])
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; whether somebody rang."""
+        """Sleep; whether another worker notified this one."""
         return self._semaphore.wait(seconds)
 
     def leave(self) -> None:

@@ -96,7 +96,7 @@ class Classified(Report):
         return [(table, legend)]
 
 
-def perform(size: int, note: Note) -> Classified | None:
+def run(size: int, note: Note) -> Classified | None:
     """Run on every worker; the report on the first."""
     P = world()
     settings = classes.Settings(

@@ -91,7 +91,7 @@ class Reconstructed(Report):
         return [(folder / "deblur.png", text)]
 
 
-def perform(size: int, note: Note) -> Reconstructed | None:
+def run(size: int, note: Note) -> Reconstructed | None:
     """Run on every worker; the report on the first."""
     length = max(64, size)  # large enough for something to be seen
     settings = deblur.Settings(

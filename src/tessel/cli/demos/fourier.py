@@ -185,7 +185,7 @@ class Transformed(Report):
         return [self.transform.table(), self.training.table()]
 
 
-def perform(size: int, note: Note) -> Transformed | None:
+def run(size: int, note: Note) -> Transformed | None:
     """Run on every worker; the report on the first."""
     found = Transformed(transform(max(4, size // 4)), train_fno(max(16, size // 4) + 3))
     note(TITLE)

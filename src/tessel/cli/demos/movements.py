@@ -188,7 +188,7 @@ def halo_width(size: int) -> int:
     return max(1, size // 16)
 
 
-def perform(size: int, note: Note) -> Movements | None:
+def run(size: int, note: Note) -> Movements | None:
     """Examine each movement of a `size` × `size` tensor, on every worker."""
     P = world()
     cases = (all_sum_reduce, broadcast, repartition, halo_exchange)

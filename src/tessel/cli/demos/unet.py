@@ -111,7 +111,7 @@ class Cleaned(Report):
         return [(path, text)]
 
 
-def perform(size: int, note: Note) -> Cleaned | None:
+def run(size: int, note: Note) -> Cleaned | None:
     """Run on every worker; the report on the first."""
     P = world().create_cartesian_topology_partition((1, 1, *grid(world().size)))
     noisy, clean = check.pictures(1, max(4, 2 * size))

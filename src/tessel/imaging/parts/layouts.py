@@ -5,7 +5,7 @@ shared, there are more copies of it: each copy serves some of the operators. The
 copy are a row.
 
 A filter reads a halo around each part. At the border of the image it reads what the padding says:
-values from the other end (`PeriodicHalo`, which moves them), or values that the worker has already
+values from the other end (`periodic_halo`, which moves them), or values that the worker has already
 (`LocalPadding`, which repeats them).
 """
 
@@ -37,7 +37,7 @@ from tessel.core import (
     reads,
 )
 from tessel.imaging.context import is_whole, whole_layout
-from tessel.tensor import wrapped
+from tessel.tensor import periodic_halo
 from tessel.transport import kept_in_job
 
 Run = tuple[int, int]  # where values that follow each other begin, and how many they are
@@ -252,9 +252,9 @@ def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, .
             field = mirrors[dim] = Mirrored(window, source.shape[dim], kernel.padding)
         elif kernel.padding == "circular" and before + after:
             if source.is_split(dim):
-                steps.append(PeriodicHalo(here, dim, before, after))
+                steps.append(periodic_halo(here, dim, before, after))
                 here = steps[-1].codomain
-            else:
+            else:  # padded after the exchange, which sends less so
                 rings[dim] = before, after
                 field = None
         fields.append(field)
@@ -276,8 +276,13 @@ def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, .
     # says which shape is read.
     if here != read or not (steps or rings or mirrors):
         steps.append(Move(here, read))
-    if rings or mirrors:
-        steps.append(_padding(read, target, mirrors, rings))
+    for dim, (before, after) in rings.items():
+        steps.append(periodic_halo(read, dim, before, after))
+        read = steps[-1].codomain
+    if mirrors:
+        steps.append(_mirrored(read, target, mirrors))
+    for step in steps:
+        step.prepare()  # all workers make the groups, here and not in a first call
     return tuple(steps), target
 
 
@@ -296,9 +301,7 @@ def filtered(source: Layout, kernel: FilterWindow) -> Layout:
     return replace(source, shape=(*source.shape[:first], *lengths), cuts=tuple(cuts))
 
 
-def _padding(
-    read: Layout, target: Layout, mirrors: Mapping[int, Mirrored], rings: Mapping[int, Interval]
-) -> LocalPadding:
+def _mirrored(read: Layout, target: Layout, mirrors: Mapping[int, Mirrored]) -> LocalPadding:
     """What is done on each worker to come from what it reads to what it filters."""
     shapes, own = [], dict[int, Sequence[int]]()
     # A layout needs the shapes of all workers, though each computes its own part only.
@@ -310,58 +313,11 @@ def _padding(
             start, (first, last) = held[dim][0], box[dim]
             indices = mirror.places(box[dim]) if first < last else ()
             places[dim] = [index - start for index in indices]
-        for dim, (before, after) in rings.items():
-            length = shape[dim]
-            places[dim] = [i % length for i in range(-before, length + after)]
-        for dim, chosen in places.items():
-            shape[dim] = len(chosen)
+            shape[dim] = len(places[dim])
         shapes.append(tuple(shape))
         if worker == transport.this_worker():
             own = places
     return LocalPadding(read, own, shapes)
-
-
-class PeriodicHalo(LinearOperator):
-    """Continue an image periodically along a dimension that is split.
-
-    Forward:  y[i] = x[(i − before) mod n] for i < before + n + after.
-
-    The worker with the first part also stores the last values of the image, the one with the last
-    part the first values; both ends travel in one exchange.
-
-    Args:
-        source: where the image lies.
-        dim: the dimension, in at least two parts.
-        before, after: how many values are put before and behind it, at most n each.
-    """
-
-    def __init__(self, source: Layout, dim: int, before: int, after: int) -> None:
-        self.domain, self.dim = source, dim
-        self.codomain = wrapped(source, dim, before, after).target
-        length, parts = source.shape[dim], len(source.cuts[dim].intervals)
-        # Only the two workers at the ends read something: the first the last values of the image,
-        # the last the first ones. One movement brings both.
-        ends = ((length - before, length), *[(0, 0)] * (parts - 2), (0, after))
-        cuts = list(source.cuts)
-        cuts[dim] = Cut(cuts[dim].axes, ends)
-        self._ends = Move(source, replace(source, cuts=tuple(cuts)))
-        here = source.partition.index
-        self._is_first = here is not None and source.places(here)[dim] == 0
-        self.prepare()  # all workers make the group, here and not in a first call
-
-    def _apply(self, x: Tensor) -> Tensor:
-        ends = self._ends._apply(x)
-        if ends.shape[self.dim] == 0:
-            return x.detach()
-        return torch.cat([ends, x] if self._is_first else [x, ends], self.dim)
-
-    def _apply_adjoint(self, y: Tensor) -> Tensor:
-        own, width = self.domain.local_shape[self.dim], self._ends.codomain.local_shape[self.dim]
-        first = self._is_first
-        ends = y.narrow(self.dim, 0 if first else own, width)
-        # What the movement gives back is a tensor of its own, so that the rest is added in place.
-        back = self._ends.H._apply(ends)
-        return back.add_(y.narrow(self.dim, width if first else 0, own))
 
 
 class LocalPadding(LinearOperator):
@@ -387,7 +343,6 @@ class LocalPadding(LinearOperator):
         }
         self.domain, partition = read, read.partition
         self.codomain = Layout.blocks_along(partition, tuple(range(partition.dim)), tuple(shapes))
-        self.prepare()  # all workers make the group, here and not in a first call
 
     def _apply(self, x: Tensor) -> Tensor:
         x = x.detach()

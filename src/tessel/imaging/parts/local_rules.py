@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core import Layout, Partition, Shape, agree_on_call, checksum_of
+from tessel.core import Layout, Partition, Shape, agree, checksum_of
 from tessel.imaging.parts.operators import (
     Chain,
     Convolution,
@@ -62,7 +62,7 @@ def partition_physics(physics: Any, layout: Layout, owner: int | None = None) ->
         f"workers (random ones are inside of `with ctx.shared_random():`)"
     )
     call = f"partition_physics of {operator.identity}"
-    agree_on_call(layout.partition, f"{call}{held}" if values else call)
+    agree(layout.partition, f"{call}{held}" if values else call)
     return operator
 
 

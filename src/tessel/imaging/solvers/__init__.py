@@ -7,6 +7,8 @@ physics, on local tensors; inner products are those of the layout. It may import
 """
 
 from tessel.imaging.solvers.checkpoint import Checkpoint as Checkpoint
+from tessel.imaging.solvers.iteration import Solution as Solution
+from tessel.imaging.solvers.iteration import solve as solve
 from tessel.imaging.solvers.linear import CG as CG
 from tessel.imaging.solvers.linear import CGLS as CGLS
 from tessel.imaging.solvers.linear import lipschitz as lipschitz
@@ -24,8 +26,6 @@ from tessel.imaging.solvers.proximal import ISTA as ISTA
 from tessel.imaging.solvers.proximal import PGD as PGD
 from tessel.imaging.solvers.proximal import RED as RED
 from tessel.imaging.solvers.proximal import GradientDescent as GradientDescent
-from tessel.imaging.solvers.solve import Solution as Solution
-from tessel.imaging.solvers.solve import solve as solve
 from tessel.imaging.solvers.splitting import ADMM as ADMM
 from tessel.imaging.solvers.splitting import HQS as HQS
 from tessel.imaging.solvers.splitting import ChambollePock as ChambollePock

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from tessel.core import Layout, Partition, replicate, total, world
 from tessel.imaging.context import whole_layout
 from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.transport import Group
 
 Pair = tuple[Tensor, Tensor]
 Schedule = float | Callable[[int], float]
@@ -95,7 +96,7 @@ class Space:
     def sum(self, shares: Tensor) -> Tensor:
         """The sum of all workers' shares, without a gradient."""
         shares = shares.detach()
-        return shares if self._is_alone else self.workers.group.sum(shares)
+        return shares if self._is_alone else self._group.sum(shares)
 
     def total(self, share: Tensor) -> Tensor:
         """The sum of all workers' shares of a number, on every worker."""
@@ -147,6 +148,14 @@ class Space:
     @cached_property
     def _is_alone(self) -> bool:
         return self.workers.size == 1
+
+    @cached_property
+    def _group(self) -> Group:
+        return self.workers.prepare()  # kept: each iteration of a solver sums several times
+
+    def __getstate__(self) -> dict[str, Any]:
+        # without what was found out for this worker and its job
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def _real_inner(a: Tensor, b: Tensor) -> Tensor:

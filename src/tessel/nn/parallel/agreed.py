@@ -16,10 +16,11 @@ from tessel.core.agreement import (
     Held,
     Numbers,
     TensorMeta,
-    agree_on_call,
+    agree,
     as_agreed,
     in_forward_mode,
 )
+from tessel.core.checksum import is_within
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
@@ -58,7 +59,7 @@ def agree_on_spread(partition: Partition, name: str) -> None:
     A spread tensor needs no agreement: all workers know its layout. But those that bring another
     kind wait for one, and would do so for ever.
     """
-    agree_on_call(partition, f"{name} over {partition}, where the input is a spread tensor")
+    agree(partition, f"{name} over {partition}, where the input is a spread tensor")
 
 
 def misfit(state: State, expected: Sharding | None, name: str) -> str:
@@ -111,7 +112,7 @@ def check_copies(
         label: in whose name to raise.
     """
     for worker, (low, high, *_) in values.items():
-        if low <= high and not 0 <= low <= high < count:
+        if not is_within(low, high, count):
             raise IndexError(
                 f"{label}: {what[0]} {low if low < 0 else high} is out of bounds on worker "
                 f"{worker}: the {what[1]} are 0 to {count - 1}"

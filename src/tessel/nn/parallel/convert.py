@@ -11,9 +11,9 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.partition import Partition
-from tessel.nn.parallel.drawing import equalize_, keep_part_
+from tessel.core.shared import equalize, keep_part
 from tessel.nn.parallel.sharded import ShardedLayer
 
 
@@ -67,8 +67,12 @@ def convert(module: Module, conversion: Conversion) -> Module:
     inside = {id(inner) for wrapper in wrappers for inner in wrapper.modules()}
     wrapped = conversion.splits and any(id(each) in inside for _, each in layers)
     # workers that have other models raise now, before the first parameter travels
-    listing = "\n".join(f"{name}: {_summary(layer)}" for name, layer in layers)
-    agree_on_call(conversion.partition, f"{conversion.name} {problem} {wrapped=}\n{listing}")
+    listing = ""
+    for name, layer in layers:
+        own = layer.named_parameters(recurse=False)
+        kinds = [(key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in own]
+        listing += f"\n{name}: {layer!r} {kinds}"
+    agree(conversion.partition, f"{conversion.name} {problem} {wrapped=}{listing}")
     if wrapped:
         raise ValueError(
             f"{conversion.name}: DistributedDataParallel averages the parameters that it was made "
@@ -81,7 +85,7 @@ def convert(module: Module, conversion: Conversion) -> Module:
     new = {id(layer): _converted(layer, conversion, known) for _, layer in layers}
     if not conversion.splits:
         whole = {id(p): p for _, layer in layers for p in layer.parameters(recurse=False)}
-        equalize_(whole.values(), conversion.partition)
+        equalize(whole.values(), conversion.partition)
     # by identity, and past __setattr__: a layer may stand in several places, and stays one
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -91,14 +95,6 @@ def convert(module: Module, conversion: Conversion) -> Module:
         text = f"{conversion.name}: {problem}; all this stays as it is, and strict=True raises"
         warnings.warn(text, stacklevel=3)
     return new.get(id(module), module)
-
-
-def _summary(layer: Module) -> str:
-    values = [
-        (name, tuple(each.shape), each.dtype, each.requires_grad)
-        for name, each in layer.named_parameters(recurse=False)
-    ]
-    return f"{layer!r} {values}"
 
 
 def _converted(layer: Module, conversion: Conversion, known: dict[Any, Parameter]) -> Module:
@@ -111,7 +107,7 @@ def _converted(layer: Module, conversion: Conversion, known: dict[Any, Parameter
             if key not in known:
                 whole = parameter.detach()
                 part = whole.new_empty(layout.local_shape)  # in memory of its own
-                keep_part_(part, layout, whole)
+                keep_part(part, layout, whole)
                 known[key] = Parameter(part, requires_grad=parameter.requires_grad)
             parameter = known[key]
         new.register_parameter(name, parameter)
@@ -148,7 +144,9 @@ def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[s
     if any(each is not None and is_lazy(each) for each in layer._parameters.values()):
         yield f"{what} does not know its sizes yet; let it see an input before the conversion"
         return
-    if type(layer) is not conversion.also and _differs(type(layer), conversion.wanted):
+    order = type(layer).__mro__
+    between = order[: order.index(conversion.wanted)]  # torch's own layer has none
+    if type(layer) is not conversion.also and any(not {*vars(c)} <= _HARMLESS for c in between):
         yield (
             f"{what} is a subclass of torch.nn.{conversion.wanted.__name__}, which may compute "
             f"something else; convert it by hand"
@@ -179,12 +177,6 @@ _HARMLESS = frozenset(
         *("__annotations_cache__", "__annotate__", "extra_repr"),
     )
 )
-
-
-def _differs(kind: type[Module], wanted: type[Module]) -> bool:
-    """Whether a class may compute something else than the class of torch that it is made of."""
-    between = kind.__mro__[: kind.__mro__.index(wanted)]
-    return any(not {*vars(each)} <= _HARMLESS for each in between)
 
 
 def _add_ties(module: Module, wanted: set[int], found: dict[int, str]) -> None:

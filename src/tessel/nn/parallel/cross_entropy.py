@@ -26,7 +26,7 @@ from tessel.distributed.shards import (
     traced_state,
 )
 from tessel.nn.parallel.agreed import agree_on_spread, in_mode_of, spread_part
-from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agree, kind_of
+from tessel.nn.parallel.cross_entropy_agreement import ShardedLoss, agreed_logits, kind_of
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.split_classes import CrossEntropy
@@ -160,7 +160,7 @@ def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     kinds, known = tuple(map(_kind, (x, target, weight))), _known_alone(loss)
     if kinds in known:  # torch itself looks at the values
         return loss.whole(x, target, weight)
-    logits = agree(loss, x, target, weight)
+    logits = agreed_logits(loss, x, target, weight)
     layout, dim = logits.layout, loss.input.dim
     if loss.partition.size == 1:
         known.add(kinds)

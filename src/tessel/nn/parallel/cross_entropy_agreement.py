@@ -10,18 +10,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, agree_and_tell, same
+from tessel.core.agreement import TensorMeta, agree, same
 from tessel.core.checksum import checksum, is_dense, range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shards import Sharding
+from tessel.nn.loss_agreement import CLASSES, class_dim, samples_of
 from tessel.nn.parallel.agreed import Frozen, check_copies, check_sharding, frozen
 from tessel.tensor.rules.losses import Kind, loss_dtype
 from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.transport import kept_in_job
-
-CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,21 @@ def kind_of(weight: Any) -> Kind | str | None:
     return Kind(tuple(weight.shape), weight.dtype, str(weight.device), needs_grad)
 
 
-def agree(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Logits:
+def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Logits:
     """Let all workers of the call raise, or know that their tensors fit; one small exchange.
 
     Beside shapes they tell which classes are in the target, and checksums of target and weight:
     copies that differ would give each worker a loss of its own.
     """
     numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
-    tensors = ("the input", x), ("the target", target)
-    held, values = agree_and_tell(loss.partition, loss.label, tensors, numbers, repr(loss))
+    held, values = agree(
+        loss.partition,
+        loss.label,
+        *(x, target),
+        names=("the input", "the target"),
+        numbers=numbers,
+        identity=repr(loss),
+    )
     logits = _concluded(loss, *map(frozen, held))
     num_classes = logits.layout.shape[loss.input.dim]
     what = "target", "classes"
@@ -129,7 +134,7 @@ def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
         )
     else:
         target_shape = same(of_target, "shape of the target", loss.label)
-    _check_target(loss, layout.shape, dim, target_shape)
+    _check_target(loss, layout.shape, target_shape)
     kinds = {
         "input": Kind(layout.shape, input_terms.dtype, input_terms.device, False),
         "target": Kind(target_shape, target_terms.dtype, target_terms.device, False),
@@ -143,7 +148,7 @@ def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
 
 def _check_shardings(loss: ShardedLoss, ndim: int) -> None:
     """Raise ValueError if shardings do not fit the classes of the input."""
-    dim = min(1, ndim - 1)
+    dim = class_dim(ndim)
     workers = loss.input.partition.ranks
     if loss.wanted not in (None, workers):
         raise ValueError(
@@ -166,9 +171,9 @@ def _whole(loss: ShardedLoss, name: str, sharding: Sharding, shapes: dict[int, S
     )
 
 
-def _check_target(loss: ShardedLoss, shape: Shape, dim: int, target: Shape) -> None:
+def _check_target(loss: ShardedLoss, shape: Shape, target: Shape) -> None:
     """Raise, of the kind that torch raises, for a target of another shape than the input asks."""
-    samples = shape[:dim] + shape[dim + 1 :]
+    samples = samples_of(shape)
     if loss.target is not None and target != shape:
         raise ValueError(
             f"{loss.label}: a target that is a shard must be one of probabilities, of the shape "

@@ -9,7 +9,7 @@ in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tessel.core.agreement import agree
 from tessel.core.layout import Layout
-from tessel.core.move import Move
-from tessel.core.partition import Partition
+from tessel.core.shared import keep_part
 from tessel.distributed.shard_layouts import layout_of_parts, shard_layout
 from tessel.distributed.shards import as_plain, sharding_of, shared_by
 
@@ -47,35 +46,8 @@ def draw_(tensor: Tensor, layout: Layout, draw: Draw) -> Tensor:
         alike = tuple(part.shape) == layout.shape
         whole = part if alike else part.new_empty(layout.shape)
         draw(whole)
-        keep_part_(part, layout, whole)
+        keep_part(part, layout, whole)
     return tensor
-
-
-def keep_part_(part: Tensor, layout: Layout, whole: Tensor) -> None:
-    """Fill this worker's part of a tensor, in place, from the whole that the first worker has.
-
-    Args:
-        part: a plain tensor of the shape that the layout says.
-        layout: where the parts lie.
-        whole: all of it; only the first worker's counts.
-    """
-    partition = layout.partition
-    if not partition.active or part.is_meta:
-        return
-    with torch.no_grad():
-        if partition.size > 1:
-            first = Partition(partition.ranks[:1], (1,) * partition.dim)
-            move = Move(Layout.whole(first, layout.shape), layout)
-            whole = move(whole if first.active else whole.new_empty(0))
-        part.copy_(whole)
-
-
-def equalize_(parameters: Iterable[Tensor | None], partition: Partition) -> None:
-    """Let parameters that are whole on every worker have the values of the first one, in place."""
-    for each in parameters:
-        if each is not None and partition.size > 1:
-            layout = Layout.whole(partition, tuple(each.shape), shared=True)
-            keep_part_(each.detach(), layout, each.detach())
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
@@ -86,7 +58,7 @@ def layout_of(parameter: Tensor) -> Layout | None:
         return None if sharing is None else Layout.whole(sharing, shape, shared=True)
     if sharding.size is None:  # the user registered shards, which may have any lengths
         label = f"the initialization of {sharding}"
-        [(shapes, _)] = agree(sharding.partition, label, parameter)
+        [(shapes, _)], _ = agree(sharding.partition, label, parameter)
         return layout_of_parts(sharding.partition, shapes, sharding.dim, None, label)
     whole = (*shape[: sharding.dim], sharding.size, *shape[sharding.dim + 1 :])
     return shard_layout(sharding.partition, whole, sharding.dim)

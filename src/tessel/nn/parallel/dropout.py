@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, agree_and_tell, same
+from tessel.core.agreement import TensorMeta, agree, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
@@ -107,7 +107,7 @@ def _agree(row: Partition, name: str, state: State, x: Tensor) -> tuple[Layout, 
     """
     drawn = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))
     label = f"{name} over {row}, where the input is {describe(state)}"
-    [(shapes, meta)], seeds = agree_and_tell(row, label, [("the input", x)], [drawn])
+    [(shapes, meta)], seeds = agree(row, label, x, names=["the input"], numbers=[drawn])
     check_known(state, label)
     (seed,) = seeds[row.ranks[0]]
     if isinstance(state, Sharding):

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import agree_on_call, as_agreed
+from tessel.core.agreement import agree, as_agreed
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.core.shared import equalize, keep_part
 from tessel.distributed.group import row_of
 from tessel.distributed.movements import gathering
 from tessel.distributed.shard_layouts import shard_layout
@@ -25,8 +26,8 @@ from tessel.distributed.shards import (
 )
 from tessel.nn.parallel.agreed import agree_on_spread
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, equalize_, keep_part_
-from tessel.nn.parallel.embedding_agreement import Lookup, agree
+from tessel.nn.parallel.drawing import draw_
+from tessel.nn.parallel.embedding_agreement import Lookup, agreed_table
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
@@ -91,7 +92,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         if _weight is not None:
             kind = f"{_weight.dtype} on {_weight.device.type}"
             given = f", of a table of shape {tuple(_weight.shape)} and {kind}"
-        agree_on_call(
+        agree(
             row,
             f"ParallelEmbedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx}, "
             f"dim={dim!r}) over {row}{given}",
@@ -117,7 +118,14 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             self.reset_parameters()
             self._equalize_own_values(ParallelEmbedding)
         elif dim is not None or row.size > 1:
-            self.weight = self._part_of(_weight, not _freeze)
+            whole, layout = _weight.detach(), self._layout  # the part has memory of its own
+            if layout is None:
+                part = whole.clone()
+                equalize([part], row)
+            else:
+                part = whole.new_empty(layout.local_shape)
+                keep_part(part, layout, whole)
+            self.weight = torch.nn.Parameter(part, requires_grad=not _freeze)
 
     @classmethod
     def from_pretrained(
@@ -182,15 +190,21 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         """
         row = row_of(partition)
         name = f"convert_parallel_embedding(module, dim={dim!r}) over {row}"
-        agree_on_call(row, name)
+        agree(row, name)
         check_dim(dim, name)
+
+        def done(layer: torch.nn.Module) -> bool:
+            if not isinstance(layer, cls) or layer.dim is None or dim is None:
+                return isinstance(layer, cls) and layer.dim is dim
+            return abs(layer.dim) == abs(dim) and layer.partition == row  # 1 and -1 are the same
+
         conversion = Conversion(
             name=name,
             dim=dim,
             partition=row,
             wanted=torch.nn.Embedding,
             becomes=cls,
-            done=lambda layer: isinstance(layer, cls) and layer._is_split_so(dim, row),
+            done=done,
             also=ParallelEmbedding,
         )
         return convert(module, conversion)
@@ -234,7 +248,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         """
         if self._layout is None:
             super().reset_parameters()
-            equalize_([self.weight], self.partition)
+            equalize([self.weight], self.partition)
             return
         draw_(self.weight, self._layout, torch.nn.init.normal_)
         self._fill_padding_idx_with_zero()
@@ -249,22 +263,6 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             if start <= self.padding_idx < stop:
                 with torch.no_grad():
                     self.weight[self.padding_idx - start].fill_(0)
-
-    def _part_of(self, table: Tensor, learns: bool) -> torch.nn.Parameter:
-        """This worker's part of the whole table that the first worker has, in its own memory."""
-        layout = self._layout
-        if layout is None:
-            part = table.detach().clone()
-            equalize_([part], self.partition)
-        else:
-            part = table.detach().new_empty(layout.local_shape)
-            keep_part_(part, layout, table.detach())
-        return torch.nn.Parameter(part, requires_grad=learns)
-
-    def _is_split_so(self, dim: int | None, partition: Partition) -> bool:
-        if self.dim is None or dim is None:
-            return self.dim is dim
-        return abs(self.dim) == abs(dim) and self.partition == partition
 
 
 Embedding = ParallelEmbedding  # torchshard has both names
@@ -334,7 +332,7 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
         return weight.new_empty(0)
     ids = as_plain(ids)
     with torch._C.DisableTorchFunctionSubclass():  # the weight itself, of which rows may be scaled
-        layout, terms = agree(lookup, ids, weight)
+        layout, terms = agreed_table(lookup, ids, weight)
         settings = lookup.settings.counted_from_front(layout.shape[0])
         if lookup.partition.size == 1:
             return F.embedding(ids, weight, *astuple(settings))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessel.core.agreement import TensorMeta, agree_and_tell, same
+from tessel.core.agreement import TensorMeta, agree, same
 from tessel.core.checksum import range_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
@@ -51,7 +51,7 @@ class Lookup:
         return abs(self.dim)
 
 
-def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMeta]:
+def agreed_table(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMeta]:
     """The layout of the whole table, after all workers agreed that they look up the same in it.
 
     One small exchange. All workers raise, or none: ValueError for shards that do not fit together
@@ -59,12 +59,13 @@ def agree(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMe
     """
     needs_grad = getattr(weight, "requires_grad", False) and torch.is_grad_enabled()
     label = f"{lookup.label}{'' if needs_grad else ', without a gradient of the weight'}"
-    (of_ids, of_weight), values = agree_and_tell(
+    (of_ids, of_weight), values = agree(
         lookup.partition,
         label,
-        [("the ids", ids), ("the weight", weight)],
-        range_of(ids, INDICES),
-        f"{label} {lookup}",
+        *(ids, weight),
+        names=("the ids", "the weight"),
+        numbers=range_of(ids, INDICES),
+        identity=f"{label} {lookup}",
     )
     layout = _concluded(lookup, label, frozen(of_ids), frozen(of_weight))
     check_copies(values, ("ids",), layout.shape[0], ("id", "rows of the table"), lookup.label)

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import agree, agree_on_call, conclude, same
+from tessel.core.agreement import agree, same
 from tessel.core.graph import eagerly
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.core.shared import equalize
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_shards
 from tessel.distributed.shardings import is_wrapped
@@ -26,8 +27,15 @@ from tessel.distributed.shards import (
 from tessel.nn.layer import needs_of
 from tessel.nn.parallel.agreed import check_sharding, in_mode_of, spread_part
 from tessel.nn.parallel.convert import Conversion, convert
-from tessel.nn.parallel.drawing import draw_, equalize_
-from tessel.nn.parallel.linear_agreement import COLUMN, ROW, ShardedProduct, layouts_of, problem_of
+from tessel.nn.parallel.drawing import draw_
+from tessel.nn.parallel.linear_agreement import (
+    COLUMN,
+    ROW,
+    ShardedProduct,
+    agreement_on,
+    layouts_of,
+    problem_of,
+)
 from tessel.nn.parallel.sharded import ShardedLayer
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import opened
@@ -67,7 +75,7 @@ def multiply(
             or _problem_in_transform(x, partition, dim, sizes),
         )
         x = as_plain(x)
-        layout, meta = conclude(product, x)
+        layout, meta = agreement_on(product).agree_on(x)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
     if partition.size > 1:
@@ -95,16 +103,18 @@ def _problem_in_transform(x: Tensor, partition: Partition, dim: int, sizes: tupl
     )
 
 
+@eagerly
 def multiply_shards(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, partition: Partition
+    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, workers: Partition | None
 ) -> Tensor:
     """The same, for shards of which the workers first learn of which whole they are."""
+    partition = row_of(workers)
     if not partition.active:
         return x.clone()
     name = name_of_product(bias, dim)
     state = state_of(weight)
     label = f"{name} over {partition}, where the weight is {describe(state)}"
-    [(shapes, _)] = agree(partition, label, weight)
+    [(shapes, _)], _ = agree(partition, label, weight)
     split = checked_dim(dim, name)
     assert split is not None
     first, place = shapes[partition.ranks[0]], 1 - split
@@ -180,7 +190,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
     ) -> None:
         row = row_of(partition)
         name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
-        agree_on_call(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
+        agree(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
         checked_dim(dim, name)
         if dim is None:
             self.partition = row  # which torch's layer needs when it draws its values
@@ -211,7 +221,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
         """Draw all values anew, as `torch.nn.Linear` does; a call of all workers of the group."""
         if self.dim is None:
             super().reset_parameters()
-            equalize_(self._parameters.values(), self.partition)
+            equalize(self._parameters.values(), self.partition)
             return
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         layouts = self.layouts
@@ -279,7 +289,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
         """
         row = row_of(partition)
         name = f"convert_parallel_linear(module, dim={dim!r}) over {row}"
-        agree_on_call(row, f"{name}, {strict=}")
+        agree(row, f"{name}, {strict=}")
         checked_dim(dim, name)
         conversion = Conversion(
             name=name,

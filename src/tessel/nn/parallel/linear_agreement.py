@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import TensorMeta, same
+from tessel.core.agreement import Agreement, TensorMeta, same
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.distributed.shard_layouts import shard_layout
@@ -108,6 +108,13 @@ class ShardedProduct:
             return True
         fits = all(shapes[worker] == parts.shape_on(worker) for worker in self.partition.ranks)
         return fits and any(shape != parts.shape for shape in shapes.values())
+
+
+@kept_in_job
+def agreement_on(product: ShardedProduct) -> Agreement[tuple[Layout, TensorMeta]]:
+    """Where workers agree on the input of a product; made once, as each call of a layer asks."""
+    P = product.partition
+    return Agreement(P.prepare(), product.label, P.ranks, product.conclude, product.identity)
 
 
 def problem_of(

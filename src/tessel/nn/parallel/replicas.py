@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tessel.core.agreement import agree_on_call
+from tessel.core.agreement import agree
 from tessel.core.graph import eagerly
 from tessel.core.partition import Partition, world
 from tessel.distributed.group import get_group, row_of
@@ -81,7 +81,7 @@ def data_parallel(module: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     replicas = get_data_parallel_group()
     if replicas.size == 1:
         return module
-    return DistributedDataParallel(module, process_group=replicas.group.handle, **settings)
+    return DistributedDataParallel(module, process_group=replicas.prepare().handle, **settings)
 
 
 def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
@@ -136,7 +136,7 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     row = row_of(partition)
     learns = x.requires_grad and torch.is_grad_enabled()
     problem = _left_out(row) if learns else ""
-    agree_on_call(row, f"gather_batch over {row}{problem}")
+    agree(row, f"gather_batch over {row}{problem}")
     if problem:
         raise ValueError(f"gather_batch over {row}{problem}")
     if learns:
@@ -145,23 +145,16 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     return gather(x, 0, row)
 
 
-def _wrapper_on_stack() -> DistributedDataParallel | None:
-    """The innermost wrapper whose `forward` has called this.
-
-    Before torch 2.13 a wrapper inside of another one says, when it is done, that none runs.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is DistributedDataParallel.forward.__code__:
-            found: DistributedDataParallel = frame.f_locals["self"]
-            return found
-        frame = frame.f_back
-    return None
-
-
 def _left_out(row: Partition) -> str:
     """What is wrong if the wrapper that runs now takes no mean over all workers of a group."""
-    wrapper = DistributedDataParallel._get_active_ddp_module() or _wrapper_on_stack()
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    # Before torch 2.13 a wrapper inside of another one says, when it is done, that none runs: so
+    # the innermost one whose `forward` has called this is looked for on the stack.
+    frame: FrameType | None = sys._getframe(1)
+    while wrapper is None and frame is not None:
+        if frame.f_code is DistributedDataParallel.forward.__code__:
+            wrapper = frame.f_locals["self"]
+        frame = frame.f_back
     if wrapper is None or {*row.ranks} <= {*dist.get_process_group_ranks(wrapper.process_group)}:
         return ""
     return (

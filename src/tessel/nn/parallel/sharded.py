@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
+from tessel.core.shared import equalize
 from tessel.distributed.shards import Sharding, call, drop_shardings, note, sharding_of, share
 from tessel.nn.parallel.agreed import agree_on_spread
-from tessel.nn.parallel.drawing import equalize_
 
 
 class ShardedLayer(torch.nn.Module):
@@ -54,7 +54,7 @@ class ShardedLayer(torch.nn.Module):
             whole = (
                 p for p in self._parameters.values() if p is not None and sharding_of(p) is None
             )
-            equalize_(whole, self.partition)
+            equalize(whole, self.partition)
 
     def _note_shardings(self) -> None:
         """Let the parameters say which shards they are."""

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from tessel.core.layout import Layout
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.products import Contraction, planned
 from tessel.tensor.table import check_together, made, moved, outlining
 from tessel.tensor.tensor import Tensor
-from tessel.tensor.use import used
 
 Letters = tuple[tuple[str, ...], str]
 

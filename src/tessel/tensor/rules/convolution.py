@@ -14,14 +14,13 @@ from torch import Tensor
 
 from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
 from tessel.tensor import overlapped_convolution
-from tessel.tensor.padding import Wrapped, wrapped
+from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
 from tessel.tensor.rules.spread_weights import convolve_with, planned_in_blocks
 from tessel.tensor.table import Arguments, Settings, rule
-from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
 
@@ -146,7 +145,7 @@ class ConvolutionPlan:
         padding: then torch pads the dimensions that are whole, and convolves.
     """
 
-    wraps: tuple[Wrapped, ...]
+    wraps: tuple[PeriodicHalo, ...]
     windowed: Windowed
     places: tuple[tuple[int, Numbers], ...]
     padding: Numbers
@@ -176,12 +175,12 @@ def planned(
     D = settings.num_dims
     first = len(source.shape) - D
     split = [len(cut.intervals) > 1 for cut in target.cuts[first:]]
-    wraps: list[Wrapped] = []
+    wraps: list[PeriodicHalo] = []
     padding, before, after, kept = [0] * D, [0] * D, [0] * D, [0] * D
     for d, (left, right) in enumerate(settings.widths):
         if settings.mode == "circular" and left + right > 0:
-            wraps.append(wrapped(source, first + d, left, right))
-            source = wraps[-1].target
+            wraps.append(periodic_halo(source, first + d, left, right))
+            source = wraps[-1].codomain
         elif settings.mode in ("reflect", "replicate"):
             kept[d] = left
         elif left == right and not split[d]:

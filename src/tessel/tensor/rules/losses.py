@@ -22,7 +22,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import _reduction
 
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.shared import total
+from tessel.core.shared import total, used
 from tessel.tensor.rules.batched import (
     applied,
     batched,
@@ -52,7 +52,6 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor, move
-from tessel.tensor.use import used
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
-from tessel.core.shared import anchored_zeros, replicate
+from tessel.core.shared import anchored_zeros, replicate, used_together
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -33,7 +33,6 @@ from tessel.tensor.table import (
     whole_part,
 )
 from tessel.tensor.tensor import Tensor as SpreadTensor
-from tessel.tensor.use import used_together
 from tessel.transport import kept_in_job
 
 Pair = tuple[Tensor | None, Tensor | None]

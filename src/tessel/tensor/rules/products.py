@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.overlapped_linear import can_overlap, multiply_overlapping
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
@@ -35,7 +35,6 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor, move, open_part
-from tessel.tensor.use import used
 from tessel.tensor.windowed import reading
 from tessel.transport import kept_in_job
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.gathering import gathered, may_gather, say, shared
 from tessel.tensor.rules.batched import part_of, plan_of
 from tessel.tensor.rules.hosting import split_like
@@ -32,7 +32,6 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.tensor.use import used
 
 _SEQUENCE = (
     *("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional"),

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, TransposedWindow
 from tessel.tensor.rules.convolution import check_numbers
 from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
 from tessel.tensor.rules.spread_weights import convolve_with, planned_in_blocks
 from tessel.tensor.table import Arguments, Settings, rule
-from tessel.tensor.use import used
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
 

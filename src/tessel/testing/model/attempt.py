@@ -64,7 +64,7 @@ def attempt_together(
     and all others raise there, whatever they are about to do.
     """
     result = None
-    groups = [partition.group, everyone] if partition.active else [everyone]
+    groups = [partition.prepare(), everyone] if partition.active else [everyone]
     groups = list(dict.fromkeys(groups))  # which are one, if all workers take part
     try:
         with comparing():

@@ -72,13 +72,13 @@ def measured(model: nn.Module, memory: Memory) -> Iterator[dict[str, tuple[int, 
     running: list[tuple[int, int]] = []  # modules call modules: what there was when each began
 
     def begin(name: str, module: nn.Module, args: Any) -> None:
-        running.append((transport.traffic().bytes_sent, memory.current))
+        running.append((transport.total_traffic().bytes_sent, memory.current))
 
     def end(name: str, module: nn.Module, args: Any, output: Any) -> None:
         sent, kept = running.pop()
         if not in_backward():
             before = found.get(name, (0, 0))
-            sent = transport.traffic().bytes_sent - sent
+            sent = transport.total_traffic().bytes_sent - sent
             found[name] = before[0] + sent, before[1] + max(0, memory.current - kept)
 
     with _hooked(model, after=end, before=begin):

@@ -130,11 +130,11 @@ def run_converted(
             if number == len(entered) - 1:  # gradients travel in buckets from the second call on
                 uses = stack.enter_context(measured(model, memory))
             seed_all(common_seed(seeds[number]))
-            start = transport.traffic().bytes_sent
+            start = transport.total_traffic().bytes_sent
             result = model(*args, **kwargs)
-            middle = transport.traffic().bytes_sent
+            middle = transport.total_traffic().bytes_sent
             outputs = _derived(result, loss)
-            sent = middle - start, transport.traffic().bytes_sent - middle
+            sent = middle - start, transport.total_traffic().bytes_sent - middle
         values += _paired(outputs, alone.outputs[number])
     values = [
         worst(name, [each for each in values if each.name == name])

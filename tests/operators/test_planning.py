@@ -31,7 +31,7 @@ from tessel.cli.plan import build
 from tessel.operators.algebra import ParOperator
 from tessel.operators.choose import best_partition, plan_on
 from tessel.operators.distributed import Distributed
-from tessel.operators.explain import Explanation, explain, explain_plan
+from tessel.operators.explanation import Explanation, explain, explain_plan
 from tessel.operators.rates import Machine, Rates, built_in, known_machine, model_path
 from tessel.operators.storage import storage_of
 

@@ -16,6 +16,7 @@ from models import Doubled
 from parity import close, values
 from tessel.distributed import gather, get_parallel_dim, register_parallel_dim, scatter
 from tessel.distributed.shards import Shard, Sharding, as_plain, state_of
+from tessel.tensor.table import RULES
 from windowed_cases import raised
 
 Run = Callable[..., list[Any]]
@@ -263,3 +264,14 @@ def gradients_that_are_shards() -> None:
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_gradients_may_be_shards(run: Run, nprocs: int) -> None:
     run(gradients_that_are_shards, nprocs=nprocs)
+
+
+def broken_rule(*_: Any) -> Any:
+    raise KeyError("a mistake in the rule")
+
+
+def test_a_mistake_in_a_rule_is_no_lost_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = register_parallel_dim(torch.ones(3, 17), 1)
+    monkeypatch.setitem(RULES, "cumsum", broken_rule)
+    with pytest.raises(KeyError, match="a mistake in the rule"):
+        x.cumsum(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tessel.core import agree_on_call, total
+from tessel.core import agree, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
 from tessel.imaging.factory import on_device
@@ -139,7 +139,7 @@ def _agreed_kind(
     plain = str | int | float | tuple | list | torch.dtype | None
     said = {n: repr(v) if isinstance(v, plain) else type(v).__name__ for n, v in asked.items()}
     told = ", ".join(f"{name}={value}" for name, value in said.items())
-    agree_on_call(ctx.partition, f"distribute(…, type_object={kind!r}, {told}) {problem}".rstrip())
+    agree(ctx.partition, f"distribute(…, type_object={kind!r}, {told}) {problem}".rstrip())
     if problem:
         raise ValueError(problem)
     return kind

@@ -1,0 +1,167 @@
+"""What workers agree on before a loss: tensors beside the input, and values that torch refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.core.agreement import Numbers, TensorMeta
+from tessel.core.checksum import checksum, is_dense, is_within, range_of
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.nn.layer import entered
+from tessel.tensor import Tensor as SpreadTensor
+
+CLASSES = (torch.int64, torch.uint8)  # dtypes in which torch takes the numbers of classes
+Said = tuple[int, int]  # a fault of this worker's values, and a checksum where they are a copy
+FINE: Said = (0, 0)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FAULTS: tuple[tuple[type[Exception], str], ...] = (  # by number, of which 0 is none
+    (RuntimeError, "all elements of input should be between 0 and 1"),
+    (RuntimeError, "all elements of target should be between 0 and 1"),
+    (IndexError, "a target is out of bounds: it is none of the classes and not ignore_index"),
+    (ValueError, "var has negative entry/entries"),
+)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What all workers know of a tensor that goes with the input of a loss.
+
+    Attributes:
+        loss: in whose name to raise.
+        name: of the tensor.
+        shapes: of the parts, by worker.
+        meta: of what kind they are.
+        numbers: what each worker said of its values.
+    """
+
+    loss: Any
+    name: str
+    shapes: dict[int, Shape]
+    meta: TensorMeta
+    numbers: Numbers
+
+    def check_parts(self, layout: Layout, expected: Layout) -> None:
+        """Raise ValueError if the parts do not lie as those of the input, in `layout`."""
+        misfit = _misfit(tuple(self.shapes.items()), expected)
+        if misfit is not None:
+            worker, shape = misfit
+            raise ValueError(
+                f"{self.loss!r}: the {self.name} must lie as the input does: worker {worker} has "
+                f"an input of shape {layout.shape_on(worker)} and a {self.name} of shape {shape}, "
+                f"expected {expected.shape_on(worker)}"
+            )
+
+    def check_values(self) -> None:
+        """Raise what torch raises for bad values, if any worker has some."""
+        for worker, (fault, _) in self.numbers.items():
+            if fault:
+                kind, text = _FAULTS[fault - 1]
+                raise kind(f"{self.loss!r}: {text}, on worker {worker}")
+
+    def check_copies(self, layout: Layout, axes: Sequence[int]) -> None:
+        """Raise ValueError if workers along `axes` hold other values, by their checksums."""
+        partition = layout.partition
+        for worker, said in self.numbers.items():
+            place = partition.coordinates(worker)
+            assert place is not None
+            first = partition.worker_at([0 if a in axes else at for a, at in enumerate(place)])
+            if said != self.numbers[first]:
+                raise ValueError(
+                    f"{self.loss!r}: workers along axes {tuple(axes)} must hold the same "
+                    f"{self.name}, and worker {worker} holds another than worker {first}"
+                )
+
+    def spread(self, value: Tensor, layout: Layout) -> SpreadTensor:
+        """Parts that fit: the tensor needs a gradient, or carries a tangent, here if it does so
+        anywhere."""
+        return SpreadTensor(entered(value, layout, self.meta), layout)
+
+
+@lru_cache(maxsize=1024)
+def _misfit(parts: tuple[tuple[int, Shape], ...], layout: Layout) -> tuple[int, Shape] | None:
+    """The first worker whose part is not that of the layout, and its shape."""
+    return next((each for each in parts if each[1] != layout.shape_on(each[0])), None)
+
+
+def said_of_units(x: Tensor, target: Any) -> Said:
+    """What a worker says of an input and a target whose values must lie in [0, 1]."""
+    if not _within_unit(x):
+        return 1, 0
+    return FINE if _within_unit(target) else (2, 0)
+
+
+def _within_unit(x: Any) -> bool:
+    """Whether all values lie in [0, 1]; on an accelerator torch's kernel itself stops if not."""
+    if not (is_dense(x) and x.dtype in _FLOATS) or x.device.type != "cpu" or not x.numel():
+        return True
+    low, high = x.detach().aminmax()
+    return bool((low >= 0) & (high <= 1))
+
+
+# -- classes --------------------------------------------------------------------------------------
+
+
+def class_dim(ndim: int) -> int:
+    """The dimension of the classes: 1, or 0 of an input without a batch."""
+    return min(1, ndim - 1)
+
+
+def samples_of(shape: Shape) -> Shape:
+    """The shape of a target that gives the classes of an input of this shape."""
+    dim = class_dim(len(shape))
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def said_of_classes(target: Any, num_classes: int, ignore_index: int, is_copy: bool) -> Said:
+    """What a worker says of the classes that it was given; nothing if it has probabilities."""
+    if not is_copy and isinstance(target, Tensor) and target.device.type != "cpu":
+        return FINE  # on an accelerator torch's kernel itself stops at those that are none
+    low, high, total = range_of(target, CLASSES, ignore_index, is_copy)
+    return 0 if is_within(low, high, num_classes) else 3, total
+
+
+# -- the variance of a Gaussian -------------------------------------------------------------------
+
+
+def said_of_variance(var: Tensor, layout: Layout) -> Said:
+    """What a worker says of its variance."""
+    if not (is_dense(var) and var.dtype in _FLOATS):
+        return FINE
+    fault = 4 if bool((var.detach() < 0).any()) else 0
+    lengths = zip(var.shape, layout.cuts, strict=False)
+    splits = (length == 1 and len(cut.intervals) > 1 for length, cut in lengths)
+    # Parts that lie as the input does are of other elements on each worker, copies of the same.
+    is_copy = var.ndim != len(layout.shape) or any(splits)
+    return fault, checksum(var) if is_copy else 0
+
+
+def narrow_dim(shapes: dict[int, Shape], layout: Layout) -> int | None:
+    """Along which dimension a variance is the same for all of the input, if along any."""
+    given = list(shapes.values())
+    inputs = [layout.shape_on(worker) for worker in shapes]
+    if given == [shape[:-1] for shape in inputs]:
+        return len(layout.shape) - 1
+    if given == inputs:  # also if each has one element along a dimension: nothing tells them apart
+        return None
+    for dim in range(len(layout.shape)):
+        if given == [_with_one(shape, dim) for shape in inputs]:
+            return dim
+    return None
+
+
+@lru_cache(maxsize=1024)
+def narrowed(layout: Layout, dim: int) -> Layout:
+    """The layout of a tensor of length one along `dim`, shared along the axes that split it."""
+    cuts = (*layout.cuts[:dim], Cut.whole(1), *layout.cuts[dim + 1 :])
+    shared = (*layout.shared, *layout.cuts[dim].axes)
+    return replace(layout, shape=_with_one(layout.shape, dim), cuts=cuts, shared=shared)
+
+
+def _with_one(shape: Shape, dim: int) -> Shape:
+    return (*shape[:dim], 1, *shape[dim + 1 :])
