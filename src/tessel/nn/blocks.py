@@ -122,7 +122,7 @@ class Weighted(ComputingLayer):
 
     def weight_shape(self) -> Shape:
         """The shape of the weight as torch's own layer has it."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what weight it has")
+        raise NotImplementedError(f"{type(self).__name__} must implement `weight_shape`")
 
     def whole_shapes(self) -> dict[str, Shape]:
         """The shapes of the parameters as torch's own layer has them."""
@@ -204,7 +204,7 @@ class Weighted(ComputingLayer):
             bias: the same.
             args, settings: what else the layer is called with.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what it multiplies")
+        raise NotImplementedError(f"{type(self).__name__} must implement `multiply`")
 
     def on_grid(self, P_w: Partition, x: Shape, y: Shape) -> Contraction:
         """Where an input and an output of these shapes meet the blocks of the weight."""

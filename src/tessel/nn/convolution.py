@@ -35,7 +35,7 @@ class ConvolutionLayer(Weighted):
 
     def read_settings(self) -> Any:
         """What the attributes, which are torch's, say."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it computes")
+        raise NotImplementedError(f"{type(self).__name__} must implement `read_settings`")
 
     def settings(self) -> Any:
         """What this is, as a value."""

@@ -211,7 +211,7 @@ class ComputingLayer(Layer):
         return compute_spread(self.compute, x, *args, **settings)
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
-        raise NotImplementedError(f"{type(self).__name__} does not say how it computes")
+        raise NotImplementedError(f"{type(self).__name__} must implement `compute`")
 
 
 def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:

@@ -58,7 +58,7 @@ class DistributedLossBase(Layer):
 
     def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
         """What goes with the input, as spread tensors, after all workers agreed on it."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it is a loss of")
+        raise NotImplementedError(f"{type(self).__name__} must implement `agree_on_others`")
 
     @property
     def weights(self) -> tuple[Tensor | None, ...]:

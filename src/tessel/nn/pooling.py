@@ -36,7 +36,7 @@ class DistributedPoolingBase(PoolingMixin, Layer):
 
     def settings(self) -> Pool:
         """What pool this is, as a value."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what pool it is")
+        raise NotImplementedError(f"{type(self).__name__} must implement `settings`")
 
 
 class _AvgPool(DistributedPoolingBase):
