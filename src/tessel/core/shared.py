@@ -149,14 +149,9 @@ def _shared_whole(partition: Partition, shape: Shape) -> Layout:
 @kept_in_job
 def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | None:
     """How workers use a value of this shape; None if all that have several do the same with it."""
-    sizes = layout.partition.shape
-    same = tuple(
-        axis
-        for axis, size in enumerate(sizes)
-        if size == 1 or axis in layout.shared or axis in shared
-    )
-    whole = shared_whole(layout.partition, shape)
-    return None if len(same) == len(sizes) else Replicate(whole, replace(whole, shared=same))
+    sizes, alike = layout.partition.shape, {*layout.shared, *shared}
+    separate = tuple(axis for axis, n in enumerate(sizes) if n > 1 and axis not in alike)
+    return _replicate(shared_whole(layout.partition, shape), separate) if separate else None
 
 
 class Sum:
