@@ -113,6 +113,7 @@ class Weighted(ComputingLayer):
         P_w: Partition | None = None,
         **settings: Any,
     ) -> None:
+        # past that of Layer, which would place the parameters before all partitions are known
         super(Layer, self).__init__(*args, **settings)
         self.place_with(P_x, P_y, P_w)
 
@@ -157,6 +158,7 @@ class Weighted(ComputingLayer):
     @property
     def _is_relocated(self) -> bool:
         """Whether some worker does not store the parameters whole."""
+        # P_y may have workers that P_x has not: they store nothing
         return self.P_w is not None or self.prepare().size > self.P_x.size
 
     def _block_layouts(self) -> dict[str, Layout]:
