@@ -258,3 +258,23 @@ def test_the_reference_names_everything_that_is_public():
             if not name.startswith("_") and not isinstance(value, types.ModuleType):
                 entry = rf"^::: {module.__name__}\.(\w+\.)*{name}$"
                 assert re.search(entry, reference, re.MULTILINE), f"{name} is not documented"
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+SOURCE = ROOT / "src" / "tessel"
+
+
+def test_the_architecture_names_files_that_exist():
+    """By their path in the package, in the checkout, or beside one that was just named."""
+    ends = [path.as_posix() for folder in (SOURCE, ROOT / "tests") for path in folder.rglob("*.py")]
+    for name in set(re.findall(r"`([\w/]+\.py)`", ARCHITECTURE)):
+        assert any(end.endswith(f"/{name}") for end in ends), f"{name} is missing"
+
+
+def test_the_architecture_names_classes_that_exist():
+    sources = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    rows = re.findall(r"^\|(.*?)\|", ARCHITECTURE.partition("### Classes")[2], re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`([A-Z]\w+)`", row)}
+    assert len(names) > 50
+    for name in names:
+        assert re.search(rf"^class _?{name}\b", sources, re.MULTILINE), f"{name} is no class"

@@ -1,4 +1,8 @@
-"""Tensors spread over processes: distribution as linear algebra."""
+"""Tensors spread over processes: distribution as linear algebra.
+
+This module exports the public interface. It may import every package except `cli` and `viz`, which
+import it.
+"""
 
 import importlib as _importlib
 import sys as _sys

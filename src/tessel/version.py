@@ -1,3 +1,3 @@
-"""The version, for those who have no installed metadata to ask, as in a source tree."""
+"""The version, for source trees without installed metadata."""
 
 __version__ = "0.1.0"

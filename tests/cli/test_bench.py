@@ -488,7 +488,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_claim(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_tessel(["bench", "halo", "hello"]) == 2
     said = capsys.readouterr().err
-    assert "no claim hello" in said and "movements" in said
+    assert "unknown claim hello" in said and "movements" in said
 
 
 def test_no_rounds(capsys: pytest.CaptureFixture[str]) -> None:

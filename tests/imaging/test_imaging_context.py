@@ -92,7 +92,7 @@ def test_bad_numbers() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="'gpu' was asked for, and this host has 0 GPUs"):
+    with pytest.raises(ValueError, match="'gpu' was requested, but this host has 0 GPUs"):
         DistributedContext(device_mode="gpu").__enter__()
 
 
@@ -112,7 +112,7 @@ def other_backend() -> str:
 
 def test_a_job_that_runs_on_another_backend(run: Run) -> None:
     for text in run(other_backend, nprocs=2):
-        assert "'nccl' was asked for, and the job runs on" in text
+        assert "'nccl' was requested, but the job runs on" in text
 
 
 def draw() -> list[float]:

@@ -353,7 +353,7 @@ def refused(what: str) -> str:
 
 
 REFUSED = {
-    "function": "it cannot be told what function is; pass type_object",
+    "function": "cannot infer the kind of function; pass type_object",
     "count": "pass num_operators",
     "other count": "num_operators=2, and there are 1",
     "kind": "type_object must be one of auto, physics",
@@ -402,7 +402,7 @@ def test_arguments_of_one_worker_raise_on_all(run: Run, kind: str) -> None:
 
 def test_what_cannot_be_told_raises_on_all(run: Run) -> None:
     results = run(object_of_one, nprocs=2)
-    assert len(set(results)) == 1 and "it cannot be told what object is" in results[0]
+    assert len(set(results)) == 1 and "cannot infer the kind of object" in results[0]
 
 
 def object_of_one() -> str:

@@ -781,7 +781,7 @@ def drifting_copies(method: str) -> str:
 @pytest.mark.parametrize("method", ["A", "grad", "prox", "update_"])
 def test_copies_that_drift_apart_are_found(run: Run, method: str) -> None:
     texts = run(drifting_copies, method, nprocs=2)
-    assert len(set(texts)) == 1 and "worker 1 holds other numbers than worker 0" in texts[0]
+    assert len(set(texts)) == 1 and "worker 1 has other values than worker 0" in texts[0]
 
 
 def copied(in_parts: bool) -> None:

@@ -352,7 +352,7 @@ def differ_with_gradients(how: str) -> Any:
 def test_values_that_differ_and_need_a_gradient_raise(run: Run, how: str) -> None:
     texts = run(differ_with_gradients, how, nprocs=2)
     assert len(set(texts)) == 1
-    assert "worker 1 holds other numbers than worker 0" in texts[0]
+    assert "worker 1 has other values than worker 0" in texts[0]
     assert "a gradient goes through it" in texts[0] and "update_(data, source=0)" in texts[0]
 
 
@@ -410,7 +410,7 @@ def test_workers_that_drift_apart_are_found(run: Run, where: str) -> None:
     assert run(drift, False, where) == [""] * 4
     texts = run(drift, True, where)
     assert len(set(texts)) == 1
-    assert "worker 2 holds other numbers than worker 0" in texts[0]
+    assert "worker 2 has other values than worker 0" in texts[0]
 
 
 def test_the_environment_asks_for_the_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:

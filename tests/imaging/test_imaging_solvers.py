@@ -740,7 +740,7 @@ def test_methods_say_what_lies_otherwise(run: Run, tmp_path: Path) -> None:
             if kind is Summing:
                 assert (text, found) == ("", [4])
             else:
-                assert "['rows'] of Collector cannot be brought" in text and not found
+                assert "['rows'] of Collector cannot be converted" in text and not found
 
 
 def lone(folder: str) -> tuple[str, str]:

@@ -218,7 +218,7 @@ def test_compiled_functions_run(run):
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "2"])
 def test_number_of_workers_is_checked(bad):
-    with pytest.raises(ValueError, match="nprocs must be a whole number of at least 1, got"):
+    with pytest.raises(ValueError, match="nprocs must be an integer of at least 1, got"):
         launch(rank, bad)
 
 
@@ -326,7 +326,7 @@ def test_worker_that_dies_between_calls_is_replaced(run):
 
 def test_time_limit_shows_where_each_worker_is(run):
     run(rank, nprocs=3)
-    with pytest.raises(TimeoutError, match="hang_on ran longer than its limit of 2 s") as info:
+    with pytest.raises(TimeoutError, match="hang_on exceeded its time limit of 2 s") as info:
         run(hang_on, 1, nprocs=3, timeout=2)
     workers = re.split(r"Worker \d:", str(info.value))[1:]
     assert len(workers) == 3
@@ -360,7 +360,7 @@ def test_modules_are_imported_before_workers_are_forked():
 
 @pytest.mark.parametrize("names", ["", "two names", ["-c"], [3]])
 def test_names_of_modules_are_checked(names):
-    with pytest.raises(ValueError, match="preload must have names of modules"):
+    with pytest.raises(ValueError, match="preload must contain names of modules"):
         Workers(2, preload=names)
 
 

@@ -244,13 +244,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "half a type": (lambda: ParDST(F32, 4, 2.5), "type must be 1, 2, 3 or 4"),  # type: ignore[arg-type]
     "another norm": (lambda: ParDCT(F32, 4, norm="unitary"), "norm must be one of backward, ortho"),
     "a number as norm": (lambda: ParDCT(F32, 4, norm=2), "norm must be one of"),  # type: ignore[arg-type]
-    "no length": (lambda: ParDCT(F32, 0), "ParDCT: n must be a whole number from 1 on"),
+    "no length": (lambda: ParDCT(F32, 0), "ParDCT: n must be an integer of at least 1"),
     "whole numbers": (lambda: ParDST(torch.int64, 4), "ParDST: T must be one of"),
     "half precision": (
         lambda: ParDST(torch.float16, 4) * torch.ones(4, dtype=torch.float16),
-        "torch cannot do this in float16 on cpu",
+        "torch does not support float16 on cpu",
     ),
-    "too few points": (lambda: ParDFT(F32, 4, 0.5), "padding must be a number from 1 on"),
+    "too few points": (lambda: ParDFT(F32, 4, 0.5), "padding must be a number of at least 1"),
     "mpi4py-fft's word for none": (lambda: ParDFT(F32, 4, False), "padding must be a number"),
     "a list": (lambda: ParDFT(F32, 4, [1.5]), "padding must be a number"),  # type: ignore[arg-type]
     "no number": (lambda: ParDFT(F32, 4, float("nan")), "padding must be a number"),

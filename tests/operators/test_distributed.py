@@ -350,7 +350,7 @@ def combine_grids() -> None:
     close("finer grid behind", chain * mine, target.local_part(expected))
     back = (R @ F).inv * target.local_part(expected)
     close("back", back, mine)
-    with pytest.raises(ValueError, match="cannot add operators whose tensors lie apart"):
+    with pytest.raises(ValueError, match="cannot add operators with different layouts"):
         distribute(A, rows) + distribute(A, blocks)
     with pytest.raises(ValueError, match="different workers"):
         distribute(A, Partition((3, 2, 1, 0), (4, 1))).H @ F
@@ -358,7 +358,7 @@ def combine_grids() -> None:
         A.H @ F
     with pytest.raises(ValueError, match="distribute the product"):
         tessel.kron(F, distribute(ParDiagonal(C128, 3), [4]))
-    with pytest.raises(ValueError, match="distributed already"):
+    with pytest.raises(ValueError, match="already distributed"):
         distribute(F, rows)
 
 
@@ -912,7 +912,7 @@ def test_what_is_wrong_on_one_worker_raises_on_all(run: Run, nprocs: int) -> Non
         "dtype": "the dtype differs between workers: torch.float64 on worker 0, torch.float32",
         "batch": "the number of dimensions differs between workers",
         "columns": "workers 0 and 1 have parts of the same columns, but 2 and 3 of them",
-        "vec": "some workers pass a vec and others a tensor in its dimensions",
+        "vec": "some workers pass a vec and others a tensor with its dimensions",
         "sparse": "worker 1 passed no tensor, or one of a dtype, device or layout",
         "θ": "with no θ for ParMatrix",
         "whole θ": "all of ParDiagonal",
@@ -976,7 +976,7 @@ def test_what_is_wrong_on_all_workers_is_told_clearly(run: Run) -> None:
         "wrong result": "needs 4 workers, there are 2",
         "no operator": "operator",
         "other workers": "the same workers",
-        "batch elsewhere": "the batch must be split alike",
+        "batch elsewhere": "the batch must be split in the same way",
         "repartition of nothing": "at least one dimension",
         "reduction of integers": "T must be one of",
     }

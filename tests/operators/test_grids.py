@@ -227,7 +227,7 @@ def with_columns() -> None:
     expected = torch.fft.fft2(x, dim=(0, 1))[slice(*there.box()[0])][..., columns]
     close("columns", y, expected)
     text = text_of(lambda: distribute(A, [2, 3, 1], [2, 1, 3]))
-    assert "the batch must be split alike" in text
+    assert "the batch must be split in the same way" in text
 
 
 def test_columns_of_a_batch_stay_where_they_are(run: Run) -> None:
@@ -289,7 +289,7 @@ def products() -> None:
     close("moved behind", (across @ here) * mine, target.local_part(F * x))
     close("the same", (across @ here - there @ back) * mine, 0 * other)
     assert num_transfers(back.H @ back) == 0
-    assert "cannot add operators whose tensors lie apart" in text_of(lambda: here + there)
+    assert "cannot add operators with different layouts" in text_of(lambda: here + there)
 
 
 def test_products_and_sums_on_any_two_grids(run: Run) -> None:

@@ -279,7 +279,8 @@ def test_of_many_workers_the_table_has_the_largest_and_the_smallest() -> None:
     explanation = explain_plan(plan, C64, {}, 1, built_in())
     assert not explanation.is_complete
     text = str(explanation)
-    assert "largest: 0" in text and "smallest:" in text and "of 1000 some were looked at" in text
+    assert "largest: 0" in text and "smallest:" in text
+    assert "only some of 1000 workers were examined" in text
 
 
 def test_an_operator_that_does_nothing_has_no_steps() -> None:
@@ -403,7 +404,7 @@ def test_more_workers_than_numbers() -> None:
 
 @pytest.mark.parametrize("workers", [0, -3, 2.5, "4", True, None])
 def test_nonsense_numbers_of_workers_are_refused(workers: Any) -> None:
-    with pytest.raises(ValueError, match="workers must be a whole number"):
+    with pytest.raises(ValueError, match="workers must be an integer"):
         best_partition(ParDFT(C64, 5), workers)
 
 
@@ -442,7 +443,7 @@ def test_a_model_is_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "machine.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"machine\.json is no machine model.*--measure"):
+    with pytest.raises(ValueError, match=r"machine\.json is not a machine model.*--measure"):
         known_machine(path)
 
 
@@ -497,7 +498,8 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize("name", ["fft", "rfft", "convolution", "fno"])
 def test_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "--shape", "64,64", "--operator", name, "--workers", "8")
-    for word in ("8 workers", "predicted time", "the steps of the best", "transfer", "machine:"):
+    expected = ("predicted time", "the steps of the best partition", "transfer", "machine:")
+    for word in ("8 workers", *expected):
         assert word in text
 
 
@@ -514,11 +516,11 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--shape", "16", "--workers", "0"), "whole number from 1 on"),
+        (("--shape", "16", "--workers", "0"), "integer of at least 1"),
         (("--shape", "16", "--workers", "2", "--modes", "3"), "--modes"),
         (("--shape", "16,8", "--workers", "2", "--operator", "fno", "--modes", "3,3,3"), "2 dim"),
-        (("--shape", "16", "--workers", "2", "--channels", "0"), "whole number from 1 on"),
-        (("--shape", "16", "--workers", "2", "--batch", "0"), "whole number from 1 on"),
+        (("--shape", "16", "--workers", "2", "--channels", "0"), "integer of at least 1"),
+        (("--shape", "16", "--workers", "2", "--batch", "0"), "integer of at least 1"),
     ],
 )
 def test_plan_refuses_nonsense(

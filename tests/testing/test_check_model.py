@@ -395,7 +395,7 @@ def test_gradients_that_differ(run: Run) -> None:
     found = run(wrong_gradient, nprocs=2)
     assert found[0] == found[1] and found[0][1] == []
     text = found[0][0]
-    assert "The outputs of all modules are right" in text
+    assert "The outputs of all modules are correct" in text
     wrong = [line.split()[2] for line in text.splitlines() if line.endswith("←")]
     assert wrong == [
         "first.0.weight",
@@ -612,8 +612,8 @@ def refused(case: str) -> str:
 
 
 REFUSED = {
-    "converted": "it converts itself: Twice is distributed already",
-    "layer": "DistributedConv2d 'layer' is distributed already",
+    "converted": "it converts itself: Twice is already distributed",
+    "layer": "DistributedConv2d 'layer' is already distributed",
     "input": "input[0] differs between worker 0 and worker 1",
     "model": "the model differs between worker 0 and worker 1",
     "mode": "the model differs between worker 0 and worker 1",
@@ -631,7 +631,7 @@ def test_what_cannot_be_checked(run: Run, case: str) -> None:
 
 
 def test_where_is_a_partition() -> None:
-    with pytest.raises(TypeError, match=r"a tessel.Partition or a tessel.Layout is needed"):
+    with pytest.raises(TypeError, match=r"where must be a tessel.Partition or a tessel.Layout"):
         check_model(nn.ReLU(), torch.ones(2), where=[1])  # type: ignore[arg-type]
 
 

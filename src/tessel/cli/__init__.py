@@ -20,11 +20,11 @@ Tensors spread over processes: distribution as linear algebra, with exact adjoin
 
 _EPILOG = """\
 start here:
-  tessel demo                          see that 4 workers compute what one process computes
+  tessel demo                          show that 4 workers compute what one process computes
   tessel run -n 4 train.py --epochs 3  run a script on 4 workers of this machine
-  tessel plan --shape 64,64 --workers 8  how a Fourier transform is best spread
-  tessel doctor                        what this machine has, how fast it is, what to mend
-  tessel bench --list                  what is claimed of its speed, against which peers
+  tessel plan --shape 64,64 --workers 8  the best way to split a Fourier transform
+  tessel doctor                        what this machine has, how fast it is, what to fix
+  tessel bench --list                  the claims about speed, and the peers
 
 `tessel COMMAND --help` explains each command.
 """

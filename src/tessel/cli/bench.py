@@ -53,13 +53,13 @@ class Claim:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tessel bench`."""
     parser.add_argument("claims", nargs="*", metavar="claim", help="all by default")
-    parser.add_argument("--list", action="store_true", help="say what is claimed, measure nothing")
+    parser.add_argument("--list", action="store_true", help="list the claims without measuring")
     parser.add_argument("--rounds", type=int, help="turns of every contender in each case")
     parser.add_argument(
-        "--quick", action="store_true", help="two short rounds: does all of it run?"
+        "--quick", action="store_true", help="two short rounds, to check that everything runs"
     )
     parser.add_argument(
-        "--without-peers", action="store_true", help="leave out peers that are not installed"
+        "--without-peers", action="store_true", help="skip peers that are not installed"
     )
 
 
@@ -68,7 +68,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         chosen = choose(find_claims(Path.cwd()), args.claims)
         if args.rounds is not None and args.rounds < 1:
-            raise ValueError(f"--rounds is a number from 1 on, got {args.rounds}")
+            raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
     except ValueError as error:
         print(f"tessel bench: {error}", file=sys.stderr)
         return 2
@@ -115,7 +115,7 @@ def choose(claims: list[Claim], names: list[str]) -> list[Claim]:
     known = {claim.name: claim for claim in claims}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"there is no claim {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ValueError(f"unknown claim {', '.join(unknown)}; known are {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(names)] or claims
 
 

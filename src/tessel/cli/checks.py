@@ -1,4 +1,4 @@
-"""Checks: what is wrong with a machine, by its facts alone, and how to mend it."""
+"""Checks: what is wrong with a machine, judged by its facts alone, and how to fix it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SLOW_SECONDS = 0.02  # of a small message, which takes far less on an idle mach
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend.
+    """Something to fix.
 
     Args:
-        broken: whether Tessel cannot work before it is mended; else it is advice.
+        broken: whether Tessel cannot work before it is fixed; else it is advice.
         what: what was found.
-        mend: how to mend it.
+        mend: how to fix it.
     """
 
     broken: bool
@@ -38,7 +38,7 @@ def check_torch(facts: Facts) -> Finding | None:
         return None
     return Finding(
         True,
-        f"torch {facts.torch} is outside of what Tessel supports: 2.11 or later, below 3",
+        f"torch {facts.torch} is not supported by Tessel: 2.11 or later, below 3",
         "pip install 'torch>=2.11,<3'",
     )
 
@@ -121,7 +121,7 @@ def check_job_variables(facts: Facts) -> Finding | None:
         return None
     return Finding(
         False,
-        "RANK and WORLD_SIZE are set here, so that every script believes to be one of several "
+        "RANK and WORLD_SIZE are set here, so every script assumes that it is one of several "
         "workers and waits for the others",
         "unset RANK WORLD_SIZE; `tessel run` sets them for its workers",
     )
@@ -135,7 +135,7 @@ def check_threads(facts: Facts) -> Finding | None:
     fitting = max(1, facts.usable_cores // 2)
     return Finding(
         False,
-        f"OMP_NUM_THREADS={asked}: already 2 workers would run {2 * int(asked)} threads on "
+        f"OMP_NUM_THREADS={asked}: even 2 workers would run {2 * int(asked)} threads on "
         f"{facts.usable_cores} cores and slow each other down",
         f"unset OMP_NUM_THREADS (`tessel run` then divides the cores among the workers), or set "
         f"it to {fitting} or less",
@@ -185,7 +185,7 @@ def check_memory(facts: Facts) -> Finding | None:
         return None
     return Finding(
         False,
-        f"only {num_bytes(facts.memory_available)} of memory are available; a worker needs about "
+        f"only {num_bytes(facts.memory_available)} of memory is available; a worker needs about "
         f"300 MiB before it holds any tensor",
         "end other programs, or use fewer workers",
     )

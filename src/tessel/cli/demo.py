@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("demo-output"),
         metavar="FOLDER",
-        help="where the pictures go (default: demo-output)",
+        help="folder of the pictures (default: demo-output)",
     )
     parser.set_defaults(parser=parser)
 
@@ -134,7 +134,7 @@ def _try_to_draw(reports: Sequence[Report], folder: Path) -> str:
     try:
         import matplotlib.figure  # noqa: F401  (before a folder is made)
     except ImportError:
-        return "no pictures: they need matplotlib, which `pip install 'tessel[viz]'` brings along"
+        return "no pictures: they need matplotlib, which `pip install 'tessel[viz]'` installs"
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [each for report in reports for each in report.draw(folder)]
     return "\n".join(

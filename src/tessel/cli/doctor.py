@@ -1,7 +1,7 @@
 """Look at this machine: what Tessel finds on it, how fast data moves, what is wrong.
 
 Two local workers measure each movement: the time of a small message (latency) and the rate of a
-large one (bandwidth). The list at the end says what to mend and how. The exit code is 1 when
+large one (bandwidth). The list at the end says what to fix and how. The exit code is 1 when
 something is broken, 0 otherwise, also when there is advice.
 
 `--measure` also measures how fast workers compute and exchange data here, some seconds for each of
@@ -26,7 +26,7 @@ from tessel.cli.measure import Rate, measure_machine, measure_rates
 from tessel.operators.rates import Machine, known_machine, model_path
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
-SUMMARY = "show what this machine has, measure it, and say what to mend"
+SUMMARY = "show what this machine has, measure it, and say what to fix"
 
 _GIB = 2**30
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure the machine model of `tessel plan`, too, and keep it in a file",
+        help="also measure the machine model of `tessel plan`, and store it in a file",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -63,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         model = known_machine()
     except ValueError as error:
-        mend = "tessel doctor --measure writes it anew"
+        mend = "tessel doctor --measure rewrites it"
         findings.append(Finding(False, f"the machine model cannot be read: {error}", mend))
     if args.json:
         everything = {
@@ -81,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
             console.print("\n[bold]movements between 2 workers of this machine[/]")
             console.print(rates_table(rates))
         if model is not None:
-            console.print("\n[bold]the model by which plans predict times[/]")
+            console.print("\n[bold]the machine model that predicts the times of plans[/]")
             console.print(f"  {escape(model.origin)}\n  file: {escape(str(model_path()))}")
             console.print(model_table(model))
         console.print("\n[bold]findings[/]")
@@ -104,7 +104,7 @@ def _measure(quiet: bool) -> tuple[list[Rate], list[Finding]]:
             Finding(
                 True,
                 f"two workers on this machine could not exchange data: {first_line}",
-                "mend what is named above, then see the whole error with `tessel demo --workers 2`",
+                "fix what is named above, then see the whole error with `tessel demo --workers 2`",
             )
         ]
     finding = check_rates(rates)

@@ -38,16 +38,16 @@ _DTYPES = ("float32", "float64", "complex64", "complex128")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tessel plan`."""
     parser.add_argument(
-        "--shape", type=_lengths, required=True, help="lengths in space, as 256,256,256"
+        "--shape", type=_lengths, required=True, help="lengths in space, such as 256,256,256"
     )
     parser.add_argument("--operator", choices=OPERATORS, default="fft", help="fft by default")
-    parser.add_argument("--workers", type=int, required=True, help="how many there will be")
+    parser.add_argument("--workers", type=int, required=True, help="number of workers")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="or its precision")
     parser.add_argument(
         "--channels", type=int, help="a dimension before those in space; fno: 20 by default"
     )
     parser.add_argument(
-        "--modes", type=_lengths, help="fno: kept frequencies of each sign, 12 or as 12,12,8"
+        "--modes", type=_lengths, help="fno: kept frequencies of each sign, such as 12 or 12,12,8"
     )
     parser.add_argument("--batch", type=int, default=1, help="columns on each worker")
     parser.add_argument(
@@ -77,7 +77,7 @@ def execute(args: argparse.Namespace) -> int:
                 f"{len(choice.candidates)} partitions compared in {seconds:.2f} s"
             )
             wide.print(choice)
-            wide.print("\n[bold]the steps of the best[/]")
+            wide.print("\n[bold]the steps of the best partition[/]")
             wide.print(choice.explanation)
         if args.picture:
             choice.explanation.save(args.picture)
@@ -160,7 +160,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         numbers = (0,)
     if any(number < 1 for number in numbers):
-        raise argparse.ArgumentTypeError(f"expected whole numbers as 256,128, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected integers such as 256,128, got {text!r}")
     return numbers
 
 

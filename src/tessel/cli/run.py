@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nnodes", type=_positive, default=1, metavar="H", help="number of hosts (default: 1)"
     )
     hosts.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet; one of them"
+        "--rdzv-endpoint", metavar="HOST:PORT", help="address of the rendezvous; one of the hosts"
     )
     hosts.add_argument(
         "--rdzv-id", default="tessel", metavar="ID", help="name of this job, the same on every host"

@@ -1,12 +1,12 @@
-"""The kernel: where values lie (`Layout`), and what moves them (`Move`), a linear operator.
+"""The kernel: where values are stored (`Layout`), and what moves them (`Move`), a linear operator.
 
-From the bottom: `boxes` and `windows` are integers only, `partition` and `layout` say who holds
-what, `plan` works out the pieces of a movement, and `linop` and `move` make it an operator with an
-adjoint; `halo` is the other movement there is. It stands on `transport` alone.
+From the bottom: `boxes` and `windows` are integers only, `partition` and `layout` define which
+worker holds what, `plan` computes the pieces of a movement, and `linop` and `move` make it an
+operator with an adjoint; `halo` is the other movement. It may import `transport`.
 
 The names below are what packages above build on: layouts and movements, the agreement that comes
-before a movement (`agree`, `tell`), shared values and their copies (`replicate`, `total`), and
-what a window reads. `imaging` imports nothing else of the kernel.
+before a movement (`agree`, `tell`), shared values and their copies (`replicate`,
+`total`), and what a window reads. `imaging` imports nothing else of the kernel.
 """
 
 from tessel.core import boxes as boxes

@@ -50,10 +50,10 @@ class LinearOperator(HasHandle):
     _group: transport.Group | None = None
 
     def _apply(self, x: Tensor) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not say how it is applied")
+        raise NotImplementedError(f"{type(self).__name__} must implement `_apply`")
 
     def _apply_adjoint(self, y: Tensor) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not say how its adjoint is applied")
+        raise NotImplementedError(f"{type(self).__name__} must implement `_apply_adjoint`")
 
     @cached_property
     def H(self) -> LinearOperator:

@@ -1,6 +1,7 @@
 """Tensor parallelism: the group of workers, its four movements, and shards.
 
-It may import `tensor`, whose table says what torch's functions do to shards, and what is below.
+It may import `tensor`, whose table determines what torch's functions do to shards, and packages
+below it.
 """
 
 from tessel.distributed.group import destroy_process_group as destroy_process_group

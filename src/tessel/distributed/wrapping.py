@@ -109,7 +109,7 @@ def _guard_fsdp() -> None:
     if known:
         _guard(FSDPParamGroup, _refusing_group)
     else:  # torch's own and no promise: a program that imports it must not fail for that
-        text = "fully_shard of this version of torch is not known to Tessel and may mix up shards"
+        text = "fully_shard of this version of torch is not supported by Tessel and may mix shards"
         warnings.warn(text, stacklevel=2)
 
 

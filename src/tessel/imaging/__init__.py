@@ -1,7 +1,7 @@
-"""Imaging: large inverse problems, their operators, measurements and image over workers.
+"""Imaging: large inverse problems, with operators, measurements and the image over workers.
 
-It may import all but `cli`, `viz` and `examples`, and of each package what that exports; nothing
-but these imports it.
+It may import all packages but `cli`, `viz` and `examples`, and only what they export; only these
+import it.
 """
 
 from tessel.imaging import solvers as solvers

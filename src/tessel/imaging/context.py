@@ -113,8 +113,8 @@ class DistributedContext:
                 running = str(dist.get_backend_config())
                 if self.backend not in running:
                     raise ValueError(
-                        f"backend {self.backend!r} was asked for, and the job runs on {running!r}; "
-                        f"pass backend=None to take what runs"
+                        f"backend {self.backend!r} was requested, but the job runs on {running!r}; "
+                        f"pass backend=None to use it"
                     )
             self._partition = partition = world()
             device, problem = self._chosen_device()
@@ -236,9 +236,9 @@ class DistributedContext:
             if found is not None:
                 worker, first = found
                 raise ValueError(
-                    f"{what}: workers drifted apart: worker {worker} holds other numbers than "
-                    f"worker {first}, where one shared value is needed; compute it in the same "
-                    f"way on all workers, or take that of one: update_(data, source={first})"
+                    f"{what}: workers have diverged: worker {worker} has other values than "
+                    f"worker {first}, where one shared value is expected; compute it in the same "
+                    f"way on all workers, or use that of one: update_(data, source={first})"
                 )
 
     def check_same_state(self, tensors: Sequence[Tensor], what: str) -> None:
@@ -266,7 +266,7 @@ class DistributedContext:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not gpus:
             asks = self.device_mode == "gpu"
-            problem = ": device_mode 'gpu' was asked for, and this host has 0 GPUs"
+            problem = ": device_mode 'gpu' was requested, but this host has 0 GPUs"
             return torch.device("cpu"), problem if asks else ""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         place = int(os.environ.get("LOCAL_RANK", "0"))

@@ -271,7 +271,7 @@ def _kind_of(given: Any) -> str:
     if _is_a(given, "deepinv.optim.prior", "Prior"):
         return "prior"
     raise ValueError(
-        f"distribute: it cannot be told what {type(given).__name__} is; pass type_object, one of "
+        f"distribute: cannot infer the kind of {type(given).__name__}; pass type_object, one of "
         f"{', '.join(KINDS[1:])}"
     )
 

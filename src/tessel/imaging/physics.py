@@ -620,8 +620,8 @@ class DistributedLinearPhysics(DistributedPhysics):
         x, reached = found["x"], float(found["residual"])
         if reached > tol:
             warnings.warn(
-                f"{self!r}.A_dagger: the residual fell to {reached:.2g} of its first size in "
-                f"{max_iter} steps, not to tol = {tol:.2g}; allow more, or a larger tol",
+                f"{self!r}.A_dagger: the relative residual is {reached:.2g} after {max_iter} "
+                f"steps, above tol = {tol:.2g}; increase max_iter or tol",
                 stacklevel=2,
             )
         rest = self.A_adjoint(ys - self.A(x)) if torch.is_grad_enabled() else x

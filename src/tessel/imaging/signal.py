@@ -144,7 +144,7 @@ class DistributedSignal:
         if found is not None:
             worker, first = found
             what = (
-                f"DistributedSignal.update_: worker {worker} holds other numbers than worker "
+                f"DistributedSignal.update_: worker {worker} has other values than worker "
                 f"{first}, where one shared value is needed"
             )
             way_out = (

@@ -1,6 +1,6 @@
 """Tessel and other parts of torch: sharded checkpoints of `torch.distributed.checkpoint`.
 
-It may import `state` and what is below it, where they are written.
+It may import `state`, where they are implemented, and packages below it.
 """
 
 from tessel.state.checkpoint import ModelState as ModelState

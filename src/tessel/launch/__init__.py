@@ -1,8 +1,9 @@
 """Local processes that run a function together, each as one worker of a world.
 
-A *forkserver* process imports torch once and forks workers in milliseconds. This process talks to
-each worker over a socket of its own, and the forkserver reports how a worker ended. Nothing of it
-outlives this process: when it goes away the forkserver ends the workers, whatever they are doing.
+A *forkserver* process imports torch once and forks workers in milliseconds. This process
+communicates with each worker over its own socket, and the forkserver reports how a worker ended.
+Nothing outlives this process: when it ends, the forkserver ends the workers, whatever they are
+doing. It may import `errors`, `limits` and `machine` only: workers join a job themselves.
 """
 
 from tessel.launch.workers import Workers as Workers

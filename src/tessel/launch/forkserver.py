@@ -108,7 +108,7 @@ def fork_forkserver(inherited: Callable[[], object]) -> ForkServer:
     if dist.is_initialized() or torch.cuda.is_initialized():
         raise RuntimeError(
             "this function or one of its arguments cannot be imported by the workers, and this "
-            "process cannot be forked instead, as it uses torch.distributed or CUDA already: "
+            "process cannot be forked instead, since it already uses torch.distributed or CUDA: "
             "define the function at the top level of a module"
         )
     mine, theirs = socket.socketpair()

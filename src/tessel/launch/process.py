@@ -134,7 +134,7 @@ class WorkerProcess:
     def _read_status(self) -> None:
         while self.end is None and (record := self._status.read(STATUS.size)) is not None:
             if not record:
-                self.end = "went away together with the process that starts workers"
+                self.end = "ended together with the process that starts workers"
             elif not self._pid:
                 (self._pid,) = STATUS.unpack(record)
             else:

@@ -98,6 +98,6 @@ def raise_timeout(processes: Sequence[WorkerProcess], name: str, timeout: float 
     ranks = ", ".join(map(str, stuck))
     stacks = [f"Worker {rank}:\n{p.stacks() or 'no answer'}" for rank, p in stuck.items()]
     raise TimeoutError(
-        f"{name} ran longer than its limit of {timeout} s on worker(s) {ranks} of "
-        f"{len(processes)}, which were ended; this is where they were\n\n" + "\n".join(stacks)
+        f"{name} exceeded its time limit of {timeout} s on worker(s) {ranks} of "
+        f"{len(processes)}, which were ended; their stacks were\n\n" + "\n".join(stacks)
     )

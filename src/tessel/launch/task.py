@@ -51,7 +51,7 @@ def load_task(
             _import_main(*main)
         fn, args = pickle.loads(pickled)
     except (ImportError, AttributeError) as error:
-        error.add_note("The worker cannot import the function it was told to run.")
+        error.add_note("The worker cannot import the function that it should run.")
         raise
     return functools.partial(fn, *args)
 
@@ -60,8 +60,8 @@ def forbid_while_importing_main() -> None:
     """Raise if a worker is about to start workers only because it imports the caller's script."""
     if path := _importing_main.get(None):
         raise RuntimeError(
-            f"a worker imports {path} to find the function that it shall run, and that starts "
-            f"workers again; start them only where the file is run as a script:\n\n"
+            f"a worker imports {path} to find the function that it runs, which starts "
+            f"workers again; start them only when the file is run as a script:\n\n"
             f'    if __name__ == "__main__":\n'
             f"        tessel.launch(...)\n"
         )

@@ -119,7 +119,7 @@ class Workers:
         for name in self.preload:
             if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
                 raise ValueError(
-                    f"preload must have names of modules, as 'torch.func', got {name!r}"
+                    f"preload must contain names of modules, such as 'torch.func', got {name!r}"
                 )
         self._processes: list[WorkerProcess] = []
         self._world: list[WorkerProcess] = []  # who share a process group, in the order of ranks
@@ -142,7 +142,7 @@ class Workers:
         task = Task.of(fn, args)
         if not task.pickled:
             raise TypeError(
-                f"workers that run already must be able to import what they are sent; "
+                f"workers that are running must be able to import what they are sent; "
                 f"{task.name} or one of its arguments cannot be imported: define it at the top "
                 f"level of a module, or use tessel.launch(fn, nprocs, ...), which can fork"
             )
@@ -233,5 +233,5 @@ class Workers:
 
 def _count(name: str, value: int) -> int:
     if not isinstance(value, SupportsIndex) or operator.index(value) < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     return operator.index(value)

@@ -1,6 +1,6 @@
-"""Models: whole networks over tensors that are spread over workers, made of operators.
+"""Models: whole networks on spread tensors, built from operators.
 
-It may import `nn`, `operators` and what is below them.
+It may import `nn`, `operators` and packages below them.
 """
 
 from tessel.models.fno import FNO as FNO

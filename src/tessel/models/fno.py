@@ -89,12 +89,12 @@ class FNO(Model, torch.nn.Module):
         torch.nn.Module.__init__(self)
         if not 1 <= P_x.dim - 2 <= MAX_DIMS:
             raise ValueError(
-                f"FNO: a partition with axes for the batch, the channels and 1 to {MAX_DIMS} "
-                f"dimensions of space is needed, got {P_x}"
+                f"FNO: expected a partition with axes for the batch, the channels and 1 to "
+                f"{MAX_DIMS} dimensions of space, got {P_x}"
             )
         if P_x.shape[1] > 1:
             raise ValueError(
-                f"FNO: channels cannot be split, got {P_x}; let the second axis have one worker, "
+                f"FNO: channels cannot be split, got {P_x}; use one worker along the second axis, "
                 f"and split space or the batch"
             )
         self.in_channels = checked_length("FNO", "in_channels", in_channels)
@@ -136,7 +136,7 @@ class FNO(Model, torch.nn.Module):
             raise ValueError(f"{self.label}: expected {self.in_channels} channels, got {channels}")
         if x.dtype != self.dtype or x.dtype not in COMPLEX_OF:
             raise ValueError(
-                f"{self.label}: the input is of {x.dtype}, the parameters of {self.dtype}; both "
+                f"{self.label}: the input is {x.dtype}, the parameters are {self.dtype}; both "
                 f"must be float32 or float64"
             )
         self.modes.check(layout.shape[2:])

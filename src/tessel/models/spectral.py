@@ -50,8 +50,8 @@ class Modes:
         counts = tuple(checked_length("FNO", "each of modes", each) for each in given)
         if len(counts) != num_dims:
             raise ValueError(
-                f"one number of modes, or one for each of {num_dims} dimensions of space, is "
-                f"needed: got {modes}"
+                f"expected one number of modes, or one for each of {num_dims} dimensions of "
+                f"space, got {modes}"
             )
         return cls(counts)
 
@@ -65,8 +65,8 @@ class Modes:
         for dim, (count, length) in enumerate(zip(self.counts, space, strict=True)):
             if 2 * count > length:
                 raise ValueError(
-                    f"{count} modes need a length of at least {2 * count}, dimension {dim} of "
-                    f"space has {length}; space is {'×'.join(map(str, space))}"
+                    f"{count} modes need a length of at least {2 * count}, but dimension {dim} "
+                    f"of space has {length}; space is {'×'.join(map(str, space))}"
                 )
 
     def restrictions(self, dtype: torch.dtype, lengths: Shape) -> list[ParRestriction]:

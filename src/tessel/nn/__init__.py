@@ -1,6 +1,6 @@
 """Data movements and layers as torch modules, and the conversion of torch models.
 
-It may import `distributed`, `tensor`, `operators`, `primitives` and what is below them.
+It may import `distributed`, `tensor`, `operators`, `primitives` and packages below them.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

@@ -1,7 +1,6 @@
 """Operators: the algebra of linear maps on tensors, and their distribution over workers.
 
-It stands on layouts, moves, agreement and shared values, and imports nothing of `tensor`, `nn` or
-`distributed`.
+It may import `core` and `transport`: layouts, moves, agreement and shared values.
 """
 
 from tessel.operators.algebra import ParOperator as ParOperator

@@ -49,7 +49,7 @@ class ParOperator:
     @property
     def H(self) -> ParOperator:
         """The adjoint: Re⟨A x, y⟩ = Re⟨x, A.H y⟩."""
-        raise NotImplementedError(f"{type(self).__name__} does not give its adjoint")
+        raise NotImplementedError(f"{type(self).__name__} must implement `H`")
 
     @property
     def inv(self) -> ParOperator:
@@ -58,7 +58,7 @@ class ParOperator:
 
     def expand(self, first: int) -> Iterator[OperatorTask]:
         """The tasks of the operator on the dimensions from `first` on, in a possible order."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it does")
+        raise NotImplementedError(f"{type(self).__name__} must implement `expand`")
 
     def children(self) -> tuple[ParOperator, ...]:
         """The operators of which this one is made."""
@@ -173,9 +173,7 @@ class ParOperator:
         if not self.domain.is_complex or self.is_complex_linear:
             return columns
         if self.codomain.is_complex:
-            raise ValueError(
-                f"{self} is linear for real factors only: no complex matrix does what it does"
-            )
+            raise ValueError(f"{self} is only real-linear: no complex matrix represents it")
         return torch.complex(columns, -self.apply(1j * unit, theta).reshape(-1, count))
 
     def check_numbers(self, device: torch.device | str) -> None:
@@ -198,8 +196,8 @@ class ParOperator:
                 except RuntimeError as error:  # NotImplementedError is one
                     dtype = str(task.actor.domain.dtype).removeprefix("torch.")
                     raise ValueError(
-                        f"{task.actor}: torch cannot do this in {dtype} on {kind} ({error}); use "
-                        f"float32 or complex64 there"
+                        f"{task.actor}: torch does not support {dtype} on {kind} here ({error}); "
+                        f"use float32 or complex64"
                     ) from None
         self.supported_on.add(kind)
 
@@ -260,7 +258,7 @@ class Bound(ParOperator):
         return iter(self.theta.values())
 
     def module(self) -> torch.nn.Module:
-        raise ValueError(f"{self} is bound: a module has parameters of its own, use S.module()")
+        raise ValueError(f"{self} is bound: use S.module(), which has its own parameters")
 
     def __getattr__(self, name: str) -> Any:
         """What a distributed operator has beyond others: its layouts, its plan."""
@@ -337,15 +335,15 @@ class Kronecker(ParOperator):
                 )
         if 0 in turns and 2 in turns:
             raise ValueError(
-                f"cannot combine in kron: {self.factors[turns.index(0)]} goes from real to complex "
-                f"numbers, {self.factors[turns.index(2)]} from complex to real"
+                f"cannot combine in kron: {self.factors[turns.index(0)]} maps real to complex "
+                f"numbers, {self.factors[turns.index(2)]} complex to real"
             )
-        for turn, what in ((0, "from real to complex"), (2, "from complex to real")):
+        for turn, what in ((0, "real to complex"), (2, "complex to real")):
             changing = [each for each in self.factors if _turn(each) == turn]
             if len(changing) > 1:
                 raise ValueError(
-                    f"cannot combine in kron: {changing[0]} and {changing[1]} both go {what} "
-                    f"numbers; only one can, the others need {complex_of(first.domain.dtype)} on "
+                    f"cannot combine in kron: {changing[0]} and {changing[1]} both map {what} "
+                    f"numbers; only one may, the others need {complex_of(first.domain.dtype)} on "
                     f"both sides"
                 )
         # What passes through the other kind of numbers needs its own kind on some side.
@@ -360,7 +358,7 @@ class Kronecker(ParOperator):
                 not factor.domain.is_complex and self.domain.is_complex & self.codomain.is_complex
             ):
                 raise ValueError(
-                    f"cannot combine in kron: {factor} is linear for real factors only, and "
+                    f"cannot combine in kron: {factor} is only real-linear, and "
                     f"another factor is complex in {self}"
                 )
 
@@ -402,8 +400,8 @@ class OperatorSum(ParOperator):
         for other in terms[1:]:
             if (other.domain, other.codomain) != (terms[0].domain, terms[0].codomain):
                 raise ValueError(
-                    f"cannot add: {terms[0]} goes from {terms[0].domain} to {terms[0].codomain}, "
-                    f"{other} from {other.domain} to {other.codomain}"
+                    f"cannot add: {terms[0]} maps {terms[0].domain} to {terms[0].codomain}, "
+                    f"{other} maps {other.domain} to {other.codomain}"
                 )
         self.domain, self.codomain = terms[0].domain, terms[0].codomain
 

@@ -102,7 +102,7 @@ class Choice:
     def __rich__(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("partition", no_wrap=True)
-        for title in ("predicted time", "memory a worker", "bytes sent a worker", "transfers"):
+        for title in ("predicted time", "memory per worker", "bytes sent per worker", "transfers"):
             table.add_column(title, justify="right", no_wrap=True)
         for number, each in enumerate(self.candidates[:ROWS]):
             table.add_row(
@@ -155,7 +155,7 @@ def best_partition(
     if hasattr(operator, "plan") or not isinstance(operator, ParOperator):
         raise ValueError(f"expected an operator that is not distributed, got {operator!r}")
     if operator.reductions:
-        raise ValueError(f"{operator} sums over workers by itself: it cannot be distributed")
+        raise ValueError(f"{operator} already sums over workers and cannot be distributed")
     columns = checked_length("best_partition", "columns", columns)
     out: Shape | str | None = ANYWHERE if partition_out == ANYWHERE else None
     if partition_out is not None and out is None:

@@ -50,7 +50,7 @@ class ParDFT(Leaf):
         is_number = isinstance(padding, int | float) and not isinstance(padding, bool)
         if not is_number or not 1 <= padding < inf:
             raise ValueError(
-                f"ParDFT: padding must be a number from 1 on (1.5 for the 3/2 rule), got "
+                f"ParDFT: padding must be a number of at least 1 (1.5 for the 3/2 rule), got "
                 f"{padding!r}"
             )
         # 1.15 · 100 is 114.99999999999999 in floating point: where padding · n is a whole number,

@@ -132,7 +132,7 @@ class Distributed(ParOperator):
                 starts_alike = alike(first.plan.source, other.plan.source)
                 if not (starts_alike and alike(first.plan.target, other.plan.target)):
                     raise ValueError(
-                        f"cannot add operators whose tensors lie apart: {first} and {other}"
+                        f"cannot add operators with different layouts: {first} and {other}"
                     )
         # A parameter stays where it is stored, wherever the combination needs it: θ that was drawn
         # for one of the operators fits. Of several places the first operator's counts.
@@ -141,7 +141,7 @@ class Distributed(ParOperator):
 
     def to_dense(self, theta: Parameters | None = None) -> Tensor:
         """Only of the operator itself: no worker has whole columns."""
-        raise ValueError(f"{self} is distributed: ask the operator itself for its matrix")
+        raise ValueError(f"{self} is distributed: call to_dense of the operator itself")
 
     def explain(self, columns: int = 1) -> Explanation:
         """What is done step by step, and what each step costs each worker."""
@@ -344,15 +344,17 @@ def distribute(
     if not isinstance(operator, ParOperator):
         raise ValueError(f"distribute takes an operator, got {operator!r}")
     if isinstance(operator, Distributed):
-        raise ValueError(f"{operator} is distributed already")
+        raise ValueError(f"{operator} is already distributed")
     if operator.reductions:
-        raise ValueError(f"{operator} sums over workers by itself: it cannot be distributed")
+        raise ValueError(f"{operator} already sums over workers and cannot be distributed")
     ndim = len(operator.domain.shape)
     if partition_in is None:
         partition_in = [*[1] * ndim, world().size]
     start = _partition(partition_in, ndim, operator)
     if isinstance(partition_out, str) and partition_out != ANYWHERE:
-        raise ValueError(f"partition_out is a partition or {ANYWHERE!r}, got {partition_out!r}")
+        raise ValueError(
+            f"partition_out must be a partition or {ANYWHERE!r}, got {partition_out!r}"
+        )
     is_anywhere = isinstance(partition_out, str)
     if partition_out is None:
         partition_out = start
@@ -361,18 +363,20 @@ def distribute(
             partition_out = partition_in if alike else partition_in.resized(operator.codomain.shape)
     end = start if is_anywhere else _partition(partition_out, ndim, operator)
     if sorted(start.ranks) != sorted(end.ranks):
-        raise ValueError(f"the result must lie on the same workers: {start} and {end}")
+        raise ValueError(f"the result must be on the same workers: {start} and {end}")
     if start.ranks != end.ranks:
         raise ValueError(
-            f"the result must lie on the same workers in the same order: {start} and {end}; "
-            f"distribute to one of them and bring the result to the other with a tessel.Move"
+            f"the result must be on the same workers in the same order: {start} and {end}; "
+            f"distribute to one of them and move the result to the other with a tessel.Move"
         )
     source = _layout(operator.domain.shape, partition_in, start)
     if is_anywhere:
         return Distributed(operator, source, None)
     target = _layout(operator.codomain.shape, partition_out, end)
     if batch_runs(source) != batch_runs(target):
-        raise ValueError(f"the batch must be split alike before and behind: {start} and {end}")
+        raise ValueError(
+            f"the batch must be split in the same way before and after: {start} and {end}"
+        )
     return Distributed(operator, *on_common_grids(source, target))
 
 
@@ -413,8 +417,8 @@ def _layout(shape: Shape, given: Any, partition: Partition) -> Layout:
     )
     if given.shape != shape or given.shared or not given.owns_once or given.blocks or not in_order:
         raise ValueError(
-            f"a layout of shape {shape} that stores each value once, part behind part, is needed, "
-            f"got {given}"
+            f"expected a layout of shape {shape} that stores each value once, in consecutive "
+            f"parts, got {given}"
         )
     # Balanced parts are marked as such: what they become of another length is known.
     cuts = []
@@ -439,5 +443,5 @@ def ParRepartition(
     """
     identities = [ParIdentity(T, length) for length in shape]
     if not identities:
-        raise ValueError("ParRepartition: a shape of at least one dimension is needed")
+        raise ValueError("ParRepartition: expected a shape with at least one dimension")
     return distribute(kron(*identities), partition_in, partition_out)

@@ -121,7 +121,7 @@ class Explanation:
             f"{transfers} transfer{'s' * (transfers != 1)}; predicted: {num_seconds(self.time)}, "
             f"at most {num_bytes(self.memory)} of memory and {num_bytes(self.bytes_sent)} sent "
             f"by a worker"
-        ) + ("" if self.is_complete else f", of {self.num_workers} some were looked at")
+        ) + ("" if self.is_complete else f"; only some of {self.num_workers} workers were examined")
 
     def _rows(
         self, shapes: Sequence[Shape], costs: Sequence[Cost]
@@ -192,7 +192,7 @@ def explain_plan(
 ) -> Explanation:
     """The same for a plan, which needs no workers that run, or for some of its workers."""
     if columns < 1:
-        raise ValueError(f"a batch has at least one column, got {columns}")
+        raise ValueError(f"a batch must have at least one column, got {columns}")
     machine = known_machine() if machine is None else machine
     P = plan.source.partition
     if workers is None:

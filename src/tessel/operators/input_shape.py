@@ -47,7 +47,7 @@ class InputShape:
                 where = f", worker {worker}" if len(shapes) > 1 else ""
                 raise ValueError(
                     f"{operator}{where}: expected a tensor of shape {shape}, or its vec of length "
-                    f"{numel}, with any batch behind it; got {given[worker]}"
+                    f"{numel}, with any batch after it; got {given[worker]}"
                 )
             some[worker] = cls(not has_dims, (), shape)
         # A part of shape (n, 1) looks like its vec with a batch of one: what others pass decides.
@@ -56,7 +56,7 @@ class InputShape:
             lead = 1 if is_vector else len(shape)
             if is_vector and given[worker][:1] != (torch.Size(shape).numel(),):
                 raise ValueError(
-                    f"{operator}: some workers pass a vec and others a tensor in its dimensions: "
+                    f"{operator}: some workers pass a vec and others a tensor with its dimensions: "
                     f"{given}"
                 )
             some[worker] = cls(is_vector, given[worker][lead:], shape)

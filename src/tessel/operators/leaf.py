@@ -119,7 +119,7 @@ class Leaf(ParOperator):
         Of a worker's part of a tensor, dimensions that are not mixed may be shorter; `value` is
         the part of the parameter that belongs to it.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it acts")
+        raise NotImplementedError(f"{type(self).__name__} must implement `act`")
 
     def order_after(self, order: Order, dims: list[int]) -> Order:
         """How dimensions lie in memory afterwards, if they lay so: only speed depends on it."""

@@ -82,7 +82,7 @@ class Parameters(dict[Any, Tensor]):
         missing = [leaf for leaf in shapes if leaf not in self]
         if missing and self and not any(leaf in shapes for leaf in self):
             raise ValueError(
-                f"θ belongs to another operator: {next(iter(self))} is no part of {operator}"
+                f"θ belongs to another operator: {next(iter(self))} is not a part of {operator}"
             )
         if missing:
             raise ValueError(f"θ has no value for {missing[0]}, a part of {operator}")
@@ -95,7 +95,7 @@ class Parameters(dict[Any, Tensor]):
             if is_part and drawn is not None and used not in (None, drawn):
                 raise ValueError(
                     f"θ was drawn for another distribution of {leaf}, whose parts are not those of "
-                    f"{operator}; draw it with init() of this one, or give it whole"
+                    f"{operator}; draw it with init() of this one, or pass it whole"
                 )
             if tuple(value.shape) not in shapes[leaf] or value.dtype != leaf.source.dtype:
                 expected = " or ".join(map(str, dict.fromkeys(shapes[leaf])))
@@ -136,7 +136,7 @@ def leaf_of(operator: Any) -> Any:
     """The one leaf with a parameter that an operator has; KeyError if it has none, or several."""
     leaves = getattr(operator, "leaves", None)
     if leaves is None:
-        raise KeyError(f"θ has values by operators, got {operator!r}")
+        raise KeyError(f"θ is indexed by operators, got {operator!r}")
     if len(leaves) != 1:
         names = ", ".join(map(repr, leaves))
         which = f"{len(leaves)} parameters, ask for one of {names}" if leaves else "no parameters"
@@ -214,7 +214,7 @@ def find_values(operator: Any, theta: Parameters | None) -> Mapping[Any, Tensor]
     if missing and theta.keys() <= set(operator.leaves):
         raise ValueError(
             f"{missing[0]} has parameters: apply the operator S as S(θ) * x, with θ = init(S); or "
-            f"ask for S.parameters() first, which gives it parameters of its own"
+            f"call S.parameters() first, which gives it its own parameters"
         )
     theta.check(operator)
     return theta.of(operator)

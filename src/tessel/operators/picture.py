@@ -70,7 +70,7 @@ def draw_steps(
     ]
     labels = [f"{k + 1}  {title}\n{lines[k].layout}" for k, title in enumerate(titles)]
     layout.set_yticks(range(len(lines)), labels)
-    layout.set_title("how the tensor lies then", color=_INK, fontsize=10)
+    layout.set_title("layout after the step", color=_INK, fontsize=10)
     for row, line in enumerate(lines):
         _draw_layout(layout, row, line.after, _colour(line))
     for ax, (title, value, write) in zip(others, _COLUMNS, strict=True):

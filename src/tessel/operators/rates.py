@@ -108,8 +108,8 @@ def known_machine(path: str | os.PathLike[str] | None = None) -> Machine:
         return Machine(int(found["cores"]), ascending, str(found["origin"]))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{source} is no machine model ({error}); measure again with tessel doctor --measure, "
-            f"or remove the file"
+            f"{source} is not a machine model ({error}); measure again with tessel doctor "
+            f"--measure, or remove the file"
         ) from error
 
 

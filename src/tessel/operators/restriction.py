@@ -42,23 +42,23 @@ class ParRestriction(Leaf):
             self.ranges = tuple((as_int(start), as_int(stop)) for start, stop in pairs)
         except (TypeError, ValueError):
             raise ValueError(
-                f"ParRestriction: ranges are a list of ranges or pairs (start, stop), got "
+                f"ParRestriction: ranges must be a list of ranges or pairs (start, stop), got "
                 f"{ranges!r}"
             ) from None
         for each in ranges:
             if isinstance(each, range) and each.step != 1:
-                raise ValueError(f"ParRestriction: ranges have steps of one, got {each}")
+                raise ValueError(f"ParRestriction: ranges must have steps of one, got {each}")
         for start, stop in self.ranges:
             if not 0 <= start < stop <= length:
                 raise ValueError(
-                    f"ParRestriction: {range(start, stop)} is no range of indices below {length}"
+                    f"ParRestriction: {range(start, stop)} is not a range of indices below {length}"
                 )
         if any(start < stop for (_, stop), (start, _) in pairwise(self.ranges)):
             raise ValueError(
                 f"ParRestriction: ranges must be ascending and disjoint, got {self.ranges}"
             )
         if not self.ranges:
-            raise ValueError("ParRestriction: at least one range is needed")
+            raise ValueError("ParRestriction: expected at least one range")
         kept = sum(stop - start for start, stop in self.ranges)
         self.source, self.target = TensorSpace((length,), dtype), TensorSpace((kept,), dtype)
 

@@ -69,5 +69,5 @@ def checked_length(name: str, what: str, length: Any) -> int:
     except TypeError:
         number = 0
     if number < 1 or isinstance(length, bool):
-        raise ValueError(f"{name}: {what} must be a whole number from 1 on, got {length!r}")
+        raise ValueError(f"{name}: {what} must be an integer of at least 1, got {length!r}")
     return number

@@ -1,4 +1,4 @@
-"""The movements of data between workers, each a thin face of `tessel.Move`.
+"""The movements of data between workers, each a thin layer over `tessel.Move`.
 
 It may import `core` and `transport`.
 """

@@ -39,7 +39,7 @@ class Movement(HasHandle, torch.nn.Module):
 
         It must be the same on all workers, or raise ValueError on all of them.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not give its operator")
+        raise NotImplementedError(f"{type(self).__name__} must implement `operator`")
 
     def forward(self, x: Tensor) -> Tensor:
         return apply_agreed(self, x, self.P_x.active)

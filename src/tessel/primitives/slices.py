@@ -23,7 +23,7 @@ class SliceMovement(Movement):
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> LinearOperator:
         """The operator on one slice, or a ValueError if the shapes in it do not fit."""
-        raise NotImplementedError(f"{type(self).__name__} does not give its operator")
+        raise NotImplementedError(f"{type(self).__name__} must implement `operator`")
 
     def operator(self, shapes: Mapping[int, Shape]) -> LinearOperator:
         # Of all slices, though this worker is in one: what is wrong in one raises in all of them.

@@ -1,8 +1,7 @@
-"""The state of whole models whose parameters lie in shards: state dicts, sharded checkpoints,
-clipping of gradients and scaling of losses.
+"""The state of sharded models: state dicts, sharded checkpoints, gradient clipping, loss scaling.
 
-It may import `nn` and what is below it. Most of its names are those of documents that have them in
-`nn`, where users find them, too.
+It may import `nn` and packages below it. Most of its names are also in `nn`, where users expect
+them.
 """
 
 from tessel.state.checkpoint import ModelState as ModelState

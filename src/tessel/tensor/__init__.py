@@ -1,7 +1,7 @@
-"""The spread tensor, and the table that says what torch's functions do with it.
+"""The spread tensor, and the table that defines what torch's functions do with it.
 
-It may import `operators` (for transforms), `primitives`, `core` and `transport`.
-`periodic_halo` is for packages above: a tensor that is continued periodically.
+It may import `operators` (for transforms), `primitives`, `core` and `transport`. `periodic_halo` is
+for packages above: a tensor that is continued periodically.
 """
 
 from tessel.tensor import call as _call  # noqa: F401  (torch's functions are called through it)

@@ -277,7 +277,7 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What code gets that went round torch's functions: never a part for the whole.
+    """What code that bypasses torch's functions gets: never a part in place of the whole.
 
     Autograd, if it takes part, has the wrappers in its graph here: only values are computed.
     """

@@ -1,6 +1,6 @@
-"""Proofs for operators and for converted models, and local workers to run them on.
+"""Checks of operators and of converted models, and local workers to run them on.
 
-It may import `nn`, `launch` and what is below them.
+It may import `nn`, `launch` and packages below them.
 """
 
 from tessel.tensor.comparing import check_calls as check_calls

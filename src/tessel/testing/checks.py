@@ -144,8 +144,8 @@ def _check_shape(operator: LinearOperator, what: str, layout: Layout, value: Ten
     wrong = tuple(value.shape) != layout.local_shape
     if _total(operator, torch.tensor(float(wrong))) != 0:
         raise AssertionError(
-            f"{operator}: {what} has another shape than {layout} says, on this worker "
-            f"{tuple(value.shape)} and {layout.local_shape}"
+            f"{operator}: {what} does not have the shape that {layout} gives it, on this "
+            f"worker {tuple(value.shape)} instead of {layout.local_shape}"
         )
 
 

@@ -1,8 +1,8 @@
-"""What travels between processes, and how: the only package that calls `torch.distributed`.
+"""Messages between processes: the only package that calls `torch.distributed`.
 
-A `Group` is a set of workers that can talk to each other. CPU tensors of workers of one host travel
-through memory that these share, all else through `torch.distributed`. It
-may import `core.boxes` and what says facts about the machine.
+A `Group` is a set of workers that can communicate. CPU tensors of workers on one host are sent
+through shared memory, all others through `torch.distributed`. It may import `core.boxes`, `errors`,
+`limits` and `machine`.
 """
 
 from tessel.transport.buffers import ReceiveBuffer as ReceiveBuffer

@@ -403,6 +403,6 @@ class Incoming(Channel):
     def _check(request: ReceiveRequest | ReceiveWords, num_bytes: int) -> None:
         if request.num_bytes != num_bytes:
             raise RuntimeError(
-                f"a message of {num_bytes} bytes came where one of {request.num_bytes} was "
+                f"received a message of {num_bytes} bytes where {request.num_bytes} were "
                 f"expected: workers do not make the same calls"
             )

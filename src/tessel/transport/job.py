@@ -125,7 +125,7 @@ def can_share_memory() -> bool:
 
 LEFT = (
     "they belong to a job that this process has left, as at the end of the DistributedContext that "
-    "joined it; use what was made in a job before it ends"
+    "joined it; use what was created in a job before the job ends"
 )
 
 
@@ -151,7 +151,7 @@ class Supposed:
         return len(self.workers)
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"workers {self.workers} are only supposed, and cannot be talked to")
+        raise RuntimeError(f"workers {self.workers} are placeholders and cannot communicate")
 
 
 @dataclass
@@ -245,7 +245,7 @@ def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:
     if failure and len(here) > 1 and worker == here[0]:
         warnings.warn(
             f"workers {listing(here)} of one host cannot share memory ({failure}): their tensors "
-            f"move over Gloo, which is slower; TESSEL_TRANSPORT=gloo chooses that",
+            f"are sent over Gloo, which is slower; TESSEL_TRANSPORT=gloo selects it",
             stacklevel=2,
         )
     return None if failure or len(here) == 1 else host

@@ -85,7 +85,7 @@ def _has_own_gpu() -> bool:
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if 0 < gpus < workers:
         warnings.warn(
-            f"{workers} workers on a host with {gpus} GPUs: tensors move over Gloo, not NCCL",
+            f"{workers} workers on a host with {gpus} GPUs: tensors are sent over Gloo, not NCCL",
             stacklevel=5,
         )
     return gpus >= workers

@@ -1,8 +1,9 @@
 """The demos of `tessel demo`: each shows that several workers compute what one process computes.
 
-Models, data and problems are those of `examples/`; what is here runs them on all workers and in one
+Models, data and problems are those of `examples/`; this package runs them on all workers and in one
 process, and compares. A demo is a module with `STEPS` (what the progress bar counts) and
-`run(size, note)`, which runs on every worker and gives a `Report` on the first.
+`run(size, note)`, which runs on every worker and returns a `Report` on the first. It may import
+everything but the commands in `cli`.
 """
 
 from tessel.cli.demos import classes, deblur, fourier, movements, unet

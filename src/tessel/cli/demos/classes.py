@@ -89,7 +89,7 @@ class Classified(Report):
         columns = ("classes", "head", "share", "in a step")
         table = workers_table(title, columns, cells, self.sent, times)
         legend = (
-            "in a step: bytes of logits, gradients and all else that it makes, at most at once\n"
+            "in a step: peak memory of logits, gradients and all other tensors that it creates\n"
             f"largest difference from one process: loss {as_text(self.loss_error)}, gradients of "
             f"all parameters {as_text(self.gradient_error)}"
         )

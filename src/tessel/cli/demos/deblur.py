@@ -77,7 +77,7 @@ class Reconstructed(Report):
         table = workers_table(title, columns, cells, self.sent, times)
         first, *_, last = self.result.psnr
         legend = (
-            "in an iteration: bytes of tensors that it makes, at most at once; time of all "
+            "in an iteration: peak memory of tensors that it creates; time of all "
             f"iterations\nPSNR {first:.1f} dB of the first measurement, {last:.1f} dB after "
             f"{len(self.result.psnr) - 1} iterations; largest difference from one process: "
             f"{as_text(self.error)}"
@@ -87,7 +87,7 @@ class Reconstructed(Report):
     def draw(self, folder: Path) -> list[tuple[Path, str]]:
         """The measurement, the reconstruction and the truth, side by side."""
         deblur.draw(self.result, folder / "deblur.png", dpi=150)
-        text = "What was measured, what the workers make of it, and the truth."
+        text = "The measurements, the reconstruction by the workers, and the ground truth."
         return [(folder / "deblur.png", text)]
 
 

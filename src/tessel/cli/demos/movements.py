@@ -155,7 +155,7 @@ class Movements(Report):
             ): (self.tiles, self.tiles.grow([(width, width)] * 2)),
         }
         figure = viz.new_figure(10.5, 5.2 * len(moves))
-        figure.suptitle("How the tensor lies on the workers, and what moves", fontsize=14, y=0.95)
+        figure.suptitle("Layouts of the tensor, and what moves", fontsize=14, y=0.95)
         axes = figure.subplots(
             len(moves), 2, squeeze=False, gridspec_kw={"wspace": 0.28, "hspace": 0.24}
         )
@@ -166,9 +166,8 @@ class Movements(Report):
         return [
             (
                 path,
-                "Every worker has a colour. On the right, look at the colours inside of each "
-                "frame:\nthey tell from whom the worker got its values; the arrows are what was "
-                "sent.",
+                "Every worker has a colour. On the right, the colours inside each frame show\n"
+                "which worker the values came from; the arrows are what was sent.",
             )
         ]
 

@@ -99,7 +99,7 @@ class Cleaned(Report):
         figure = viz.new_figure(12.0, 4.4)
         axes = figure.subplots(1, 3)
         given, result = (each.numpy() for each in self.pictures)
-        titles = ("the picture", "who has which part", "the output")
+        titles = ("the picture", "the parts of the workers", "the output")
         for ax, image, title in zip(axes, (given, given, result), titles, strict=True):
             ax.imshow(image, cmap="gray")
             ax.set_title(title)
@@ -107,7 +107,7 @@ class Cleaned(Report):
         viz.mark_parts(axes[1], self.layout, (2, 3))
         path = folder / "unet.png"
         figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.2)
-        text = "The picture, who has which part of it, and what the U-Net makes of it: no seams."
+        text = "The picture, the parts of the workers, and the output of the U-Net: no seams."
         return [(path, text)]
 
 

@@ -1,4 +1,7 @@
-"""Strategies: how an image is cut into patches for a prior, and put together again."""
+"""Strategies: how an image is split into patches for a prior, and reassembled.
+
+It may import `core` only.
+"""
 
 from tessel.imaging.distribution_strategies.strategies import BasicStrategy as BasicStrategy
 from tessel.imaging.distribution_strategies.strategies import (

@@ -1,4 +1,7 @@
-"""The image itself in parts: operators by halos, whole ones by gathering, priors on windows."""
+"""The image in parts: operators with halos, others that gather it, and what they are built from.
+
+It may import `imaging.context` and `imaging.parameters`, and what `imaging` may.
+"""
 
 from tessel.imaging.parts.layouts import operator_grid as operator_grid
 from tessel.imaging.parts.local_rules import partition_physics as partition_physics

@@ -47,11 +47,11 @@ class PartOperator(LinearOperator):
 
     def A(self, x: Tensor) -> Tensor:
         """This worker's part of the measurement."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it is applied")
+        raise NotImplementedError(f"{type(self).__name__} must implement `A`")
 
     def A_adjoint(self, y: Tensor) -> Tensor:
         """This worker's part of the adjoint's image."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how its adjoint is applied")
+        raise NotImplementedError(f"{type(self).__name__} must implement `A_adjoint`")
 
     def A_vjp(self, x: Tensor, v: Tensor) -> Tensor:
         """The product of `v` with the derivative at `x`, which is the adjoint everywhere."""

@@ -176,10 +176,10 @@ class Checkpoint:
             values = method.complete(values, space)
         if set(values) != set(start):
             raise ValueError(
-                f"the checkpoint in {self.folder} is of other parts of the image, in which "
-                f"{sorted(set(start) - set(values))} of {method.name} cannot be brought; run on "
-                f"as many workers with the same partition, give the method `complete`, or take "
-                f"another folder"
+                f"the checkpoint in {self.folder} is of other parts of the image, to which "
+                f"{sorted(set(start) - set(values))} of {method.name} cannot be converted; run on "
+                f"as many workers with the same partition, implement `complete` in the method, or "
+                f"use another folder"
             )
         torch.set_rng_state(notes.random["cpu"])
         if start["x"].is_cuda and "cuda" in notes.random:

@@ -1,4 +1,7 @@
-"""Layers whose weights lie in shards on the workers of a group, beside replicas of others."""
+"""Layers whose weights are sharded over the workers of a group, and replicas of models.
+
+It may import `nn.layer`, `distributed`, `tensor` and packages below them.
+"""
 
 from tessel.nn.parallel.cross_entropy import ParallelCrossEntropyLoss as ParallelCrossEntropyLoss
 from tessel.nn.parallel.dropout import ParallelDropout as ParallelDropout

@@ -86,7 +86,7 @@ def check_model(
     """
     given = Arguments(inputs, dict(kwargs or {}), where, dtype)
     if not isinstance(given.partition, Partition):
-        raise TypeError(f"where: a tessel.Partition or a tessel.Layout is needed, got {where!r}")
+        raise TypeError(f"where must be a tessel.Partition or a tessel.Layout, got {where!r}")
     check_choice(fallback)
     if calls < 1:
         raise ValueError(f"calls must be at least 1, got {calls}")
@@ -176,15 +176,15 @@ def _agree(
             if first.get(what) != theirs.get(what):
                 raise ValueError(
                     f"check_model needs the same on all workers: {what} differs between worker "
-                    f"{everyone.workers[0]} and worker {worker}; inputs are whole, and made with "
-                    f"one seed"
+                    f"{everyone.workers[0]} and worker {worker}; inputs must be whole, and drawn "
+                    f"with one seed"
                 )
     if all(layout is None for layout in given.layouts()):
         dims = [value.dim() for _, value in given.tensors()]
         raise ValueError(
-            f"check_model: an input with {given.partition.dim} dimensions, as many as the grid has "
-            f"axes, is needed to be spread, got tensors of {dims} dimensions; pass "
-            f"tessel.spread(x, layout) for another one"
+            f"check_model: expected an input with {given.partition.dim} dimensions, as many as the "
+            f"grid has axes, got tensors of {dims} dimensions; pass tessel.spread(x, layout) for "
+            f"another layout"
         )
     shapes = [tuple(value.shape) for _, value in given.tensors()]
     if isinstance(where, Layout) and where.shape not in shapes:
@@ -226,7 +226,7 @@ def _merged(
     wrong = any(each.differs for each in (*map(allowed, values), *(m.output for m in modules)))
     if wrong and all(each.dtype != "torch.float64" for each in values):
         remarks.append(
-            "If that may be rounding, which norms of few values enlarge, check with "
+            "If this may be rounding, which norms of few values amplify, check with "
             "dtype=torch.float64."
         )
     if first.draws:

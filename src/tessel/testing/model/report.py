@@ -114,8 +114,8 @@ class ModelReport:
             yield from _table(("module", "class", "error", "allowed", ""), first[:MOST])
         elif wrong and self.modules:
             yield (
-                "\nThe outputs of all modules are right: what differs comes from the backward "
-                "pass, or from functions that are called outside of them."
+                "\nThe outputs of all modules are correct: the difference comes from the backward "
+                "pass, or from functions that are called outside modules."
             )
         yield ""
         # what differs first: it is what a reader looks for
@@ -140,7 +140,7 @@ class ModelReport:
         yield ""
         yield (
             f"A worker sends {_bytes(self.bytes_forward)} forward and {_bytes(self.bytes_backward)}"
-            f" backward. Of tensors made in a step {_bytes(self.peak)} are alive at once; in one "
+            f" backward. Tensors created in a step take at most {_bytes(self.peak)}; in one "
             f"process, {_bytes(self.peak_alone)}."
         )
         yield from self.remarks

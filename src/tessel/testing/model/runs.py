@@ -172,7 +172,7 @@ def plain_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             what = f"{type(module).__name__} {name!r}" if name else type(module).__name__
             raise ValueError(
                 f"check_model needs a model of plain torch, which it converts itself: {what} is "
-                f"distributed already"
+                f"already distributed"
             )
     copy = deepcopy(model)
     copy.zero_grad()
