@@ -140,13 +140,14 @@ class Agreement(Generic[T]):
 
     def agree_on(self, x: Tensor | Signature) -> T:
         """One small exchange; what follows from it is worked out once for the same signatures."""
+        said: bytes | None
         if not isinstance(x, Tensor) or in_forward_mode():  # what the key below does not tell
             said = self._packed(x)
         else:
             kind = x.shape, x.dtype, x.device, x.layout, x.requires_grad, torch.is_grad_enabled()
-            found = self._said.get(kind)
-            said = self._packed(x) if found is None else found
-            if found is None:
+            said = self._said.get(kind)
+            if said is None:
+                said = self._packed(x)
                 remember(self._said, kind, said)
         everyones = self.group.share(said)
         try:
@@ -189,7 +190,7 @@ def agree(
     identity: str = "",
     givers: Collection[int] | None = None,
 ) -> Heard:
-    """Let the workers of a partition make the same call, or raise on all of them.
+    """Let the workers of a partition make the same call, or raise ValueError on all of them.
 
     One small exchange, or more where there are more tensors than fit. Workers raise if their
     calls differ, or the dtype, the device or the number of dimensions of a tensor. What else must

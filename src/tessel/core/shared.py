@@ -149,14 +149,9 @@ def _shared_whole(partition: Partition, shape: Shape) -> Layout:
 @kept_in_job
 def _use(layout: Layout, shape: Shape, shared: tuple[int, ...]) -> Replicate | None:
     """How workers use a value of this shape; None if all that have several do the same with it."""
-    sizes = layout.partition.shape
-    same = tuple(
-        axis
-        for axis, size in enumerate(sizes)
-        if size == 1 or axis in layout.shared or axis in shared
-    )
-    whole = shared_whole(layout.partition, shape)
-    return None if len(same) == len(sizes) else Replicate(whole, replace(whole, shared=same))
+    sizes, alike = layout.partition.shape, {*layout.shared, *shared}
+    separate = tuple(axis for axis, n in enumerate(sizes) if n > 1 and axis not in alike)
+    return _replicate(shared_whole(layout.partition, shape), separate) if separate else None
 
 
 class Sum:
@@ -242,13 +237,13 @@ class GradientBucket:
 
     def prepare(self, values: Sequence[Tensor]) -> Tensor:
         """What `use` takes. In a backward pass the sums are waited for here."""
-        (token,) = record_several(_EnterBucket(self), values)
+        (token,) = record_several(_BucketStep(self, "enter"), values)
         assert token is not None
         return token
 
     def use(self, token: Tensor) -> tuple[Tensor, ...]:
         """The values, for use on each worker. In a backward pass the sums begin here."""
-        found = record_several(_LeaveBucket(self), (token,))
+        found = record_several(_BucketStep(self, "leave"), (token,))
         return tuple(each for each in found if each is not None)
 
     def empty(self) -> Tensor:
@@ -286,81 +281,46 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class _BucketStep:
-    """A step of a bucket. What it carries goes with the token that stands for it in the graph."""
+    """A step of a bucket, which is the adjoint of another.
+
+    - "enter": values to a token. Nothing moves.
+    - "leave": a token to the values. Nothing moves.
+    - "start": gradients to a token, while they travel.
+    - "wait": a token to the sums, when they have come.
+
+    What a step carries goes with the token that stands for it in the graph.
+    """
 
     bucket: GradientBucket
+    name: str
 
     @property
     def group(self) -> transport.Group:
         return self.bucket.group
 
+    @property
+    def H(self) -> _BucketStep:
+        adjoints = {"enter": "wait", "wait": "enter", "leave": "start", "start": "leave"}
+        return _BucketStep(self.bucket, adjoints[self.name])
+
     def empty(self) -> Tensor:
         return self.bucket.empty()
 
-    def _token(self, carried: Any) -> tuple[Tensor]:
-        token = self.empty()
-        token.carried = carried  # type: ignore[attr-defined]
-        return (token,)
-
-    def _carried(self, xs: Parts) -> Any:
-        """What came with the token; None if nothing did, as where no loss depends on the values."""
+    def _apply(self, *xs: Tensor | None) -> Parts:
+        if self.name in ("enter", "start"):
+            given: Any = self.empty()
+            given.carried = _detached(xs) if self.name == "enter" else self.bucket.start(xs)
+            return (given,)
         (token,) = xs
-        return None if token is None else token.carried  # type: ignore[attr-defined]
-
-    @property
-    def _nothing(self) -> Parts:
-        return (None,) * len(self.bucket.shapes)
-
-
-def _detached(x: Tensor | None) -> Tensor | None:
-    """The same values, as a tensor of its own."""
-    return None if x is None else x.detach()
+        if token is None:  # no loss depends on the values
+            return (None,) * len(self.bucket.shapes)
+        carried: Any = token.carried  # type: ignore[attr-defined]
+        return _detached(carried) if self.name == "leave" else carried()
 
 
-class _EnterBucket(_BucketStep):
-    """Values to a token; nothing moves."""
-
-    def _apply(self, *xs: Tensor | None) -> Parts:
-        return self._token(tuple(map(_detached, xs)))
-
-    @property
-    def H(self) -> _WaitForSum:
-        return _WaitForSum(self.bucket)
-
-
-class _LeaveBucket(_BucketStep):
-    """A token to the values; nothing moves."""
-
-    def _apply(self, *xs: Tensor | None) -> Parts:
-        carried = self._carried(xs)
-        return self._nothing if carried is None else tuple(map(_detached, carried))
-
-    @property
-    def H(self) -> _StartSum:
-        return _StartSum(self.bucket)
-
-
-class _StartSum(_BucketStep):
-    """Gradients to a token, while they travel."""
-
-    def _apply(self, *xs: Tensor | None) -> Parts:
-        return self._token(self.bucket.start(xs))
-
-    @property
-    def H(self) -> _LeaveBucket:
-        return _LeaveBucket(self.bucket)
-
-
-class _WaitForSum(_BucketStep):
-    """A token to the sums, when they have come."""
-
-    def _apply(self, *xs: Tensor | None) -> Parts:
-        wait = self._carried(xs)
-        return self._nothing if wait is None else wait()
-
-    @property
-    def H(self) -> _EnterBucket:
-        return _EnterBucket(self.bucket)
+def _detached(xs: Parts) -> Parts:
+    """The same values, as tensors of their own."""
+    return tuple(None if x is None else x.detach() for x in xs)
 
 
 def total(share: Tensor, partition: Partition, shared: Iterable[int] = ()) -> Tensor:

@@ -26,6 +26,7 @@ class _AnyInstanceNorm(_AnyDims, _InstanceNorm):
     """Torch's instance norm for any number of dimensions."""
 
     def forward(self, input: Tensor) -> Tensor:
+        # as torch's, but for an input without a batch, which no number of dimensions tells here
         self._check_input_dim(input)
         if input.size(1) != self.num_features and self.affine:
             raise ValueError(

@@ -77,6 +77,7 @@ REPLACEMENTS: dict[type[nn.Module], type[Layer]] = {
     nn.RMSNorm: DistributedRMSNorm,
     nn.Linear: DistributedLinear,
     nn.Upsample: DistributedUpsample,
+    # whose modes are attributes, which `from_torch` takes over
     nn.UpsamplingNearest2d: DistributedUpsample,
     nn.UpsamplingBilinear2d: DistributedUpsample,
 }

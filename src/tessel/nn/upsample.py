@@ -52,6 +52,7 @@ class _Upsampling2d(DistributedUpsample):
     def __init__(
         self, P_x: Partition, size: Sizes | None = None, scale_factor: Factors | None = None
     ) -> None:
+        # past that of DistributedUpsample, whose other arguments torch's layer does not take
         super(DistributedUpsample, self).__init__(P_x, size, scale_factor)
 
 

@@ -50,17 +50,13 @@ class ParReduce(Leaf):
         self.partition = world() if partition is None else partition
         self.prepare()
 
-    _group: transport.Group | None = None
-
     def prepare(self) -> transport.Group:
         """Make the group that sums, all workers together: in the constructor, or a copy's call."""
-        if self._group is None:
-            self._group = transport.group_of(self.partition.ranks)
-        return self._group
+        return self.partition.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_agreement")}
+        return {k: v for k, v in self.__dict__.items() if k != "_agreement"}
 
     def sized(self, shape: Shape) -> Self:
         if self.is_sized:

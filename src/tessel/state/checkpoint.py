@@ -44,6 +44,7 @@ class Part(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...] | None) -> Part:
+        # no memory for the whole, whose shape and kind are all that is asked of it
         whole: Part = Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device
         )

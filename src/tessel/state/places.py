@@ -116,6 +116,7 @@ Value = tuple[str, Tensor, Layout | None]
 
 def _values(module: Module) -> Iterator[Value]:
     """All parameters and buffers by their names in the state, and where their layers put them."""
+    # a layer that stands in several places has several names in the state
     for prefix, layer in module.named_modules(remove_duplicate=False):
         own = layer.layouts if isinstance(layer, ShardedLayer) else {}
         for name in own:

@@ -54,7 +54,7 @@ def spread(x: torch.Tensor, where: Where) -> Tensor:
         agree(x._layout.partition, "tessel.spread of a tensor that is spread")
     if isinstance(x, Tensor):
         return x.move_to(where)
-    layout, meta = _agree(partition, where, "tessel.spread", x)
+    layout, meta = _agreement(partition, where, "tessel.spread").agree_on(x)
     whole = Layout.whole(partition, layout.shape, shared=True)
     part = grad_alike(as_agreed(x, meta, partition.active), meta)
     if not partition.active:
@@ -87,7 +87,7 @@ def from_local(part: torch.Tensor, where: Where | None = None) -> Tensor:
     if isinstance(part, Tensor):
         agree(world(), "tessel.from_local of a tensor that is spread")
         raise TypeError(f"from_local: a plain tensor is needed, got one that is spread, {part}")
-    layout, meta = _agree(partition, where, "tessel.from_local", part)
+    layout, meta = _agreement(partition, where, "tessel.from_local").agree_on(part)
     entered = grad_alike(as_agreed(part, meta, partition.active), meta)
     return Tensor(entered.view_as(entered), layout)
 
@@ -100,16 +100,13 @@ def _partition(where: Where) -> Partition:
     return where
 
 
-def _agree(partition: Partition, where: Where, what: str, x: torch.Tensor) -> Agreed:
-    """The layout, and the kind of the tensor, that all workers of the job conclude.
+@kept_in_job
+def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agreed]:
+    """Where all workers of the job agree on the layout and the kind of a tensor.
 
     Workers outside of the partition hold a spread tensor, too, and say its shape.
     """
-    return _agreement(partition, where, what).agree_on(x)
 
-
-@kept_in_job
-def _agreement(partition: Partition, where: Where, what: str) -> Agreement[Agreed]:
     def of_wholes(shapes: dict[int, Shape], meta: TensorMeta) -> Agreed:
         first, expected = next(iter(shapes.items()))
         for worker, shape in shapes.items():

@@ -19,7 +19,7 @@ from tessel.transport.constants import FAILED, RENDEZVOUS
 from tessel.transport.reading import Reader, Runs, can_be_read
 
 WORDS = 64  # of a rendezvous, at most: tensors have fewer than 30 dimensions
-AGREED = 64  # words with which workers agree
+AGREED = 64  # words with which workers agree: the code of a call, and what four tensors are
 LONGEST = 256  # words of the text of an error that the receiver hears
 Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same
 

@@ -44,6 +44,7 @@ def draw_(tensor: Tensor, layout: Layout, draw: Draw) -> Tensor:
     part = as_plain(tensor.detach())
     with torch.no_grad():
         alike = tuple(part.shape) == layout.shape
+        # where every worker has all of it, no second tensor is needed
         whole = part if alike else part.new_empty(layout.shape)
         draw(whole)
         keep_part(part, layout, whole)

@@ -19,7 +19,7 @@ from tessel.distributed.shards import Sharding, State, check_known, describe, tr
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.counter_random import bits, places
 
-SEEDS = 2**63 - 1
+SEEDS = 2**63 - 1  # the greatest int64, up to which torch draws whole numbers
 
 
 class ParallelDropout(torch.nn.Dropout):

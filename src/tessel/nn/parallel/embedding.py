@@ -98,6 +98,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             f"dim={dim!r}) over {row}{given}",
         )
         check_dim(dim, "ParallelEmbedding")
+        # torch's layer gets a table without memory: it draws none, and nobody needs the whole one
         outline = torch.empty(num_embeddings, embedding_dim, device="meta", dtype=dtype)
         super().__init__(
             num_embeddings,

@@ -190,6 +190,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
     ) -> None:
         row = row_of(partition)
         name = f"ParallelLinear({in_features}, {out_features}, bias={bias}, dim={dim!r})"
+        # first what all say, then whether it can be: so all of them raise, or none does
         agree(row, f"{name} over {row}, of {dtype or torch.get_default_dtype()}")
         checked_dim(dim, name)
         if dim is None:
@@ -197,7 +198,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
             super().__init__(in_features, out_features, bias, device, dtype)
             self._equalize_own_values(ParallelLinear)
             return
-        torch.nn.Module.__init__(self)
+        torch.nn.Module.__init__(self)  # torch's layer would make the whole weight, and draw it
         self.in_features, self.out_features = in_features, out_features
         self.dim, self.partition = dim, row
         for each, layout in self.layouts.items():

@@ -136,6 +136,7 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     row = row_of(partition)
     learns = x.requires_grad and torch.is_grad_enabled()
     problem = _left_out(row) if learns else ""
+    # other workers may see another wrapper, or none: all hear of it, and all raise
     agree(row, f"gather_batch over {row}{problem}")
     if problem:
         raise ValueError(f"gather_batch over {row}{problem}")

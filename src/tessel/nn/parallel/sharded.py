@@ -44,7 +44,7 @@ class ShardedLayer(torch.nn.Module):
     def _like(cls, layer: torch.nn.Module, dim: int | None, partition: Partition) -> Self:
         """The layer that one of torch's becomes, with no parameters yet."""
         new = cls.__new__(cls)
-        new.__dict__.update(layer.__dict__)
+        new.__dict__.update(layer.__dict__)  # hooks, mode and settings are the layer's own
         new.__dict__.update(_parameters={}, dim=dim, partition=partition)
         return new
 
