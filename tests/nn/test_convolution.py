@@ -272,6 +272,20 @@ def test_states_are_those_of_torch(run: Run) -> None:
     run(convert_states, nprocs=4)
 
 
+def load_by_assignment() -> None:
+    """A block that torch assigns has memory of its own, and does not keep the whole weight."""
+    P, P_w = (tessel.world().create_cartesian_topology_partition(g) for g in ([1, 1, 2], [2, 1, 1]))
+    layer = tessel.nn.DistributedConv1d(P, 2, 4, 3, P_w=P_w)
+    state = layer.state_dict()
+    layer.load_state_dict(state, assign=True)
+    assert layer.weight.untyped_storage().nbytes() == layer.weight.nbytes
+    close("state", layer.state_dict()["weight"], state["weight"])
+
+
+def test_a_block_that_is_assigned_does_not_keep_the_whole(run: Run) -> None:
+    run(load_by_assignment, nprocs=2)
+
+
 def load_wrong_state() -> Any:
     P_x = tessel.world().create_cartesian_topology_partition([1, 1, 4])
     P_w = tessel.world().create_cartesian_topology_partition([2, 2, 1])

@@ -136,13 +136,9 @@ def used_together(
     return [use.apply(p) if each is None else each for p, each in pairs]
 
 
-def shared_whole(partition: Partition, shape: Sequence[int]) -> Layout:
-    """The layout of one value that all workers have whole."""
-    return _shared_whole(partition, tuple(shape))
-
-
 @kept_in_job
-def _shared_whole(partition: Partition, shape: Shape) -> Layout:
+def shared_whole(partition: Partition, shape: Shape) -> Layout:
+    """The layout of one value that all workers have whole."""
     return Layout.whole(partition, shape, shared=True)
 
 

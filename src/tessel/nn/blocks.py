@@ -240,5 +240,6 @@ class Weighted(ComputingLayer):
                 whole = state_dict.get(prefix + name)
                 # What is missing or of another shape stays: torch says so, on all workers.
                 if whole is not None and tuple(whole.shape) == layout.shape:
-                    state_dict[prefix + name] = layout.local_part(whole)
+                    # A copy: a view would keep all of it, where torch assigns what it loads.
+                    state_dict[prefix + name] = layout.local_part(whole).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]

@@ -24,7 +24,7 @@ from tessel.core.graph import eagerly
 from tessel.core.partition import Partition
 from tessel.core.shared import GradientBucket, Replicate, current_buckets
 from tessel.nn.layer import Layer
-from tessel.tensor.passes import in_backward, in_checkpoint
+from tessel.tensor.table import in_backward, in_checkpoint
 from tessel.transport import NUM_WORDS, code_of
 
 # Bytes of a bucket. A bucket leaves when its last gradient is there: a larger one waits longer, and
@@ -78,6 +78,7 @@ class BucketSchedule:
         found: list[tuple[Use, list[int]]] = []
         room: dict[Any, tuple[list[int], int]] = {}  # a bucket that is open, and its bytes
         for number, use in self.uses.items():
+            # since the last call parameters may have been taken out, or frozen
             if number >= len(parameters) or not parameters[number].requires_grad:
                 continue
             parameter = parameters[number]
@@ -165,6 +166,7 @@ def in_buckets(schedule: BucketSchedule, parameters: Iterable[Tensor]) -> Iterat
     call = BucketedCall(schedule, parameters)
     with setting(current_buckets, call):
         yield
+    # not in a `finally`: a call that raised has not used all that the next one will
     schedule.learn(call.plan, call.uses)
 
 

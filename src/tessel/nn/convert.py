@@ -25,9 +25,8 @@ from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
 from tessel.tensor.gathering import fallback as choose_fallback
-from tessel.tensor.passes import in_backward
 from tessel.tensor.shared_random import common_seed
-from tessel.tensor.table import gathered, running, spread_among, tensors
+from tessel.tensor.table import gathered, in_backward, running, spread_among, tensors
 from tessel.transport import kept_in_job
 
 nn = torch.nn
@@ -84,6 +83,7 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
         (name, tuple(value.shape), str(value.dtype), value.requires_grad)
         for name, value in _values(model)
     ]
+    # of shards, which have other shapes on other workers, what they are shards of
     form += [
         (name, str(state), str(value.dtype), value.requires_grad)
         for name, value in (*model.named_parameters(), *model.named_buffers())
@@ -180,6 +180,7 @@ class Entrance:
         if self.P_x.size == 1 and not spread:
             with setting(alone, True):
                 return self.forward(*args, **kwargs)
+        # buckets first: what they foresee is part of what workers agree on with the input
         with (
             buckets.in_buckets(self.schedule, self.module.parameters()),
             self.stream.flowing(),

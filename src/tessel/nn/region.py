@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -180,6 +179,7 @@ class HaloRegion(nn.Sequential):
         return agreements[state]
 
     def __getstate__(self) -> dict[str, Any]:
+        # agreements hold groups of this process
         return {name: value for name, value in self.__dict__.items() if name != "_agreements"}
 
 
@@ -293,6 +293,7 @@ def _bent(
         shapes[k] = _with(shapes[k], dim, shapes[k][dim] + before + after)
         field = fields[k][dim]
         if isinstance(field, Mirrored):
+            # index 0 is now what −before was, and output 0 what −ahead was
             ahead = bends[k + 1][0] if k + 1 < len(bends) else 0
             window = replace(field.window, before=-before - field.window.first(-ahead))
             changed[k] = _with(fields[k], dim, window)
@@ -359,7 +360,7 @@ class _Convolving(RegionStep):
         D = self.layer.num_dims
         padding = (0,) * D
         if 0 not in x.shape and 0 not in plan.target.local_shape:
-            x = _in_order(x, plan)
+            x = plan.in_order(x)
             sides = plan.overhang[-D:]
             if all(before == after for before, after in sides):
                 padding = tuple(before for before, _ in sides)  # torch pads both sides alike
@@ -375,7 +376,7 @@ def _bordered(
 ) -> list[ReceptiveField]:
     """What windows read of a tensor that goes on beyond its border in this way."""
     if mode in ("zeros", "constant"):
-        return list(windows)
+        return list(windows)  # nothing is read there: `F.pad` adds it
     lengths = shape[len(shape) - len(windows) :]
     return [
         Mirrored(window, length, mode) if width != (0, 0) else window
@@ -386,20 +387,6 @@ def _bordered(
 def _widths(plan: Windowed, num_dims: int) -> list[int]:
     """How far this worker's windows stick out, in the order of `torch.nn.functional.pad`."""
     return [width for side in reversed(plan.overhang[-num_dims:]) for width in side]
-
-
-def _in_order(x: Tensor, plan: Windowed) -> Tensor:
-    """The values that windows cover, with those that stand beyond the border of the tensor."""
-    outputs, inputs = plan.target.box(), plan.read.box()
-    assert outputs is not None and inputs is not None
-    for dim, (field, part, (start, stop)) in enumerate(
-        zip(plan.fields, outputs, inputs, strict=True)
-    ):
-        if isinstance(field, Mirrored):
-            places = [index - start for index in field.places(part)]
-            if places != list(range(stop - start)):
-                x = x.index_select(dim, torch.tensor(places, device=x.device))
-    return x
 
 
 class _Transposed(RegionStep):
@@ -517,9 +504,9 @@ class _Padding(RegionStep):
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         value = getattr(self.layer, "value", 0.0)
         shape = plan.target.local_shape
-        if 0 in x.shape or 0 in shape:
+        if 0 in x.shape or 0 in shape:  # a part that is all padding reads nothing
             return (anchored_zeros(shape, x) + value).to(x.dtype)
-        return F.pad(_in_order(x, plan), _widths(plan, len(self._pairs)), value=value)
+        return F.pad(plan.in_order(x), _widths(plan, len(self._pairs)), value=value)
 
 
 class _Pointwise(RegionStep):
@@ -553,7 +540,7 @@ class _Prelu(_Pointwise):
         (weight,) = parameters
         box = plan.target.box()
         assert box is not None
-        if weight.numel() > 1:
+        if weight.numel() > 1:  # one for each channel, of which these are this worker's
             weight = weight[slice(*box[1])]
         return F.prelu(x, weight) if x.numel() else anchored_zeros(tuple(x.shape), x, weight)
 

@@ -29,8 +29,7 @@ from tessel.core.partition import Partition
 from tessel.errors import WorkerLost
 from tessel.tensor import call
 from tessel.tensor.call_site import current_place
-from tessel.tensor.passes import in_backward
-from tessel.tensor.table import Arguments, Settings, held_layouts
+from tessel.tensor.table import Arguments, Settings, held_layouts, in_backward
 from tessel.tensor.tensor import Tensor
 from tessel.transport import Group, code_of, kept_in_job
 

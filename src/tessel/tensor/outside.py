@@ -102,24 +102,18 @@ def _hanging(*values: Any) -> torch.Tensor:
     for value in tensors(*values):
         if isinstance(value, Tensor):
             found.append(open_part(value).reshape(-1)[:0])
-        else:
-            _check_history(value)
-            found.append(value.reshape(-1)[:0])
+            continue
+        # A plain tensor that has come from this worker's part of a spread one would need a gradient
+        # on all workers that have it, and those outside of a partition get none of what is computed
+        # there.
+        for node in nodes_of(value):
+            operator = getattr(node, "operator", None)
+            if isinstance(operator, LinearOperator) and operator.takes_part:
+                raise ValueError(
+                    f"a tensor that worker {transport.this_worker()} has by {operator} meets one "
+                    f"on other workers, and would get no gradient here; move it there as a spread "
+                    f"tensor: x.move_to(...)"
+                )
+        found.append(value.reshape(-1)[:0])
     real = [each for each in found if each.is_floating_point() or each.is_complex()]
     return anchored_zeros((0,), *real) if real else torch.empty(0)
-
-
-def _check_history(value: torch.Tensor) -> None:
-    """Raise if a plain tensor has come from this worker's part of a spread one.
-
-    All workers that have it would need its gradient, and those outside of a partition get none of
-    what is computed there.
-    """
-    for node in nodes_of(value):
-        operator = getattr(node, "operator", None)
-        if isinstance(operator, LinearOperator) and operator.takes_part:
-            raise ValueError(
-                f"a tensor that worker {transport.this_worker()} has by {operator} meets one on "
-                f"other workers, and would get no gradient here; move it there as a spread tensor: "
-                f"x.move_to(...)"
-            )

@@ -211,8 +211,13 @@ class _Geometry:
             if e == d:
                 halo = (own[dim][1], read[dim][1]) if is_right else (read[dim][0], own[dim][0])
                 window = self.windows[e]
-                taps = _taps(window, outputs, own[dim], is_right)
                 first, last = (window.first(output) for output in (outputs[0], outputs[1] - 1))
+                # the entries of the kernel that reach beyond the part for some of these outputs
+                if is_right:
+                    taps = max(0, ceil((own[dim][1] - last) / window.dilation)), window.kernel
+                else:
+                    reach = ceil((own[dim][0] - first) / window.dilation)
+                    taps = 0, min(window.kernel, reach)
                 # what these outputs read through these entries of the kernel
                 covered[dim] = (
                     first + window.dilation * taps[0],
@@ -231,12 +236,3 @@ class _Geometry:
         begin = out[self.lead + d][0]
         local = (outputs[0] - begin, outputs[1] - begin)
         return Edge(d - len(self.windows), local, taps, strip, tuple(padding))
-
-
-def _taps(window: Window, outputs: Interval, own: Interval, is_right: bool) -> Interval:
-    """The entries of the kernel that reach beyond a part for some of these outputs."""
-    if is_right:
-        distance = own[1] - window.first(outputs[1] - 1)
-        return max(0, ceil(distance / window.dilation)), window.kernel
-    distance = own[0] - window.first(outputs[0])
-    return 0, min(window.kernel, ceil(distance / window.dilation))

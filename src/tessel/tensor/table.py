@@ -21,6 +21,7 @@ from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, shared_whole, used
 from tessel.tensor.tensor import Tensor, move, open_part
+from tessel.tensor.windowed import outline
 from tessel.transport import kept_in_job
 
 Arguments = tuple[Any, ...]
@@ -37,6 +38,17 @@ running: ContextVar[Partition | None] = ContextVar("running", default=None)
 
 # whether a rule is followed without values, on a worker that has none
 outlining: ContextVar[bool] = ContextVar("outlining", default=False)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs, in which a checkpoint may compute something again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint runs, which will compute again what is computed now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
 
 
 def rule(*names: str, plain: bool = False) -> Callable[[Rule], Rule]:
@@ -108,6 +120,11 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
+def named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
+    """The arguments behind the first by their names, in the order and with the defaults given."""
+    return {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
+
+
 def parts(value: Any) -> Any:
     """The same arguments with the parts of spread tensors in their places."""
     return mapped(lambda each: open_part(each) if isinstance(each, Tensor) else each, value)
@@ -159,6 +176,20 @@ def of_cuts(partition: Partition, shape: Sequence[int], cuts: Sequence[Cut]) -> 
     taken = {axis for cut in cuts for axis in cut.axes}
     shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
     return Layout(partition, tuple(shape), tuple(cuts), shared)
+
+
+@kept_in_job
+def of_dim(layout: Layout, dim: int) -> Layout:
+    """How a vector lies that has a value for each index of a dimension."""
+    return Layout(layout.partition, (layout.shape[dim],), (layout.cuts[dim],), layout.shared)
+
+
+@kept_in_job
+def with_whole(layout: Layout, dim: int, length: int) -> Layout:
+    """The same with one more dimension, which is whole."""
+    shape = (*layout.shape[:dim], length, *layout.shape[dim:])
+    cuts = (*layout.cuts[:dim], Cut.whole(length), *layout.cuts[dim:])
+    return Layout(layout.partition, shape, cuts, layout.shared)
 
 
 def check_together(name: str, layouts: Sequence[Layout]) -> None:
@@ -230,15 +261,15 @@ def sliced(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def outlines(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What a function gives for tensors of the global shapes, without values."""
+    """What a function gives for tensors of the global shapes, without values; torch's own error."""
 
-    def outline(value: Any) -> Any:
+    def outlined(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         shape = value._layout.shape if isinstance(value, Tensor) else tuple(value.shape)
-        return torch.empty(shape, dtype=value.dtype, device="meta")
+        return outline(shape, value.dtype)
 
-    return func(*mapped(outline, args), **mapped(outline, kwargs))
+    return func(*mapped(outlined, args), **mapped(outlined, kwargs))
 
 
 def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:

@@ -207,9 +207,7 @@ def layout_on(where: Partition | Layout, shape: Sequence[int]) -> Layout:
     return _balanced(where, lengths)
 
 
-@kept_in_job
-def _balanced(partition: Partition, shape: tuple[int, ...]) -> Layout:
-    return Layout.balanced(partition, shape)
+_balanced = kept_in_job(Layout.balanced)
 
 
 def open_part(x: Tensor) -> torch.Tensor:
@@ -272,10 +270,17 @@ class _History:
                 allow_unreachable=True,
                 accumulate_grad=False,
             )
-        return tuple(
-            None if each is None else _gradient(each, of)
-            for each, of in zip(found, self.inputs, strict=True)
-        )
+        grads: list[torch.Tensor | None] = []
+        for each, of in zip(found, self.inputs, strict=True):
+            # as the parts' graph has it: in the layout of its tensor, plain if that is
+            if isinstance(each, Tensor) and isinstance(of, Tensor):
+                each = open_part(each.move_to(of._layout))
+            elif isinstance(each, Tensor):
+                each = each.full()
+            elif each is not None and isinstance(of, Tensor):
+                each = of._layout.local_part(each)
+            grads.append(each)
+        return tuple(grads)
 
     @cached_property
     def _is_reentrant(self) -> bool:
@@ -301,13 +306,6 @@ class _History:
             for each, grad in zip(self.inputs, new, strict=True):
                 each.grad = grad
         return found
-
-
-def _gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """A gradient as the parts' graph has it: in the layout of its tensor, plain if that is."""
-    if isinstance(grad, Tensor):
-        return open_part(grad.move_to(of._layout)) if isinstance(of, Tensor) else grad.full()
-    return of._layout.local_part(grad) if isinstance(of, Tensor) else grad
 
 
 def nodes_of(x: torch.Tensor) -> Iterator[Any]:

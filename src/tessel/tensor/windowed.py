@@ -15,7 +15,7 @@ from tessel.core.boxes import Box, Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
 from tessel.core.shared import Replicate, anchored_zeros
-from tessel.core.windows import ReceptiveField, reads
+from tessel.core.windows import Mirrored, ReceptiveField, reads
 from tessel.transport import kept_in_job
 
 ReceptiveFields = tuple[ReceptiveField | None, ...]
@@ -107,6 +107,31 @@ class Windowed:
             (0, 0) if field is None or part[0] == part[1] else overhang(field.hull(part), length)
             for field, part, length in zip(self.fields, box, self.source.shape, strict=True)
         )
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """For mirrored dimensions of which this worker sees the border: in which order they come.
+
+        Places count from the first value that it reads.
+        """
+        outputs, inputs = self.target.box(), self.read.box()
+        if outputs is None or inputs is None:
+            return ()
+        found = []
+        for dim, (field, part, (start, stop)) in enumerate(
+            zip(self.fields, outputs, inputs, strict=True)
+        ):
+            if isinstance(field, Mirrored) and part[0] < part[1]:
+                places = tuple(index - start for index in field.places(part))
+                if places != tuple(range(stop - start)):
+                    found.append((dim, places))
+        return tuple(found)
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """What windows cover of what was read, also beyond the border of the tensor."""
+        for dim, places in self.places:
+            x = x.index_select(dim, torch.tensor(places, device=x.device))
+        return x
 
     @cached_property
     def stays_whole(self) -> bool:

@@ -24,6 +24,7 @@ from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import AdaptiveWindow, reads
+from tessel.tensor.rules.pools import global_places
 from tessel.tensor.table import Arguments, Settings, made, opened, rule, to_keep
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
@@ -399,37 +400,22 @@ def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
         if fits:
             sizes = tuple(len(spans.windows) for spans in all_spans)
             result: Any = _MAXIMA[len(sizes) - 1](x, sizes, return_indices=with_places)
-        else:
-            result = _equal_windows_maximum(x, all_spans, with_places)
+        else:  # torch's pool over adjacent windows, so that it takes the same of ties
+            for dim, spans in enumerate(all_spans, x.ndim - len(all_spans)):
+                x = x.index_select(dim, _constant(spans.indices, torch.int64, x.device))
+            kernel = tuple(spans.longest for spans in all_spans)
+            pooled = _FIXED_MAXIMA[len(kernel) - 1]
+            result = pooled(x, kernel, kernel, return_indices=with_places)
         if not with_places:
             return result, result.detach()
         values, places = result
         looked_up = [spans.inputs if fits else spans.global_indices for spans in all_spans]
-        return values, _global_places(places, looked_up, lengths)
+        tables = [_constant(indices, torch.int64, x.device) for indices in looked_up]
+        local = [len(indices) for indices in looked_up]
+        return values, global_places(places, local, lengths, [t.__getitem__ for t in tables])
 
     values, places = _joined(x, way.spans, pool) if way.in_few_runs else pool(x, way.spans)
     return values, places
-
-
-def _equal_windows_maximum(x: Tensor, all_spans: Sequence[Spans], with_places: bool) -> Any:
-    """Torch's pool over adjacent windows, so that it takes the same of ties."""
-    D = len(all_spans)
-    for dim, spans in enumerate(all_spans, x.ndim - D):
-        x = x.index_select(dim, _constant(spans.indices, torch.int64, x.device))
-    kernel = tuple(spans.longest for spans in all_spans)
-    return _FIXED_MAXIMA[D - 1](x, kernel, kernel, return_indices=with_places)
-
-
-def _global_places(places: Tensor, looked_up: Sequence[Numbers], shape: Shape) -> Tensor:
-    """Places in a local tensor, counted row by row, in the whole; each dimension looks its up."""
-    result = torch.zeros_like(places)
-    factor = 1
-    for indices, length in zip(reversed(looked_up), reversed(shape), strict=True):
-        table = _constant(indices, torch.int64, places.device)
-        result += table[places % len(indices)] * factor
-        places = places // len(indices)
-        factor *= length
-    return result
 
 
 @dataclass(frozen=True)
@@ -490,12 +476,24 @@ class Stack:
         """
         outputs, gathered = self.outputs.box(), self.target.box()
         assert outputs is not None and gathered is not None
-        return tuple(
-            _padded(_positions(parts, want), start) if partial else None
-            for partial, parts, want, (start, _) in zip(
-                self.partial, self.pooled.cuts, outputs, gathered, strict=True
-            )
-        )
+        found: list[tuple[Numbers, int] | None] = []
+        for partial, parts, want, (start, _) in zip(
+            self.partial, self.pooled.cuts, outputs, gathered, strict=True
+        ):
+            lists = _positions(parts, want) if partial else []
+            most = max(map(len, lists), default=1)
+            each = (some[min(k, len(some) - 1)] - start for some in lists for k in range(most))
+            found.append((tuple(each), most) if partial else None)
+        return tuple(found)
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """The parts of each output, which were gathered, along a new last dimension."""
+        for dim, table in reversed(list(enumerate(self.tables))):
+            if table is not None:
+                indices, most = table
+                x = x.index_select(dim, _constant(indices, torch.int64, x.device))
+                x = x.unflatten(dim, (-1, most)).movedim(dim + 1, -1)
+        return x.flatten(len(self.tables))
 
 
 def _positions(parts: Cut, outputs: Interval) -> list[list[int]]:
@@ -508,13 +506,6 @@ def _positions(parts: Cut, outputs: Interval) -> list[list[int]]:
     ]
 
 
-def _padded(positions: list[list[int]], start: int) -> tuple[Numbers, int]:
-    most = max(map(len, positions), default=1)
-    return tuple(
-        some[min(k, len(some) - 1)] - start for some in positions for k in range(most)
-    ), most
-
-
 def _largest(values: Tensor, places: Tensor, stack: Stack) -> Maxima:
     """Of the parts of each output, the one that torch would take of the whole window.
 
@@ -523,20 +514,10 @@ def _largest(values: Tensor, places: Tensor, stack: Stack) -> Maxima:
     shape = stack.outputs.local_shape
     if not math.prod(shape):
         return anchored_zeros(shape, values), places.new_empty(shape)
-    values, places = (_side_by_side(each, stack) for each in (values, places))
+    values, places = map(stack.side_by_side, (values, places))
     with torch.no_grad():
         missing = values.isnan()
         first = places.where(values == values.amax(-1, keepdim=True), _MANY).argmin(-1, True)
         last = places.where(missing, -1).argmax(-1, True)
         winner = last.where(missing.any(-1, keepdim=True), first)
     return values.gather(-1, winner).squeeze(-1), places.gather(-1, winner).squeeze(-1)
-
-
-def _side_by_side(x: Tensor, stack: Stack) -> Tensor:
-    """The parts of each output along a new last dimension."""
-    for dim, table in reversed(list(enumerate(stack.tables))):
-        if table is not None:
-            indices, most = table
-            x = x.index_select(dim, _constant(indices, torch.int64, x.device))
-            x = x.unflatten(dim, (-1, most)).movedim(dim + 1, -1)
-    return x.flatten(len(stack.tables))

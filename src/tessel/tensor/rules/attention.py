@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tessel.core.layout import Layout
-from tessel.tensor.rules.batched import applied, check_partition, outline
+from tessel.tensor.rules.batched import applied, check_partition
 from tessel.tensor.rules.hosting import hosted, split_like
 from tessel.tensor.rules.products import planned
-from tessel.tensor.table import Arguments, Settings, gathered, made, rule
+from tessel.tensor.table import Arguments, Settings, gathered, made, outlines, rule
 from tessel.tensor.tensor import Tensor
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -35,11 +35,15 @@ def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     causal = bool(given.get("is_causal", False))
     if given.get("enable_gqa", False) and q.shape[-3] != k.shape[-3]:
         # query heads in groups: heads of keys are repeated, whole on every worker
-        outline(operands, partial(_attended, func, given, causal))
-        times = q.shape[-3] // k.shape[-3]
-        k, v = (each.repeat_interleave(times, -3) for each in map(_with_heads, (k, v)))
-        return func(q, k, v, mask, **{**given, "enable_gqa": False})
-    found = outline(operands, partial(_attended, func, given, causal))
+        outlines(partial(_attended, func, given, causal), operands, {})  # torch's own error
+        times, repeated = q.shape[-3] // k.shape[-3], []
+        for each in (k, v):
+            heads = each.dim() - 3
+            if isinstance(each, Tensor) and each._layout.is_split(heads):
+                each = each.move_to(gathered(each._layout, (heads,)))
+            repeated.append(each.repeat_interleave(times, -3))
+        return func(q, *repeated, mask, **{**given, "enable_gqa": False})
+    found = outlines(partial(_attended, func, given, causal), operands, {})
     if given.get("dropout_p", 0.0) > 0:
         return _with_dropout(q, k, v, mask, given)
     plan = _planned(name, operands)
@@ -51,13 +55,6 @@ def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if isinstance(q, Tensor):  # results lie as the queries did
         result = result.move_to(split_like(q._layout, tuple(found.shape)))
     return result
-
-
-def _with_heads(x: torch.Tensor) -> torch.Tensor:
-    """Keys or values with all heads on every worker."""
-    if not isinstance(x, Tensor) or not x._layout.is_split(x.dim() - 3):
-        return x
-    return x.move_to(gathered(x._layout, (x.dim() - 3,)))
 
 
 def _attended(

@@ -16,7 +16,7 @@ from tessel.core.layout import Layout
 from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.products import Contraction, planned
-from tessel.tensor.table import check_together, made, moved, outlining
+from tessel.tensor.table import check_together, made, moved, outlines, outlining
 from tessel.tensor.tensor import Tensor
 
 Letters = tuple[tuple[str, ...], str]
@@ -38,15 +38,10 @@ def batched(
         operands: the tensors.
         compute: the function of the operands, or of parts of them that have these letters whole.
     """
-    whole_result = outline(operands, compute)
+    whole_result = outlines(compute, tuple(operands), {})
     plan = plan_of(name, equation, whole, operands)
     assert plan.result.shape == tuple(whole_result.shape), (plan.result, whole_result.shape)
     return made(applied(compute, operands, plan, whole_result.dtype), plan.result)
-
-
-def outline(operands: Sequence[torch.Tensor], compute: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The result for the whole operands, without values; torch's own error if they do not fit."""
-    return compute(*(torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") for x in operands))
 
 
 def plan_of(

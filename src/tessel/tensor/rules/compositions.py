@@ -22,6 +22,7 @@ from tessel.tensor.table import (
     held_layouts,
     made,
     moved,
+    named,
     outlines,
     rule,
     unsupported,
@@ -291,15 +292,10 @@ def isin(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 # -- pools that others are made of ----------------------------------------------------------------
 
 
-def _named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
-    """The arguments behind the input by their names, in the order and with the defaults given."""
-    return {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
-
-
 @rule("lp_pool1d", "lp_pool2d", "lp_pool3d")
 def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Norms of windows, as means of powers."""
-    given = _named(args, kwargs, norm_type=2.0, kernel_size=1, stride=None, ceil_mode=False)
+    given = named(args, kwargs, norm_type=2.0, kernel_size=1, stride=None, ceil_mode=False)
     D, p = int(name[-2]), given["norm_type"]
     sizes = {key: given[key] for key in ("kernel_size", "stride", "ceil_mode")}
     if abs(p) == float("inf"):
@@ -313,7 +309,7 @@ def power_average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) 
 @rule("max_unpool1d", "max_unpool2d", "max_unpool3d")
 def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values go to places anywhere in an image, which is whole for that; others need not be."""
-    given = _named(
+    given = named(
         args, kwargs, indices=None, kernel_size=1, stride=None, padding=0, output_size=None
     )
     x, indices, D = args[0], given.pop("indices"), int(name[-2])
@@ -325,7 +321,13 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             f"{tuple(indices.shape)}"
         )
     there = hosted(layout, space)
-    size = _unpooled(layout.shape[-D:], D, **given)
+    if given["output_size"] is None:  # that of an image whose pool has the size of the input
+        kernel, pads = tuple_of(given["kernel_size"], D), tuple_of(given["padding"], D)
+        steps = kernel if given["stride"] is None else tuple_of(given["stride"], D)
+        sizes = zip(layout.shape[-D:], steps, pads, kernel, strict=True)
+        size = tuple((n - 1) * step - 2 * pad + length for n, step, pad, length in sizes)
+    else:
+        size = tuple(given["output_size"])[-D:]
     shape = (*layout.shape[:-D], *size)
     if holds_anywhere((indices < 0) | (indices >= prod(size))):
         raise ValueError(f"`{name}`: an index is outside of an output of size {size}")
@@ -334,17 +336,3 @@ def unpool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     part, target = moved(x, there), reshaped_along(there, shape, space)
     y = func(part, places, **given) if part.numel() else anchored_zeros(target.local_shape, part)
     return made(y, target).move_to(split_like(layout, shape))
-
-
-def _unpooled(
-    lengths: tuple[int, ...], D: int, kernel_size: Any, stride: Any, padding: Any, output_size: Any
-) -> tuple[int, ...]:
-    """The size of an image whose pool has this one; torch's own check of what is asked for."""
-    if output_size is not None:
-        return tuple(output_size)[-D:]
-    kernel = tuple_of(kernel_size, D)
-    steps = kernel if stride is None else tuple_of(stride, D)
-    return tuple(
-        (n - 1) * step - 2 * pad + size
-        for n, step, pad, size in zip(lengths, steps, tuple_of(padding, D), kernel, strict=True)
-    )

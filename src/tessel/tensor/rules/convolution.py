@@ -8,7 +8,6 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
 from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
-from tessel.tensor.rules.spread_weights import convolve_with, planned_in_blocks
+from tessel.tensor.rules.spread_weights import convolve_with
 from tessel.tensor.table import Arguments, Settings, rule
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -38,8 +37,8 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     settings = settings_of(
         tuple(weight.shape), **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     )
-    plan = planned_in_blocks(layout, weight, convolved(layout.shape, settings), settings.groups)
-    return convolve_with(weight, bias, args[0], plan, convolve_parts, settings)
+    shape = convolved(layout.shape, settings)
+    return convolve_with(weight, bias, args[0], shape, convolve_parts, settings)
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "dilation", "groups")
@@ -140,24 +139,19 @@ class ConvolutionPlan:
     Attributes:
         wraps: first, dimensions that wrap around are continued.
         windowed: then every worker fetches what its windows read; zeros beyond the border of a
-            dimension that is split come along.
-        places: then dimensions that are mirrored at the border are put in this order, if any.
+            dimension that is split come along. Dimensions that are mirrored are put in order.
         padding: then torch pads the dimensions that are whole, and convolves.
     """
 
     wraps: tuple[PeriodicHalo, ...]
     windowed: Windowed
-    places: tuple[tuple[int, Numbers], ...]
     padding: Numbers
 
     def fetch(self, x: Tensor) -> Tensor:
         """What this worker convolves."""
         for wrap in self.wraps:
             x = wrap.apply(x)
-        x = self.windowed.fetch(x)
-        for dim, places in self.places:
-            x = x.index_select(dim, torch.tensor(places, device=x.device))
-        return x
+        return self.windowed.in_order(self.windowed.fetch(x))
 
 
 @kept_in_job
@@ -197,24 +191,7 @@ def planned(
             for window, length in zip(windows, lengths, strict=True)
         ]
     field = (*([None] * (first - 1)), channels, *windows)
-    plan = Windowed(source, target, field)
-    return ConvolutionPlan(tuple(wraps), plan, _places(plan), tuple(padding))
-
-
-def _places(plan: Windowed) -> tuple[tuple[int, Numbers], ...]:
-    """For mirrored dimensions of which this worker sees the border: in which order they come."""
-    outputs, inputs = plan.target.box(), plan.read.box()
-    if outputs is None or inputs is None:
-        return ()
-    found = []
-    for dim, (field, part, (start, stop)) in enumerate(
-        zip(plan.fields, outputs, inputs, strict=True)
-    ):
-        if isinstance(field, Mirrored) and part[0] < part[1]:
-            places = tuple(index - start for index in field.places(part))
-            if places != tuple(range(stop - start)):
-                found.append((dim, places))
-    return tuple(found)
+    return ConvolutionPlan(tuple(wraps), Windowed(source, target, field), tuple(padding))
 
 
 def convolve_parts(
@@ -239,6 +216,7 @@ def convolve_parts(
     check_dtypes(x, weight, bias)
     if plan is not None:
         return _in_blocks(x, layout, weight, bias, settings, plan), plan.terms
+    # numbers that tests change: what is kept of a layout must follow them
     strips = overlapped_convolution
     way = _way(layout, settings, strips.LEAST_VALUES, strips.LEAST_RATIO, strips.LARGEST_SHARE)
     target, reads = way.target, way.reads
@@ -246,7 +224,12 @@ def convolve_parts(
     if layout.is_outside:
         return anchored_zeros((0,), x, weight, bias), target
     if reads is None:
-        return _of_whole(x, weight, bias, settings), target
+        widths, padding = settings.widths, tuple(before for before, _ in settings.widths)
+        if settings.mode != "zeros" or any(before != after for before, after in widths):
+            mode = "constant" if settings.mode == "zeros" else settings.mode
+            x = F.pad(x, [width for pair in reversed(widths) for width in pair], mode)
+            padding = (0,) * len(widths)
+        return _convolved(x, weight, bias, padding, settings), target
     if way.strips is not None:
         return _by_strips(x, way.strips, weight, bias, settings), target
     return of_read(reads.fetch(x), weight, bias, reads.padding, target, settings), target
@@ -308,18 +291,6 @@ def _in_blocks(
     if plan.terms.is_outside:
         return anchored_zeros((0,), part, own, added)
     return of_read(part, own, added, reads.padding, plan.terms, settings, in_blocks=True)
-
-
-def _of_whole(
-    x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings
-) -> Tensor:
-    """Torch's own convolution of samples that a worker has whole."""
-    widths, padding = settings.widths, tuple(before for before, _ in settings.widths)
-    if settings.mode != "zeros" or any(before != after for before, after in widths):
-        mode = "constant" if settings.mode == "zeros" else settings.mode
-        x = F.pad(x, [width for pair in reversed(widths) for width in pair], mode)
-        padding = (0,) * len(widths)
-    return _convolved(x, weight, bias, padding, settings)
 
 
 def _convolved(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.batched import batched, holds_anywhere, part_of, whole_of
 from tessel.tensor.rules.losses import arguments_of
@@ -30,16 +30,9 @@ from tessel.tensor.table import (
     rule,
     spread_among,
     unsupported,
+    with_whole,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.transport import kept_in_job
-
-
-@kept_in_job
-def _with_last(layout: Layout, length: int) -> Layout:
-    """The same with one more dimension, whole, at the end."""
-    cuts = (*layout.cuts, Cut((), ((0, length),)))
-    return replace(layout, shape=(*layout.shape, length), cuts=cuts)
 
 
 @rule("embedding", plain=True)
@@ -60,8 +53,16 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         options = EmbeddingOptions(**given).counted_from_front(weight.shape[0])
         return made(*look_up(parts(indices), *opened(weight), options))
     for key in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if given[key]:
-            return _of_all_indices(key, func, indices, weight, given)
+        if not given[key]:
+            continue
+        # the result, or the gradient, depends on all indices: every worker must have them
+        layouts = held_layouts(indices, weight)
+        if not all(map(is_whole, layouts)):
+            raise NotImplementedError(
+                f"torch's `embedding` of spread tensors: {key}={given[key]} needs all indices, got "
+                f"{', '.join(map(str, layouts))}; leave it out, or gather them first, by x.full()"
+            )
+        return as_spread(func(parts(indices), parts(weight), **given), layouts[0].partition)
     letters = ascii_lowercase[: indices.dim()]
     equation = ((letters, "XY"), letters + "Y")
     if isinstance(weight, Tensor) and weight._layout.is_split(0):
@@ -94,17 +95,6 @@ def _of_rows(name: str, equation: Any, indices: Tensor, weight: Tensor, given: S
         return torch.where(inside.unsqueeze(-1), found, 0)
 
     return multiply(name, equation, operands, look_up)
-
-
-def _of_all_indices(key: str, func: Any, indices: Tensor, weight: Any, given: Settings) -> Tensor:
-    """An embedding whose result or gradient depends on all indices: every worker must have them."""
-    layouts = held_layouts(indices, weight)
-    if not all(map(is_whole, layouts)):
-        raise NotImplementedError(
-            f"torch's `embedding` of spread tensors: {key}={given[key]} needs all indices, got "
-            f"{', '.join(map(str, layouts))}; leave it out, or gather them first, by x.full()"
-        )
-    return as_spread(func(parts(indices), parts(weight), **given), layouts[0].partition)
 
 
 @rule("embedding_bag", plain=True)
@@ -149,7 +139,7 @@ def one_hot(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         count = int(args[0].max()) + 1 if count == -1 else count
     else:
         func(torch.empty(0, dtype=torch.int64), count)  # torch's own error
-    return made(func(part, count), _with_last(layout, count))
+    return made(func(part, count), with_whole(layout, len(layout.shape), count))
 
 
 @rule("bucketize", plain=True)

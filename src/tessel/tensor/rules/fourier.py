@@ -17,6 +17,7 @@ from tessel.tensor.rules.hosting import along
 from tessel.tensor.rules.reductions import argument, dims_of
 from tessel.tensor.table import Arguments, Settings, outlines, rule
 from tessel.tensor.tensor import Tensor
+from tessel.tensor.windowed import outline
 
 # along several dimensions: what is done with most of them, what with the last, and is that first?
 _SEVERAL = {
@@ -90,7 +91,7 @@ def _of_part(function: Any, part: torch.Tensor, **settings: Any) -> torch.Tensor
     if part.numel():
         found: torch.Tensor = function(part, **settings)
         return found
-    like = function(torch.empty(part.shape, dtype=part.dtype, device="meta"), **settings)
+    like = function(outline(tuple(part.shape), part.dtype), **settings)
     return torch.zeros(like.shape, dtype=like.dtype, device=part.device)
 
 

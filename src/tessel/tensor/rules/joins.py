@@ -253,13 +253,9 @@ def _by_places(places: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[
     return border
 
 
-def _mirrored(places: torch.Tensor, length: int) -> torch.Tensor:
-    places = places.abs()
-    return torch.where(places < length, places, 2 * (length - 1) - places)
-
-
 _BORDERS: dict[str, Callable[..., Tensor]] = {
     "circular": _in_a_circle,
-    "reflect": _by_places(_mirrored),
+    # around the first value, and around the last: n − 1 + k reads what n − 1 − k does
+    "reflect": _by_places(lambda places, length: length - 1 - (length - 1 - places.abs()).abs()),
     "replicate": _by_places(lambda places, length: places.clamp(0, length - 1)),
 }

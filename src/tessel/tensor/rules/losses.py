@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import _reduction
 
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Layout, Shape
 from tessel.core.shared import total, used
 from tessel.tensor.rules.batched import (
     applied,
@@ -50,8 +50,10 @@ from tessel.tensor.table import (
     shared_whole,
     spread_among,
     unsupported,
+    with_whole,
 )
 from tessel.tensor.tensor import Tensor, move
+from tessel.tensor.windowed import outline
 
 
 @lru_cache(maxsize=64)
@@ -213,7 +215,7 @@ class Kind(NamedTuple):
         return found.requires_grad_() if self.needs_grad else found
 
     def outline(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return outline(self.shape, self.dtype)
 
 
 Kinds = tuple[tuple[str, Any], ...]
@@ -229,16 +231,14 @@ def _asked() -> Iterator[None]:
 
 def kinds_of(given: Settings) -> Kinds:
     """The arguments of a loss with the kinds of tensors in their places."""
-    return tuple(
-        (key, _kind(each) if isinstance(each, torch.Tensor) else each)
-        for key, each in given.items()
-    )
-
-
-def _kind(x: torch.Tensor) -> Kind:
-    part = x._part if isinstance(x, Tensor) else x
-    shape = x._layout.shape if isinstance(x, Tensor) else tuple(x.shape)
-    return Kind(shape, part.dtype, part.device.type, part.requires_grad)
+    found: list[tuple[str, Any]] = []
+    for key, x in given.items():
+        if isinstance(x, torch.Tensor):
+            part = x._part if isinstance(x, Tensor) else x
+            shape = x._layout.shape if isinstance(x, Tensor) else tuple(x.shape)
+            x = Kind(shape, part.dtype, part.device.type, part.requires_grad)
+        found.append((key, x))
+    return tuple(found)
 
 
 def _check_elements(name: str, func: Any, given: Settings) -> None:
@@ -266,21 +266,18 @@ def _check_least(name: str, func: Any, kinds: Kinds) -> None:
         func(**{key: _outlined(each) for key, each in kinds})
     for key, each in kinds:
         if key in _WEIGHTS and each is not None and not is_weighted:
-            _check_broadcast(each.shape, dict(kinds)["input"].shape)
+            shape = dict(kinds)["input"].shape
+            pair = (torch.zeros(()).expand(lengths) for lengths in (shape, each.shape))
+            result = tuple(torch.broadcast_tensors(*pair)[0].shape)
+            if result != shape:  # torch's error for a weight that is more than the input
+                raise RuntimeError(
+                    f"output with shape {list(shape)} doesn't match the broadcast shape "
+                    f"{list(result)}"
+                )
 
 
 def _outlined(value: Any) -> Any:
     return value.outline() if isinstance(value, Kind) else value
-
-
-def _check_broadcast(weight: Shape, shape: Shape) -> None:
-    """Raise torch's error if a weight cannot be broadcast to this shape."""
-    value = torch.zeros(())
-    result = tuple(torch.broadcast_tensors(value.expand(shape), value.expand(weight))[0].shape)
-    if result != shape:
-        raise RuntimeError(
-            f"output with shape {list(shape)} doesn't match the broadcast shape {list(result)}"
-        )
 
 
 @lru_cache(maxsize=1024)
@@ -497,14 +494,7 @@ def _beside(x: torch.Tensor, target: torch.Tensor, dim: int) -> Tensor:
         return x
     if target.dim() == x.dim():
         return x.move_to(target._layout)
-    return x.move_to(_with_classes(target._layout, x._layout, dim))
-
-
-def _with_classes(layout: Layout, whole: Layout, dim: int) -> Layout:
-    """The layout of targets, with a whole dimension of classes."""
-    shape = (*layout.shape[:dim], whole.shape[dim], *layout.shape[dim:])
-    cuts = (*layout.cuts[:dim], Cut.whole(whole.shape[dim]), *layout.cuts[dim:])
-    return Layout(layout.partition, shape, cuts, layout.shared)
+    return x.move_to(with_whole(target._layout, dim, x._layout.shape[dim]))
 
 
 def _picked(x: Tensor, target: torch.Tensor, dim: int) -> Tensor:

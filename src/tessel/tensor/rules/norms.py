@@ -27,12 +27,14 @@ from tessel.tensor.table import (
     held_layouts,
     is_whole,
     made,
+    named,
     of_cuts,
     opened,
     rule,
     whole_part,
 )
 from tessel.tensor.tensor import Tensor as SpreadTensor
+from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -188,7 +190,8 @@ def _local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     x = _widened(x)
     mean = x.sum(_all_but_second(x)) / max(1, _count(x))
     centre = mean.detach()
-    # The second term is zero, and so is its slope: second derivatives need it.
+    # v = mean (x − c)² − (m − c)² for every constant c, and c = m rounds least. The second term is
+    # zero there, and so is its slope; its second derivative is not.
     return mean, _mean_square(x, centre) - (mean - centre).square()
 
 
@@ -262,13 +265,6 @@ def _normalized(
 
 
 @kept_in_job
-def _balancing(layout: Layout) -> Move | None:
-    """To balanced parts; None if the parts are balanced."""
-    balanced = layout.resized(layout.shape)
-    return None if balanced == layout else Move(layout, balanced)
-
-
-@kept_in_job
 def _is_alone(layout: Layout) -> bool:
     """Whether no worker has to know anything of others: all of them have the whole tensor."""
     sizes = layout.partition.shape
@@ -308,8 +304,9 @@ class Norm:
         norm = cls(getattr(F, name), given, part, layout, dims)
         if not _is_alone(layout):
             check(name, norm.given, layout.shape, part, dims)
-            if (balancing := _balancing(layout)) is not None:
-                norm.x, norm.layout = balancing.apply(part), balancing.codomain
+            balanced = layout.resized(layout.shape)
+            if balanced != layout:
+                norm.x, norm.layout = move(layout, balanced).apply(part), balanced
         return norm
 
     def is_simple(self) -> bool:
@@ -430,11 +427,8 @@ def _check(
 
 
 def _named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
-    """The arguments behind the input by their names, in the order and with the defaults given.
-
-    What says whether cuDNN is used plays no part.
-    """
-    given = {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
+    """The arguments by their names, but for what says whether cuDNN is used."""
+    given = named(args, kwargs, **defaults)
     for key in ("cudnn_enabled", "cudnn_enable"):
         given.pop(key, None)
     return given
@@ -563,19 +557,15 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     means, variances = gathering.gather(*_local_moments(rows))
     mean, variance = _combined(means, variances, gathering.shares(means))
     if norm.tracks:
-        _update_by_instances(norm, mean, _unbiased(variance, gathering))
+        # running statistics take in the average over the instances of the whole batch
+        both = _collected(mean, _unbiased(variance, gathering), norm.layout, (0, 1))
+        centre, spread = both.mean(1)
+        running = given["running_mean"], given["running_var"]
+        _update(running, centre, spread, given["momentum"])
     weight, bias = (
         None if each is None else each.expand_as(mean).reshape(-1) for each in norm.parameters()
     )
     return norm.result(_normalized(rows, mean.reshape(-1), variance.reshape(-1), weight, bias, eps))
-
-
-@torch.no_grad()
-def _update_by_instances(norm: Norm, mean: Tensor, variance: Tensor) -> None:
-    """The running statistics take in the average over the instances of the whole batch."""
-    running = norm.given["running_mean"], norm.given["running_var"]
-    mean, variance = _collected(mean, variance, norm.layout, (0, 1)).mean(1)
-    _update(running, mean, variance, norm.given["momentum"])
 
 
 # -- of groups ------------------------------------------------------------------------------------
@@ -647,26 +637,20 @@ def layer_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         parameters = {"weight": weight, "bias": bias} if is_layer else {"weight": weight}
         return norm.result(norm.function(x, shape, **parameters, eps=given["eps"]))
     rows = x.reshape(1, prod(x.shape[:first]), prod(x.shape[first:]))
-    normalized = _centred_rows if is_layer else _scaled_rows
-    y = normalized(rows, gathering, given["eps"]).view(x.shape)
+    # (1, rows, columns), the rows of which go on elsewhere
+    if is_layer:
+        means, variances = gathering.gather(*_local_moments(rows))
+        mean, variance = _combined(means, variances, gathering.shares(means))
+        y = _normalized(rows, mean.reshape(-1), variance.reshape(-1), None, None, given["eps"])
+    else:
+        wide = _widened(rows)
+        (squares,) = gathering.gather(_mean_square(wide, wide.new_zeros(rows.shape[1])))
+        square = (gathering.shares(squares) * squares).sum(0).reshape(-1)
+        least = torch.finfo(square.dtype).eps if given["eps"] is None else given["eps"]
+        y = _normalized(rows, None, square, None, None, least)
+    y = y.view(x.shape)
     if weight is not None:
         y = (y * weight if bias is None else torch.addcmul(bias, y, weight)).to(y.dtype)
     elif bias is not None:
         y = (y + bias).to(y.dtype)
     return norm.result(y)
-
-
-def _centred_rows(rows: Tensor, gathering: Gathering, eps: float) -> Tensor:
-    """The layer norm of a tensor (1, rows, columns), the rows of which go on elsewhere."""
-    means, variances = gathering.gather(*_local_moments(rows))
-    mean, variance = _combined(means, variances, gathering.shares(means))
-    return _normalized(rows, mean.reshape(-1), variance.reshape(-1), None, None, eps)
-
-
-def _scaled_rows(rows: Tensor, gathering: Gathering, eps: float | None) -> Tensor:
-    """The same for a norm by the mean of squares."""
-    wide = _widened(rows)
-    (squares,) = gathering.gather(_mean_square(wide, wide.new_zeros(rows.shape[1])))
-    square = (gathering.shares(squares) * squares).sum(0).reshape(-1)
-    least = torch.finfo(square.dtype).eps if eps is None else eps
-    return _normalized(rows, None, square, None, None, least)

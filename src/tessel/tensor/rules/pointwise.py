@@ -60,7 +60,12 @@ def is_pointwise(name: str) -> bool:
     """Whether a torch function of this name treats each element on its own."""
     if name in _NUMBERS:
         return False
-    plain = _plain(name)
+    plain = name.removesuffix("_")
+    if name.startswith("__") and name.endswith("__"):  # an operator, perhaps from the right
+        plain = name[2:-2]
+        is_whole_word = plain in ("invert", "rshift", "rdiv")
+        plain = plain[1:] if plain[:1] in "ri" and not is_whole_word else plain
+        plain = _OPERATORS.get(plain, plain)
     packet = getattr(torch.ops.aten, plain, None)
     tagged = packet is not None and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
@@ -72,15 +77,6 @@ _OPERATORS = {"rdiv": "div", "truediv": "div", "rpow": "pow", "invert": "bitwise
 _OPERATORS |= {"floordiv": "floor_divide", "pos": "positive"}
 _OPERATORS |= {"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"}
 _OPERATORS |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder"}
-
-
-def _plain(name: str) -> str:
-    """The name of an operator or an in-place function without what says so."""
-    if name.startswith("__") and name.endswith("__"):
-        name = name[2:-2]
-        name = name[1:] if name[:1] in "ri" and name not in ("invert", "rshift", "rdiv") else name
-        return _OPERATORS.get(name, name)
-    return name.removesuffix("_")
 
 
 @lru_cache(maxsize=1024)

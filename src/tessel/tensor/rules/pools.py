@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -339,7 +339,10 @@ class MaximumPool(Pool):
             largest: Tensor = result[frame.outputs]
             return largest
         values, places = (each[frame.outputs] for each in result)
-        return values, _global_places(places, x.shape, plan, len(self.windows))
+        D, box = len(self.windows), plan.read.box()
+        assert box is not None
+        at = [lambda index, start=start: index + start for start, _ in box[-D:]]
+        return values, global_places(places, x.shape[-D:], plan.source.shape[-D:], at)
 
     def anchored_zeros(self, shape: Shape, x: Tensor) -> Any:
         values = super().anchored_zeros(shape, x)
@@ -357,17 +360,25 @@ def _lowest(dtype: torch.dtype) -> float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _global_places(places: Tensor, shape: Sequence[int], plan: Windowed, D: int) -> Tensor:
-    """Places in a worker's tensor, counted row by row over D dimensions, in the whole tensor."""
-    box = plan.read.box()
-    assert box is not None
+def global_places(
+    places: Tensor,
+    local: Sequence[int],
+    lengths: Sequence[int],
+    at: Sequence[Callable[[Tensor], Tensor]],
+) -> Tensor:
+    """Places in a worker's tensor, counted row by row, in the whole tensor.
+
+    Args:
+        places: of some values.
+        local: the lengths of the worker's tensor.
+        lengths: those of the whole.
+        at: for each dimension, from indices in the one to those in the other.
+    """
     result = torch.zeros_like(places)
     factor = 1
-    for local, length, (start, _) in zip(
-        reversed(shape[-D:]), reversed(plan.source.shape[-D:]), reversed(box[-D:]), strict=True
-    ):
-        result += (places % local + start) * factor
-        places = places // local
+    for size, length, to_global in reversed(list(zip(local, lengths, at, strict=True))):
+        result += to_global(places % size) * factor
+        places = places // size
         factor *= length
     return result
 

@@ -29,13 +29,14 @@ from tessel.tensor.table import (
     is_whole,
     made,
     moved,
+    of_dim,
     opened,
     parts,
     rule,
     unsupported,
 )
 from tessel.tensor.tensor import Tensor, move, open_part
-from tessel.tensor.windowed import reading
+from tessel.tensor.windowed import reading, shape_of
 from tessel.transport import kept_in_job
 
 Equation = tuple[tuple[str, ...], str]  # the letters of the operands, and those of the result
@@ -253,14 +254,8 @@ def matmul(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     equation = _equation(name, a.dim(), b.dim())
     if equation is None:
         raise unsupported(name, f"tensors of {a.dim()} and {b.dim()} dimensions", *_layouts((a, b)))
-    _check_lengths(name, equation, a, b)
+    shape_of(getattr(torch, name.strip("_")), _shape(a), _shape(b))  # torch's own error
     return multiply(name, equation, (a, b), func)
-
-
-def _check_lengths(name: str, equation: Any, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Torch's own error, for the whole tensors."""
-    whole = (torch.empty(tuple(each.shape), device="meta") for each in (a, b))
-    getattr(torch, name.strip("_"))(*whole)
 
 
 def _equation(name: str, m: int, n: int) -> Equation | None:
@@ -314,17 +309,11 @@ def bias_of(bias: torch.Tensor, terms: Layout, dim: int) -> torch.Tensor:
 
     It counts once, on the first of the workers whose terms are summed.
     """
-    own = operand(bias, _along(terms, dim))
+    own = operand(bias, of_dim(terms, dim))  # split as the dimension is, used along all axes
     index = terms.partition.index
     if index is not None and any(index[axis] for axis in terms.separate):
         return anchored_zeros(tuple(own.shape), own)  # not own * 0, which of inf is nan
     return own
-
-
-@kept_in_job
-def _along(layout: Layout, dim: int) -> Layout:
-    """How a vector lies that is added along a dimension: split as it is, used along all axes."""
-    return Layout(layout.partition, (layout.shape[dim],), (layout.cuts[dim],), layout.shared)
 
 
 def linear_terms(
@@ -411,10 +400,11 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = parts(given)
     weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
     y = torch.nn.functional.linear(x, weight, bias)
-    return made(y, _with_last(layout, weight.shape[:-1]))
+    return made(y, _outputs(layout, weight.shape[:-1]))
 
 
-def _with_last(layout: Layout, last: tuple[int, ...]) -> Layout:
+@kept_in_job
+def _outputs(layout: Layout, last: tuple[int, ...]) -> Layout:
     """The layout of rows that have another last dimension, or none, if the weight is a vector."""
     kept = layout.resized((*layout.shape[:-1], *last, *[1] * (1 - len(last))))
     cuts = (*layout.cuts[:-1], *kept.cuts[-1:])[: len(layout.shape) - 1 + len(last)]

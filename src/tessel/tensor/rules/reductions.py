@@ -31,6 +31,7 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor, move
+from tessel.tensor.windowed import outline
 from tessel.transport import kept_in_job
 
 
@@ -255,7 +256,7 @@ def _with_places(func: Any, x: Tensor, dim: int, keepdim: bool) -> Any:
         values, places = func(part, dim, keepdim)
         return _pair(func, made(values, shared), made(places, shared))
     if layout.shape[dim] == 0:
-        func(torch.empty(layout.shape, device="meta"), dim, keepdim)  # torch's own error
+        func(outline(layout.shape), dim, keepdim)  # torch's own error
     box = layout.box()
     assert box is not None
     results = _results(layout, (dim,))

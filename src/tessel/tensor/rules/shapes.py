@@ -33,6 +33,7 @@ from tessel.tensor.table import (
     unsupported,
 )
 from tessel.tensor.tensor import Tensor
+from tessel.tensor.windowed import outline
 from tessel.transport import kept_in_job
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # dims before, and dims after
@@ -221,9 +222,7 @@ def permute(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x, layout = opened(args[0])
     # Which dimension goes where torch itself says, on an outline whose lengths tell them apart.
     sizes = _PRIMES[: len(layout.shape)]
-    order = [
-        sizes.index(n) for n in func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape
-    ]
+    order = [sizes.index(n) for n in func(outline(sizes), *args[1:], **kwargs).shape]
     target = replace(
         layout,
         shape=tuple(layout.shape[dim] for dim in order),

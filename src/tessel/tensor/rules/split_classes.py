@@ -17,7 +17,7 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros, total
 from tessel.tensor.rules.reductions import without
-from tessel.tensor.table import gathered, is_whole, shared_whole
+from tessel.tensor.table import gathered, is_whole, of_dim, shared_whole
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
 
@@ -68,7 +68,12 @@ class CrossEntropy:
         shard = ClassShard(logits, dim, box[dim], layout.shape[dim], wide)
         _, samples = without(layout, (dim,), False)
         if target.shape == logits.shape and target.is_floating_point():
-            own = None if weight is None else _part_of_weight(weight, layout, dim)
+            own, lies = None, of_dim(layout, dim)
+            if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+                # all workers get its gradient, not only those of the class
+                own = move(shared_whole(layout.partition, weight.shape), lies).apply(weight)
+            elif weight is not None:
+                own = lies.local_part(weight)
             facts = facts_of_probabilities(shard, target, own, self.label_smoothing)
             each = _merged(facts, layout, dim).expected()
             found = self._reduced(each, each.new_tensor(each.numel()), samples)
@@ -148,21 +153,6 @@ def _rows(layout: Layout, dim: int, num_facts: int) -> tuple[Layout, list[int] |
     if len(filled) == count:
         return rows, None
     return rows, slice(len(filled)) if filled == list(range(len(filled))) else filled
-
-
-def _part_of_weight(weight: Tensor, layout: Layout, dim: int) -> Tensor:
-    """The weights of this worker's classes; all workers get their gradient, if they have one."""
-    own = _weight_layout(layout, dim)
-    if weight.requires_grad and torch.is_grad_enabled():
-        return move(shared_whole(layout.partition, weight.shape), own).apply(weight)
-    return own.local_part(weight)
-
-
-@kept_in_job
-def _weight_layout(layout: Layout, dim: int) -> Layout:
-    return Layout(
-        layout.partition, layout.shape[dim : dim + 1], layout.cuts[dim : dim + 1], layout.shared
-    )
 
 
 @dataclass(frozen=True)

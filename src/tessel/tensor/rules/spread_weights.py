@@ -20,27 +20,19 @@ from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
 
-def planned_in_blocks(
-    x: Layout, weight: torch.Tensor, shape: Shape, groups: int, outputs_first: bool = True
+@kept_in_job
+def _in_blocks(
+    x: Layout, weight: Layout, shape: Shape, groups: int, outputs_first: bool
 ) -> Contraction | None:
     """How a convolution is computed in blocks; None where each worker takes all of the weight.
 
     Args:
         x: how the input lies.
-        weight: spread or plain.
+        weight: how the weight lies.
         shape: of the whole output.
         groups: of channels.
         outputs_first: whether the weight is (outputs, inputs, *kernel), or the inputs come first.
     """
-    if not isinstance(weight, Tensor) or is_whole(weight._layout):
-        return None
-    return _planned(x, weight._layout, shape, groups, outputs_first)
-
-
-@kept_in_job
-def _planned(
-    x: Layout, weight: Layout, shape: Shape, groups: int, outputs_first: bool
-) -> Contraction | None:
     if x.partition != weight.partition:
         return None
     num_dims = len(weight.shape) - 2
@@ -48,7 +40,9 @@ def _planned(
     inputs = "Z"
     weight = weight.gathered(range(2, len(weight.shape)))  # windows need all of a kernel
     if groups > 1:
-        if not outputs_first or not _has_whole_groups(weight, groups):
+        size = weight.shape[0] // groups
+        ends = [end for interval in weight.cuts[0].intervals for end in interval]
+        if not outputs_first or any(end % size for end in ends):  # a block has parts of groups
             return None
         # Outputs read the inputs of their groups: those are no index of the weight.
         x, weight, inputs = x.gathered([channel]), weight.gathered([1]), "G"
@@ -67,31 +61,30 @@ def _planned(
     return plan if splits else None  # none of its axes is free: x keeps them for space and batch
 
 
-def _has_whole_groups(weight: Layout, groups: int) -> bool:
-    """Whether every block has all outputs of its groups."""
-    size = weight.shape[0] // groups
-    return all(start % size == stop % size == 0 for start, stop in weight.cuts[0].intervals)
-
-
 def convolve_with(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     x: Tensor,
-    plan: Contraction | None,
+    shape: Shape,
     convolve_parts: Callable[..., tuple[torch.Tensor, Layout]],
     settings: Any,
+    outputs_first: bool = True,
 ) -> Tensor:
-    """What the rule of a convolution gives.
+    """What the rule of a convolution gives: with a weight in blocks where they lie, else with all.
 
     Args:
         weight: spread or plain.
         bias: the same.
         x: the input.
-        plan: how it is computed in blocks, if it is.
+        shape: of the whole output.
         convolve_parts: computes this worker's part, or with a plan its term of a sum.
         settings: of the convolution.
+        outputs_first: whether the weight is (outputs, inputs, *kernel), or the inputs come first.
     """
     part, layout = opened(x)
+    plan = None
+    if isinstance(weight, Tensor) and not is_whole(weight._layout):
+        plan = _in_blocks(layout, weight._layout, shape, settings.groups, outputs_first)
     outputs = settings.channels.outputs
     if bias is not None and tuple(bias.shape) != (outputs,):  # of which a worker may see a part
         raise RuntimeError(

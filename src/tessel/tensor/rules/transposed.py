@@ -18,7 +18,7 @@ from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, TransposedWindow
 from tessel.tensor.rules.convolution import check_numbers
 from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
-from tessel.tensor.rules.spread_weights import convolve_with, planned_in_blocks
+from tessel.tensor.rules.spread_weights import convolve_with
 from tessel.tensor.table import Arguments, Settings, rule
 from tessel.tensor.windowed import Windowed, outline, tuple_of
 from tessel.transport import kept_in_job
@@ -36,8 +36,9 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
     settings = settings_of(tuple(weight.shape), **sizes)
     shape = convolved(layout.shape, settings)
-    plan = planned_in_blocks(layout, weight, shape, settings.groups, outputs_first=False)
-    return convolve_with(weight, bias, args[0], plan, convolve_parts, settings)
+    return convolve_with(
+        weight, bias, args[0], shape, convolve_parts, settings, outputs_first=False
+    )
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
@@ -202,30 +203,16 @@ def _trimmed(
     if plan.fields[-D - 1] is not None and stop - first < channels.groups:
         size = settings.weight[0] // channels.groups
         weight = weight[first * size : stop * size]
+    padding, behind, rest = [0] * D, [0] * D, [0] * (2 * D)
     sides = zip(settings.windows(), inputs[-D:], box[-D:], strict=True)
-    trims = [_trim(window, read, part) for window, read, part in sides]
-    padding = tuple(trim.padding for trim in trims)
-    behind = tuple(trim.behind for trim in trims)
+    for d, (window, read, outputs) in enumerate(sides):
+        written = window.writes(read)
+        before, after = outputs[0] - written[0], written[1] - outputs[1]  # what is too much
+        if before >= after and 0 <= before < after + window.stride:
+            padding[d], behind[d] = before, before - after  # torch leaves that out itself
+        else:  # it takes away on both sides alike: the rest is cut off, or added, afterwards
+            padding[d] = cut = max(0, min(before, after))
+            rest[2 * (D - d) - 2 : 2 * (D - d)] = cut - before, cut - after  # as F.pad has it
     convolve = _CONVOLUTIONS[D - 1]
     y = convolve(x, weight, None, settings.stride, padding, behind, stop - first, settings.dilation)
-    if not any(trim.rest != (0, 0) for trim in trims):
-        return y
-    return F.pad(y, [width for trim in reversed(trims) for width in trim.rest])
-
-
-@dataclass(frozen=True)
-class _Trim:
-    """How much torch takes away on both sides and adds behind, and what then remains to add."""
-
-    padding: int
-    behind: int
-    rest: Interval
-
-
-def _trim(window: TransposedWindow, read: Interval, outputs: Interval) -> _Trim:
-    written = window.writes(read)
-    before, after = outputs[0] - written[0], written[1] - outputs[1]
-    if before >= after and 0 <= before < after + window.stride:
-        return _Trim(before, before - after, (0, 0))
-    padding = max(0, min(before, after))
-    return _Trim(padding, 0, (padding - before, padding - after))
+    return F.pad(y, rest) if any(rest) else y

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tessel import transport
 from tessel.nn.region import HaloRegion
-from tessel.tensor.passes import in_backward
+from tessel.tensor.table import in_backward
 from tessel.testing.drawing import plain
 from tessel.testing.memory import Memory
 from tessel.testing.model.difference import Difference, difference, worst
