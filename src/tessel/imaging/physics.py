@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from tessel.core import (
     Shape,
     Signature,
     TensorMeta,
-    agree,
     agree_on_call,
     anchored_zeros,
     same,
@@ -153,7 +152,8 @@ class DistributedPhysics:
         ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
         self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
-        self._agreements: dict[str, Agreement[tuple[Shape, TensorMeta]]] = {}
+        self._owners = ctx.owners(self.num_ops)  # the workers that have operators
+        self._agreements: dict[tuple[str, str], Agreement[tuple[Shape, TensorMeta]]] = {}
         self._num_calls = 0
 
     def A(self, x: Image, **settings: Any) -> LocalTensors:
@@ -362,17 +362,19 @@ class DistributedPhysics:
         ys, anchor = list(measured or ()), anchor_of(measured)
         has_image = x is not None or measured is None
         everyones_objects = (self.shared if self.is_whole else (), shared)
-        everyones, own = learned(everyones_objects, arguments), list[Tensor]()
-        said = f"{call}{gradients_of(everyones)}" if everyones else call
-        images = [x] if has_image else []
-        if self.is_whole:
-            dtype, records = torch.float32, self._agree_on_image(said, images)
-        else:
+        everyones, own, problem = learned(everyones_objects, arguments), list[Tensor](), ""
+        if not self.is_whole:
             own = self._learned_by_row(everyones, (fidelities, users))
             problem = self._problem(x, measured, fidelities)
-            needs = [*ys, anchor, *everyones, *own]
-            dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
+        said = f"{call}{gradients_of(everyones) if everyones else ''}{problem}"
+        dtype, records = torch.float32, needs_grad(x)
+        # Of whole images without one, what all have is learned from the result.
+        if not self.is_whole:
+            needed = any(map(needs_grad, (*ys, anchor, *everyones, *own)))
+            dtype, records = self._agree_on_parts(said, x, has_image, ys, needed, problem)
             ys = [_even(y, records) for y in ys]
+        elif has_image and (self.rows.count > 1 or not isinstance(x, Tensor)):
+            records = self._agreement(said, "shape").agree_on(x)[1].needs_grad  # type: ignore[arg-type]
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
         if x is None:
@@ -412,36 +414,32 @@ class DistributedPhysics:
         known_to_all = {id(each) for each in everyones}
         return [each for each in learned((whole, users)) if id(each) not in known_to_all]
 
-    def _agree_on_image(self, said: str, images: list[Any]) -> bool:
-        """Whether a worker needs the gradient of the whole image, of which all have one shape."""
-        if not images or (self.rows.count == 1 and isinstance(images[0], Tensor)):
-            return any(map(needs_grad, images))
-        ((shapes, meta),) = agree(self.partition, said, *images)
-        same(shapes, "shape", said)
-        return meta.needs_grad
-
     def _agree_on_parts(
-        self, said: str, images: list[Any], ys: list[Tensor], needs: list[Any], problem: str
+        self,
+        said: str,
+        x: Any,
+        has_image: bool,
+        ys: Sequence[Any],
+        needed: bool,
+        problem: str,
     ) -> tuple[torch.dtype, bool]:
         """The dtype of all that is brought, and whether a gradient is needed somewhere."""
-        # A worker may bring nothing. The length of this tensor says which dtype it brings, so that
-        # those without learn it.
-        given = [] if problem else [each.dtype for each in (*ys, *images) if each is not None]
-        code = _DTYPES.index(given[0]) if given else 0
-        if torch.is_grad_enabled():
-            local = [each for each in self._spread if isinstance(each, PartOperator)]
-            needs = [*needs, *(value for operator in local for value in operator.values())]
-        said += problem
-        sign = torch.empty(code, requires_grad=any(map(needs_grad, needs)))
-        found = agree(self.partition, said, sign, *images)
-        codes = {shape for shape in found[0][0].values() if shape != (0,)}
+        own = Signature.of(x if has_image else torch.empty(0))
+        if torch.is_grad_enabled() and not own.needs_grad:
+            local = (each for each in self._spread if isinstance(each, PartOperator))
+            learns = needed or any(map(needs_grad, chain.from_iterable(p.values() for p in local)))
+            own = replace(own, needs_grad=learns)
+        # A worker may bring nothing. It learns from the numbers of the others which dtype it is.
+        brought = None if problem else next((e.dtype for e in (*ys, x) if e is not None), None)
+        code = 0 if brought is None else _DTYPES.index(brought)
+        (_, meta), told = self._agreement(said).agree_with_number(own, code)
+        codes = sorted({*told.values()} - {0})
         if len(codes) > 1:
-            names = ", ".join(str(_DTYPES[each]) for (each,) in sorted(codes))
+            names = ", ".join(str(_DTYPES[each]) for each in codes)
             raise ValueError(f"{said}: all workers must bring one dtype, got {names}")
         if problem:
             raise ValueError(said)
-        dtype = _DTYPES[max(codes)[0]] if codes else torch.get_default_dtype()
-        return dtype, any(meta.needs_grad for _, meta in found)
+        return _DTYPES[codes[0]] if codes else torch.get_default_dtype(), meta.needs_grad
 
     def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
@@ -494,15 +492,30 @@ class DistributedPhysics:
             what: the result, in words.
             givers: the workers that have one; None for those with operators.
         """
-        if said not in self._agreements:
+        have = self._owners if givers is None else givers
+        return self._agreement(said, f"shape of the {what}", have).agree(own)
+
+    def _agreement(
+        self, said: str, alike: str = "", givers: Sequence[int] | None = None
+    ) -> Agreement[tuple[Shape, TensorMeta]]:
+        """Where workers agree on a call, and on one shape if there are words for it.
+
+        Args:
+            said: what is called.
+            alike: which shape must be the same on all givers, in words.
+            givers: the workers of the context that have one; None for all that have parts.
+        """
+        found = self._agreements.get((said, alike))
+        if found is None:
 
             def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Shape, TensorMeta]:
-                return same(shapes, f"shape of the {what}", said), meta
+                return same(shapes, alike, said) if alike else (), meta
 
-            group = self.ctx.partition.group
-            have = self.ctx.owners(self.num_ops) if givers is None else givers
-            self._agreements[said] = Agreement(group, said, have, conclude)
-        return self._agreements[said].agree(own)
+            partition = self.partition if givers is None else self.ctx.partition
+            have = partition.ranks if givers is None else givers
+            found = Agreement(partition.group, said, have, conclude)
+            self._agreements[said, alike] = found
+        return found
 
     def sum(self, call: OperatorCall, terms: Iterable[Term], gather: bool = True) -> Tensor:
         """The sum of images over the operators of this row and of the others.

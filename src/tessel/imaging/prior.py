@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tessel.core import (
+    Agreement,
     Box,
     Cut,
     Interval,
     Layout,
     LinearOperator,
     Move,
-    agree,
+    TensorMeta,
     agree_on_call,
     anchored_zeros,
     boxes,
@@ -121,6 +122,7 @@ class DistributedPrior:
         self.shared = dict(shared or {})
         self._users = prior, self.shared
         self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
+        self._agreements: dict[str, Agreement[TensorMeta]] = {}
         name = type(prior).__name__
         ctx.check_same_state(state_of(self._users), f"DistributedPrior: the prior {name}")
         self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
@@ -135,7 +137,8 @@ class DistributedPrior:
         self._in_place = Tiling(self.layout, self.strategy, ctx.sharding)  # of gather=False
         self.tiling = tiling_of(self.layout, self.strategy, ctx.sharding)
         self.num_patches = self.tiling.count
-        self.local_indices = self.tiling.indices() if self.layout.partition.active else []
+        self.active, self._num_workers = self.layout.partition.active, self.layout.partition.size
+        self.local_indices = self.tiling.indices() if self.active else []
         self._label = f"DistributedPrior({self.num_patches} patches over {ctx.world_size} workers)"
         self._read: LinearOperator = (
             copying(self.layout.partition, shape)  # nothing moves, and nothing is copied
@@ -177,7 +180,7 @@ class DistributedPrior:
         fits = isinstance(x, Tensor) and tuple(x.shape) == layout.local_shape
         if self.ctx.debug and layout.shared and fits:  # else all raise, as their calls differ
             self.ctx.check_same(x, layout, f"the input of {call}")
-        if not partition.active:
+        if not self.active:
             return x
         tensors = learned(self._users, (args, settings))
         call = f"{call}{gradients_of(tensors)}" if tensors else call
@@ -185,11 +188,11 @@ class DistributedPrior:
         if not fits:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
-        if partition.size > 1 or not fits:
-            ((_, terms),) = agree(partition, call, x)
+        if self._num_workers > 1 or not fits:
+            meta = self._agreement(call).agree_on(x)
             if not fits:
                 raise ValueError(call)
-            x = grad_alike(x, terms)
+            x = grad_alike(x, meta)
         copies = Copies()
         if tensors:  # each worker sees some of the patches: gradients of what all use are summed
             copies.add(tensors, partition)
@@ -234,6 +237,14 @@ class DistributedPrior:
             )
         return result
 
+    def _agreement(self, call: str) -> Agreement[TensorMeta]:
+        """Where the workers agree on a call."""
+        if call not in self._agreements:
+            partition = self.layout.partition
+            made = Agreement(partition.group, call, partition.ranks, lambda shapes, meta: meta)
+            self._agreements[call] = made
+        return self._agreements[call]
+
     def _check(self, call: str, problems: list[str]) -> None:
         """Raise ValueError if a tensor that nobody knows of would get a part of a gradient."""
         problem = problems[0] if problems else ""
@@ -244,6 +255,10 @@ class DistributedPrior:
             agree_on_call(self.layout.partition, f"{call} {problem}")
         if problem:
             raise ValueError(problem)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what holds groups of workers, which a copy makes anew in its calls."""
+        return {**self.__dict__, "_agreements": {}}
 
     def __repr__(self) -> str:
         return self._label

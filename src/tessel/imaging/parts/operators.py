@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from math import prod
 from typing import Any
 
@@ -501,22 +501,32 @@ def _by_fourier(x: Tensor, filter: Tensor, stride: int, adjoint: bool) -> Tensor
 
     Windows that lie within x see nothing of what a transform wraps around.
     """
-    sizes, given, all_of_it = filter.shape[2:], x, (slice(None), slice(None))
-    lengths = list(x.shape[2:])
-    if adjoint:
-        lengths = [stride * (n - 1) + size for n, size in zip(lengths, sizes, strict=True)]
-    ends = zip(sizes, lengths, strict=True)
-    kept = (*all_of_it, *(slice(size - 1, n, stride) for size, n in ends))
+    given, (lengths, smooth, kept, whole) = x, _windows(x.shape, filter.shape, stride, adjoint)
     if adjoint:
         x = given.new_zeros((*given.shape[:2], *lengths))
         x[kept] = given
     there, back = torch.fft.rfftn, torch.fft.irfftn
     if x.is_complex():
         there, back = torch.fft.fftn, torch.fft.ifftn
-    smooth, dims = [_smooth(n) for n in lengths], tuple(range(2, x.dim()))
+    dims = tuple(range(2, x.dim()))
     spectrum = there(filter, smooth, dims)
     y = back(there(x, smooth, dims) * (spectrum.conj() if adjoint else spectrum), smooth, dims)
-    return _not_negative(y[(*all_of_it, *map(slice, lengths)) if adjoint else kept], given, filter)
+    return _not_negative(y[whole if adjoint else kept], given, filter)
+
+
+@lru_cache(maxsize=1024)  # shapes of a solver come again in each iteration
+def _windows(
+    image: Shape, filter: Shape, stride: int, adjoint: bool
+) -> tuple[Shape, Shape, tuple[slice, ...], tuple[slice, ...]]:
+    """The lengths of an image and of its transform, where windows end, and all of the image."""
+    lengths = image[2:]
+    if adjoint:
+        pairs = zip(lengths, filter[2:], strict=True)
+        lengths = tuple(stride * (n - 1) + size for n, size in pairs)
+    ends = zip(filter[2:], lengths, strict=True)
+    channels = slice(None), slice(None)
+    kept = (*channels, *(slice(size - 1, n, stride) for size, n in ends))
+    return lengths, tuple(map(_smooth, lengths)), kept, (*channels, *map(slice, lengths))
 
 
 def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:

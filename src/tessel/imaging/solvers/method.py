@@ -19,6 +19,7 @@ from torch import Tensor
 from tessel.core import Layout, Partition, replicate, total, world
 from tessel.imaging.context import whole_layout
 from tessel.imaging.signal import DistributedSignal, local_data
+from tessel.transport import Group, kept_in_job
 
 Pair = tuple[Tensor, Tensor]
 Schedule = float | Callable[[int], float]
@@ -95,7 +96,7 @@ class Space:
     def sum(self, shares: Tensor) -> Tensor:
         """The sum of all workers' shares, without a gradient."""
         shares = shares.detach()
-        return shares if self._is_alone else self.workers.group.sum(shares)
+        return shares if self._is_alone else _group_of(self.workers).sum(shares)
 
     def total(self, share: Tensor) -> Tensor:
         """The sum of all workers' shares of a number, on every worker."""
@@ -147,6 +148,12 @@ class Space:
     @cached_property
     def _is_alone(self) -> bool:
         return self.workers.size == 1
+
+
+@kept_in_job
+def _group_of(workers: Partition) -> Group:
+    """The group of these workers; a solver asks in each iteration."""
+    return workers.group
 
 
 def _real_inner(a: Tensor, b: Tensor) -> Tensor:
