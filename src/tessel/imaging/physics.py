@@ -10,7 +10,8 @@ summed over the rows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
@@ -44,6 +45,7 @@ from tessel.imaging.parameters import (
     learned,
     needs_grad,
     stray_problem,
+    tensors_of,
     within_reach,
 )
 from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
@@ -60,6 +62,8 @@ WAY_OUT = (
     "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
     "for each"
 )
+# What objects of users raise for tensors that they were not made for.
+MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 _DTYPES = (
     *(torch.bool, torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
@@ -151,7 +155,7 @@ class DistributedPhysics:
             for position, physics in enumerate(self.local_operators)
         ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
-        self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
+        self._checked: set[tuple[str, bool]] = set()  # calls that all workers know to work
         self._owners = ctx.owners(self.num_ops)  # the workers that have operators
         self._agreements: dict[tuple[str, str], Agreement[tuple[Shape, TensorMeta]]] = {}
         self._num_calls = 0
@@ -309,7 +313,7 @@ class DistributedPhysics:
         call = self.enter(said, image, ys, users=users, arguments=((), settings))
         if call is None:
             return LocalTensors()
-        with computing_with(call.copies, call.users) as parameters:
+        with self.computing(call) as parameters:
             found = [term(*pair, call) for pair, term in zip(call.pairs, terms, strict=False)]
         self.check_results(call, found)
         anchor = both(call.anchor, parameters)
@@ -455,6 +459,18 @@ class DistributedPhysics:
                 f": worker {self.layout.partition.rank} expected a part of shape "
                 f"{self.layout.local_shape}, got {tuple(x.shape)}"
             )
+        what, brought = (
+            ("image", x) if x is not None else ("measurement", next(iter(ys or ()), None))
+        )
+        for i, operator in zip(self.local_indices, self._spread, strict=True):
+            if brought is None or isinstance(operator, Whole):
+                continue
+            found = operator.misfit(brought.dtype)
+            if found is not None:
+                return (
+                    f": operator {i} has numbers of {found}, and the {what} has {brought.dtype}; "
+                    f"convert one of them, say with .to({found})"
+                )
         if ys is None:
             return ""
         for i, operator, y in zip(self.local_indices, self._spread, ys, strict=True):
@@ -467,19 +483,44 @@ class DistributedPhysics:
                 return fidelity.problem
         return ""
 
+    @contextmanager
+    def computing(self, call: OperatorCall) -> Iterator[Tensor | None]:
+        """Let operators compute with copies of parameters; the block gets a zero that they give.
+
+        At a first call an error of one operator is told to all workers: those without would wait.
+        """
+        try:
+            with computing_with(call.copies, call.users) as parameters:
+                yield parameters
+        except MISFITS as error:
+            if self._is_new(call):
+                problem = f"{type(error).__name__}: {error}{_other_dtypes(call)}"
+                agree_on_call(self.partition, f"{call.name}, which raised {problem}")
+            raise
+
     def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
         # Of an image in parts, each operator is checked where it is applied.
-        if self.is_whole and self.rows.count > 1 and torch.is_grad_enabled():
-            given = [brought for _, brought in call.pairs]
-            problem = stray_problem(results, call.users, call.users[:2], given)
+        if self.is_whole and self.rows.count > 1:
+            problem = ""
+            if torch.is_grad_enabled():
+                given = [brought for _, brought in call.pairs]
+                problem = stray_problem(results, call.users, call.users[:2], given)
             # At the first call all workers raise or none does: one without operators finds nothing
             # itself. Later calls cost no message, and the worker that finds something raises.
-            if call.name not in self._checked:
-                self._checked.add(call.name)
+            if self._is_new(call):
                 agree_on_call(self.partition, f"{call.name}{problem}")
             if problem:
                 raise ValueError(f"{call.name}{problem}")
+
+    def _is_new(self, call: OperatorCall) -> bool:
+        """Whether this is the first such call, of which all workers tell each other how it went."""
+        if not self.is_whole or self.rows.count == 1:
+            return False
+        kind = call.name, torch.is_grad_enabled()
+        is_new = kind not in self._checked
+        self._checked.add(kind)
+        return is_new
 
     def agree_on_result(
         self, said: str, own: Signature, what: str, givers: Sequence[int] | None = None
@@ -530,7 +571,7 @@ class DistributedPhysics:
         # Terms on parts come from movements and are ours to change; user code may give back what
         # it was given, so that the first sum of its images is a tensor of its own.
         is_ours = not self.is_whole
-        with computing_with(call.copies, call.users) as parameters:
+        with self.computing(call) as parameters:
             for pair, term in zip(call.pairs, terms, strict=False):
                 each = term(*pair, call)
                 is_like = each.shape == x.shape and each.dtype == x.dtype
@@ -686,6 +727,16 @@ class DistributedLinearPhysics(DistributedPhysics):
             value += largest_eigenvalue(self.A_adjoint_A, x, space, max_iter, tol)
         value = self.everywhere(value)
         return value if squared else value.sqrt()
+
+
+def _other_dtypes(call: OperatorCall) -> str:
+    """What operators hold that is of another precision than the image, to end a sentence."""
+    real = call.x.dtype.to_real()
+    held = {e.dtype for e in tensors_of(call.users) if e.is_floating_point() or e.is_complex()}
+    others = sorted(str(each) for each in held if each.to_real() != real)
+    if not (call.has_image and others):
+        return ""
+    return f" (the image has {call.x.dtype}, and objects that compute hold {', '.join(others)})"
 
 
 def _even(x: Tensor, needs_grad: bool) -> Tensor:

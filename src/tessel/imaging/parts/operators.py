@@ -65,6 +65,13 @@ class PartOperator(LinearOperator):
         """The tensors that it is made of, which may need gradients."""
         return []
 
+    def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype of a value that makes other numbers of images of this dtype, if there is one.
+
+        Complex values may make complex measurements of real images.
+        """
+        return next((v.dtype for v in self.values() if _widened(dtype, v.dtype)), None)
+
     def _apply(self, x: Tensor) -> Tensor:
         return self.A(x)
 
@@ -116,7 +123,7 @@ class Convolution(PartOperator):
             )
         padding = "constant" if padding == "zeros" else padding
         self.kernel = FilterWindow(self.filter_shape[2:], padding, stride)
-        self.domain = layout
+        self.domain, self._box = layout, layout.box()
         self._steps, self.codomain = fetch(layout, self.kernel)
         self._read_shape = self._steps[-1].codomain.local_shape
         self.prepare()  # all workers make the group, here and not in a first call
@@ -156,6 +163,10 @@ class Convolution(PartOperator):
     def values(self) -> list[Tensor]:
         return [self._value()]
 
+    def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
+        found = self._value().dtype
+        return None if found == dtype else found  # torch convolves tensors of one dtype
+
     def _filter(self) -> Tensor:
         """What this worker filters with: a copy of its own of the shared filter."""
         filter = self._value()
@@ -165,7 +176,7 @@ class Convolution(PartOperator):
                 f"this operator was made for a filter of shape {self.filter_shape}, and got one "
                 f"of {tuple(filter.shape)}; make another operator"
             )
-        return _broadcast_part(_own(filter, self.domain.partition), self.domain.box(), dims=2)
+        return _broadcast_part(_own(filter, self.domain.partition), self._box, dims=2)
 
     @property
     def identity(self) -> str:
@@ -183,6 +194,9 @@ class Decimation(Convolution):
 
     def A(self, x: Tensor) -> Tensor:
         return self._fetched(x)[self._places]
+
+    def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
+        return None  # nothing is computed
 
     def _back(self, y: Tensor) -> Tensor:
         read = y.new_zeros(self._read_shape)
@@ -327,6 +341,9 @@ class Chain(PartOperator):
     def values(self) -> list[Tensor]:
         return [value for operator in self.operators for value in operator.values()]
 
+    def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
+        return next(filter(None, (each.misfit(dtype) for each in self.operators)), None)
+
     @property
     def identity(self) -> str:
         return " then ".join(operator.identity for operator in self.operators)
@@ -444,6 +461,11 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
         return value  # it is one already
     layout = whole_layout(partition, tuple(value.shape))
     return replicate(value, layout, layout.shared)
+
+
+def _widened(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether numbers of a dtype become wider with those of another one."""
+    return torch.promote_types(dtype, other).to_real() != dtype.to_real()
 
 
 def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> Tensor:
