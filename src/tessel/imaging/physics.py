@@ -52,7 +52,14 @@ from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
 from tessel.imaging.parts.local_rules import partition_physics
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole
 from tessel.imaging.signal import Image, local_data
-from tessel.imaging.solvers.linear import CGLS, NormalInverse, largest_eigenvalue, solved, wave_in
+from tessel.imaging.solvers.linear import (
+    CGLS,
+    NormalInverse,
+    default_tolerance,
+    largest_eigenvalue,
+    solved,
+    wave_in,
+)
 from tessel.imaging.solvers.method import Space
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
@@ -680,7 +687,7 @@ class DistributedLinearPhysics(DistributedPhysics):
             return x
         layout = self.rows_of(x.shape).layout
         if tol is None:
-            tol = 1e-12 if x.dtype in (torch.float64, torch.complex128) else 1e-6
+            tol = default_tolerance(x.dtype)
         with torch.no_grad():
             space = Space(layout, layout.partition)
             found = solved(CGLS(self, ys.map(Tensor.detach)), x, space, tol, max_iter)
