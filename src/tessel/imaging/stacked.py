@@ -33,10 +33,11 @@ from tessel.core import (
 )
 from tessel.imaging.context import DistributedContext, whole_layout
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.linear_physics import DistributedLinearPhysics
 from tessel.imaging.measurements import LocalTensors
 from tessel.imaging.parameters import anchor_of, depending_on
 from tessel.imaging.parts.operators import normal
-from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory, Term
+from tessel.imaging.physics import DistributedPhysics, Factory, Term
 from tessel.imaging.signal import Image, local_data
 from tessel.imaging.solvers.linear import largest_eigenvalue
 from tessel.imaging.solvers.method import Space

@@ -122,7 +122,7 @@ class Group:
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
-        landed = host.follow(program, y.data_ptr(), x.data_ptr(), membership.tag)
+        landed = host.follow(program, y.data_ptr(), x.data_ptr(), membership.own.tag)
         if landed != NOTHING:
             program.count(membership.traffic)
         return landed

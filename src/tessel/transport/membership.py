@@ -32,15 +32,15 @@ class Membership:
     traffic: Traffic = field(default_factory=Traffic)
     processes: list[PeerProcess] = field(default_factory=list)
     host: Host | None = None
-    _own: Own = field(default_factory=Own)
+    own: Own = field(default_factory=Own)
 
     @property
     def tag(self) -> int:
-        return self._own.tag
+        return self.own.tag
 
     @tag.setter
     def tag(self, call: int) -> None:
-        self._own.tag = call
+        self.own.tag = call
 
     def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
         """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
