@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -43,6 +43,7 @@ from tessel.imaging.parameters import (
     in_common,
     learned,
     needs_grad,
+    noticing,
     stray_problem,
     tensors_of,
     within_reach,
@@ -81,6 +82,7 @@ class OperatorCall:
     users: tuple[Any, ...]
     args: tuple[Any, ...]
     settings: Mapping[str, Any]
+    problems: list[str] = field(default_factory=list)  # what operators on parts do that is wrong
 
 
 Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
@@ -487,33 +489,31 @@ class DistributedPhysics:
         At a first call an error of one operator is told to all workers: those without would wait.
         """
         try:
-            with computing_with(call.copies, call.users) as parameters:
+            with noticing(call.problems), computing_with(call.copies, call.users) as parameters:
                 yield parameters
         except MISFITS as error:
-            if self._is_new(call):
+            # Operators on parts may raise in the middle of a movement: nobody can be told then.
+            if self.is_whole and self._is_new(call):
                 problem = f"{type(error).__name__}: {error}{_other_dtypes(call)}"
                 agree_on_call(self.partition, f"{call.name}, which raised {problem}")
             raise
 
     def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
-        # Of an image in parts, each operator is checked where it is applied.
-        if self.is_whole and self.rows.count > 1:
-            problem = ""
-            if torch.is_grad_enabled():
-                given = [brought for _, brought in call.pairs]
-                problem = stray_problem(results, call.users, call.users[:2], given)
-            # At the first call all workers raise or none does: one without operators finds nothing
-            # itself. Later calls cost no message, and the worker that finds something raises.
-            if self._is_new(call):
-                agree_on_call(self.partition, f"{call.name}{problem}")
-            if problem:
-                raise ValueError(f"{call.name}{problem}")
+        # Of an image in parts, each operator was checked where it was applied.
+        problem = call.problems[0] if call.problems else ""
+        if self.is_whole and self.rows.count > 1 and torch.is_grad_enabled():
+            given = [brought for _, brought in call.pairs]
+            problem = stray_problem(results, call.users, call.users[:2], given)
+        # At the first call all workers raise or none does: one without operators finds nothing
+        # itself. Later calls cost no message, and the worker that finds something raises.
+        if self._is_new(call):
+            agree_on_call(self.partition, f"{call.name}{problem}")
+        if problem:
+            raise ValueError(f"{call.name}{problem}")
 
     def _is_new(self, call: OperatorCall) -> bool:
         """Whether this is the first such call, of which all workers tell each other how it went."""
-        if not self.is_whole or self.rows.count == 1:
-            return False
         kind = call.name, torch.is_grad_enabled()
         is_new = kind not in self._checked
         self._checked.add(kind)
