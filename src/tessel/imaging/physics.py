@@ -365,17 +365,16 @@ class DistributedPhysics:
         ys, anchor = list(measured or ()), anchor_of(measured)
         has_image = x is not None or measured is None
         everyones_objects = (self.shared if self.is_whole else (), shared)
-        everyones, own, problem = learned(everyones_objects, arguments), list[Tensor](), ""
+        everyones, own = learned(everyones_objects, arguments), list[Tensor]()
+        said = f"{call}{gradients_of(everyones)}" if everyones else call
+        dtype, records = torch.float32, needs_grad(x)
         if not self.is_whole:
             own = self._learned_by_row(everyones, (fidelities, users))
-            problem = self._problem(x, measured, fidelities)
-        said = f"{call}{gradients_of(everyones) if everyones else ''}{problem}"
-        dtype, records = torch.float32, needs_grad(x)
-        # Of whole images without one, what all have is learned from the result.
-        if not self.is_whole:
             needed = any(map(needs_grad, (*ys, anchor, *everyones, *own)))
+            problem = self._problem(x, measured, fidelities)
             dtype, records = self._agree_on_parts(said, x, has_image, ys, needed, problem)
             ys = [_even(y, records) for y in ys]
+        # Of whole images without one, what all have is learned from the result.
         elif has_image and (self.rows.count > 1 or not isinstance(x, Tensor)):
             records = self._agreement(said, "shape").agree_on(x)[1].needs_grad  # type: ignore[arg-type]
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
@@ -427,6 +426,7 @@ class DistributedPhysics:
         problem: str,
     ) -> tuple[torch.dtype, bool]:
         """The dtype of all that is brought, and whether a gradient is needed somewhere."""
+        said += problem
         own = Signature.of(x if has_image else torch.empty(0))
         if torch.is_grad_enabled() and not own.needs_grad:
             local = (each for each in self._spread if isinstance(each, PartOperator))
