@@ -441,6 +441,52 @@ def test_tensors_that_nobody_knows_of_are_found(run: Run, nprocs: int) -> None:
         assert slope == 168.0  # Σ_i 3 (i + 1)² 2 · 2
 
 
+def of_other_dtypes(parts: bool) -> list[str]:
+    """Filters of float64 and an image of float32; one of three workers has no operator."""
+    with DistributedContext() as ctx:
+        config = FactoryConfig(physics=blurs()[:2], measurements=[truth()] * 2)
+        bundle = make_distrib_bundle(
+            ctx, factory_config=config, signal_shape=SHAPE, partition=(3, 1) if parts else None
+        )
+        x, texts = bundle.signal.layout.local_part(truth().float()).clone(), []
+        for call in (bundle.physics.A, bundle.data_fidelity.grad, bundle.data_fidelity):
+            with pytest.raises(ValueError) as error:
+                call(x)
+            texts.append(str(error.value))
+        return texts
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_image_of_another_dtype_is_refused_by_all_workers(run: Run, parts: bool) -> None:
+    for texts in run(of_other_dtypes, parts, nprocs=3):
+        assert all("the image has torch.float32" in text for text in texts), texts
+        assert all("torch.float64" in text for text in texts)
+
+
+def failing(index: int) -> tuple[str, str]:
+    """An operator that raises, on one worker of three: what all say, and what it says later."""
+    is_broken = [True]
+
+    class Broken(Hidden):
+        def A(self, x: Tensor) -> Tensor:
+            if is_broken[0] and self.times == index + 1:
+                raise IndexError("no such row")
+            return x
+
+    with DistributedContext() as ctx, torch.no_grad():
+        physics = DistributedPhysics(ctx, 2, lambda i, *_: Broken(i))
+        with pytest.raises(ValueError) as error:
+            physics.A(torch.ones(3))
+        is_broken[0] = False
+        return str(error.value), str(physics.A(torch.ones(3)))
+
+
+def test_an_operator_that_raises_is_heard_by_all_workers(run: Run) -> None:
+    for k, (text, later) in enumerate(run(failing, 1, nprocs=3)):
+        assert "which raised IndexError: no such row" in text
+        assert later == ("[tensor([1., 1., 1.])]" if k < 2 else "[]")
+
+
 def too_many() -> list[str]:
     """Worker 0 has a measurement more than operators."""
     with DistributedContext() as ctx:

@@ -10,6 +10,7 @@ a window reads. `imaging` imports nothing else of the kernel.
 """
 
 from tessel.core import boxes as boxes
+from tessel.core.agreement import Agreement as Agreement
 from tessel.core.agreement import Signature as Signature
 from tessel.core.agreement import TensorMeta as TensorMeta
 from tessel.core.agreement import agree as agree

@@ -15,8 +15,8 @@ from tessel.imaging.factory import FactoryConfig as FactoryConfig
 from tessel.imaging.factory import TilingConfig as TilingConfig
 from tessel.imaging.factory import make_distrib_bundle as make_distrib_bundle
 from tessel.imaging.fidelity import DistributedDataFidelity as DistributedDataFidelity
+from tessel.imaging.linear_physics import DistributedLinearPhysics as DistributedLinearPhysics
 from tessel.imaging.measurements import DistributedMeasurements as DistributedMeasurements
-from tessel.imaging.physics import DistributedLinearPhysics as DistributedLinearPhysics
 from tessel.imaging.physics import DistributedPhysics as DistributedPhysics
 from tessel.imaging.prior import DistributedPrior as DistributedPrior
 from tessel.imaging.prior import DistributedProcessing as DistributedProcessing

@@ -106,11 +106,7 @@ def distribute(
             make, count = _factory(object, num_operators, dtype, "physics")
             return cls(ctx, count, make, gather_strategy=gather_strategy, **kwargs)
         case "data_fidelity":
-            if hasattr(object, "grad") and _listed(object, "data_fidelity_list") is None:
-                one = on_device(object, ctx.device, dtype)
-                return DistributedStackedFidelity(ctx, one, num_operators, **kwargs)
-            make, count = _factory(object, num_operators, dtype, kind)
-            return DistributedStackedFidelity(ctx, make, count, **kwargs)
+            return _fidelity(object, ctx, num_operators, dtype, **kwargs)
         case "parameters":
             return _parameters(object, ctx, **kwargs)
         case "denoiser":
@@ -162,6 +158,21 @@ def _factory(
             f"num_operators=None; pass num_operators"
         )
     return lambda i, device, shared: on_device(given(i, device, shared), device, dtype), count
+
+
+def _fidelity(
+    given: Any,
+    ctx: DistributedContext,
+    count: int | None,
+    dtype: torch.dtype | None,
+    **settings: Any,
+) -> DistributedStackedFidelity:
+    """One data fidelity for all operators, or one for each from a list, a stack or a function."""
+    if hasattr(given, "grad") and _listed(given, "data_fidelity_list") is None:
+        one = on_device(given, ctx.device, dtype)
+        return DistributedStackedFidelity(ctx, one, count, **settings)
+    make, count = _factory(given, count, dtype, "data_fidelity")
+    return DistributedStackedFidelity(ctx, make, count, **settings)
 
 
 def _denoiser(

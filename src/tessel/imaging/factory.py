@@ -19,8 +19,9 @@ from tessel.imaging.distribution_strategies.strategies import (
     create_strategy,
 )
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.linear_physics import DistributedLinearPhysics
 from tessel.imaging.measurements import DistributedMeasurements, check_counts
-from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory
+from tessel.imaging.physics import DistributedPhysics, Factory
 from tessel.imaging.prior import DistributedPrior, Strategy
 from tessel.imaging.signal import DistributedSignal, Grid
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -360,10 +361,29 @@ def stray_problem(results: Iterable[Tensor], users: Any, shared: Any = (), given
     return ""
 
 
+_noticed: ContextVar[list[str] | None] = ContextVar("_noticed", default=None)
+
+
+@contextmanager
+def noticing(problems: list[str]) -> Iterator[None]:
+    """Put what `known` finds wrong into this list until the block ends.
+
+    One worker may find something and others wait for what it computes: it goes on, and all raise.
+    """
+    token = _noticed.set(problems)
+    try:
+        yield
+    finally:
+        _noticed.reset(token)
+
+
 def known(result: Tensor, users: Any, given: Iterable[Tensor] = ()) -> Tensor:
-    """The result, or ValueError if a gradient goes to a parameter that is not found in `users`."""
+    """The result; it is wrong if a gradient goes to a parameter that is not found in `users`."""
     if torch.is_grad_enabled() and transport.num_workers() > 1:
         problem = stray_problem([result], users, (), given)
-        if problem:
+        noticed = _noticed.get()
+        if problem and noticed is None:
             raise ValueError(f"an image in parts{problem}")
+        if problem and noticed is not None:
+            noticed.append(problem)
     return result

@@ -9,17 +9,18 @@ summed over the rows.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessel.core import (
+    Agreement,
     Layout,
     Move,
     Shape,
@@ -42,15 +43,15 @@ from tessel.imaging.parameters import (
     in_common,
     learned,
     needs_grad,
+    noticing,
     stray_problem,
+    tensors_of,
     within_reach,
 )
 from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
 from tessel.imaging.parts.local_rules import partition_physics
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole
 from tessel.imaging.signal import Image, local_data
-from tessel.imaging.solvers.linear import CGLS, NormalInverse, largest_eigenvalue, solved, wave_in
-from tessel.imaging.solvers.method import Space
 
 Factory = Callable[[int, torch.device, Mapping[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional, and by name
@@ -59,6 +60,8 @@ WAY_OUT = (
     "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
     "for each"
 )
+# What objects of users raise for tensors that they were not made for.
+MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 _DTYPES = (
     *(torch.bool, torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
@@ -79,6 +82,7 @@ class OperatorCall:
     users: tuple[Any, ...]
     args: tuple[Any, ...]
     settings: Mapping[str, Any]
+    problems: list[str] = field(default_factory=list)  # what operators on parts do that is wrong
 
 
 Term = Callable[[Operator, Tensor, OperatorCall], Tensor]  # of what was brought for an operator
@@ -150,7 +154,9 @@ class DistributedPhysics:
             for position, physics in enumerate(self.local_operators)
         ]
         self._common = in_common(ctx, held, self.place, self.local_operators)
-        self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
+        self._checked: set[tuple[str, bool]] = set()  # calls that all workers know to work
+        self._owners = ctx.owners(self.num_ops)  # the workers that have operators
+        self._agreements: dict[tuple[str, str], Agreement[tuple[Shape, TensorMeta]]] = {}
         self._num_calls = 0
 
     def A(self, x: Image, **settings: Any) -> LocalTensors:
@@ -302,7 +308,7 @@ class DistributedPhysics:
         call = self.enter(said, image, ys, users=users, arguments=((), settings))
         if call is None:
             return LocalTensors()
-        with computing_with(call.copies, call.users) as parameters:
+        with self.computing(call) as parameters:
             found = [term(*pair, call) for pair, term in zip(call.pairs, terms, strict=False)]
         self.check_results(call, found)
         anchor = both(call.anchor, parameters)
@@ -357,15 +363,16 @@ class DistributedPhysics:
         everyones_objects = (self.shared if self.is_whole else (), shared)
         everyones, own = learned(everyones_objects, arguments), list[Tensor]()
         said = f"{call}{gradients_of(everyones)}" if everyones else call
-        images = [x] if has_image else []
-        if self.is_whole:
-            dtype, records = torch.float32, self._agree_on_image(said, images)
-        else:
+        dtype, records = torch.float32, needs_grad(x)
+        if not self.is_whole:
             own = self._learned_by_row(everyones, (fidelities, users))
+            needed = any(map(needs_grad, (*ys, anchor, *everyones, *own)))
             problem = self._problem(x, measured, fidelities)
-            needs = [*ys, anchor, *everyones, *own]
-            dtype, records = self._agree_on_parts(said, images, ys, needs, problem)
+            dtype, records = self._agree_on_parts(said, x, has_image, ys, needed, problem)
             ys = [_even(y, records) for y in ys]
+        # Of whole images without one, what all have is learned from the result.
+        elif has_image and (self.rows.count > 1 or not isinstance(x, Tensor)):
+            records = self._agreement(said, "shape").agree_on(x)[1].needs_grad  # type: ignore[arg-type]
         # Graphs of all workers must be alike: one whose own tensors need no gradient takes part in
         # the sums of those that do.
         if x is None:
@@ -405,36 +412,33 @@ class DistributedPhysics:
         known_to_all = {id(each) for each in everyones}
         return [each for each in learned((whole, users)) if id(each) not in known_to_all]
 
-    def _agree_on_image(self, said: str, images: list[Any]) -> bool:
-        """Whether a worker needs the gradient of the whole image, of which all have one shape."""
-        if not images or (self.rows.count == 1 and isinstance(images[0], Tensor)):
-            return any(map(needs_grad, images))
-        ((shapes, meta),), _ = agree(self.partition, said, *images)
-        same(shapes, "shape", said)
-        return meta.needs_grad
-
     def _agree_on_parts(
-        self, said: str, images: list[Any], ys: list[Tensor], needs: list[Any], problem: str
+        self,
+        said: str,
+        x: Any,
+        has_image: bool,
+        ys: Sequence[Any],
+        needed: bool,
+        problem: str,
     ) -> tuple[torch.dtype, bool]:
         """The dtype of all that is brought, and whether a gradient is needed somewhere."""
-        # A worker may bring nothing. The length of this tensor says which dtype it brings, so that
-        # those without learn it.
-        given = [] if problem else [each.dtype for each in (*ys, *images) if each is not None]
-        code = _DTYPES.index(given[0]) if given else 0
-        if torch.is_grad_enabled():
-            local = [each for each in self._spread if isinstance(each, PartOperator)]
-            needs = [*needs, *(value for operator in local for value in operator.values())]
         said += problem
-        sign = torch.empty(code, requires_grad=any(map(needs_grad, needs)))
-        found, _ = agree(self.partition, said, sign, *images)
-        codes = {shape for shape in found[0][0].values() if shape != (0,)}
+        own = Signature.of(x if has_image else torch.empty(0))
+        if torch.is_grad_enabled() and not own.needs_grad:
+            local = (each for each in self._spread if isinstance(each, PartOperator))
+            learns = needed or any(map(needs_grad, chain.from_iterable(p.values() for p in local)))
+            own = replace(own, needs_grad=learns)
+        # A worker may bring nothing. It learns from the numbers of the others which dtype it is.
+        brought = None if problem else next((e.dtype for e in (*ys, x) if e is not None), None)
+        code = 0 if brought is None else _DTYPES.index(brought)
+        ((_, meta),), told = agree(self.partition, said, own, numbers=[code])
+        codes = sorted({each for (each,) in told.values()} - {0})
         if len(codes) > 1:
-            names = ", ".join(str(_DTYPES[each]) for (each,) in sorted(codes))
+            names = ", ".join(str(_DTYPES[each]) for each in codes)
             raise ValueError(f"{said}: all workers must bring one dtype, got {names}")
         if problem:
             raise ValueError(said)
-        dtype = _DTYPES[max(codes)[0]] if codes else torch.get_default_dtype()
-        return dtype, any(meta.needs_grad for _, meta in found)
+        return _DTYPES[codes[0]] if codes else torch.get_default_dtype(), meta.needs_grad
 
     def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
@@ -450,6 +454,18 @@ class DistributedPhysics:
                 f": worker {self.layout.partition.rank} expected a part of shape "
                 f"{self.layout.local_shape}, got {tuple(x.shape)}"
             )
+        what, brought = (
+            ("image", x) if x is not None else ("measurement", next(iter(ys or ()), None))
+        )
+        for i, operator in zip(self.local_indices, self._spread, strict=True):
+            if brought is None or isinstance(operator, Whole):
+                continue
+            found = operator.misfit(brought.dtype)
+            if found is not None:
+                return (
+                    f": operator {i} has numbers of {found}, and the {what} has {brought.dtype}; "
+                    f"convert one of them, say with .to({found})"
+                )
         if ys is None:
             return ""
         for i, operator, y in zip(self.local_indices, self._spread, ys, strict=True):
@@ -462,19 +478,42 @@ class DistributedPhysics:
                 return fidelity.problem
         return ""
 
+    @contextmanager
+    def computing(self, call: OperatorCall) -> Iterator[Tensor | None]:
+        """Let operators compute with copies of parameters; the block gets a zero that they give.
+
+        At a first call an error of one operator is told to all workers: those without would wait.
+        """
+        try:
+            with noticing(call.problems), computing_with(call.copies, call.users) as parameters:
+                yield parameters
+        except MISFITS as error:
+            # Operators on parts may raise in the middle of a movement: nobody can be told then.
+            if self.is_whole and self._is_new(call):
+                problem = f"{type(error).__name__}: {error}{_other_dtypes(call)}"
+                agree(self.partition, f"{call.name}, which raised {problem}")
+            raise
+
     def check_results(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Raise if a parameter that is not found in user objects would get a part of a gradient."""
-        # Of an image in parts, each operator is checked where it is applied.
+        # Of an image in parts, each operator was checked where it was applied.
+        problem = call.problems[0] if call.problems else ""
         if self.is_whole and self.rows.count > 1 and torch.is_grad_enabled():
             given = [brought for _, brought in call.pairs]
             problem = stray_problem(results, call.users, call.users[:2], given)
-            # At the first call all workers raise or none does: one without operators finds nothing
-            # itself. Later calls cost no message, and the worker that finds something raises.
-            if call.name not in self._checked:
-                self._checked.add(call.name)
-                agree(self.partition, f"{call.name}{problem}")
-            if problem:
-                raise ValueError(f"{call.name}{problem}")
+        # At the first call all workers raise or none does: one without operators finds nothing
+        # itself. Later calls cost no message, and the worker that finds something raises.
+        if self._is_new(call):
+            agree(self.partition, f"{call.name}{problem}")
+        if problem:
+            raise ValueError(f"{call.name}{problem}")
+
+    def _is_new(self, call: OperatorCall) -> bool:
+        """Whether this is the first such call, of which all workers tell each other how it went."""
+        kind = call.name, torch.is_grad_enabled()
+        is_new = kind not in self._checked
+        self._checked.add(kind)
+        return is_new
 
     def agree_on_result(
         self, said: str, own: Signature, what: str, givers: Sequence[int] | None = None
@@ -487,9 +526,30 @@ class DistributedPhysics:
             what: the result, in words.
             givers: the workers that have one; None for those with operators.
         """
-        have = self.ctx.owners(self.num_ops) if givers is None else givers
-        [(shapes, meta)], _ = agree(self.ctx.partition, said, own, givers=have)
-        return same(shapes, f"shape of the {what}", said), meta
+        have = self._owners if givers is None else givers
+        return self._agreement(said, f"shape of the {what}", have).agree_on(own)
+
+    def _agreement(
+        self, said: str, alike: str = "", givers: Sequence[int] | None = None
+    ) -> Agreement[tuple[Shape, TensorMeta]]:
+        """Where workers agree on a call, and on one shape if there are words for it.
+
+        Args:
+            said: what is called.
+            alike: which shape must be the same on all givers, in words.
+            givers: the workers of the context that have one; None for all that have parts.
+        """
+        found = self._agreements.get((said, alike))
+        if found is None:
+
+            def conclude(shapes: dict[int, Shape], meta: TensorMeta) -> tuple[Shape, TensorMeta]:
+                return same(shapes, alike, said) if alike else (), meta
+
+            partition = self.partition if givers is None else self.ctx.partition
+            have = partition.ranks if givers is None else givers
+            found = Agreement(partition.prepare(), said, have, conclude)
+            self._agreements[said, alike] = found
+        return found
 
     def sum(self, call: OperatorCall, terms: Iterable[Term], gather: bool = True) -> Tensor:
         """The sum of images over the operators of this row and of the others.
@@ -504,7 +564,7 @@ class DistributedPhysics:
         # Terms on parts come from movements and are ours to change; user code may give back what
         # it was given, so that the first sum of its images is a tensor of its own.
         is_ours = not self.is_whole
-        with computing_with(call.copies, call.users) as parameters:
+        with self.computing(call) as parameters:
             for pair, term in zip(call.pairs, terms, strict=False):
                 each = term(*pair, call)
                 is_like = each.shape == x.shape and each.dtype == x.dtype
@@ -540,126 +600,14 @@ class DistributedPhysics:
         return share, meta
 
 
-class DistributedLinearPhysics(DistributedPhysics):
-    """Linear operators of one image, spread over workers: A = (A_0; …; A_{N−1}).
-
-    Forward:  y_i = A_i x.    Adjoint:  x = Σ_i A_iᵀ y_i.
-
-    An operator has the methods `A` and `A_adjoint`.
-
-    Args:
-        ctx, num_ops, factory, shared, layout: those of `DistributedPhysics`.
-
-    >>> import torch
-    >>> from types import SimpleNamespace
-    >>> from tessel.imaging import DistributedContext, DistributedLinearPhysics
-    >>> def scale(i, device, shared):
-    ...     return SimpleNamespace(A=lambda x: (i + 1) * x, A_adjoint=lambda y: (i + 1) * y)
-    >>> with DistributedContext() as ctx:
-    ...     physics = DistributedLinearPhysics(ctx, 2, scale)
-    ...     physics.A_adjoint(physics.A(torch.ones(1)))
-    tensor([5.])
-    """
-
-    def _made(self, factory: Factory | None, item: int) -> Any:
-        operator = super()._made(factory, item)
-        if not hasattr(operator, "A_adjoint"):
-            raise ValueError(
-                f"DistributedLinearPhysics: factory({item}, …) must give an object with methods A "
-                f"and A_adjoint, got {operator!r}; DistributedPhysics needs no A_adjoint"
-            )
-        return operator
-
-    def A_adjoint(self, ys: Sequence[Tensor]) -> Tensor:
-        """The image Σ_i A_iᵀ y_i, summed over all operators.
-
-        Args:
-            ys: one tensor for each of this worker's operators.
-        """
-        return self._summed("A_adjoint", repeat(lambda op, y, call: op.A_adjoint(y)), None, ys)
-
-    def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
-        """The same as `A_adjoint(v)`, since the operators are linear."""
-        return self.A_adjoint(v)
-
-    def A_adjoint_A(self, x: Image, **settings: Any) -> Tensor:
-        """The image Σ_i A_iᵀ A_i x."""
-        terms = repeat(lambda op, x, call: op.A_adjoint_A(x, **call.settings))
-        return self._summed("A_adjoint_A", terms, x, **settings)
-
-    def A_A_adjoint(self, ys: Sequence[Tensor]) -> LocalTensors:
-        """The measurements A_i Σ_j A_jᵀ y_j of this worker's operators."""
-        return self.A(self.A_adjoint(ys))
-
-    def A_dagger(
-        self, ys: Sequence[Tensor], tol: float | None = None, max_iter: int = 1000
-    ) -> Tensor:
-        """The pseudo-inverse of the stacked operator: x = A⁺ y.
-
-        Of all images that minimise Σ_i ‖A_i x − y_i‖² it is the smallest; found by conjugate
-        gradients on the normal equations (CGLS) from zero. It has first derivatives, in the
-        measurements and in parameters of operators that keep their rank.
-
-        Args:
-            ys: one tensor for each of this worker's operators.
-            tol: stop when ‖Aᵀ(A x − y)‖ ≤ tol·‖Aᵀ y‖; None for 1e-12 of float64, 1e-6 of others.
-            max_iter: at most so many steps; a warning says if they did not suffice.
-        """
-        self.check_call(f"{self._label}.A_dagger", ys)
-        ys = LocalTensors(ys, anchor_of(ys))
-        with torch.no_grad():  # what the adjoint gives says what an image is
-            x = torch.zeros_like(self.A_adjoint(ys))
-        if not self.active:
-            return x
-        layout = self.rows_of(x.shape).layout
-        if tol is None:
-            tol = 1e-12 if x.dtype in (torch.float64, torch.complex128) else 1e-6
-        with torch.no_grad():
-            space = Space(layout, layout.partition)
-            found = solved(CGLS(self, ys.map(Tensor.detach)), x, space, tol, max_iter)
-        x, reached = found["x"], float(found["residual"])
-        if reached > tol:
-            warnings.warn(
-                f"{self!r}.A_dagger: the relative residual is {reached:.2g} after {max_iter} "
-                f"steps, above tol = {tol:.2g}; increase max_iter or tol",
-                stacklevel=2,
-            )
-        rest = self.A_adjoint(ys - self.A(x)) if torch.is_grad_enabled() else x
-        if not rest.requires_grad:
-            return x
-        # AᵀA dx = d(Aᵀ(y − A x)) for a fixed x: the value of this term is zero, its derivative dx
-        inverse = NormalInverse(self.A_adjoint_A, layout, tol, max_iter)
-        return x + inverse.apply(rest - rest.detach())
-
-    def norm(self, x0: Image, max_iter: int = 500, tol: float = 1e-8) -> Tensor:
-        """The norm ‖A‖ = √λ_max(AᵀA) of the stacked operator, by power iteration.
-
-        Args:
-            x0: an image of the shape and dtype of the domain; its values do not matter. The first
-                image is one without order, the same for any number of workers.
-            max_iter: at most so many steps.
-            tol: stop when the estimate changes by less than this, relative to it.
-        """
-        return self.compute_norm(x0, max_iter, tol, squared=False)
-
-    def compute_norm(
-        self,
-        x0: Image,
-        max_iter: int = 500,
-        tol: float = 1e-8,
-        squared: bool = True,
-    ) -> Tensor:
-        """The largest eigenvalue ‖A‖² of AᵀA, or its root if not `squared`."""
-        like = local_data(x0)
-        layout = self.rows_of(like.shape).layout
-        # A random start would be another one on each worker, and a constant may be in the kernel.
-        x = wave_in(layout, like.dtype).to(self.ctx.device)
-        value = x.new_zeros((), dtype=x.real.dtype)
-        if self.active:
-            space = Space(layout, layout.partition)
-            value += largest_eigenvalue(self.A_adjoint_A, x, space, max_iter, tol)
-        value = self.everywhere(value)
-        return value if squared else value.sqrt()
+def _other_dtypes(call: OperatorCall) -> str:
+    """What operators hold that is of another precision than the image, to end a sentence."""
+    real = call.x.dtype.to_real()
+    held = {e.dtype for e in tensors_of(call.users) if e.is_floating_point() or e.is_complex()}
+    others = sorted(str(each) for each in held if each.to_real() != real)
+    if not (call.has_image and others):
+        return ""
+    return f" (the image has {call.x.dtype}, and objects that compute hold {', '.join(others)})"
 
 
 def _even(x: Tensor, needs_grad: bool) -> Tensor:

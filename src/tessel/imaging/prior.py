@@ -1,20 +1,13 @@
 """DistributedPrior: a prior of a large image, applied patch by patch by all workers.
 
-Patches are those of the whole image, so that results do not depend on the number of workers. Three
-tilings say who has which patches, what each worker reads for them, and where the results go:
-
-- `Tiling`, of any strategy and layout: each worker has the whole image, and images are summed.
-- `GatheredCores`, of a whole image on every worker: the cores of patches alone are sent around.
-- `LocalWindows`, of an image in parts: a worker has the windows whose cores lie in its part.
+Patches are those of the whole image, so that results do not depend on the number of workers. A
+tiling (`tiling.py`) says who has which, what each worker reads, and where the results go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import chain
-from math import prod
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,28 +15,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tessel.core import (
-    Box,
-    Cut,
-    Interval,
+    Agreement,
     Layout,
     LinearOperator,
     Move,
+    TensorMeta,
     agree,
     anchored_zeros,
-    boxes,
     grad_alike,
 )
-from tessel.imaging.context import DistributedContext, is_whole, local_indices, whole_layout
+from tessel.imaging.context import DistributedContext, is_whole, whole_layout
 from tessel.imaging.distribution_strategies.strategies import (
-    BasicStrategy,
     DistributedSignalStrategy,
-    Pairs,
-    PriorWindow,
     SmartTilingStrategy,
-    WindowStrategy,
     create_strategy,
-    crossed,
-    parts,
 )
 from tessel.imaging.parameters import (
     Copies,
@@ -57,9 +42,9 @@ from tessel.imaging.parameters import (
     stray_leaf,
 )
 from tessel.imaging.signal import Image, local_data
+from tessel.imaging.tiling import Tiling, tiling_of
 
 Strategy = str | DistributedSignalStrategy | Callable[..., DistributedSignalStrategy]
-Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
 CHECKPOINTING = ("auto", "always", "never")
 
 
@@ -120,6 +105,7 @@ class DistributedPrior:
         self.shared = dict(shared or {})
         self._users = prior, self.shared
         self._checked: set[str] = set()  # calls of which all workers agreed that they learn aright
+        self._agreements: dict[str, Agreement[TensorMeta]] = {}
         name = type(prior).__name__
         ctx.check_same_state(state_of(self._users), f"DistributedPrior: the prior {name}")
         self.apply_to: Callable[..., Tensor] | None = None  # in the place of the prior itself
@@ -134,7 +120,8 @@ class DistributedPrior:
         self._in_place = Tiling(self.layout, self.strategy, ctx.sharding)  # of gather=False
         self.tiling = tiling_of(self.layout, self.strategy, ctx.sharding)
         self.num_patches = self.tiling.count
-        self.local_indices = self.tiling.indices() if self.layout.partition.active else []
+        self.active, self._num_workers = self.layout.partition.active, self.layout.partition.size
+        self.local_indices = self.tiling.indices() if self.active else []
         self._label = f"DistributedPrior({self.num_patches} patches over {ctx.world_size} workers)"
         self._read: LinearOperator = (
             copying(self.layout.partition, shape)  # nothing moves, and nothing is copied
@@ -176,7 +163,7 @@ class DistributedPrior:
         fits = isinstance(x, Tensor) and tuple(x.shape) == layout.local_shape
         if self.ctx.debug and layout.shared and fits:  # else all raise, as their calls differ
             self.ctx.check_same(x, layout, f"the input of {call}")
-        if not partition.active:
+        if not self.active:
             return x
         tensors = learned(self._users, (args, settings))
         call = f"{call}{gradients_of(tensors)}" if tensors else call
@@ -184,11 +171,11 @@ class DistributedPrior:
         if not fits:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
-        if partition.size > 1 or not fits:
-            ((_, terms),), _ = agree(partition, call, x)
+        if self._num_workers > 1 or not fits:
+            meta = self._agreement(call).agree_on(x)
             if not fits:
                 raise ValueError(call)
-            x = grad_alike(x, terms)
+            x = grad_alike(x, meta)
         copies = Copies()
         if tensors:  # each worker sees some of the patches: gradients of what all use are summed
             copies.add(tensors, partition)
@@ -233,6 +220,14 @@ class DistributedPrior:
             )
         return result
 
+    def _agreement(self, call: str) -> Agreement[TensorMeta]:
+        """Where the workers agree on a call."""
+        if call not in self._agreements:
+            partition = self.layout.partition
+            made = Agreement(partition.prepare(), call, partition.ranks, lambda shapes, meta: meta)
+            self._agreements[call] = made
+        return self._agreements[call]
+
     def _check(self, call: str, problems: list[str]) -> None:
         """Raise ValueError if a tensor that nobody knows of would get a part of a gradient."""
         problem = problems[0] if problems else ""
@@ -243,6 +238,10 @@ class DistributedPrior:
             agree(self.layout.partition, f"{call} {problem}")
         if problem:
             raise ValueError(problem)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what holds groups of workers, which a copy makes anew in its calls."""
+        return {**self.__dict__, "_agreements": {}}
 
     def __repr__(self) -> str:
         return self._label
@@ -358,265 +357,3 @@ class DistributedProcessing(torch.nn.Module):
         state = self.__dict__.copy()
         state["_priors"] = {}  # made anew for the shapes that are met
         return state
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Which patches each worker has, what it reads for them, and what it answers for.
-
-    This one is for any strategy: every worker has the whole image and puts its patches into zeros.
-
-    Args:
-        layout: of the image.
-        strategy: how the image is cut.
-        sharding: how patches are given to workers.
-    """
-
-    layout: Layout
-    strategy: Any
-    sharding: str
-
-    @property
-    def count(self) -> int:
-        """The number of patches of all workers."""
-        return int(self.strategy.get_num_patches())
-
-    @cached_property
-    def read(self) -> Layout:
-        """What each worker reads."""
-        return Layout.whole(self.layout.partition, self.layout.shape)
-
-    @cached_property
-    def written(self) -> Layout:
-        """What each worker answers for."""
-        return self.read
-
-    def indices(self) -> list[int]:
-        """The numbers of this worker's patches, those of one shape one after the other."""
-        partition = self.layout.partition
-        assert partition.rank is not None
-        return local_indices(self.count, partition.rank, partition.size, self.sharding)
-
-    def patches(self, read: Tensor, indices: list[int]) -> Pairs:
-        """The patches of these numbers, from what this worker reads."""
-        found: Pairs = self.strategy.get_local_patches(read, list(indices))
-        return found
-
-    def put(self, out: Tensor, pairs: Pairs) -> None:
-        """Put what the prior made of patches into its place."""
-        self.strategy.reduce_patches(out, pairs)
-
-    def put_together(
-        self, function: Callable[[Tensor], Tensor], read: Tensor, indices: list[int]
-    ) -> Tensor:
-        """What this worker's patches answer for, batch by batch."""
-        out = read.new_zeros(self.written.local_shape)
-        pairs = self.patches(read, indices)
-        place, kept = 0, Pairs()
-        in_turn = getattr(self.strategy, "reduces_in_turn", False)
-        for batch in self.strategy.apply_batching([patch for _, patch in pairs]):
-            result, start = function(batch), 0
-            while start < len(result) and place < len(pairs):
-                number, patch = pairs[place]
-                kept.append((number, result[start : start + len(patch)]))
-                start, place = start + len(patch), place + 1
-            if start != len(result):
-                raise ValueError(
-                    f"a batch of apply_batching has whole patches, one after the other along the "
-                    f"first dimension: got a batch of length {len(result)} for patches of {start} "
-                    f"in all"
-                )
-            if in_turn:  # so that the results of one batch are kept at a time
-                self.put(out, kept)
-                kept = []
-        if place < len(pairs):
-            raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
-        # A strategy of users may need all patches at once, and is called without any, too.
-        if not in_turn:
-            self.put(out, kept)
-        return out
-
-    def finish(self, written: Tensor) -> Tensor:
-        """This worker's part of the image: the sum of what all workers put into zeros."""
-        return self._write.apply(written)
-
-    @cached_property
-    def _write(self) -> Move:
-        return Move(self.written, self.layout)
-
-
-@dataclass(frozen=True)
-class GatheredCores(Tiling):
-    """Windows of a whole image on every worker, whose cores cover it once.
-
-    Each worker puts the cores of its windows one after the other in a row; all workers get all
-    rows, and put them where they belong: half of what a sum over whole images would send.
-    """
-
-    @cached_property
-    def written(self) -> Layout:
-        """The rows of all workers, one after the other."""
-        lengths = [sum(map(self._size, own)) for own in self._numbers]
-        return Layout.from_lengths(self.layout.partition, [lengths])
-
-    def put(self, out: Tensor, pairs: Pairs) -> None:
-        """Put the cores of patches into their places in this worker's row."""
-        for i, patch in pairs:
-            window = self.strategy.windows[i]
-            inside = patch[self.strategy.region(window.core, window.read)]
-            out[self._places[i]] = inside.reshape(-1)
-
-    def finish(self, written: Tensor) -> Tensor:
-        rows = self._write.apply(written)
-        image, start = rows.new_zeros(self.layout.shape), 0
-        for i in chain.from_iterable(self._numbers):
-            core = self.strategy.windows[i].core
-            part = image[self.strategy.region(core, self.strategy.whole)]
-            stop = start + part.numel()
-            part.copy_(rows[start:stop].reshape(part.shape))
-            start = stop
-        return image
-
-    @cached_property
-    def _write(self) -> Move:
-        partition = self.layout.partition
-        return Move(self.written, whole_layout(partition, self.written.shape))
-
-    @cached_property
-    def _numbers(self) -> list[list[int]]:
-        """The numbers of each worker's windows."""
-        workers = self.layout.partition.size
-        return [local_indices(self.count, k, workers, self.sharding) for k in range(workers)]
-
-    def _size(self, i: int) -> int:
-        """How many values the core of a window has, those of the dimensions that are whole too."""
-        uncut = prod(self.layout.shape) // prod(self.strategy.lengths)
-        return uncut * boxes.volume(self.strategy.windows[i].core)
-
-    @cached_property
-    def _places(self) -> dict[int, slice]:
-        """Where the cores of this worker lie in its row."""
-        rank = self.layout.partition.rank
-        assert rank is not None
-        own = self._numbers[rank]
-        row = boxes.consecutive(map(self._size, own))
-        return {i: slice(*at) for i, at in zip(own, row, strict=True)}
-
-
-@dataclass(frozen=True)
-class LocalWindows(Tiling):
-    """The windows of an image, each on the worker in whose part the middle of its core lies.
-
-    Dimensions that are not cut are whole in each window, but for the batch, whose parts stay apart.
-
-    Args:
-        windows: in the order of their numbers.
-    """
-
-    windows: tuple[PriorWindow, ...] = ()
-
-    @property
-    def count(self) -> int:
-        return len(self.windows)
-
-    @cached_property
-    def read(self) -> Layout:
-        """What each worker reads: from the first to the last index of its windows."""
-        return self._layout(lambda tiles: [read for _, read in tiles])
-
-    @cached_property
-    def written(self) -> Layout:
-        """What each worker answers for."""
-        if self.strategy.overlap:
-            return self.read
-        return self._layout(lambda tiles: [core for core, _ in tiles])
-
-    def indices(self) -> list[int]:
-        """The numbers of this worker's windows, those of one shape one after the other."""
-        box = self.read.box()
-        if box is None or boxes.volume(box) == 0:
-            return []
-        coordinates = self.layout.partition.index
-        assert coordinates is not None
-        places = self.read.places(coordinates)
-        own = crossed([self._tiles[dim][places[dim]] for dim in self.strategy.dims])
-        numbers = {window: i for i, window in enumerate(self.windows)}
-        return sorted((numbers[window] for window in own), key=lambda i: self.windows[i].shape)
-
-    def patches(self, read: Tensor, indices: list[int]) -> Pairs:
-        """The windows of these numbers, from what this worker reads."""
-        box, _ = self._boxes
-        return [(i, self.strategy.cut_out(read, self.windows[i], box)) for i in indices]
-
-    def put(self, out: Tensor, pairs: Pairs) -> None:
-        """Put what the prior made of windows into its place."""
-        _, box = self._boxes
-        for i, patch in pairs:
-            self.strategy.put_back(out, patch, self.windows[i], box)
-
-    @cached_property
-    def _tiles(self) -> dict[int, list[list[Tile]]]:
-        """For each dimension that is cut, the tiles of each place along its axes."""
-        found = {}
-        copies = prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
-        for position, dim in enumerate(self.strategy.dims):
-            tiles = list(dict.fromkeys((w.core[position], w.read[position]) for w in self.windows))
-            places = [
-                [tile for tile in tiles if start <= sum(tile[0]) // 2 < stop]
-                for start, stop in self.layout.cuts[dim].intervals
-            ]
-            # Copies of a part, along shared axes of the grid, divide the windows of its first
-            # dimension, so that none is computed twice.
-            if position == 0:
-                places = [
-                    place[slice(*some)]
-                    for place in places
-                    for some in boxes.balanced(len(place), copies)
-                ]
-            found[dim] = places
-        return found
-
-    def _layout(self, intervals: Callable[[list[Tile]], list[Interval]]) -> Layout:
-        """Each worker's hull of these intervals of its windows."""
-        cuts = []
-        first = self.strategy.dims[0]
-        for dim, (cut, length) in enumerate(zip(self.layout.cuts, self.layout.shape, strict=True)):
-            if dim in self._tiles:
-                axes = (*cut.axes, *self.layout.shared) if dim == first else cut.axes
-                some = (list(zip(*intervals(tiles), strict=True)) for tiles in self._tiles[dim])
-                hulls = tuple((min(each[0]), max(each[1])) if each else (0, 0) for each in some)
-                cuts.append(Cut(axes, hulls))
-            elif dim == 0 or len(cut.intervals) == 1:
-                cuts.append(cut)
-            # A dimension that is split and not cut is read whole, by the workers at the first place
-            # of its axis: a prior sees all channels. The others have no windows.
-            else:
-                cuts.append(Cut(cut.axes, ((0, length), *[(0, 0)] * (len(cut.intervals) - 1))))
-        return replace(self.layout, cuts=tuple(cuts), shared=())
-
-    @cached_property
-    def _boxes(self) -> tuple[Box, Box]:
-        """What this worker reads and answers for, along the dimensions that are cut."""
-        read, written = self.read.box(), self.written.box()
-        assert read is not None and written is not None
-        dims = self.strategy.dims
-        return tuple(read[dim] for dim in dims), tuple(written[dim] for dim in dims)
-
-
-def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
-    """The tiling of an image in this layout that sends least."""
-    if not is_whole(layout) and isinstance(strategy, WindowStrategy):
-        windows = list(strategy.windows)
-        if getattr(strategy, "patch_size", 0) is None and not strategy.overlap:
-            # One window for each part and its halo: for a prior that is a convolutional network,
-            # the halo exchange of its receptive field.
-            cuts = [layout.cuts[dim].intervals for dim in strategy.dims]
-            filled = [[part for part in cut if part[0] < part[1]] for cut in cuts]
-            windows = parts(filled, strategy.lengths, strategy.halo)
-        return LocalWindows(layout, strategy, sharding, tuple(windows))
-    # Cores cover the image once, as far as the library knows: what a user's strategy puts together
-    # may overlap.
-    is_ours = type(strategy) in (SmartTilingStrategy, BasicStrategy)
-    if is_whole(layout) and layout.partition.size > 1 and is_ours and not strategy.overlap:
-        return GatheredCores(layout, strategy, sharding)
-    return Tiling(layout, strategy, sharding)

@@ -32,10 +32,11 @@ from tessel.core import (
 )
 from tessel.imaging.context import DistributedContext, whole_layout
 from tessel.imaging.fidelity import DistributedDataFidelity, check_reduction
+from tessel.imaging.linear_physics import DistributedLinearPhysics
 from tessel.imaging.measurements import LocalTensors
 from tessel.imaging.parameters import anchor_of, depending_on
 from tessel.imaging.parts.operators import normal
-from tessel.imaging.physics import DistributedLinearPhysics, DistributedPhysics, Factory, Term
+from tessel.imaging.physics import DistributedPhysics, Factory, Term
 from tessel.imaging.signal import Image, local_data
 from tessel.imaging.solvers.linear import largest_eigenvalue
 from tessel.imaging.solvers.method import Space
@@ -166,12 +167,12 @@ class DistributedStackedPhysics(DistributedPhysics):
         if reduce_op is None:
             if not gather:
                 return found
-            return self._collected(f"{self!r}.{method}", found)
+            return self._collected(f"{self._label}.{method}", found)
         share = None if like is None else torch.zeros_like(like)
         if found:
             share = reduce(torch.add, found)
         if gather or like is None:  # some may have no operators, and learn the shape from others
-            share, _ = self.completed(f"{self!r}.{method}(reduce_op={reduce_op!r})", share)
+            share, _ = self.completed(f"{self._label}.{method}(reduce_op={reduce_op!r})", share)
         assert share is not None
         share = depending_on(share, anchor_of(found))
         found_sum = total(share, self.ctx.partition) if gather else share

@@ -66,15 +66,15 @@ class Membership:
     traffic: Traffic = field(default_factory=Traffic)
     processes: list[PeerProcess] = field(default_factory=list)
     host: Host | None = None
-    _own: Own = field(default_factory=Own)
+    own: Own = field(default_factory=Own)
 
     @property
     def tag(self) -> int:
-        return self._own.tag
+        return self.own.tag
 
     @tag.setter
     def tag(self, call: int) -> None:
-        self._own.tag = call
+        self.own.tag = call
 
     def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
         """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
@@ -167,7 +167,7 @@ class Group:
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
-        num_received = host.follow(program, y.data_ptr(), x.data_ptr(), membership.tag)
+        num_received = host.follow(program, y.data_ptr(), x.data_ptr(), membership.own.tag)
         if num_received != NOTHING:
             program.count(membership.traffic)
         return num_received

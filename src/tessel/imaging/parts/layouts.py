@@ -112,8 +112,12 @@ class Rows:
 
     def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
+        return self._sum.apply(share, meta) if self._moves else share
+
+    @cached_property
+    def _moves(self) -> bool:
         # Of whole images a share may be a tensor of the user, which the movement does not return.
-        return self._sum.apply(share, meta) if self.count > 1 or is_whole(self.layout) else share
+        return self.count > 1 or is_whole(self.layout)
 
     @cached_property
     def _use(self) -> Replicate:

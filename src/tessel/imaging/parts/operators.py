@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from math import prod
 from typing import Any
 
@@ -65,6 +65,13 @@ class PartOperator(LinearOperator):
         """The tensors that it is made of, which may need gradients."""
         return []
 
+    def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype of a value that makes other numbers of images of this dtype, if there is one.
+
+        Complex values may make complex measurements of real images.
+        """
+        return next((v.dtype for v in self.values() if _widened(dtype, v.dtype)), None)
+
     def _apply(self, x: Tensor) -> Tensor:
         return self.A(x)
 
@@ -116,7 +123,7 @@ class Convolution(PartOperator):
             )
         padding = "constant" if padding == "zeros" else padding
         self.kernel = FilterWindow(self.filter_shape[2:], padding, stride)
-        self.domain = layout
+        self.domain, self._box = layout, layout.box()
         self._steps, self.codomain = fetch(layout, self.kernel)
         self._read_shape = self._steps[-1].codomain.local_shape
         self.prepare()  # all workers make the group, here and not in a first call
@@ -156,6 +163,10 @@ class Convolution(PartOperator):
     def values(self) -> list[Tensor]:
         return [self._value()]
 
+    def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
+        found = self._value().dtype
+        return None if found == dtype else found  # torch convolves tensors of one dtype
+
     def _filter(self) -> Tensor:
         """What this worker filters with: a copy of its own of the shared filter."""
         filter = self._value()
@@ -165,7 +176,7 @@ class Convolution(PartOperator):
                 f"this operator was made for a filter of shape {self.filter_shape}, and got one "
                 f"of {tuple(filter.shape)}; make another operator"
             )
-        return _broadcast_part(_own(filter, self.domain.partition), self.domain.box(), dims=2)
+        return _broadcast_part(_own(filter, self.domain.partition), self._box, dims=2)
 
     @property
     def identity(self) -> str:
@@ -183,6 +194,9 @@ class Decimation(Convolution):
 
     def A(self, x: Tensor) -> Tensor:
         return self._fetched(x)[self._places]
+
+    def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
+        return None  # nothing is computed
 
     def _back(self, y: Tensor) -> Tensor:
         read = y.new_zeros(self._read_shape)
@@ -327,6 +341,9 @@ class Chain(PartOperator):
     def values(self) -> list[Tensor]:
         return [value for operator in self.operators for value in operator.values()]
 
+    def misfit(self, dtype: torch.dtype) -> torch.dtype | None:
+        return next(filter(None, (each.misfit(dtype) for each in self.operators)), None)
+
     @property
     def identity(self) -> str:
         return " then ".join(operator.identity for operator in self.operators)
@@ -446,6 +463,11 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
     return replicate(value, layout, layout.shared)
 
 
+def _widened(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether numbers of a dtype become wider with those of another one."""
+    return torch.promote_types(dtype, other).to_real() != dtype.to_real()
+
+
 def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> Tensor:
     """The part of a tensor of length 1 or n along each dimension that belongs to a box."""
     if box is None:
@@ -501,22 +523,32 @@ def _by_fourier(x: Tensor, filter: Tensor, stride: int, adjoint: bool) -> Tensor
 
     Windows that lie within x see nothing of what a transform wraps around.
     """
-    sizes, given, all_of_it = filter.shape[2:], x, (slice(None), slice(None))
-    lengths = list(x.shape[2:])
-    if adjoint:
-        lengths = [stride * (n - 1) + size for n, size in zip(lengths, sizes, strict=True)]
-    ends = zip(sizes, lengths, strict=True)
-    kept = (*all_of_it, *(slice(size - 1, n, stride) for size, n in ends))
+    given, (lengths, smooth, kept, whole) = x, _windows(x.shape, filter.shape, stride, adjoint)
     if adjoint:
         x = given.new_zeros((*given.shape[:2], *lengths))
         x[kept] = given
     there, back = torch.fft.rfftn, torch.fft.irfftn
     if x.is_complex():
         there, back = torch.fft.fftn, torch.fft.ifftn
-    smooth, dims = [_smooth(n) for n in lengths], tuple(range(2, x.dim()))
+    dims = tuple(range(2, x.dim()))
     spectrum = there(filter, smooth, dims)
     y = back(there(x, smooth, dims) * (spectrum.conj() if adjoint else spectrum), smooth, dims)
-    return _not_negative(y[(*all_of_it, *map(slice, lengths)) if adjoint else kept], given, filter)
+    return _not_negative(y[whole if adjoint else kept], given, filter)
+
+
+@lru_cache(maxsize=1024)  # shapes of a solver come again in each iteration
+def _windows(
+    image: Shape, filter: Shape, stride: int, adjoint: bool
+) -> tuple[Shape, Shape, tuple[slice, ...], tuple[slice, ...]]:
+    """The lengths of an image and of its transform, where windows end, and all of the image."""
+    lengths = image[2:]
+    if adjoint:
+        pairs = zip(lengths, filter[2:], strict=True)
+        lengths = tuple(stride * (n - 1) + size for n, size in pairs)
+    ends = zip(filter[2:], lengths, strict=True)
+    channels = slice(None), slice(None)
+    kept = (*channels, *(slice(size - 1, n, stride) for size, n in ends))
+    return lengths, tuple(map(_smooth, lengths)), kept, (*channels, *map(slice, lengths))
 
 
 def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:

@@ -24,12 +24,13 @@ Advance = Callable[[History], None]
 
 @contextmanager
 def progress_bar(
-    title: str, total: int, names: Sequence[str], console: Console | None
+    title: str, total: int, names: Sequence[str], shown: bool | Console
 ) -> Iterator[Advance | None]:
-    """Show a bar on this console, if there is one; what is given is called after each iteration."""
-    if console is None:
+    """Show a bar, if one is asked for; what is given is called after each iteration."""
+    if shown is False:
         yield None
         return
+    console = Console() if shown is True else shown
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -125,13 +126,11 @@ def solve(
     _check_start(x, space)
     criteria = [stop] if callable(stop) else list(stop)
     measures = dict(metrics or {})
-    console = None
-    if space.workers.rank == 0 and progress is not False:
-        console = Console() if progress is True else progress
+    shown = progress if space.workers.rank == 0 else False
     names = (*method.reports, *measures) or ("change",)
     with (
         torch.set_grad_enabled(differentiable and torch.is_grad_enabled()),
-        progress_bar(method.name, max_iterations, names, console) as advance,
+        progress_bar(method.name, max_iterations, names, shown) as advance,
     ):
         values, done, history = method.begin(x, space), 0, History()
         if checkpoint is not None:

@@ -1,0 +1,295 @@
+"""Tilings: which patches of an image each worker has, what it reads for them, and where they go.
+
+Patches are those of the whole image, so that results do not depend on the number of workers.
+
+- `Tiling`, of any strategy and layout: each worker has the whole image, and images are summed.
+- `GatheredCores`, of a whole image on every worker: the cores of patches alone are sent around.
+- `LocalWindows`, of an image in parts: a worker has the windows whose cores lie in its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from tessel.core import Box, Cut, Interval, Layout, Move, boxes
+from tessel.imaging.context import is_whole, local_indices, whole_layout
+from tessel.imaging.distribution_strategies.strategies import (
+    BasicStrategy,
+    Pairs,
+    PriorWindow,
+    SmartTilingStrategy,
+    WindowStrategy,
+    crossed,
+    parts,
+)
+
+Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Which patches each worker has, what it reads for them, and what it answers for.
+
+    This one is for any strategy: every worker has the whole image and puts its patches into zeros.
+
+    Args:
+        layout: of the image.
+        strategy: how the image is cut.
+        sharding: how patches are given to workers.
+    """
+
+    layout: Layout
+    strategy: Any
+    sharding: str
+
+    @property
+    def count(self) -> int:
+        """The number of patches of all workers."""
+        return int(self.strategy.get_num_patches())
+
+    @cached_property
+    def read(self) -> Layout:
+        """What each worker reads."""
+        return Layout.whole(self.layout.partition, self.layout.shape)
+
+    @cached_property
+    def written(self) -> Layout:
+        """What each worker answers for."""
+        return self.read
+
+    def indices(self) -> list[int]:
+        """The numbers of this worker's patches, those of one shape one after the other."""
+        partition = self.layout.partition
+        assert partition.rank is not None
+        return local_indices(self.count, partition.rank, partition.size, self.sharding)
+
+    def patches(self, read: Tensor, indices: list[int]) -> Pairs:
+        """The patches of these numbers, from what this worker reads."""
+        found: Pairs = self.strategy.get_local_patches(read, list(indices))
+        return found
+
+    def put(self, out: Tensor, pairs: Pairs) -> None:
+        """Put what the prior made of patches into its place."""
+        self.strategy.reduce_patches(out, pairs)
+
+    def put_together(
+        self, function: Callable[[Tensor], Tensor], read: Tensor, indices: list[int]
+    ) -> Tensor:
+        """What this worker's patches answer for, batch by batch."""
+        out = read.new_zeros(self.written.local_shape)
+        pairs = self.patches(read, indices)
+        place, kept = 0, Pairs()
+        in_turn = getattr(self.strategy, "reduces_in_turn", False)
+        for batch in self.strategy.apply_batching([patch for _, patch in pairs]):
+            result, start = function(batch), 0
+            while start < len(result) and place < len(pairs):
+                number, patch = pairs[place]
+                kept.append((number, result[start : start + len(patch)]))
+                start, place = start + len(patch), place + 1
+            if start != len(result):
+                raise ValueError(
+                    f"a batch of apply_batching has whole patches, one after the other along the "
+                    f"first dimension: got a batch of length {len(result)} for patches of {start} "
+                    f"in all"
+                )
+            if in_turn:  # so that the results of one batch are kept at a time
+                self.put(out, kept)
+                kept = []
+        if place < len(pairs):
+            raise ValueError(f"{self.strategy!r}: apply_batching gave fewer patches than it got")
+        # A strategy of users may need all patches at once, and is called without any, too.
+        if not in_turn:
+            self.put(out, kept)
+        return out
+
+    def finish(self, written: Tensor) -> Tensor:
+        """This worker's part of the image: the sum of what all workers put into zeros."""
+        return self._write.apply(written)
+
+    @cached_property
+    def _write(self) -> Move:
+        return Move(self.written, self.layout)
+
+
+@dataclass(frozen=True)
+class GatheredCores(Tiling):
+    """Windows of a whole image on every worker, whose cores cover it once.
+
+    Each worker puts the cores of its windows one after the other in a row; all workers get all
+    rows, and put them where they belong: half of what a sum over whole images would send.
+    """
+
+    @cached_property
+    def written(self) -> Layout:
+        """The rows of all workers, one after the other."""
+        lengths = [sum(map(self._size, own)) for own in self._numbers]
+        return Layout.from_lengths(self.layout.partition, [lengths])
+
+    def put(self, out: Tensor, pairs: Pairs) -> None:
+        """Put the cores of patches into their places in this worker's row."""
+        for i, patch in pairs:
+            window = self.strategy.windows[i]
+            inside = patch[self.strategy.region(window.core, window.read)]
+            out[self._places[i]] = inside.reshape(-1)
+
+    def finish(self, written: Tensor) -> Tensor:
+        rows = self._write.apply(written)
+        image, start = rows.new_zeros(self.layout.shape), 0
+        for i in chain.from_iterable(self._numbers):
+            core = self.strategy.windows[i].core
+            part = image[self.strategy.region(core, self.strategy.whole)]
+            stop = start + part.numel()
+            part.copy_(rows[start:stop].reshape(part.shape))
+            start = stop
+        return image
+
+    @cached_property
+    def _write(self) -> Move:
+        partition = self.layout.partition
+        return Move(self.written, whole_layout(partition, self.written.shape))
+
+    @cached_property
+    def _numbers(self) -> list[list[int]]:
+        """The numbers of each worker's windows."""
+        workers = self.layout.partition.size
+        return [local_indices(self.count, k, workers, self.sharding) for k in range(workers)]
+
+    def _size(self, i: int) -> int:
+        """How many values the core of a window has, those of the dimensions that are whole too."""
+        uncut = prod(self.layout.shape) // prod(self.strategy.lengths)
+        return uncut * boxes.volume(self.strategy.windows[i].core)
+
+    @cached_property
+    def _places(self) -> dict[int, slice]:
+        """Where the cores of this worker lie in its row."""
+        rank = self.layout.partition.rank
+        assert rank is not None
+        own = self._numbers[rank]
+        row = boxes.consecutive(map(self._size, own))
+        return {i: slice(*at) for i, at in zip(own, row, strict=True)}
+
+
+@dataclass(frozen=True)
+class LocalWindows(Tiling):
+    """The windows of an image, each on the worker in whose part the middle of its core lies.
+
+    Dimensions that are not cut are whole in each window, but for the batch, whose parts stay apart.
+
+    Args:
+        windows: in the order of their numbers.
+    """
+
+    windows: tuple[PriorWindow, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.windows)
+
+    @cached_property
+    def read(self) -> Layout:
+        """What each worker reads: from the first to the last index of its windows."""
+        return self._layout(lambda tiles: [read for _, read in tiles])
+
+    @cached_property
+    def written(self) -> Layout:
+        """What each worker answers for."""
+        if self.strategy.overlap:
+            return self.read
+        return self._layout(lambda tiles: [core for core, _ in tiles])
+
+    def indices(self) -> list[int]:
+        """The numbers of this worker's windows, those of one shape one after the other."""
+        box = self.read.box()
+        if box is None or boxes.volume(box) == 0:
+            return []
+        coordinates = self.layout.partition.index
+        assert coordinates is not None
+        places = self.read.places(coordinates)
+        own = crossed([self._tiles[dim][places[dim]] for dim in self.strategy.dims])
+        numbers = {window: i for i, window in enumerate(self.windows)}
+        return sorted((numbers[window] for window in own), key=lambda i: self.windows[i].shape)
+
+    def patches(self, read: Tensor, indices: list[int]) -> Pairs:
+        """The windows of these numbers, from what this worker reads."""
+        box, _ = self._boxes
+        return [(i, self.strategy.cut_out(read, self.windows[i], box)) for i in indices]
+
+    def put(self, out: Tensor, pairs: Pairs) -> None:
+        """Put what the prior made of windows into its place."""
+        _, box = self._boxes
+        for i, patch in pairs:
+            self.strategy.put_back(out, patch, self.windows[i], box)
+
+    @cached_property
+    def _tiles(self) -> dict[int, list[list[Tile]]]:
+        """For each dimension that is cut, the tiles of each place along its axes."""
+        found = {}
+        copies = prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
+        for position, dim in enumerate(self.strategy.dims):
+            tiles = list(dict.fromkeys((w.core[position], w.read[position]) for w in self.windows))
+            places = [
+                [tile for tile in tiles if start <= sum(tile[0]) // 2 < stop]
+                for start, stop in self.layout.cuts[dim].intervals
+            ]
+            # Copies of a part, along shared axes of the grid, divide the windows of its first
+            # dimension, so that none is computed twice.
+            if position == 0:
+                places = [
+                    place[slice(*some)]
+                    for place in places
+                    for some in boxes.balanced(len(place), copies)
+                ]
+            found[dim] = places
+        return found
+
+    def _layout(self, intervals: Callable[[list[Tile]], list[Interval]]) -> Layout:
+        """Each worker's hull of these intervals of its windows."""
+        cuts = []
+        first = self.strategy.dims[0]
+        for dim, (cut, length) in enumerate(zip(self.layout.cuts, self.layout.shape, strict=True)):
+            if dim in self._tiles:
+                axes = (*cut.axes, *self.layout.shared) if dim == first else cut.axes
+                some = (list(zip(*intervals(tiles), strict=True)) for tiles in self._tiles[dim])
+                hulls = tuple((min(each[0]), max(each[1])) if each else (0, 0) for each in some)
+                cuts.append(Cut(axes, hulls))
+            elif dim == 0 or len(cut.intervals) == 1:
+                cuts.append(cut)
+            # A dimension that is split and not cut is read whole, by the workers at the first place
+            # of its axis: a prior sees all channels. The others have no windows.
+            else:
+                cuts.append(Cut(cut.axes, ((0, length), *[(0, 0)] * (len(cut.intervals) - 1))))
+        return replace(self.layout, cuts=tuple(cuts), shared=())
+
+    @cached_property
+    def _boxes(self) -> tuple[Box, Box]:
+        """What this worker reads and answers for, along the dimensions that are cut."""
+        read, written = self.read.box(), self.written.box()
+        assert read is not None and written is not None
+        dims = self.strategy.dims
+        return tuple(read[dim] for dim in dims), tuple(written[dim] for dim in dims)
+
+
+def tiling_of(layout: Layout, strategy: Any, sharding: str) -> Tiling:
+    """The tiling of an image in this layout that sends least."""
+    if not is_whole(layout) and isinstance(strategy, WindowStrategy):
+        windows = list(strategy.windows)
+        if getattr(strategy, "patch_size", 0) is None and not strategy.overlap:
+            # One window for each part and its halo: for a prior that is a convolutional network,
+            # the halo exchange of its receptive field.
+            cuts = [layout.cuts[dim].intervals for dim in strategy.dims]
+            filled = [[part for part in cut if part[0] < part[1]] for cut in cuts]
+            windows = parts(filled, strategy.lengths, strategy.halo)
+        return LocalWindows(layout, strategy, sharding, tuple(windows))
+    # Cores cover the image once, as far as the library knows: what a user's strategy puts together
+    # may overlap.
+    is_ours = type(strategy) in (SmartTilingStrategy, BasicStrategy)
+    if is_whole(layout) and layout.partition.size > 1 and is_ours and not strategy.overlap:
+        return GatheredCores(layout, strategy, sharding)
+    return Tiling(layout, strategy, sharding)
