@@ -70,7 +70,8 @@ class PartOperator(LinearOperator):
 
         Complex values may make complex measurements of real images.
         """
-        return next((v.dtype for v in self.values() if _widened(dtype, v.dtype)), None)
+        real, found = dtype.to_real(), (each.dtype for each in self.values())
+        return next((e for e in found if torch.promote_types(dtype, e).to_real() != real), None)
 
     def _apply(self, x: Tensor) -> Tensor:
         return self.A(x)
@@ -461,11 +462,6 @@ def _own(value: Tensor, partition: Partition) -> Tensor:
         return value  # it is one already
     layout = whole_layout(partition, tuple(value.shape))
     return replicate(value, layout, layout.shared)
-
-
-def _widened(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether numbers of a dtype become wider with those of another one."""
-    return torch.promote_types(dtype, other).to_real() != dtype.to_real()
 
 
 def _broadcast_part(value: Tensor, box: Box | None, dims: int | None = None) -> Tensor:
