@@ -730,7 +730,7 @@ def test_operators_that_give_back_another_image() -> None:
 def test_a_solution_that_is_not_reached_is_said() -> None:
     with DistributedContext() as ctx:
         physics = spread(ctx, blurs())
-        with pytest.warns(UserWarning, match="in 2 steps, not to tol"):
+        with pytest.warns(UserWarning, match="after 2 steps, above tol"):
             physics.A_dagger(physics.A(truth()), max_iter=2)
 
 

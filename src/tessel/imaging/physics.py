@@ -238,6 +238,10 @@ class DistributedPhysics:
     def __len__(self) -> int:
         return self.num_ops
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what holds groups of workers, which a copy makes anew in its calls."""
+        return {**self.__dict__, "_agreements": {}}
+
     def __repr__(self) -> str:
         return self._label
 
