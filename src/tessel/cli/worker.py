@@ -19,7 +19,7 @@ import traceback
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
 
-from tessel import transport
+from tessel import endings, transport
 from tessel.errors import WorkerLost
 from tessel.launch.fork import die_with
 from tessel.launch.outputs import keep_lines_whole
@@ -96,9 +96,11 @@ def main(argv: list[str]) -> int:
     except SystemExit as end:
         if _exit_code(end):
             reporter.record_exception(end)
+            endings.end_program(end)
             return _end_soon(_exit_code(end))
     except BaseException as error:
         reporter.record_exception(error)
+        endings.end_program(error)
         return _end_soon(_exit_code(error))
     transport.leave()  # a thread of a group that runs when Python ends aborts the process
     return 0
