@@ -409,8 +409,8 @@ class Group:
             watch.raise_broken()
         try:
             return communicate()
-        except NotSent:
-            raise
+        except NotSent as error:
+            raise RuntimeError(str(error)) from None
         except WorkerLost as error:
             self._break(error)
             raise

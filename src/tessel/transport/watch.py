@@ -330,13 +330,11 @@ class Watch:
 
     def _own_status(self, waits: list[Wait]) -> Status:
         """What this worker does: it waits if all threads that communicate do."""
-        threads = {each.thread for each in waits}
-        foreign = any(isinstance(each, threading._DummyThread) for each in threads)
-        # A thread of autograd's own computes gradients for one of Python's, which waits for it.
-        free = {each for each in self._threads if each.is_alive()} - threads
-        is_waiting = foreign or not {
-            each for each in free if not isinstance(each, threading._DummyThread)
-        }
+        waiting = {each.thread for each in waits}
+        # A thread of autograd's own computes gradients for one of Python's, which waits for it; and
+        # so does one that joins another.
+        free = {each for each in self._threads - waiting if each.is_alive() and not _joins(each, waiting)}
+        is_waiting = any(map(_is_foreign, waiting)) or all(map(_is_foreign, free))
         return Status(
             WAITS if is_waiting else BUSY,
             " and in ".join(self.describe(each) for each in waits),
@@ -367,6 +365,20 @@ class Watch:
             text = "worker %d has waited for %.0f s in %s: %s still computing"
             be = "is" if len(busy) == 1 else "are"
             _log.info(text, self.worker, each.seconds, self.describe(each), f"{names} {be}")
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    return isinstance(thread, threading._DummyThread)
+
+
+def _joins(thread: threading.Thread, others: set[threading.Thread]) -> bool:
+    """Whether a thread waits for the end of one of the others."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        if frame.f_code.co_name == "join" and frame.f_locals.get("self") in others:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _ending(status: Status) -> str:
