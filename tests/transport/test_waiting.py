@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tessel
-from tessel import Layout, LinearOperator, Move, nn
-from tessel.transport import watch
+from tessel import Layout, LinearOperator, Move, nn, transport
+from tessel.transport import job, watch
 
 Run = Callable[..., list[Any]]
 SECONDS = 40  # of a call to the pool
 SOON = 12.0  # seconds, on a machine that does much else
 LOST = 1
-IS_GLOO = os.environ.get("TESSEL_TRANSPORT") == "gloo"
 
 
 def hurry() -> None:
@@ -48,6 +47,13 @@ class Fails(LinearOperator):
 def fail(*args: Any) -> Any:
     if tessel.world().rank == LOST:
         raise KeyError("my own mistake")
+
+
+def do_something_else() -> None:
+    """Work without the others, who wait, until they have noticed."""
+    end = time.monotonic() + SOON / 3
+    while not job._job().membership.watch.alarm[0] and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -96,7 +102,7 @@ def catch_in_an_operator() -> None:
     try:
         product(torch.ones(4))
     except KeyError:
-        time.sleep(SOON)  # it goes on with something else
+        do_something_else()
 
 
 def catch_in_a_hook() -> None:
@@ -107,7 +113,7 @@ def catch_in_a_hook() -> None:
     try:
         model(torch.ones(1, 1, 4))
     except KeyError:
-        time.sleep(SOON)
+        do_something_else()
 
 
 def catch_in_a_hook_and_go_on() -> None:
@@ -195,21 +201,29 @@ def gather_for_the_first() -> None:
             y.sum().backward()
 
 
-FAULTS: dict[Callable[[], None], tuple[str, ...]] = {  # and what each text has
-    skip_a_backward: ("worker 0 waits in the backward of Move", "worker 1 waits in AllSumReduce"),
-    skip_the_last_backward: ("program has ended",),
+CRASH = "KeyError: 'my own mistake'"
+WAITS = "worker 0 waits in the backward of Move", "worker 1 waits in AllSumReduce"
+ENDED = ("its program has ended",)
+FAULTS: dict[Callable[[], None], tuple[str, ...]] = {  # and what is said of each
+    skip_a_backward: WAITS,
+    skip_the_last_backward: ENDED,
     repeat_a_backward: ("worker 0 waits in AllSumReduce", "worker 1 waits in the backward of Move"),
-    exchange_the_order_of_backwards: ("worker 0 waits in the backward", "worker 1 waits in the"),
-    catch_in_an_operator: ("KeyError: 'my own mistake'",),
-    catch_in_a_hook: ("KeyError: 'my own mistake'",),
-    catch_in_a_hook_and_go_on: ("KeyError: 'my own mistake'",),
-    catch_in_a_backward_hook: ("worker 0 waits in the backward", "worker 1 waits in AllSumReduce"),
-    catch_in_a_checkpoint: ("",),
-    catch_in_a_saved_tensor_hook: ("",),
-    fail_in_a_thread: ("",),
-    end_alone: ("program has ended",),
-    gather_for_the_first: ("",),
+    exchange_the_order_of_backwards: (WAITS[0], "worker 1 waits in the backward of Move"),
+    catch_in_an_operator: (CRASH, "worker 0 waits in Move", "(call 2, test_waiting.py:"),
+    catch_in_a_hook: (CRASH, "worker 0 waits in Conv1d"),
+    catch_in_a_hook_and_go_on: (CRASH,),
+    catch_in_a_backward_hook: WAITS,
+    catch_in_a_checkpoint: WAITS,
+    catch_in_a_saved_tensor_hook: WAITS,
+    fail_in_a_thread: WAITS,
+    end_alone: ENDED,
+    gather_for_the_first: ("call 1",),
 }
+ALONE = (end_alone, skip_the_last_backward)  # where the lost worker makes no further call
+CASES = [("shared", "compiled", each) for each in FAULTS]
+CASES += [("shared", "python", each) for each in (skip_a_backward, catch_in_a_hook_and_go_on)]
+CASES += [("shared", "python", gather_for_the_first)]
+CASES += [("gloo", "compiled", each) for each in FAULTS if each not in (catch_in_a_checkpoint,)]
 
 
 def meet(fault: Callable[[], None]) -> tuple[str, str, float]:
@@ -223,7 +237,7 @@ def meet(fault: Callable[[], None]) -> tuple[str, str, float]:
     except (RuntimeError, ValueError) as error:
         first = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - begin
-    if fault in (end_alone, skip_the_last_backward) and tessel.world().rank == LOST:
+    if fault in ALONE and tessel.world().rank == LOST:
         return first, "", seconds
     try:
         summed(torch.ones(3))
@@ -233,17 +247,105 @@ def meet(fault: Callable[[], None]) -> tuple[str, str, float]:
     return first, second, seconds
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_all_learn_that_workers_do_not_do_the_same(run: Run, fault: Callable[[], None]) -> None:
+@pytest.mark.parametrize(("way", "engine", "fault"), CASES)
+def test_all_learn_that_workers_do_not_do_the_same(
+    run: Run, monkeypatch: pytest.MonkeyPatch, way: str, engine: str, fault: Callable[[], None]
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", way)
+    monkeypatch.setenv("TESSEL_ENGINE", engine)
+    run(transport.leave, nprocs=2)  # the next job is made in this way
     found = run(meet, fault, nprocs=2, timeout=SECONDS)
-    first, later, seconds = found[0]
+    first, _, seconds = found[0]
     assert first.startswith("WorkerLost"), found
     for text in FAULTS[fault]:
         assert text in first, first
-    for text, later, _ in found[: 1 if fault in (end_alone, skip_the_last_backward) else 2]:
+    for _, later, _ in found[: 1 if fault in ALONE else 2]:
         assert "this job is broken since" in later, found
     assert seconds < SOON
     assert run(total, nprocs=2) == [3.0] * 2  # the next program has a job of its own
+
+
+def raise_in_a_worker(fault: Callable[[], None]) -> None:
+    hurry()
+    fault()
+
+
+def test_the_first_exception_is_raised_and_told_to_the_others(run: Run) -> None:
+    with pytest.raises(KeyError, match="my own mistake") as caught:
+        run(raise_in_a_worker, fail_alone, nprocs=2, timeout=SECONDS)
+    notes = "\n".join(caught.value.__notes__)
+    assert "worker 0 failed with tessel.errors.WorkerLost" in notes, notes
+    assert "its program ended by KeyError: 'my own mistake'" in notes, notes
+
+
+def be_slow(seconds: float) -> tuple[float, list[str]]:
+    """One worker computes; what the other says of it meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tessel")
+    logger.addHandler(handler)
+    P = tessel.world()
+    first, second = P.create_partition_inclusive([0, 1]), P.create_partition_inclusive([1, 2])
+    hurry()
+    try:
+        if P.rank == 2:
+            time.sleep(seconds)
+        # worker 0 waits for worker 1, which waits in another group, for one that computes
+        if second.active:
+            nn.AllSumReduce(second, [0])(torch.ones(1))
+        if first.active:
+            nn.AllSumReduce(first, [0])(torch.ones(1))
+        y = summed(torch.ones(3, requires_grad=True)).sum()
+        y.backward()
+        return float(y), said
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("way", ["shared", "gloo"])
+def test_slow_is_not_wrong(run: Run, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", way)
+    monkeypatch.setenv("TESSEL_LOG", "info")
+    run(transport.leave, nprocs=3)
+    found = run(be_slow, 3.0, nprocs=3, timeout=SECONDS)
+    assert [value for value, _ in found] == [9.0] * 3
+    assert any("worker 2 is still computing" in text for text in found[1][1]), found
+    assert any("worker 1 has waited" in text for text in found[1][1]), found
+
+
+def raise_alike() -> list[float]:
+    """All workers raise, inside of calls that they agreed on, and go on."""
+    whole = Layout.whole(tessel.world(), (4,))
+    found = []
+    for _ in range(3):
+        with contextlib.suppress(KeyError):
+            (Move(whole, whole) @ FailsOnAll(whole))(torch.ones(4))
+        with contextlib.suppress(ValueError):
+            summed(torch.ones(3, dtype=[torch.float32, torch.int32][tessel.world().rank]))
+        found.append(float(summed(torch.ones(1))))
+    return found
+
+
+class FailsOnAll(LinearOperator):
+    """An operator that fails on all workers."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.domain = self.codomain = layout
+
+    def _apply(self, x: Tensor) -> Tensor:
+        raise KeyError("our mistake")
+
+    _apply_adjoint = _apply
+
+
+@pytest.mark.parametrize("way", ["shared", "gloo"])
+def test_what_all_workers_raise_breaks_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", way)
+    run(transport.leave, nprocs=2)
+    assert run(raise_alike, nprocs=2, timeout=SECONDS) == [[2.0] * 3] * 2
 
 
 def total() -> float:

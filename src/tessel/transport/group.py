@@ -306,7 +306,8 @@ class Group:
                 f"{count} on worker {worker}"
                 for worker, count in zip(self.workers, rows[:, 0].tolist(), strict=True)
             )
-            raise OutOfStep((0, 0), (0, 0), f"{DIFFERENT}: the exchanges before were {done}")
+            text = f"{DIFFERENT}: the exchanges before this one were {done}"
+            raise OutOfStep((self._code, -1), (self._code, -1), text)
         return rows[:, 1:].tobytes()
 
     @cached_property
@@ -420,7 +421,7 @@ class Group:
             raise lost from error
         except RuntimeError as error:
             line = str(error).strip().partition("\n")[0] or repr(error)
-            if watch.alarm[0]:
+            if watch.is_broken():  # and another worker has closed the connection for that
                 raise WorkerLost(watch.why()) from error
             if not any(sign in line.lower() for sign in _SIGNS_OF_LOSS):
                 if not starts:
@@ -471,23 +472,22 @@ class Group:
 
     def _out_of_step(self, error: OutOfStep) -> WorkerLost:
         """What it means that a worker sent something else."""
-        text = error.text
-        if not text and error.came[1] > 0:
+        other = "another worker" if error.worker is None else f"worker {error.worker}"
+        here = f"worker {this_worker()} in {self._watch.describe_this_thread(error.asked)}"
+        if error.text:
+            text = f"{error.text}: {here}"
+        elif error.came[1] > 0:
             text = (
-                f"another worker has made the backward pass of call {error.came[1]}, and worker "
-                f"{this_worker()} makes the next call instead; call backward on all workers, also "
-                f"where the result is empty"
+                f"{other} has made the backward pass of call {error.came[1]}, and {here} has not; "
+                f"call backward on all workers, also on those where the result is empty"
             )
-        elif not text:
-            text = (
-                f"{DIFFERENT}: worker {this_worker()} has made other calls than the one that sent "
-                f"to it, before call {self.num_calls + 1}"
-            )
+        else:
+            text = f"{DIFFERENT}: {here} got a message of another call from {other}"
         return WorkerLost(f"{text}{self._watch.notes()}")
 
     def _interrupt(self) -> None:
         """Let waits for messages of this group end: the job is broken."""
-        wire.close(self.handle, self.workers)
+        wire.close(self.handle, self._ways.others[0])
 
 
 def listing(workers: Sequence[int]) -> str:

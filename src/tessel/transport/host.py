@@ -34,6 +34,7 @@ from tessel.transport.request import (
     FailedMessage,
     Key,
     NotSent,
+    OutOfStep,
     ReceiveRequest,
     ReceiveWords,
     Rendezvous,
@@ -439,6 +440,9 @@ class Host:
     def _pull(self, worker: int) -> bool:
         try:
             return self._incoming[worker].pull()
+        except OutOfStep as error:
+            error.worker = worker
+            raise
         except OSError as error:  # the memory of a process that ends cannot be read
             raise self._lost([worker], str(error)) from error
 

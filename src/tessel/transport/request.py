@@ -31,7 +31,12 @@ class OutOfStep(RuntimeError):  # noqa: N818
         asked: the key of what was asked for.
         came: of what came.
         text: what is known beyond that.
+
+    Attributes:
+        worker: who sent it, if that is known.
     """
+
+    worker: int | None = None
 
     def __init__(self, asked: Key, came: Key, text: str = "") -> None:
         self.asked, self.came, self.text = asked, came, text

@@ -18,11 +18,13 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
+
+import torch
 
 from tessel.errors import WorkerLost
 from tessel.machine import chosen
@@ -151,6 +153,13 @@ class Watch:
         if self.alarm[0]:
             self.raise_broken()
 
+    def is_broken(self) -> bool:
+        """Whether another worker says that the job is broken."""
+        if not self.alarm[0] and self._board is not None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self.alarm[0] = bool(self._board.why_broken())
+        return bool(self.alarm[0])
+
     def raise_broken(self) -> NoReturn:
         """Say why and when the job broke."""
         raise WorkerLost(self.why())
@@ -241,6 +250,10 @@ class Watch:
             call = self.groups[code].num_calls + 1 if code in self.groups else 0
         return f"{what} (call {call}{', ' if line else ''}{line})"
 
+    def describe_this_thread(self, key: Key) -> str:
+        """The same for the thread that asks."""
+        return self.describe(Wait(key, (), 0))
+
     def note_thread(self) -> None:
         """Note that this thread communicates: as long as it runs others may wait for it."""
         self._threads.add(threading.current_thread())
@@ -254,7 +267,8 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(TICK):
-            with contextlib.suppress(RuntimeError):  # the store may be gone: others notice that
+            # The store may be gone, and the process group: those who wait notice that themselves.
+            with contextlib.suppress(RuntimeError, ValueError, OSError):
                 self.look()
 
     def look(self) -> None:
@@ -266,9 +280,7 @@ class Watch:
             if self._posted is not None and self._posted.state == WAITS:
                 self._post(Status(given_up=tuple(self._given_up.values())))
             return
-        if not self.alarm[0] and self._board_of().why_broken():
-            self.alarm[0] = 1
-        if not self.alarm[0] and (text := self._find_fault(waits)):
+        if not self.is_broken() and (text := self._find_fault(waits)):
             self.break_job(text)
         if self.alarm[0]:
             for each in waits:
@@ -393,33 +405,28 @@ def _is_same(before: Status, now: Status) -> bool:
 
 def _place(frame: FrameType | None) -> tuple[str, str]:
     """What a thread does for its user: the call, and the line of the user's code."""
-    what, line = "", ""
+    what, operator, line = "", "", ""
     while frame is not None:
-        path = frame.f_code.co_filename
-        is_ours = path.startswith(_HERE)
-        if is_ours and not what:
-            what = _call_in(frame)
-        if not is_ours and not line and not _is_library(path):
+        path, values = frame.f_code.co_filename, frame.f_locals
+        what = what or _call_in(frame.f_code.co_name, values)
+        if not operator and hasattr(values.get("self"), "codomain"):
+            operator = repr(values["self"])
+        if not line and not path.startswith(_HERE) and not _is_library(path):
             line = f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return what or "an exchange", line
+    return what or operator or "an exchange", line
 
 
-def _call_in(frame: FrameType) -> str:
-    """Which call a function of this library belongs to, if its variables say so."""
-    values = frame.f_locals
-    if frame.f_code.co_name == "backward" and "ctx" in values:
-        operator = getattr(values["ctx"], "operator", None) or getattr(values["ctx"], "product", "")
-        return f"the backward of {operator}"
+def _call_in(function: str, values: Mapping[str, Any]) -> str:
+    """Which call a function belongs to, if its variables say so."""
     owner = values.get("self")
-    if frame.f_code.co_name == "agree":
-        return f"{values.get('call', '')}"
-    if hasattr(owner, "agree_on"):
-        return f"{owner.label}"
-    kind = type(owner)
-    if any(each.__module__ == "torch.nn.modules.module" for each in kind.__mro__):
-        return kind.__name__
-    return ""
+    if function == "backward" and hasattr(ctx := values.get("ctx"), "call"):
+        return f"the backward of {getattr(ctx, 'operator', None) or getattr(ctx, 'product', '')}"
+    if function == "agree_on":
+        return str(getattr(owner, "label", ""))
+    if function == "agree":
+        return str(values.get("call", ""))
+    return type(owner).__name__ if isinstance(owner, torch.nn.Module) else ""
 
 
 def _is_library(path: str) -> bool:

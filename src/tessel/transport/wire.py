@@ -107,16 +107,15 @@ def share_words(words: Sequence[int], size: int, device: torch.device, handle: A
         return everyones.cpu().numpy().tobytes()
 
 
-def close(handle: Any, workers: Sequence[int]) -> None:
+def close(handle: Any, other: int) -> None:
     """Close the connections of a group of Gloo, so that whoever waits for messages raises.
 
-    Gloo does so by itself when a message does not come in time: it is asked for one that is never
-    sent. Other backends are left alone.
+    Gloo does so by itself when a message does not come in time: it is asked for one of another
+    worker that is never sent. Other backends are left alone.
     """
-    others = [worker for worker in workers if worker != dist.get_rank()]
     if control_device(handle).type == "cpu":
         with contextlib.suppress(RuntimeError):
-            work: Any = dist.irecv(torch.empty(1), src=others[0], group=handle, tag=2**30 + 1)
+            work: Any = dist.irecv(torch.empty(1), src=other, group=handle, tag=2**30 + 1)
             work.wait(datetime.timedelta(milliseconds=1))
 
 
