@@ -270,7 +270,11 @@ def raise_in_a_worker(fault: Callable[[], None]) -> None:
     fault()
 
 
-def test_the_first_exception_is_raised_and_told_to_the_others(run: Run) -> None:
+def test_the_first_exception_is_raised_and_told_to_the_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
+    run(transport.leave, nprocs=2)
     with pytest.raises(KeyError, match="my own mistake") as caught:
         run(raise_in_a_worker, fail_alone, nprocs=2, timeout=SECONDS)
     notes = "\n".join(caught.value.__notes__)

@@ -364,6 +364,8 @@ class Group:
         those of the others, who then learn of the exception, rather than take the messages of
         another call for those of this one.
         """
+        if type(error).__name__ == "_StopRecomputationError":
+            return  # by which torch ends the recomputation of a checkpoint, after the exchange
         for group in self.within:
             group.num_exchanges += _LEAP
         self._watch.give_up([(each._code, each.num_exchanges) for each in self.within], error)
