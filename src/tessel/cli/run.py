@@ -180,9 +180,7 @@ class WorkerFailure:
     consequence: bool = False
 
     @classmethod
-    def of(
-        cls, rank: int, failure: ProcessFailure, killed: Collection[int] = ()
-    ) -> WorkerFailure:
+    def of(cls, rank: int, failure: ProcessFailure, killed: Collection[int] = ()) -> WorkerFailure:
         """What elastic knows of a worker's end, with the worker's own report if it left one.
 
         `killed` are the processes that were ended here, since they did not end by themselves.

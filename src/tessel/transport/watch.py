@@ -107,7 +107,8 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.worker, self.workers = 0, (0,)
+        self.worker = 0
+        self.workers: tuple[int, ...] = (0,)
         self.alarm: Any = array("q", [0])
         self.groups: dict[int, Counts] = {}
         self._board: Board | None = None
@@ -128,9 +129,7 @@ class Watch:
                 _log.addHandler(logging.StreamHandler())
         self._thread: threading.Thread | None = None  # until somebody waits
 
-    def attach(
-        self, worker: int, workers: Iterable[int], board: Board, alarm: Any = None
-    ) -> None:
+    def attach(self, worker: int, workers: Iterable[int], board: Board, alarm: Any = None) -> None:
         """Join the workers of a job.
 
         Args:
@@ -345,7 +344,11 @@ class Watch:
         waiting = {each.thread for each in waits}
         # A thread of autograd's own computes gradients for one of Python's, which waits for it; and
         # so does one that joins another.
-        free = {each for each in self._threads - waiting if each.is_alive() and not _joins(each, waiting)}
+        free = {
+            each
+            for each in self._threads - waiting
+            if each.is_alive() and not _joins(each, waiting)
+        }
         is_waiting = any(map(_is_foreign, waiting)) or all(map(_is_foreign, free))
         return Status(
             WAITS if is_waiting else BUSY,
