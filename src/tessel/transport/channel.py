@@ -412,8 +412,9 @@ class Incoming(Channel):
         is asked for will never be asked for, or was never sent.
         """
         if key[1] < 0 and self.is_ordered:
+            came = {each.key for each in self._unexpected_messages}  # for requests that are closed
             for request in self.expected:
-                if request.key[0] == key[0] and request.key[1] < 0:
+                if request.key[0] == key[0] and request.key[1] < 0 and request.key not in came:
                     raise OutOfStep(request.key, key)
 
     def _check(self, request: ReceiveRequest | ReceiveWords, num_bytes: int) -> None:

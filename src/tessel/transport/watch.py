@@ -93,9 +93,10 @@ class Wait:
 
 
 class Counts(Protocol):
-    """What counts calls: a group."""
+    """What counts the calls of some workers: a group."""
 
     num_calls: int
+    workers: tuple[int, ...]
 
 
 class Watch:
@@ -196,12 +197,18 @@ class Watch:
         self._post(Status())
 
     def notes(self) -> str:
-        """What other workers said of calls that they gave up, for the text of an error."""
-        found = []
+        """What workers said of calls that others did not give up, for the text of an error."""
+        said: dict[tuple[int, int], dict[int, str]] = {}
         for worker in self.workers if self._board is not None else ():
-            status = self._board_of().read(worker)
-            found += [f"; worker {worker} left a call by {why}" for _, _, why in status.given_up]
-        return "".join(dict.fromkeys(found))
+            for code, number, why in self._board_of().read(worker).given_up:
+                said.setdefault((code, number), {})[worker] = why
+        found: dict[str, int] = {}
+        for (code, _), whys in said.items():
+            if code not in self.groups or len(whys) < len(self.groups[code].workers):
+                found |= {
+                    f"; worker {worker} left a call by {why}": 0 for worker, why in whys.items()
+                }
+        return "".join(found)
 
     # --- the program of this worker
 

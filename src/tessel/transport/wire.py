@@ -68,7 +68,8 @@ def swap(
     parts = [given.get(worker, nothing) for worker in workers]
     takes = [asked.get(worker, 0) for worker in workers]
     if number is not None:
-        mine = torch.tensor([number]).view(torch.uint8)
+        # as long as the longest number, so that what follows can be viewed as any dtype
+        mine = torch.tensor([number, 0]).view(torch.uint8)
         parts = [torch.cat([mine, part]) for part in parts]
         takes = [mine.numel() + size for size in takes]
     received = all_to_all(torch.cat(parts), [part.numel() for part in parts], takes, handle)
