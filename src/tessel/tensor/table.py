@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, shared_whole, used
 from tessel.tensor.tensor import Tensor, move, open_part
@@ -34,7 +35,6 @@ PLAIN: set[str] = set()  # names of functions whose rules take a plain tensor as
 
 # the workers of the converted model that runs now
 running: ContextVar[Partition | None] = ContextVar("running", default=None)
-
 
 # whether a rule is followed without values, on a worker that has none
 outlining: ContextVar[bool] = ContextVar("outlining", default=False)
@@ -171,17 +171,27 @@ def is_whole(layout: Layout) -> bool:
     return not split and all(sizes[axis] == 1 for axis in layout.separate)
 
 
-def of_cuts(partition: Partition, shape: Sequence[int], cuts: Sequence[Cut]) -> Layout:
+@kept_in_job
+def of_cuts(partition: Partition, shape: Shape, cuts: tuple[Cut, ...]) -> Layout:
     """The layout of these cuts; along axes that split nothing, workers share one value."""
     taken = {axis for cut in cuts for axis in cut.axes}
     shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
-    return Layout(partition, tuple(shape), tuple(cuts), shared)
+    return Layout(partition, shape, cuts, shared)
 
 
 @kept_in_job
 def of_dim(layout: Layout, dim: int) -> Layout:
     """How a vector lies that has a value for each index of a dimension."""
     return Layout(layout.partition, (layout.shape[dim],), (layout.cuts[dim],), layout.shared)
+
+
+@kept_in_job
+def recut(layout: Layout, dim: int, cut: Cut, length: int | None = None) -> Layout:
+    """The same with one dimension cut otherwise, and of another length if one is given."""
+    shape = list(layout.shape)
+    shape[dim] = shape[dim] if length is None else length
+    cuts = (*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :])
+    return replace(layout, shape=tuple(shape), cuts=cuts)
 
 
 @kept_in_job

@@ -490,7 +490,7 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
     neighbours = picked == list(range(picked[0], picked[-1] + 1))
     at = picked[0] if neighbours else 0
     found = [*kept[:at], *((n, Cut.whole(n)) for n in shape), *kept[at:]]
-    region = of_cuts(layout.partition, [n for n, _ in found], [cut for _, cut in found])
+    region = of_cuts(layout.partition, tuple(n for n, _ in found), tuple(cut for _, cut in found))
     return there, region, key
 
 

@@ -86,7 +86,7 @@ def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout
         parts = prod(layout.partition.shape[axis] for axis in axes)
         cuts[masked] = [Cut.whole(length) for length in layout.shape[masked]]
         cuts[at] = Cut(axes, boxes.balanced(layout.shape[at], parts))
-    return of_cuts(layout.partition, layout.shape, cuts)
+    return of_cuts(layout.partition, layout.shape, tuple(cuts))
 
 
 @kept_in_job
@@ -145,7 +145,7 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
     shape, cuts = list(there.shape), list(there.cuts)
     shape[masked], cuts[masked] = [runs[-1][1]], [Cut(there.cuts[at].axes, runs)]
     # axes of masked dimensions of one part, beside the first, split nothing any more
-    return MaskedChoice(there, part, of_cuts(layout.partition, shape, cuts), at)
+    return MaskedChoice(there, part, of_cuts(layout.partition, tuple(shape), tuple(cuts)), at)
 
 
 def masked_values(name: str, x: Tensor, mask: Any, at: int = 0) -> Tensor:

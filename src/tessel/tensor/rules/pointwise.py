@@ -173,7 +173,7 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
             if len(cut.intervals) > 1 and layout.shape[dim - first] == shape[dim] and is_free:
                 cuts[dim] = cut
                 taken |= {*cut.axes}
-    return of_cuts(layouts[0].partition, shape, cuts)
+    return of_cuts(layouts[0].partition, shape, tuple(cuts))
 
 
 def fitted(value: Any, target: Layout) -> Any:

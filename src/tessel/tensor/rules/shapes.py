@@ -28,9 +28,11 @@ from tessel.tensor.table import (
     of_cuts,
     opened,
     outlines,
+    recut,
     rule,
     shared_whole,
     unsupported,
+    with_whole,
 )
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.windowed import outline
@@ -191,7 +193,10 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
     for slot in slots.values():
         before[slot.before] = slot.cut(slot.before_step)
         behind[slot.after] = slot.cut(slot.after_step)
-    loose, target = of_cuts(partition, layout.shape, before), of_cuts(partition, after, behind)
+    loose, target = (
+        of_cuts(partition, shape, tuple(cuts))
+        for shape, cuts in ((layout.shape, before), (after, behind))
+    )
     # The result is a view where no worker has other values than before.
     return (layout if _hold_the_same(layout, loose) else loose), target
 
@@ -327,8 +332,7 @@ def _scaled(layout: Layout, dim: int, factor: int) -> Layout:
     """The layout of a tensor in which a dimension is some times as long, as are its parts."""
     old = layout.cuts[dim]
     cut = Cut(old.axes, tuple((factor * a, factor * b) for a, b in old.intervals))
-    shape = (*layout.shape[:dim], factor * layout.shape[dim], *layout.shape[dim + 1 :])
-    return replace(layout, shape=shape, cuts=(*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :]))
+    return recut(layout, dim, cut, factor * layout.shape[dim])
 
 
 @rule("rot90")
@@ -380,9 +384,7 @@ def channel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 def view_as_real(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """A new last dimension, which is whole."""
     x, layout = opened(args[0])
-    cuts = (*layout.cuts, Cut.whole(2))
-    y = made(func(x), replace(layout, shape=(*layout.shape, 2), cuts=cuts))
-    return note_view(y, args[0])
+    return note_view(made(func(x), with_whole(layout, len(layout.shape), 2)), args[0])
 
 
 @rule("view_as_complex")
@@ -412,32 +414,17 @@ def unfold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             func(moved(x, layout), *args[1:], **kwargs), shared_whole(layout.partition, shape)
         )
     (dim,) = dims_of(given["dimension"], layout)
-    reads, target = _windows(layout, dim, shape, given["step"])
+    size, step, count, old = given["size"], given["step"], shape[dim], layout.cuts[dim]
+    reads, cut = layout, Cut(old.axes, ((0, count),))
+    if layout.is_split(dim):  # windows in balanced parts, and what those of each worker read
+        cut = Cut(old.axes, boxes.balanced(count, len(old.intervals)))
+        wide = ((step * a, step * (b - 1) + size) if a < b else (0, 0) for a, b in cut.intervals)
+        reads = recut(layout, dim, Cut(old.axes, tuple(wide)))
+    target = with_whole(recut(layout, dim, cut, count), len(layout.shape), size)
     part = moved(x, reads)
     if 0 in target.local_shape:  # torch has no windows of what is too short
         return made(anchored_zeros(target.local_shape, part), target)
-    y = made(part.unfold(dim, given["size"], given["step"]), target)
-    return note_view(y, x, copied=reads != layout)
-
-
-@kept_in_job
-def _windows(layout: Layout, dim: int, shape: Shape, step: int) -> tuple[Layout, Layout]:
-    """What the windows of each worker read, and how they lie: in balanced parts."""
-    *counts, size = shape
-    window = Cut.whole(size)
-    if not layout.is_split(dim):
-        cut = Cut(layout.cuts[dim].axes, ((0, counts[dim]),))
-        reads = layout
-    else:
-        old = layout.cuts[dim]
-        cut = Cut(old.axes, boxes.balanced(counts[dim], len(old.intervals)))
-        wide = tuple(
-            (step * a, step * (b - 1) + size) if a < b else (0, 0) for a, b in cut.intervals
-        )
-        cuts = (*layout.cuts[:dim], Cut(old.axes, wide), *layout.cuts[dim + 1 :])
-        reads = replace(layout, cuts=cuts)
-    cuts = (*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :], window)
-    return reads, replace(layout, shape=shape, cuts=cuts)
+    return note_view(made(part.unfold(dim, size, step), target), x, copied=reads != layout)
 
 
 def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
