@@ -12,7 +12,8 @@ from tessel.core.windows import Groups
 from tessel.nn.blocks import Weighted
 from tessel.nn.layer import Result
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.rules.products import Contraction, check_dtypes, linear_terms
+from tessel.tensor.rules.products import Contraction, linear_terms
+from tessel.tensor.table import check_dtypes
 from tessel.tensor.windowed import Windowed, shape_of
 from tessel.transport import kept_in_job
 

@@ -55,8 +55,7 @@ from tessel.nn.upsample import DistributedUpsample
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
-from tessel.tensor.rules.products import check_dtypes
-from tessel.tensor.table import as_spread, running
+from tessel.tensor.table import as_spread, check_dtypes, running
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 

@@ -9,7 +9,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import attributes
-from tessel.tensor.gathering import gathered, is_random, may_gather, say, shared, without_rule
+from tessel.tensor.gathering import is_random, may_gather, of_whole, shared, without_rule
 from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     adaptive,
@@ -106,12 +106,10 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not may_gather() and not all(map(is_whole, layouts)):
         raise unsupported(name, "scripted code has no rule", *layouts)
-    say(name, list(spread_among(args, kwargs)))
     number = common_number(layouts[0].partition)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(common_seed(number))
-        result = func(*gathered(args), **gathered(kwargs))
-    return shared(result, layouts[0].partition)
+        return of_whole(name, func, args, kwargs)
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

@@ -82,11 +82,15 @@ def without_rule(
         raise why
     if is_random(name):  # each worker would draw numbers of its own
         raise why
+    return of_whole(name, func, args, kwargs)
+
+
+def of_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What every worker computes alike with the whole operands, after a warning that it does."""
     spread = list(spread_among(args, kwargs))
     say(name, spread)
-    partition = spread[0]._layout.partition
     result = func(*gathered(args), **gathered(kwargs))
-    return shared(result, partition)
+    return shared(result, spread[0]._layout.partition)
 
 
 def gathered(value: Any) -> Any:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, shared_whole, used
-from tessel.tensor.tensor import Tensor, move, open_part
+from tessel.tensor.tensor import Tensor, made, move, open_part, opened  # noqa: F401
 from tessel.tensor.windowed import outline
 from tessel.transport import kept_in_job
 
@@ -105,11 +107,6 @@ def held_layouts(*values: Any) -> list[Layout]:
     return [each._layout for each in spread_among(*values)]
 
 
-def opened(x: Any) -> tuple[torch.Tensor, Layout]:
-    """The part of a spread tensor and its layout."""
-    return open_part(x), x._layout
-
-
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """The same lists, tuples and dictionaries with other members."""
     kind = type(value)
@@ -125,15 +122,28 @@ def named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
     return {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
 
 
+@lru_cache(maxsize=64)
+def _defaults(func: Any) -> Settings:
+    """The arguments of a function in their order, with their default values."""
+    return {name: each.default for name, each in signature(func).parameters.items()}
+
+
+def arguments_of(name: str, func: Any, args: Arguments, kwargs: Settings) -> Settings:
+    """All arguments of a function of `torch.nn.functional` by their names."""
+    if func is not getattr(torch.nn.functional, name):
+        raise unsupported(
+            name,
+            f"only torch.nn.functional.{name} is known, and the arguments of this function are "
+            f"others",
+            *held_layouts(args, kwargs),
+        )
+    defaults = _defaults(func)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
 def parts(value: Any) -> Any:
     """The same arguments with the parts of spread tensors in their places."""
     return mapped(lambda each: open_part(each) if isinstance(each, Tensor) else each, value)
-
-
-def made(part: torch.Tensor, layout: Layout) -> Tensor:
-    """The spread tensor of a part, which must have the shape that the layout says."""
-    assert tuple(part.shape) == layout.local_shape, (tuple(part.shape), layout)
-    return Tensor(part, layout)
 
 
 def computed(compute: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Any:
@@ -154,6 +164,11 @@ def _attached(result: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if result.is_floating_point() or result.is_complex():
         return anchored_zeros(tuple(result.shape), part).to(result.dtype)
     return result
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least, in which torch sums short numbers and computes norms of them, too."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def as_spread(value: torch.Tensor, partition: Partition) -> Tensor:
@@ -209,6 +224,17 @@ def check_together(name: str, layouts: Sequence[Layout]) -> None:
             f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
             f"bring them together by x.move_to(...)"
         )
+
+
+def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise as torch does, also on workers that have nothing to compute."""
+    if torch.is_autocast_enabled(x.device.type):
+        return
+    for name, each in (("weight", weight), ("bias", bias)):
+        if each is not None and each.dtype != x.dtype:
+            raise RuntimeError(
+                f"input and {name} must have the same dtype, got {x.dtype} and {each.dtype}"
+            )
 
 
 def check_whole(name: str, *values: Any) -> None:

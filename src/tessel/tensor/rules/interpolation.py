@@ -256,8 +256,16 @@ def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
     each.sort(key=lambda entry: (entry[1].field.outputs / entry[1].field.inputs, -entry[0]))
     for dim, line in each:
         taps = _taps(line.field, line.outputs, line.read, x.dtype, x.device)
-        if taps:
-            x = _weighted(x, dim, taps)
+        result = None if taps else x
+        for indices, weights in taps:  # Σ_t w_t · x[index_t] along this dimension
+            values = x.index_select(dim, indices)
+            if weights is None:
+                result = values
+                break
+            along = weights.view([-1 if each == dim else 1 for each in range(x.ndim)])
+            result = values * along if result is None else torch.addcmul(result, values, along)
+        assert result is not None
+        x = result
     return x
 
 
@@ -283,16 +291,3 @@ def _taps(
             )
             for index, weight in zip(indices, weights, strict=True)
         )
-
-
-def _weighted(x: Tensor, dim: int, taps: Taps) -> Tensor:
-    """Σ_t w_t · x[index_t] along one dimension."""
-    result = None
-    for indices, weights in taps:
-        values = x.index_select(dim, indices)
-        if weights is None:
-            return values
-        along = weights.view([-1 if each == dim else 1 for each in range(x.ndim)])
-        result = values * along if result is None else torch.addcmul(result, values, along)
-    assert result is not None
-    return result

@@ -7,14 +7,12 @@ interval, so that a `Move` brings just that, and the runs are joined where they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.hosting import reshaped_along, split_like
@@ -34,7 +32,6 @@ from tessel.tensor.table import (
     rule,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.transport import kept_in_job
 
 Strip = tuple[Tensor, int, int]  # a tensor, and from where to where along a dimension
 
@@ -171,7 +168,13 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         for dim in touched:
             x = _BORDERS[mode](x, dim, *pairs[dim])
         return x
-    reads, target = _inside(layout, tuple(pairs))
+    reads, target = layout, split_like(layout, shape)
+    for dim in touched:  # what each worker reads for its part of the padded tensor
+        (before, _), n, cut = pairs[dim], layout.shape[dim], target.cuts[dim]
+        inside = (
+            (min(max(a - before, 0), n), min(max(b - before, 0), n)) for a, b in cut.intervals
+        )
+        reads = recut(reads, dim, Cut(cut.axes, tuple(inside)))
     part, box, own = moved(x, reads), target.box(), reads.box()
     assert box is not None and own is not None
     widths = []
@@ -181,18 +184,6 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         left = lo + before - a if lo < hi else b - a
         widths += [left, b - a - left - (hi - lo)]
     return made(func(part, widths, value=given.get("value") or 0), target)
-
-
-@kept_in_job
-def _inside(layout: Layout, pairs: tuple[Interval, ...]) -> tuple[Layout, Layout]:
-    """What each worker reads of a tensor for its part of the padded one, and how that lies."""
-    shape = tuple(a + n + b for n, (a, b) in zip(layout.shape, pairs, strict=True))
-    target = split_like(layout, shape)
-    reads = []
-    for cut, n, (before, _) in zip(target.cuts, layout.shape, pairs, strict=True):
-        bounds = ((min(max(k - before, 0), n) for k in part) for part in cut.intervals)
-        reads.append(Cut(cut.axes, tuple((a, b) for a, b in bounds)))
-    return replace(layout, cuts=tuple(reads)), target
 
 
 def _in_a_circle(x: Tensor, dim: int, before: int, after: int) -> Tensor:

@@ -24,6 +24,7 @@ from tessel.tensor.table import (
     Settings,
     as_spread,
     computed,
+    gathered,
     is_whole,
     made,
     moved,
@@ -89,28 +90,6 @@ def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout
     return of_cuts(layout.partition, layout.shape, tuple(cuts))
 
 
-@kept_in_job
-def _of_mask(there: Layout, at: int, count: int) -> Layout:
-    """How the mask lies beside the tensor: one shared value along axes that split other dims."""
-    masked = slice(at, at + count)
-    return of_cuts(there.partition, there.shape[masked], there.cuts[masked])
-
-
-def _lengths(mask: torch.Tensor, part: torch.Tensor, cut: Cut, partition: Any) -> list[int]:
-    """How many values each interval of the first masked dimension picks, on all workers."""
-    if len(cut.intervals) == 1:
-        return [int(part.sum())]
-    if not isinstance(mask, Tensor) or is_whole(mask._layout):
-        whole = mask._part if isinstance(mask, Tensor) else mask
-        return [int(whole[start:stop].sum()) for start, stop in cut.intervals]
-    num_parts = len(cut.intervals)
-    own = Cut(cut.axes, tuple((k, k + 1) for k in range(num_parts)))
-    source = of_cuts(partition, (num_parts,), (own,))
-    target = Layout.whole(partition, (num_parts,), shared=True)
-    found: list[int] = move(source, target).apply(part.sum().reshape(1)).tolist()
-    return found
-
-
 @torch.no_grad()
 def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
     """What a mask picks of a tensor in this layout, from a dimension on.
@@ -139,9 +118,22 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
             f"{mask._layout}; bring them together by x.move_to(...)"
         )
     there = _in_runs(layout, lies, at, mask.dim())
-    part = moved(as_spread(mask.detach(), layout.partition), _of_mask(there, at, mask.dim()))
-    runs = boxes.consecutive(_lengths(mask.detach(), part, there.cuts[at], layout.partition))
-    masked = slice(at, at + mask.dim())
+    masked, cut, partition = slice(at, at + mask.dim()), there.cuts[at], layout.partition
+    # The mask lies as the tensor: one shared value along axes that split other dimensions.
+    beside = of_cuts(partition, there.shape[masked], there.cuts[masked])
+    part = moved(as_spread(mask.detach(), partition), beside)
+    # how many values each interval of the first masked dimension picks, on all workers
+    if len(cut.intervals) == 1:
+        counts = [int(part.sum())]
+    elif lies is None:  # all workers have the whole mask
+        whole = mask._part if isinstance(mask, Tensor) else mask
+        counts = [int(whole[start:stop].sum()) for start, stop in cut.intervals]
+    else:
+        own = Cut(cut.axes, tuple((k, k + 1) for k in range(len(cut.intervals))))
+        source = of_cuts(partition, (len(cut.intervals),), (own,))
+        told = move(source, gathered(source, (0,))).apply(part.sum().reshape(1))
+        counts = told.tolist()
+    runs = boxes.consecutive(counts)
     shape, cuts = list(there.shape), list(there.cuts)
     shape[masked], cuts[masked] = [runs[-1][1]], [Cut(there.cuts[at].axes, runs)]
     # axes of masked dimensions of one part, beside the first, split nothing any more

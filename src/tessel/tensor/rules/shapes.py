@@ -75,26 +75,18 @@ def _blocks(before: Shape, after: Shape) -> tuple[Block, ...]:
 def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Parts stay where they are if they are parts of the result, too; else, the least is moved."""
     x, layout = args[0], args[0]._layout
-    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
-        return _as_type(name, func, args, kwargs)
     after = tuple(outlines(func, args, kwargs).shape)
+    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+        # As values of another type; if these are shorter or longer, the last dimension is whole.
+        last = len(after) - 1
+        if after != layout.shape and layout.is_split(last):
+            y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
+            return note_view(y, x, copied=True)
+        same = layout if after == layout.shape else reshaped_along(layout, after, (last,))
+        return note_view(made(func(opened(x)[0], *args[1:], **kwargs), same), x)
     loose, target = _reshaped(layout, after)
     y = made(moved(x, loose).reshape(target.local_shape), target)
     return note_view(y, x, copied=loose != layout)
-
-
-def _as_type(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values as those of another type; if it is shorter or longer, the last dimension is whole."""
-    x, layout = args[0], args[0]._layout
-    shape = tuple(outlines(func, args, kwargs).shape)
-    if shape == layout.shape:
-        return note_view(made(func(opened(x)[0], *args[1:], **kwargs), layout), x)
-    last = len(shape) - 1
-    if not layout.is_split(last):
-        y = func(opened(x)[0], *args[1:], **kwargs)
-        return note_view(made(y, reshaped_along(layout, shape, (last,))), x)
-    y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
-    return note_view(y, x, copied=True)
 
 
 @dataclass
@@ -144,8 +136,14 @@ class _Slot:
         self.axes += (axis,)
         self.intervals = boxes.balanced(self.num_units, len(self.intervals) * size)
 
-    def stay(self, axis: int, size: int, owner: int) -> None:
-        """Let one more axis split this block so that its worker `owner` alone has values."""
+    def stay(self, axis: int, size: int, partition: Partition, cut: Cut) -> None:
+        """Let one more axis split this block so that the one worker keeps it that has values now.
+
+        The cut is of a dimension of length one: one of its intervals is not empty.
+        """
+        index = next(index for index, (a, b) in enumerate(cut.intervals) if a < b)
+        places = boxes.unravel(index, [partition.shape[each] for each in cut.axes])
+        owner = places[cut.axes.index(axis)]
         self.axes += (axis,)
         self.intervals = tuple(
             (a if k <= owner else b, b if k >= owner else a)
@@ -185,7 +183,7 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
             roomiest = max(hosts, key=lambda slot: slot.num_units / len(slot.intervals))
             host = own if own in hosts else roomiest
             if is_short:
-                host.stay(axis, size, _owner(partition, layout.cuts[dim], axis))
+                host.stay(axis, size, partition, layout.cuts[dim])
             else:
                 host.take(axis, size)
     before = [Cut.whole(length) for length in layout.shape]
@@ -197,22 +195,10 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
         of_cuts(partition, shape, tuple(cuts))
         for shape, cuts in ((layout.shape, before), (after, behind))
     )
-    # The result is a view where no worker has other values than before.
-    return (layout if _hold_the_same(layout, loose) else loose), target
-
-
-def _owner(partition: Partition, cut: Cut, axis: int) -> int:
-    """Which worker along an axis has values, where the cut has one interval that is not empty."""
-    index = next(index for index, (a, b) in enumerate(cut.intervals) if a < b)
-    places = boxes.unravel(index, [partition.shape[each] for each in cut.axes])
-    return places[cut.axes.index(axis)]
-
-
-def _hold_the_same(layout: Layout, other: Layout) -> bool:
-    """Whether each worker has the same box in both layouts, or nothing in either."""
-    workers = layout.partition.ranks
-    pairs = ((layout.box(worker), other.box(worker)) for worker in workers)
-    return all(a == b or not (boxes.volume(a) or boxes.volume(b)) for a, b in pairs if a and b)
+    # The result is a view where each worker has the same box as before, or nothing in either.
+    pairs = ((layout.box(worker), loose.box(worker)) for worker in partition.ranks)
+    stays = all(a == b or not (boxes.volume(a) or boxes.volume(b)) for a, b in pairs if a and b)
+    return (layout if stays else loose), target
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
