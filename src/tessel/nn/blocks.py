@@ -216,8 +216,8 @@ class Weighted(ComputingLayer):
 
     def _make_group(self) -> transport.Group:
         for some, others in combinations(self.partitions(), 2):  # all workers make these groups too
-            transport.group_of({*some.ranks, *others.ranks})
-        return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
+            transport.group_of({*some.ranks, *others.ranks})  # a move runs in the union of both
+        return super()._make_group()
 
     def partitions(self) -> Iterable[Partition]:
         return tuple(each for each in (self.P_x, self.P_y, self.P_w) if each is not None)
