@@ -82,8 +82,9 @@ class Layer(HasHandle):
         # `help` and editors would see *args of `__init__` above
         theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
         if theirs is not None:
+            # functions are asked, and not classes, which have a `__signature__` of their bases
             own, torchs = (
-                list(signature(vars(_with_init(each))["__init__"]).parameters.values())[1:]
+                list(signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
                 for each in (cls, theirs)
             )
             # its own first arguments, all of torch's, and those of its own that have to be named
@@ -193,13 +194,11 @@ class Layer(HasHandle):
     def prepare(self) -> transport.Group:
         """Make the group, all workers together, here or in the first call of a copy; give it."""
         if self._group is None:
-            self._group = self._make_group()
+            workers = {rank for each in self.partitions() for rank in each.ranks}
+            self._group = transport.group_of(workers)
             # asked once, as every question for this worker's number goes to torch.distributed
             self._takes_part = transport.this_worker() in self._group.workers
         return self._group
-
-    def _make_group(self) -> transport.Group:
-        return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
 
     def partitions(self) -> Iterable[Partition]:
         """All partitions whose workers take part."""
@@ -233,10 +232,6 @@ def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:
     could = [each.requires_grad for each in parameters]
     derives = torch.is_grad_enabled()
     return [each and derives for each in could], any(could) and not derives
-
-
-def _with_init(cls: type) -> type:
-    return next(each for each in cls.__mro__ if "__init__" in vars(each))
 
 
 @kept_in_job
