@@ -294,6 +294,15 @@ def kinds() -> None:
         assert type(distribute(stack, ctx)) is DistributedStackedLinearPhysics
         assert type(distribute([haze, haze], ctx)) is DistributedStackedPhysics
         assert len(distribute(operators()[0], ctx)) == 1
+        # A product keeps its factors in a list, as a stack does its operators, and is one operator.
+        first, second, *_ = operators()
+        product = SimpleNamespace(
+            physics_list=[first, second],
+            A=lambda x: second.A(first.A(x)),
+            A_adjoint=lambda y: first.A_adjoint(second.A_adjoint(y)),
+        )
+        assert len(distribute(product, ctx)) == 1
+        assert len(distribute(deepinv.physics.compose(second, first), ctx)) == 1
         stacked = deepinv.optim.StackedPhysicsDataFidelity([deepinv.optim.L2()] * 3)
         assert isinstance(distribute(stacked, ctx), DistributedStackedFidelity)
         assert isinstance(distribute(deepinv.models.MedianFilter(3), ctx), DistributedProcessing)

@@ -11,7 +11,7 @@ import torch
 from tessel.core import agree, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
-from tessel.imaging.factory import on_device
+from tessel.imaging.factory import items_of, on_device
 from tessel.imaging.fidelity import L2
 from tessel.imaging.prior import DistributedProcessing
 from tessel.imaging.stacked import (
@@ -106,7 +106,12 @@ def distribute(
             make, count = _factory(object, num_operators, dtype, "physics")
             return cls(ctx, count, make, gather_strategy=gather_strategy, **kwargs)
         case "data_fidelity":
-            return _fidelity(object, ctx, num_operators, dtype, **kwargs)
+            # One for all operators, or one for each from a list, a stack or a function.
+            if hasattr(object, "grad") and items_of(object) is None:
+                made = on_device(object, ctx.device, dtype)
+            else:
+                made, num_operators = _factory(object, num_operators, dtype, "data_fidelity")
+            return DistributedStackedFidelity(ctx, made, num_operators, **kwargs)
         case "parameters":
             return _parameters(object, ctx, **kwargs)
         case "denoiser":
@@ -145,7 +150,7 @@ def _factory(
     given: Any, count: int | None, dtype: torch.dtype | None, kind: str
 ) -> tuple[Callable[..., Any], int]:
     """A function that makes number i, and how many there are."""
-    items = _listed(given, f"{kind}_list")
+    items = items_of(given)
     if items is not None:
         if count is not None and count != len(items):
             raise ValueError(f"distribute: num_operators={count}, and there are {len(items)}")
@@ -158,21 +163,6 @@ def _factory(
             f"num_operators=None; pass num_operators"
         )
     return lambda i, device, shared: on_device(given(i, device, shared), device, dtype), count
-
-
-def _fidelity(
-    given: Any,
-    ctx: DistributedContext,
-    count: int | None,
-    dtype: torch.dtype | None,
-    **settings: Any,
-) -> DistributedStackedFidelity:
-    """One data fidelity for all operators, or one for each from a list, a stack or a function."""
-    if hasattr(given, "grad") and _listed(given, "data_fidelity_list") is None:
-        one = on_device(given, ctx.device, dtype)
-        return DistributedStackedFidelity(ctx, one, count, **settings)
-    make, count = _factory(given, count, dtype, "data_fidelity")
-    return DistributedStackedFidelity(ctx, make, count, **settings)
 
 
 def _denoiser(
@@ -260,8 +250,7 @@ def _kind_of(given: Any) -> str:
     first = given[0] if isinstance(given, list | tuple) and given else given
     if isinstance(first, torch.nn.Parameter):
         return "parameters"
-    items = _listed(given, "physics_list")
-    operators = items if items is not None else []
+    operators = items_of(given) or []
     if operators and all(hasattr(each, "A") for each in operators):
         # By its class, if it is one of deepinv: that gives adjoints to some that are not linear.
         base, linear = "deepinv.physics", "LinearPhysics"
@@ -291,12 +280,3 @@ def _is_a(given: Any, module: str, name: str) -> bool:
     """Whether an object is of a class of deepinv, which is then imported: this imports nothing."""
     found = sys.modules.get(module)
     return found is not None and isinstance(given, getattr(found, name))
-
-
-def _listed(given: Any, name: str) -> list[Any] | None:
-    """The items of a list or stack; None of what is neither."""
-    inside = getattr(given, name, given)
-    if isinstance(inside, list | tuple | torch.nn.ModuleList):
-        return list(inside)
-    is_one = hasattr(given, "A") and not callable(getattr(given, "__getitem__", None))
-    return [given] if is_one else None
