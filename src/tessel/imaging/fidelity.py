@@ -21,8 +21,9 @@ from tessel.imaging.parameters import (
     known,
     within_reach,
 )
+from tessel.imaging.parts.local_rules import MISFITS
 from tessel.imaging.parts.operators import Operator, Whole, vjp
-from tessel.imaging.physics import MISFITS, WAY_OUT, DistributedPhysics, OperatorCall
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall
 from tessel.imaging.signal import Image, local_data
 from tessel.transport import kept_in_job
 

@@ -529,7 +529,17 @@ def _by_fourier(x: Tensor, filter: Tensor, stride: int, adjoint: bool) -> Tensor
     dims = tuple(range(2, x.dim()))
     spectrum = there(filter, smooth, dims)
     y = back(there(x, smooth, dims) * (spectrum.conj() if adjoint else spectrum), smooth, dims)
-    return _not_negative(y[whole if adjoint else kept], given, filter)
+    y = y[whole if adjoint else kept]
+    if y.is_complex() or filter.is_complex():
+        return y
+    # Rounding must not take sums of numbers without a negative one below zero: logarithms follow.
+    # The bound is a tensor, not a number: reading it would wait for the GPU.
+    least = torch.where((given.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
+    least = least.to(y.dtype)
+    if not torch.is_grad_enabled():
+        return y.clamp_(min=least)
+    # The derivative is that of the sums: clamping itself would stop the gradient below zero.
+    return y + (y.detach().clamp(min=least) - y.detach())
 
 
 @lru_cache(maxsize=1024)  # shapes of a solver come again in each iteration
@@ -545,22 +555,6 @@ def _windows(
     channels = slice(None), slice(None)
     kept = (*channels, *(slice(size - 1, n, stride) for size, n in ends))
     return lengths, tuple(map(_smooth, lengths)), kept, (*channels, *map(slice, lengths))
-
-
-def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
-    """Rounding must not take sums of numbers without a negative one below zero: logarithms follow.
-
-    The derivative is that of the sums.
-    """
-    if result.is_complex() or filter.is_complex():
-        return result
-    # As a tensor, not a number: reading it would wait for the GPU.
-    least = torch.where((x.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
-    least = least.to(result.dtype)
-    if not torch.is_grad_enabled():
-        return result.clamp_(min=least)
-    # Clamping itself would stop the gradient where rounding went below zero.
-    return result + (result.detach().clamp(min=least) - result.detach())
 
 
 def _smooth(length: int) -> int:

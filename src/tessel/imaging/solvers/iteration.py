@@ -141,8 +141,11 @@ def solve(
         while reason is None and done < max_iterations:
             values, numbers = _iterated(method, values, done, space)
             done += 1
-            if measures:
-                numbers |= _measured(measures, values["x"])
+            for name, metric in measures.items():
+                with torch.no_grad():
+                    found = metric(values["x"].detach())
+                # Of a loss that has a number for each image of the batch, the sum.
+                numbers[name] = float(found.sum() if isinstance(found, Tensor) else found)
             history.append(numbers)
             if each is not None:
                 each(done, values["x"])
@@ -180,13 +183,6 @@ def _iterated(
         numbers[name] = float(values[name].detach())
     numbers["seconds"] = time.perf_counter() - began  # metrics are no part of the method
     return values, numbers
-
-
-@torch.no_grad()
-def _measured(metrics: Mapping[str, Metric], x: Tensor) -> dict[str, float]:
-    """The numbers of the metrics; of a loss with a number for each image, the sum."""
-    found = {name: metric(x.detach()) for name, metric in metrics.items()}
-    return {n: float(v.sum() if isinstance(v, Tensor) else v) for n, v in found.items()}
 
 
 def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> str | None:
