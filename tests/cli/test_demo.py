@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import struct
 import subprocess
@@ -105,6 +106,13 @@ def test_a_row_puts_shares_together() -> None:
     )
     assert row == Row("x", 0.25, 0.1, 0.2, 16, 3, 2e-3)
     assert row.worst == 0.25
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_row_does_not_lose_what_is_not_a_number(place: int) -> None:
+    shares = [Share(0.1, 0.0, 3.0, 3.0, 8, 1, 1e-3) for _ in range(2)]
+    shares[place] = replace(shares[place], value_error=NAN)
+    assert math.isnan(Row.of("x", shares).worst)
 
 
 @pytest.mark.parametrize("nprocs", [1, 3, 4])
