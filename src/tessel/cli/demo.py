@@ -57,7 +57,15 @@ def execute(args: argparse.Namespace) -> int:
     if args.workers < 1 or args.size < 1:
         args.parser.error("--workers and --size must be 1 or more")
     console = Console(highlight=False)
-    reports = _run(console, args.workers, args.size)
+    with tempfile.TemporaryDirectory() as folder:
+        # Workers answer when all is done: what is done meanwhile they say in a file.
+        done = Path(folder) / "done"
+        done.touch()
+        with _progress(console, args.workers, done):
+            # The first worker alone has reports, which hold what all workers told it.
+            found = launch(_work, args.workers, args.size, str(done), timeout=_TIME_LIMIT)[0]
+    reports = [report for report in found if report is not None]
+    assert len(reports) == len(DEMOS)
     pictures = _try_to_draw(reports, args.output)
     for table, legend in (each for report in reports for each in report.tables()):
         console.print(table)
@@ -74,20 +82,6 @@ def execute(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _run(console: Console, workers: int, size: int) -> Sequence[Report]:
-    """Run the demos on local workers; the reports of the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        # Workers answer when all is done: what is done meanwhile they say in a file.
-        done = Path(folder) / "done"
-        done.touch()
-        with _progress(console, workers, done):
-            # The first worker alone has reports, which hold what all workers told it.
-            reports = launch(_work, workers, size, str(done), timeout=_TIME_LIMIT)[0]
-    found = [report for report in reports if report is not None]
-    assert len(found) == len(DEMOS)
-    return found
-
-
 def _work(size: int, done: str) -> list[Report | None]:
     """What a worker does: every demo; the first worker notes each step that is done."""
 
@@ -96,6 +90,7 @@ def _work(size: int, done: str) -> list[Report | None]:
             with open(done, "a") as file:
                 file.write(f"{text}\n")
 
+    # All of them in one job, which takes seconds to start.
     return [demo.run(size, note) for demo in DEMOS]
 
 

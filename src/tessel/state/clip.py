@@ -184,7 +184,8 @@ def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
 def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -> Tensor:
     """The norm of the whole model, of the dtype and on the device that torch gives it."""
     if not pieces:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0)  # as torch has it
+    # Norms alone travel, a number for each parameter, and all of them in one message.
     device = pieces[0].value.device
     own = torch.stack([_norm(piece.value.grad, norm_type).to(device) for piece in pieces])
     # A row for each worker, in their order. One copy to the CPU, since each number will be read.
@@ -217,7 +218,7 @@ def _check(piece: ParameterPiece, norms: Mapping[int, Tensor]) -> None:
             f"clip_grad_norm_: workers {without} have no gradient of the parameter {piece.name}, "
             f"and others have one; all must take part in the same backward pass"
         )
-    # the same but for rounding, in which accelerators may differ
+    # The same but for rounding, in which accelerators may differ: half of the digits must agree.
     tolerance = torch.finfo(piece.value.dtype).eps ** 0.5
     for same in piece.holders:
         first = found[same[0]]

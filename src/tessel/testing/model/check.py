@@ -92,6 +92,7 @@ def check_model(
         raise ValueError(f"calls must be at least 1, got {calls}")
     everyone = transport.group_of(range(transport.num_workers()))
     with generators_restored(seed):
+        # A model that cannot be copied on one worker is told to all in the agreement.
         copied = attempt(lambda: plain_copy(model, dtype))
         settings = (fallback, calls, seed, rtol, atol, str(dtype), loss is None)
         _agree(everyone, model, given, settings, copied.text)
