@@ -367,7 +367,7 @@ REFUSED = {
     "other count": "num_operators=2, and there are 1",
     "kind": "type_object must be one of auto, physics",
     "module": "with unfold=True, got Linear",
-    "useless": "patch_size=3 is of no use for type_object='linear_physics'",
+    "useless": "patch_size=3 is not used for type_object='linear_physics'",
     "strategy": "gather_strategy must be one of naive, concatenated, broadcast, got 'tree'",
     "naive": "carries no gradient",
     "reduce": "reduce_op must be one of",

@@ -381,6 +381,8 @@ def seed_of(seed: int, item: int, call: int = 0) -> int:
     >>> seed_of(42, 0) == seed_of(42, 0), seed_of(42, 0) == seed_of(42, 1)
     (True, False)
     """
+    # Two checksums of 32 bits side by side, since torch takes seeds of 64. A sum of the numbers
+    # would give neighbouring seeds and items the same generator.
     words = repr((seed, item, call)).encode()
     return zlib.crc32(words) << 32 | zlib.adler32(words)
 
@@ -388,6 +390,7 @@ def seed_of(seed: int, item: int, call: int = 0) -> int:
 @contextmanager
 def drawing(seed: int, item: int, call: int, device: torch.device) -> Iterator[None]:
     """Let torch's generators draw for an item; after the block they go on as if nothing was."""
+    # Of this device alone: by default torch would save the state of every GPU.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed_of(seed, item, call))

@@ -98,7 +98,7 @@ def distribute(
     kind = _agreed_kind(object, ctx, type_object, asked)
     for name, value in asked.items():
         if name not in _USES[kind]:
-            raise TypeError(f"distribute: {name}={value!r} is of no use for type_object={kind!r}")
+            raise TypeError(f"distribute: {name}={value!r} is not used for type_object={kind!r}")
     match kind:
         case "physics" | "linear_physics":
             is_linear = kind == "linear_physics"
@@ -156,7 +156,10 @@ def _factory(
             raise ValueError(f"distribute: num_operators={count}, and there are {len(items)}")
         return lambda i, device, shared: on_device(items[i], device, dtype), len(items)
     if not callable(given):
-        raise TypeError(f"distribute: {given!r} is no {kind}, list of them, or function")
+        raise TypeError(
+            f"distribute: expected a {kind}, a list of them or a function that makes them, got "
+            f"{given!r}"
+        )
     if count is None:
         raise ValueError(
             f"distribute: a function needs to be told how many objects it makes: {given!r} and "
@@ -169,7 +172,7 @@ def _denoiser(
     given: Any, ctx: DistributedContext, dtype: torch.dtype | None, tiling: dict[str, Any]
 ) -> DistributedProcessing:
     if not callable(given):
-        raise TypeError(f"distribute: a denoiser can be called, got {given!r}")
+        raise TypeError(f"distribute: expected a denoiser that can be called, got {given!r}")
     settings = {name.replace("tiling_strategy", "strategy"): v for name, v in tiling.items()}
     return DistributedProcessing(ctx, on_device(given, ctx.device, dtype), **settings)
 
@@ -194,7 +197,9 @@ def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) ->
     several = list(given) if isinstance(given, list | tuple) else [given]
     for number, each in enumerate(several):
         if not isinstance(each, torch.nn.Parameter):
-            raise TypeError(f"distribute: number {number} is no torch.nn.Parameter: {each!r}")
+            raise TypeError(
+                f"distribute: expected a torch.nn.Parameter at position {number}, got {each!r}"
+            )
     moved = [
         each
         if each.device == ctx.device

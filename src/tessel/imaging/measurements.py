@@ -115,7 +115,7 @@ class DistributedMeasurements:
         )
         self.local = LocalTensors()
         for position, i in enumerate(self.local_indices):
-            with ctx.drawing(i):
+            with ctx.drawing(i):  # the same noise on any number of workers
                 made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
             if not isinstance(made, Tensor):
                 raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")

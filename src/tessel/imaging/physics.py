@@ -384,6 +384,8 @@ class DistributedPhysics:
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
             image = rows.use(_even(x, records))
+        # Now that all agreed on which gradients are asked for: a copy is a node of the graph whose
+        # adjoint sums over workers, so that all of them must make the same ones.
         copies = Copies()
         if everyones:
             copies.add(everyones, self.partition)
@@ -549,6 +551,7 @@ class DistributedPhysics:
             alike: which shape must be the same on all givers, in words.
             givers: the workers of the context that have one; None for all that have parts.
         """
+        # Kept, since an agreement remembers what follows from the signatures that it has seen.
         found = self._agreements.get((said, alike))
         if found is None:
 
@@ -589,6 +592,7 @@ class DistributedPhysics:
                     share, is_ours = share + each, True
                 else:
                     share.add_(each)
+        # Before anything is summed, where the others would wait for a worker that raises.
         self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
         if self.is_whole and not call.has_image and self.rows.count > 1:

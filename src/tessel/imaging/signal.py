@@ -256,5 +256,6 @@ def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> 
             f"partition: at most one axis for each of the {len(shape)} dimensions of {shape}, "
             f"got {partition}"
         )
+    # The grid splits the last dimensions, height and width: batch and channels come before them.
     whole = len(shape) - partition.dim
     return Layout.split(partition, shape, [*[None] * whole, *range(partition.dim)])

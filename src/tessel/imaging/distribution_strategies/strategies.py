@@ -432,6 +432,7 @@ def ramps(reads: Sequence[Interval], length: int) -> list[list[float]]:
 
 def _distances(read: Interval, length: int) -> list[int]:
     start, stop = read
+    # At the border of the image a weight does not fall: no other window takes over there.
     before = [length if start == 0 else i - start + 1 for i in range(start, stop)]
     after = [length if stop == length else stop - i for i in range(start, stop)]
     return [min(pair) for pair in zip(before, after, strict=True)]

@@ -311,6 +311,7 @@ class Differences(PartOperator):
         for dim in range(2, y.dim() - 1):
             along, length = y[..., dim - 2], self._wide[dim]
             steps = along.narrow(dim, 0, max(length - 1, 0))
+            # The transpose of a difference: each step counts at its end, and against its start.
             zero = _lengthened(along.narrow(dim, 0, 0), dim, 1)
             x = torch.cat([zero, steps], dim) - torch.cat([steps, zero], dim)
             x = x.narrow(dim, 0, length)

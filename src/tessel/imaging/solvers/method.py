@@ -80,6 +80,8 @@ class Space:
     def inners(self, *pairs: Pair) -> Tensor:
         """Several inner products in one exchange, as one tensor."""
         if self.differentiable:
+            # One shared number, of which each part of the image uses a copy: the gradients of all
+            # uses are summed.
             shares = torch.stack([_real_inner(a, b) for a, b in pairs])
             return self._own(total(shares, self.layout.partition, self.layout.shared))
         return self.numbers(*pairs)

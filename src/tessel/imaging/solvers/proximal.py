@@ -190,5 +190,5 @@ class FISTA(PGD):
 
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         x = self.descend(values["ahead"], iteration)
-        momentum = iteration / (iteration + 1 + self.inertia)
+        momentum = iteration / (iteration + 1 + self.inertia)  # k = iteration + 1, from 1 on
         return {"x": x, "ahead": x + momentum * (x - values["x"])}
