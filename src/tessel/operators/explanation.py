@@ -18,7 +18,7 @@ from rich.text import Text
 from tessel.core.layout import Layout
 from tessel.operators.algebra import Kronecker, ParOperator
 from tessel.operators.cost import Cost, Counter, ExplainedStep, lines_of
-from tessel.operators.layouts import representatives
+from tessel.operators.layouts import examined
 from tessel.operators.leaf import Leaf
 from tessel.operators.picture import draw_steps
 from tessel.operators.planning import OperatorPlan
@@ -29,7 +29,6 @@ from tessel.operators.units import num_bytes, num_flops, num_seconds
 if TYPE_CHECKING:  # which explains itself by this module
     from tessel.operators.distributed import Distributed
 
-MOST_WORKERS = 128  # of more, some stand for all
 MOST_ROWS = 4  # for one step
 WIDTH = 150
 
@@ -191,8 +190,7 @@ def explain_plan(
         raise ValueError(f"a batch must have at least one column, got {columns}")
     machine = known_machine() if machine is None else machine
     P = plan.source.partition
-    if workers is None:
-        workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
+    workers = examined(P) if workers is None else workers
     lines = tuple(lines_of(plan, dtype))
     counter = Counter(machine.rates_for(P.size), storage, columns)
     costs = tuple(zip(*(counter.costs(lines, at) for at in workers), strict=True))

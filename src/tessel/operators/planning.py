@@ -20,20 +20,18 @@ from tessel.core.layout import Cut, Layout
 from tessel.operators.layouts import (
     alike,
     balanced_cut,
+    examined,
     hostings,
     is_whole,
     like,
     num_different,
     numel_sent,
-    representatives,
     unevenness,
     with_cut,
     with_length,
 )
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.tasks import OperatorTask, Summands, Waiting, cheapest, grouped
-
-MOST_WORKERS = 128  # of more workers, some stand for all
 
 
 class _Step:
@@ -302,8 +300,7 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
     if target is not None:
         goal = like(target, here)
         candidates = chain([goal], hostings(goal) if changes_grid else (), candidates)
-    P = here.partition
-    workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
+    workers = examined(here.partition)
     best: tuple[Any, Layout] | None = None
     for there in candidates:
         left = waiting.copy()
