@@ -371,7 +371,7 @@ REFUSED = {
     "strategy": "gather_strategy must be one of naive, concatenated, broadcast, got 'tree'",
     "naive": "carries no gradient",
     "reduce": "reduce_op must be one of",
-    "measurements": "measurements are needed, one for each operator",
+    "measurements": "expected 3 measurements, one for each operator",
     "weights": "has other parameters on worker 1 than on worker 0",
     "parameters": "has other parameters on worker 1 than on worker 0",
     "reentrant": "the sums of their gradients would not match; pass False",

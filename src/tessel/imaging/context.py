@@ -349,7 +349,7 @@ def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> l
     if num_items < 0:
         raise ValueError(f"the number of items must be 0 or more, got {num_items}")
     if not 0 <= worker < workers:
-        raise ValueError(f"a worker from 0 to {workers - 1} is needed, got {worker}")
+        raise ValueError(f"expected a worker from 0 to {workers - 1}, got {worker}")
     if sharding == "round_robin":
         return list(range(worker, num_items, workers))
     return list(range(*boxes.balanced_part(num_items, workers, worker)))
@@ -363,7 +363,7 @@ def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
     """
     check_sharding(sharding)
     if not 0 <= item < num_items:
-        raise ValueError(f"an item from 0 to {num_items - 1} is needed, got {item}")
+        raise ValueError(f"expected an item from 0 to {num_items - 1}, got {item}")
     if sharding == "round_robin":
         return item % workers
     return boxes.balanced_place(num_items, workers, item)

@@ -184,7 +184,7 @@ def _prior(
     denoiser = getattr(prior, "denoiser", None)
     if denoiser is None:
         raise TypeError(
-            f"distribute: a prior with a denoiser is needed, got {prior!r}; spread others with "
+            f"distribute: expected a prior with a denoiser, got {prior!r}; spread others with "
             f"DistributedPrior, which cuts prox and grad into patches"
         )
     if not isinstance(denoiser, DistributedProcessing):

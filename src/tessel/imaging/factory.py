@@ -85,7 +85,7 @@ class FactoryConfig:
                     f"FactoryConfig: there are {self.count} operators, and {name} has {count}"
                 )
         if self.count < 1:
-            raise ValueError(f"FactoryConfig: one operator or more is needed, got {self.count}")
+            raise ValueError(f"FactoryConfig: expected at least one operator, got {self.count}")
 
     @property
     def count(self) -> int:

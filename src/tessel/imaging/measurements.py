@@ -56,7 +56,7 @@ class LocalTensors(list[Tensor]):
     def _with(self, other: Any, function: Callable[..., Tensor]) -> LocalTensors:
         if isinstance(other, Sequence):
             if len(other) != len(self):
-                raise ValueError(f"as many tensors are needed, {len(self)}, got {len(other)}")
+                raise ValueError(f"expected as many tensors, {len(self)}, got {len(other)}")
             # A worker without items has no results either: what gradients reach it through is kept.
             pairs = zip(self, other, strict=True)
             anchor = both(self.anchor, anchor_of(other))

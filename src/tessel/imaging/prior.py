@@ -92,13 +92,13 @@ class DistributedPrior:
         if signal_shape is None:
             if not isinstance(strategy, DistributedSignalStrategy):
                 raise ValueError(
-                    f"DistributedPrior: signal_shape is needed for strategy={strategy!r}, got None"
+                    f"DistributedPrior: strategy={strategy!r} needs signal_shape, got None"
                 )
             signal_shape = strategy.signal_shape
         if not (callable(prior) or hasattr(prior, "prox") or hasattr(prior, "grad")):
             raise ValueError(
-                f"DistributedPrior: a prior with prox or grad, or a denoiser, is needed, "
-                f"got {prior!r}"
+                f"DistributedPrior: expected a prior with prox or grad, or a denoiser, got "
+                f"{prior!r}"
             )
         self.ctx = ctx
         self.prior = prior
@@ -197,7 +197,7 @@ class DistributedPrior:
         """
         if not fits:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            call = f"{call}: a part of shape {self.layout.local_shape} is needed, got {got}"
+            call = f"{call}: expected a part of shape {self.layout.local_shape}, got {got}"
         agreement = self._agreements.get(call)
         if agreement is None:
             P = self.layout.partition

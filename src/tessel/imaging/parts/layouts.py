@@ -62,7 +62,7 @@ def operator_grid(partition: Partition, shape: Iterable[int]) -> Layout:
     split = partition.dim - 1
     if split > len(lengths):
         raise ValueError(
-            f"a grid of operators and at most {len(lengths)} dimensions is needed for an image of "
+            f"expected a grid of operators and at most {len(lengths)} dimensions for an image of "
             f"{lengths}, got {partition}"
         )
     axes = [None] * (len(lengths) - split) + list(range(1, partition.dim))

@@ -119,7 +119,7 @@ class Convolution(PartOperator):
         fits = len(self.filter_shape) == len(image) and len(image) in (3, 4, 5)
         if not fits or batch not in (1, image[0]) or channels not in (1, image[1]):
             raise ValueError(
-                f"a filter of shape (1 or batch, 1 or channels, *sizes) is needed for an image of "
+                f"expected a filter of shape (1 or batch, 1 or channels, *sizes) for an image of "
                 f"{image}, got {self.filter_shape}"
             )
         padding = "constant" if padding == "zeros" else padding
@@ -282,7 +282,7 @@ class Differences(PartOperator):
             check_parts(layout, type(self).__name__)
         num_dims = len(layout.shape) - 2
         if num_dims < 1:
-            raise ValueError(f"an image (batch, channels, *space) is needed, got {layout.shape}")
+            raise ValueError(f"expected an image (batch, channels, *space), got {layout.shape}")
         self.domain = layout
         self.codomain = replace(
             layout,

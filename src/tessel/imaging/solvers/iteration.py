@@ -199,11 +199,11 @@ def _check_start(x: Tensor, space: Space) -> None:
     for worker, (shape, dtype) in tell(space.workers, (tuple(x.shape), x.dtype)).items():
         if shape != space.layout.shape_on(worker):
             raise ValueError(
-                f"solve: worker {worker} starts from a tensor of shape {shape}, and its part of "
-                f"{space.layout} has {space.layout.shape_on(worker)}"
+                f"solve: expected a start of shape {space.layout.shape_on(worker)} on worker "
+                f"{worker}, its part of {space.layout}, got {shape}"
             )
         if not dtype.is_floating_point and not dtype.is_complex:
             raise ValueError(
-                f"solve: worker {worker} starts from numbers of {dtype}; floating point numbers "
-                f"are needed"
+                f"solve: expected a start of floating point or complex numbers, got {dtype} on "
+                f"worker {worker}"
             )

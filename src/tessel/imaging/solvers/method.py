@@ -56,7 +56,7 @@ class Space:
         if isinstance(start, DistributedSignal):
             space = cls(start.layout, start.ctx.partition, differentiable)
         elif not isinstance(start, Tensor):
-            raise TypeError(f"a tensor or a DistributedSignal is needed, got {start!r}")
+            raise TypeError(f"expected a tensor or a DistributedSignal, got {start!r}")
         elif layout is None and world().size > 1:
             raise ValueError(
                 f"a tensor does not say how it lies on {world().size} workers; pass "

@@ -87,7 +87,7 @@ class RED(GradientDescent):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prior is None:
-            raise ValueError("RED: a prior with `prox`, the denoiser, is needed, got None")
+            raise ValueError("RED: expected a prior with `prox`, the denoiser, got None")
 
     def prior_gradient(self, x: Tensor, iteration: int) -> Tensor:
         """What the denoiser takes away."""
