@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from rich.console import Console, Group, RenderableType
@@ -23,14 +23,21 @@ from tessel.operators.leaf import Leaf
 from tessel.operators.picture import draw_steps
 from tessel.operators.planning import OperatorPlan
 from tessel.operators.rates import Machine, known_machine
-from tessel.operators.space import Shape
+from tessel.operators.space import Shape, TensorSpace
 from tessel.operators.units import num_bytes, num_flops, num_seconds
-
-if TYPE_CHECKING:  # which explains itself by this module
-    from tessel.operators.distributed import Distributed
 
 MOST_ROWS = 4  # for one step
 WIDTH = 150
+
+
+class Planned(Protocol):
+    """A distributed operator, as explanations see it."""
+
+    # Not the class itself, whose module imports this one.
+    domain: TensorSpace
+    expression: ParOperator
+    plan: OperatorPlan
+    storage: dict[Leaf, Layout]
 
 
 @dataclass(frozen=True)
@@ -139,9 +146,7 @@ class Explanation:
         return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def explain(
-    operator: Distributed, *, columns: int = 1, machine: Machine | None = None
-) -> Explanation:
+def explain(operator: Planned, *, columns: int = 1, machine: Machine | None = None) -> Explanation:
     """What a distributed operator does, step by step, and what each costs each worker.
 
     Args:
