@@ -354,7 +354,7 @@ def test_bad_strategies() -> None:
         create_strategy(3, shape)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"made already, for \(1, 1, 8, 8\)"):
         create_strategy(Rows(shape), (1, 1, 9, 9))
-    with pytest.raises(ValueError, match="one number or 2"):
+    with pytest.raises(ValueError, match="expected one number, or 2"):
         SmartTilingStrategy(shape, (1, 2, 3))
     with pytest.raises(ValueError, match="from -4 to 3 can be cut, got"):
         SmartTilingStrategy(shape, 4, tiling_dims=(7,))

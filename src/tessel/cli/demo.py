@@ -57,15 +57,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.workers < 1 or args.size < 1:
         args.parser.error("--workers and --size must be 1 or more")
     console = Console(highlight=False)
-    with tempfile.TemporaryDirectory() as folder:
-        # Workers answer when all is done: what is done meanwhile they say in a file.
-        done = Path(folder) / "done"
-        done.touch()
-        with _progress(console, args.workers, done):
-            # The first worker alone has reports, which hold what all workers told it.
-            found = launch(_work, args.workers, args.size, str(done), timeout=_TIME_LIMIT)[0]
-    reports = [report for report in found if report is not None]
-    assert len(reports) == len(DEMOS)
+    reports = run_demos(console, args.workers, args.size)
     pictures = _try_to_draw(reports, args.output)
     for table, legend in (each for report in reports for each in report.tables()):
         console.print(table)
@@ -80,6 +72,20 @@ def execute(args: argparse.Namespace) -> int:
         console.print(f"[bold green]{verdict}[/] {error}")
     console.print(pictures, markup=False, soft_wrap=True)
     return 1 if wrong else 0
+
+
+def run_demos(console: Console, workers: int, size: int) -> Sequence[Report]:
+    """Run the demos on local workers; the reports of the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Workers answer when all is done: what is done meanwhile they say in a file.
+        done = Path(folder) / "done"
+        done.touch()
+        with _progress(console, workers, done):
+            # The first worker alone has reports, which hold what all workers told it.
+            reports = launch(_work, workers, size, str(done), timeout=_TIME_LIMIT)[0]
+    found = [report for report in reports if report is not None]
+    assert len(found) == len(DEMOS)
+    return found
 
 
 def _work(size: int, done: str) -> list[Report | None]:
