@@ -281,7 +281,7 @@ def use(backend=None, debug=False, fails=False, caught=False, outer=None):
             if caught:
                 signal.update_(signal.data.double())
     except ValueError as error:
-        assert caught and "torch.float32 was expected" in str(error), error
+        assert caught and "expected a tensor of torch.float32" in str(error), error
     assert dist.is_initialized() == (outer is not None), "it leaves what it joined, and only that"
     assert ctx.rank == int(os.environ["RANK"])
     if outer is not None:
