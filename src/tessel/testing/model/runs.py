@@ -221,16 +221,18 @@ def _derived(result: Any, loss: Loss) -> Outputs:
             value.backward()
         outputs.append(("loss", value))
     elif found:
-        # Fixed random weights, the same on all workers. No function of the table takes part in
-        # this: what seeds the backward pass is right in any case.
-        weights = []
-        for number, each in enumerate(found):
-            generator = torch.Generator().manual_seed(number)
-            kind = torch.complex128 if each.dtype.is_complex else torch.float64
-            drawn = torch.randn(tuple(each.shape), generator=generator, dtype=kind)
-            weights.append((drawn / max(1, drawn.numel()) ** 0.5).to(each.device, each.dtype))
-        torch.autograd.backward(found, weights)
+        # no function of the table takes part in this: what seeds the pass is right in any case
+        torch.autograd.backward(found, [_weights(each, k) for k, each in enumerate(found)])
     return [(n, value.detach() if isinstance(value, Tensor) else value) for n, value in outputs]
+
+
+def _weights(like: Tensor, number: int) -> Tensor:
+    """Fixed random numbers for an output, the same on all workers."""
+    # In a function of its own: what it draws is freed before the backward pass, whose peak counts.
+    generator = torch.Generator().manual_seed(number)
+    kind = torch.complex128 if like.dtype.is_complex else torch.float64
+    weights = torch.randn(tuple(like.shape), generator=generator, dtype=kind)
+    return (weights / max(1, weights.numel()) ** 0.5).to(like.device, like.dtype)
 
 
 def _paired(outputs: Outputs, others: Outputs) -> Iterator[Difference]:
