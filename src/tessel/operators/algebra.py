@@ -322,10 +322,7 @@ class Kronecker(ParOperator):
         turns = [_turn(each) for each in factors]
         self.domain = _joint([each.domain for each in factors], 0 in turns)
         self.codomain = _joint([each.codomain for each in factors], 2 in turns)
-        self._check_numbers_fit(turns)
-
-    def _check_numbers_fit(self, turns: list[int]) -> None:
-        """The numbers of a tensor are of one precision, and become complex, or real, once."""
+        # The numbers of a tensor are of one precision, and become complex, or real, once.
         first = self.factors[0]
         for other in self.factors[1:]:
             if real_of(first.domain.dtype) != real_of(other.domain.dtype):

@@ -72,6 +72,7 @@ class Part(Tensor):
         return f"Part({self._part!r} at {self._offsets} of {tuple(self.shape)})"
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
+        # Imported here, since it takes half a second, which only those pay who write checkpoints.
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -137,6 +138,7 @@ class ModelState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the model what was read."""
+        # Parts were read into the memory of the model; the rest comes as tensors of its own.
         self.module.load_state_dict({name: _own(value) for name, value in state.items()})
 
 

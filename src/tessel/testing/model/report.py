@@ -47,6 +47,17 @@ class ModuleUse:
         """Its name in the model; the model itself has none."""
         return self.output.name
 
+    @classmethod
+    def merged(cls, output: Difference, uses: Sequence[ModuleUse]) -> ModuleUse:
+        """One for several workers: of each figure the largest."""
+        return cls(
+            output,
+            uses[0].kind,
+            max(each.bytes_sent for each in uses),
+            max(each.bytes_kept for each in uses),
+            max(each.bytes_stored for each in uses),
+        )
+
 
 @dataclass(frozen=True)
 class ModelReport:

@@ -228,6 +228,7 @@ def _derived(result: Any, loss: Loss) -> Outputs:
 
 def _weights(like: Tensor, number: int) -> Tensor:
     """Fixed random numbers for an output, the same on all workers."""
+    # In a function of its own: what it draws is freed before the backward pass, whose peak counts.
     generator = torch.Generator().manual_seed(number)
     kind = torch.complex128 if like.dtype.is_complex else torch.float64
     weights = torch.randn(tuple(like.shape), generator=generator, dtype=kind)
