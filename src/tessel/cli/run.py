@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tessel.cli.stragglers import Stragglers
 from tessel.machine import usable_cores
 
 SUMMARY = "run a script on several workers (torchrun with good defaults)"
@@ -94,10 +95,14 @@ def execute(args: argparse.Namespace) -> int:
     target = ["-m", *command] if args.module else command
     with tempfile.TemporaryDirectory(prefix="tessel_run_") as reports:
         launch = elastic_launch(_config(args, n, reports), sys.executable)
+        stragglers = Stragglers()
         try:
-            launch("-m", "tessel.cli.worker", *target)
+            with stragglers:
+                launch("-m", "tessel.cli.worker", *target)
         except ChildFailedError as error:
-            failures = [WorkerFailure.of(*each) for each in error.failures.items()]
+            failures = [
+                WorkerFailure.of(*each, stragglers.killed) for each in error.failures.items()
+            ]
             return report(failures, world_size=n * args.nnodes)
         except SignalException as error:
             _stderr().print(f"tessel run: stopped by {error.sigval.name}")
@@ -175,10 +180,15 @@ class WorkerFailure:
     consequence: bool = False
 
     @classmethod
-    def of(cls, rank: int, failure: ProcessFailure) -> WorkerFailure:
-        """What elastic knows of a worker's end, with the worker's own report if it left one."""
+    def of(
+        cls, rank: int, failure: ProcessFailure, killed: Collection[int] = ()
+    ) -> WorkerFailure:
+        """What elastic knows of a worker's end, with the worker's own report if it left one.
+
+        `killed` are the processes that were ended here, since they did not end by themselves.
+        """
         # Elastic ends the others by this signal when a worker has failed.
-        ended_by_launcher = failure.exitcode == -signal.SIGTERM
+        ended_by_launcher = failure.exitcode == -signal.SIGTERM or failure.pid in killed
         message = failure.message
         if not isinstance(message, dict):
             time = failure.timestamp - _NOTICED_LATE_SECONDS
@@ -217,7 +227,10 @@ def first_failure(failures: Iterable[WorkerFailure]) -> WorkerFailure:
     """
     failures = list(failures)
     causes = [failure for failure in failures if not failure.consequence]
-    return min(causes or failures, key=lambda failure: failure.time)
+    # Where none is a cause, as with a worker that was stopped, those who lost it say what happened,
+    # and those whom the launcher has ended do not.
+    told = [failure for failure in failures if failure.error]
+    return min(causes or told or failures, key=lambda failure: failure.time)
 
 
 def report(failures: Sequence[WorkerFailure], world_size: int) -> int:

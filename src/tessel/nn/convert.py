@@ -188,7 +188,11 @@ class Entrance:
             choose_fallback(self.fallback),
         ):
             args, kwargs = self._entered(args, kwargs)
-            result = self.forward(*args, **kwargs)
+            try:
+                result = self.forward(*args, **kwargs)
+            except BaseException as error:  # others may still wait for this worker
+                self.P_x.prepare().give_up(error)
+                raise
         if spread:  # the result goes as the input came
             return result
         return tree_map(

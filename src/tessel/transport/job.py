@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch.distributed as dist
 
+from tessel import endings
 from tessel.limits import time_limit
 from tessel.machine import chosen
 from tessel.transport import semaphore, world
+from tessel.transport.board import StoreBoard
 from tessel.transport.group import Group, Membership, code_of, listing
 from tessel.transport.host import Host
 from tessel.transport.process import PeerProcess
@@ -47,6 +50,7 @@ def start(backend: str | None = None) -> bool:
 def leave() -> None:
     """Leave the job: destroy its groups, and forget them, so that their threads can end."""
     global _current
+    _end_program(getattr(sys, "last_value", None))  # what ended the program, if anything did
     if _current is not None:
         _current.end()
         _current = None
@@ -174,6 +178,7 @@ class _Job:
         return self.groups[workers]
 
     def end(self) -> None:
+        self.membership.watch.end()
         if self.membership.host is not None:
             self.membership.host.leave()
             self.membership.host = cast(Host, _Left())
@@ -195,12 +200,17 @@ class _Job:
         agreement = self.group(everyone)
         call = f"for a partition of workers {listing(workers)}"
         agreement.check_same_call(agreement.share_words([code_of(call)]), call)
-        handle = agreement.attempt(lambda: dist.new_group(list(workers), timeout=time_limit()))
+        handle = agreement.attempt_by_wire(
+            lambda: dist.new_group(list(workers), timeout=time_limit())
+        )
         return handle if this_worker() in workers else None
 
     def _introduce(self) -> None:
         """Learn the process of every worker, and open the memory of those of this host."""
-        agreement = Group(tuple(range(num_workers())), self.default, self.membership)
+        everyone = tuple(range(num_workers()))
+        agreement = Group(everyone, self.default, self.membership)
+        watch = self.membership.watch
+        watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
         mine = PeerProcess.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
         said = agreement.share_objects(mine)
         for number, (_, _, check) in enumerate(said):
@@ -212,7 +222,11 @@ class _Job:
         checks_calls()  # raises, on all of them, if it is set to nonsense
         self.membership.processes = [process for process, _, _ in said]
         if all(shares for _, shares, _ in said):
-            self.membership.host = _connected(agreement, self.membership.processes)
+            self.membership.host = host = _connected(agreement, self.membership.processes)
+            if host is not None:
+                host.watch = watch
+                if host.workers == everyone:  # a board in memory is read without asking anybody
+                    watch.attach(this_worker(), everyone, host.board, host.board.alarm)
         for each in _listeners:
             each()
 
@@ -251,6 +265,37 @@ def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:
     return None if failure or len(here) == 1 else host
 
 
+def _store() -> Any:
+    """Where the workers of the job met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _begin_program() -> None:
+    """Take part again, after the program before has ended."""
+    if _current is not None and _current.default is not None:
+        _current.membership.watch.begin_program()
+        if _current.membership.host is not None:
+            _current.membership.host.leave(is_back=True)
+
+
+def _end_program(error: BaseException | None) -> bool:
+    """Tell the others that this worker comes to nothing more; whether the job can go on."""
+    if not is_distributed() or num_workers() == 1:
+        return True
+    job = _job()
+    watch, host = job.membership.watch, job.membership.host
+    if not watch.is_attached:  # others may wait for it at their first call
+        everyone = range(num_workers())
+        watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
+    watch.end_program(error)
+    if host is not None:
+        host.leave()
+    return not watch.alarm[0]
+
+
+endings.listen(endings.Listener(_begin_program, _end_program))
+
+
 _current: _Job | None = None
 
 
@@ -259,6 +304,8 @@ def _job() -> _Job:
     global _current
     default = dist.group.WORLD if is_distributed() else None
     if _current is None or _current.default is not default:
+        if _current is not None:
+            _current.membership.watch.end()
         _current = _Job(default)
         for forget in _memories:
             forget()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
+from tessel.transport.request import OutOfStep
 
 # what Gloo and NCCL both move as it is; anything else travels as bytes
 _NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
+
+
+def tag_of(call: int) -> int:
+    """The number of a call or of an exchange, as Gloo's messages carry it."""
+    return (2 * ~call + 1 if call < 0 else 2 * call) % 2**30
 
 
 def receive(buffer: ReceiveBuffer, handle: Any, tag: int) -> Callable[[], None]:
@@ -48,15 +56,28 @@ def swap(
     receives: Sequence[ReceiveBuffer],
     device: torch.device,
     handle: Any,
+    number: int | None = None,
 ) -> list[Tensor]:
-    """One collective for all messages of a group; what came, for each buffer."""
+    """One collective for all messages of a group; what came, for each buffer.
+
+    Messages carry a number, if there is one, which must be the same on all workers.
+    """
     given = {buffer.worker: as_bytes(packed(buffer.tensor)) for buffer in sends}
     asked = {buffer.worker: buffer.place.nbytes for buffer in receives}
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     parts = [given.get(worker, nothing) for worker in workers]
     takes = [asked.get(worker, 0) for worker in workers]
+    if number is not None:
+        mine = torch.tensor([number]).view(torch.uint8)
+        parts = [torch.cat([mine, part]) for part in parts]
+        takes = [mine.numel() + size for size in takes]
     received = all_to_all(torch.cat(parts), [part.numel() for part in parts], takes, handle)
-    found = dict(zip(workers, received.split(takes), strict=True))
+    came: Sequence[Tensor] = received.split(takes)
+    if number is not None:
+        if any(not torch.equal(part[: mine.numel()], mine) for part in came):
+            raise OutOfStep((0, number), (0, 0))
+        came = [part[mine.numel() :] for part in came]
+    found = dict(zip(workers, came, strict=True))
     return [found[worker].view(place.dtype).view(place.shape) for worker, place, _ in receives]
 
 
@@ -84,6 +105,18 @@ def share_words(words: Sequence[int], size: int, device: torch.device, handle: A
         everyones = torch.empty_like(mine)
         dist.all_to_all_single(everyones, mine, group=handle)
         return everyones.cpu().numpy().tobytes()
+
+
+def close(handle: Any, other: int) -> None:
+    """Close the connections of a group of Gloo, so that whoever waits for messages raises.
+
+    Gloo does so by itself when a message does not come in time: it is asked for one of another
+    worker that is never sent. Other backends are left alone.
+    """
+    if control_device(handle).type == "cpu":
+        with contextlib.suppress(RuntimeError):
+            work: Any = dist.irecv(torch.empty(1), src=other, group=handle, tag=2**30 + 1)
+            work.wait(datetime.timedelta(milliseconds=1))
 
 
 def control_device(handle: Any) -> torch.device:
