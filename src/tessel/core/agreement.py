@@ -232,7 +232,7 @@ def agree(
 
 
 def tell(partition: Partition, value: Any) -> dict[int, Any]:
-    """What each worker of a partition has to say, by worker: any object that can be pickled."""
+    """What each worker of a partition has to say, by worker: what `encoding` has a form for."""
     group = partition.prepare()
     return dict(zip(group.workers, group.share_objects(value), strict=True))
 

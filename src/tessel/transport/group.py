@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tessel.errors import WorkerLost
@@ -286,9 +285,7 @@ class Group:
         """Every worker's item in group order; slow, for set-up and for the text of errors."""
         if self.handle is None:
             return [item]
-        items = [None] * self.size
-        self.attempt(lambda: dist.all_gather_object(items, item, group=self.handle))
-        return items
+        return self.attempt(lambda: wire.share_over(self.handle, item))
 
     @cached_property
     def _ways(self) -> Ways:

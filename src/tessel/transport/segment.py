@@ -15,9 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tessel.encoding import encodable
+
 TOKEN = 16  # bytes at the start by which others know that they found the right segment
 
 
+@encodable
 @dataclass(frozen=True)
 class Address:
     """Where other processes find a segment."""
