@@ -327,7 +327,8 @@ def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
     ]
     for launcher in launchers:
         assert launcher.stdout is not None and launcher.stdout.readline()
-    assert len(left := {*tmp_path.glob("tessel-run-*")}) == 2
+    left = {*tmp_path.glob("tessel-run-*")}
+    assert len(left) == 2
     launchers[0].kill()
     launchers[0].wait()
     for folder in left:  # as if all that was a while ago

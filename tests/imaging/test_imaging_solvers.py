@@ -607,10 +607,7 @@ def test_the_generation_before_is_used_with_a_warning(
     assert f"the checkpoint in {tmp_path} " in text and "resumes from iteration 4" in text
     assert "iteration-00000008/worker-1-of-2.safetensors" in text
     if damage == "flipped":
-        assert (
-            "the bytes of '.previous' are not those that were written" in text
-            or "the bytes" in text
-        )
+        assert "are not those that were written" in text
 
 
 def solve_in_ten_iterations(folder: str, is_killed: bool) -> None:
@@ -722,7 +719,7 @@ def test_a_run_goes_on_in_other_parts(run: Run, tmp_path: Path, before: Any, aft
             assert error < 1e-10, (name, error)
     for name in KEEPING:
         folders = {path.name for path in (tmp_path / name).rglob("worker-*")}
-        assert folders == {f"worker-{k}-of-{after[0]}" for k in range(after[0])}
+        assert folders == {f"worker-{k}-of-{after[0]}.safetensors" for k in range(after[0])}
 
 
 class Collector(solvers.Method):

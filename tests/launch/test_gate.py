@@ -148,7 +148,7 @@ def test_what_is_no_gate_is_named(echo: Echo) -> None:
         Tunnel(endpoint, TOKEN, "job", SOON)
     foreign.close()
     began = time.monotonic()
-    with pytest.raises(GateError, match="nobody answered at 127.0.0.1:"):
+    with pytest.raises(GateError, match=r"nobody answered at 127\.0\.0\.1:"):
         Tunnel(endpoint, TOKEN, "job", 0.1)
     assert time.monotonic() - began < SOON
 

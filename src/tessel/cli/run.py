@@ -45,13 +45,23 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, Rendezvous
 from tessel.launch.gate import Endpoint, GateError, interface_of, loopback, read_token
-from tessel.machine import usable_cores
+from tessel.machine import ALLOCATORS, usable_cores
+from tessel.settings import chosen, time_limit
+from tessel.transport.copy_program import ENGINES
+from tessel.transport.job import TRANSPORTS
 
 SUMMARY = "run a script on several workers (torchrun with good defaults)"
 
 # A death without a report is dated by when it was noticed, which is later than it happened.
 _NOTICED_LATE_SECONDS = 1.0
 _SECONDS_TO_END = 5
+_CHOICES = {
+    "TESSEL_ALLOCATOR": ALLOCATORS,
+    "TESSEL_ENGINE": ENGINES,
+    "TESSEL_TRANSPORT": TRANSPORTS,
+    "TESSEL_CHECK": ("0", "1"),
+    "TESSEL_DEBUG": ("0", "1"),
+}
 _REPORTS = "tessel-run-"  # how the folders begin in which workers leave reports of their failures
 _SECONDS_TO_LOCK = 10.0  # a folder as young as this may not be locked yet
 
@@ -104,6 +114,12 @@ def execute(args: argparse.Namespace) -> int:
     """Run the workers and return the exit code: 0, or that of the worker that failed first."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     _check(args, command)
+    try:  # here, and not on each worker
+        time_limit()
+        for variable, options in _CHOICES.items():
+            chosen(variable, options)
+    except ValueError as error:
+        args.parser.error(str(error))
     n = args.workers or torch.cuda.device_count() or usable_cores()
     # Workers inherit this. Torchrun would set one thread, however many cores there are.
     if args.threads is not None:

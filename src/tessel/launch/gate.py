@@ -31,6 +31,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from tessel.settings import text
+
 GREETING = b"tessel 1"
 _NONCE, _PROOF = 32, 32
 _SECONDS_TO_PROVE = 10.0
@@ -88,10 +90,10 @@ def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
     Raises:
         GateError: if there is none, others can read it, or it is too short.
     """
-    given = os.environ.get("TESSEL_TOKEN")
+    given = text("TESSEL_TOKEN")
     if given is not None and path is None:
         return _checked_token(given.strip().encode(), "TESSEL_TOKEN")
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    config = text("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     file = Path(config, "tessel", "token") if path is None else Path(path)
     try:
         if path is None:

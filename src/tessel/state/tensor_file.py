@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -137,12 +136,7 @@ class TensorFileWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self.finish()
         else:
@@ -262,11 +256,9 @@ class TensorFile:
         self._check(is_text, "its notes are not text")
         if (checksum := notes.get("tessel.checksum")) is not None:
             blank = text.replace(checksum.encode("utf-8", "replace"), _NO_CHECKSUM.encode(), 1)
-            self._check(
-                len(checksum) == len(_NO_CHECKSUM)
-                and hashlib.sha256(blank).hexdigest() == checksum,
-                "its header is not the one that was written",
-            )
+            is_right = len(checksum) == len(_NO_CHECKSUM)
+            is_right = is_right and hashlib.sha256(blank).hexdigest() == checksum
+            self._check(is_right, "its header is not the one that was written")
             self._check(
                 notes.get("tessel.format") == FORMAT,
                 f"it has the format {notes.get('tessel.format')}, and this version of Tessel "

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.distributed as dist
 
 from tessel.limits import time_limit
-from tessel.machine import chosen
+from tessel.settings import chosen, text
 from tessel.transport import semaphore, world
 from tessel.transport.group import Group, Membership, code_of, listing
 from tessel.transport.host import Host
@@ -201,7 +201,7 @@ class _Job:
     def _introduce(self) -> None:
         """Learn the process of every worker, and open the memory of those of this host."""
         agreement = Group(tuple(range(num_workers())), self.default, self.membership)
-        mine = PeerProcess.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
+        mine = PeerProcess.this(), chosen_transport() == "shared", text(CHECK) or "0"
         said = agreement.share_objects(mine)
         for number, (_, _, check) in enumerate(said):
             if check != said[0][2]:
