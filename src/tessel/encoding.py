@@ -85,7 +85,9 @@ def dtype_named(name: str) -> torch.dtype:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The numbers of a dense tensor, in the order of its indices, without a copy if possible."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    # one element, or none, may have any stride and be contiguous, but not be viewed as bytes
+    flat = plain.as_strided((plain.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def tensor_of(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: Any) -> Tensor:
@@ -100,6 +102,8 @@ def tensor_of(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: A
         raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} and {dtype}")
     raw = np.frombuffer(data, np.uint8).copy()  # which a tensor may write to
     try:
+        if not count:
+            return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(raw).view(dtype).reshape(shape)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"there is no tensor of shape {shape} and {dtype}: {error}") from error
