@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from tessel.core import (
     world,
 )
 from tessel.errors import WorkerLost
+from tessel.settings import chosen, whole_number
 from tessel.transport import kept_in_job
 
 SHARDINGS = ("round_robin", "block")
@@ -93,7 +93,7 @@ class DistributedContext:
         self.sharding = sharding
         self.seed = seed
         self.device_mode = device_mode
-        self.debug = os.environ.get("TESSEL_DEBUG", "0") == "1" if debug is None else debug
+        self.debug = chosen("TESSEL_DEBUG", ("0", "1")) == "1" if debug is None else debug
         self.cleanup = cleanup
         self.seed_offset = seed_offset
         self.deterministic = deterministic
@@ -268,8 +268,7 @@ class DistributedContext:
             asks = self.device_mode == "gpu"
             problem = ": device_mode 'gpu' was requested, but this host has 0 GPUs"
             return torch.device("cpu"), problem if asks else ""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        place = int(os.environ.get("LOCAL_RANK", "0"))
+        here, place = whole_number("LOCAL_WORLD_SIZE", 1), whole_number("LOCAL_RANK", 0)
         if gpus < here and place == 0:
             warnings.warn(
                 f"DistributedContext: {here} workers of this host share {gpus} GPUs, each takes "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tessel.core.context import setting
+from tessel.encoding import encodable
 from tessel.tensor.call_site import CallSite, current_place
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import (
@@ -113,6 +114,7 @@ def shared(result: Any, partition: Any) -> Any:
     return result
 
 
+@encodable
 @dataclass(frozen=True)
 class Gather:
     """That a function gathered its operands: which one, where, and how many bytes of them."""

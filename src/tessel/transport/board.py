@@ -167,4 +167,3 @@ class StoreBoard:
     def why_broken(self) -> str:
         key = "tessel/broken"
         return self._store.get(key).decode() if self._store.check([key]) else ""
-

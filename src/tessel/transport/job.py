@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tessel import endings
 from tessel.limits import time_limit
-from tessel.machine import chosen
+from tessel.settings import chosen, text
 from tessel.transport import semaphore, world
 from tessel.transport.board import StoreBoard
 from tessel.transport.group import Group, Membership, code_of, listing
@@ -211,7 +211,7 @@ class _Job:
         agreement = Group(everyone, self.default, self.membership)
         watch = self.membership.watch
         watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
-        mine = PeerProcess.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
+        mine = PeerProcess.this(), chosen_transport() == "shared", text(CHECK) or "0"
         said = agreement.share_objects(mine)
         for number, (_, _, check) in enumerate(said):
             if check != said[0][2]:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from tessel.errors import WorkerLost
-from tessel.machine import chosen
+from tessel.settings import chosen
 from tessel.transport.board import BUSY, FAILED, FINISHED, WAITS, Board, Status
 
 PATIENCE = 2.0  # seconds after which others are asked
@@ -128,9 +128,7 @@ class Watch:
                 _log.addHandler(logging.StreamHandler())
         self._thread: threading.Thread | None = None  # until somebody waits
 
-    def attach(
-        self, worker: int, workers: Iterable[int], board: Board, alarm: Any = None
-    ) -> None:
+    def attach(self, worker: int, workers: Iterable[int], board: Board, alarm: Any = None) -> None:
         """Join the workers of a job.
 
         Args:
@@ -345,7 +343,11 @@ class Watch:
         waiting = {each.thread for each in waits}
         # A thread of autograd's own computes gradients for one of Python's, which waits for it; and
         # so does one that joins another.
-        free = {each for each in self._threads - waiting if each.is_alive() and not _joins(each, waiting)}
+        free = {
+            each
+            for each in self._threads - waiting
+            if each.is_alive() and not _joins(each, waiting)
+        }
         is_waiting = any(map(_is_foreign, waiting)) or all(map(_is_foreign, free))
         return Status(
             WAITS if is_waiting else BUSY,

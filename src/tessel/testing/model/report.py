@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tessel.encoding import encodable
 from tessel.tensor.gathering import Gather
 from tessel.testing.model.difference import Difference
 
@@ -24,6 +25,7 @@ TOLERANCES = {
 MOST = 5  # modules that are named as the first ones that differ
 
 
+@encodable
 @dataclass(frozen=True)
 class ModuleUse:
     """What a module did in the converted model, on the worker that did most.

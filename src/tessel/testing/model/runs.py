@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tessel import transport
+from tessel.encoding import encodable
 from tessel.nn.convert import Entrance
 from tessel.nn.region import HaloRegion
 from tessel.tensor.gathering import Gather, noted_gathers
@@ -43,6 +44,7 @@ class OneProcess:
     draws: bool
 
 
+@encodable
 @dataclass
 class Findings:
     """What one worker has to say: it is put together with what the others say."""
