@@ -73,7 +73,7 @@ class Model:
     """
 
     channels: tuple[tuple[int, int], ...]
-    calls: int = 2
+    calls: int = 1
     slots: int = 1
     pieces: int = 1
     ahead: int = 1
