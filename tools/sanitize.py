@@ -26,7 +26,7 @@ BUILD = ROOT / "build/sanitize"
 COMPILER = os.environ.get("CC", "cc").split()
 COMMON = ("-g", "-O1", "-std=gnu11", "-fno-strict-aliasing", "-fno-omit-frame-pointer")
 # (workers, calls, bytes of a message, mode)
-THREADS = ((2, 3000, 64, "slots"), (3, 1000, 4096, "slots"), (2, 500, 2**18, "direct"))
+THREADS = ((2, 3000, 64, "slots"), (3, 500, 1024, "slots"), (2, 300, 2**16, "direct"))
 SANITIZERS = {
     "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=all"),
     "address": ("-fsanitize=address",),
@@ -55,12 +55,11 @@ def has(option: str) -> bool:
         return False
 
 
-def build_threads() -> Path:
+def build_threads(engine: Path = SOURCE / "engine.c", target: Path = BUILD / "threads") -> Path:
     """Workers as threads, under ThreadSanitizer."""
-    target = BUILD / "engine_threads"
     # Python's functions are never called there. GCC warns that it does not follow fences: what
     # orders memory here are semaphores, which it does follow.
-    options = ("-fsanitize=thread", "-Wno-tsan", "-no-pie", "-pthread")
+    options = ("-fsanitize=thread", "-Wno-tsan", "-no-pie", "-pthread", f'-DENGINE="{engine}"')
     link = ("-Wl,--unresolved-symbols=ignore-all", "-Wl,-z,lazy")
     source = str(ROOT / "tools/engine_threads.c")
     command = [*COMPILER, *COMMON, *options, *headers(), source, "-o", str(target), *link]

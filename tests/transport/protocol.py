@@ -41,10 +41,27 @@ from functools import cached_property
     13
 )
 (DECIDE, SLEEPY, FENCE, SLEEP, AWAKE, END) = range(13, 19)
-NAMES = (
-    "DRAIN WRITE NAME POST CHECK NOTIFY TAKE FIND COPY LOWER RETURN CHECK_ NOTIFY_ "
-    "DECIDE SLEEPY FENCE SLEEP AWAKE END"
-).split()
+NAMES = [
+    "DRAIN",
+    "WRITE",
+    "NAME",
+    "POST",
+    "CHECK",
+    "NOTIFY",
+    "TAKE",
+    "FIND",
+    "COPY",
+    "LOWER",
+    "RETURN",
+    "CHECK_",
+    "NOTIFY_",
+    "DECIDE",
+    "SLEEPY",
+    "FENCE",
+    "SLEEP",
+    "AWAKE",
+    "END",
+]
 EARLY = ("published before it is written", "notified before it is published")
 MOST_WAKEUPS = 2  # more only wake a worker in vain, which looks and sleeps again
 
