@@ -1,9 +1,9 @@
 """A model of the shared-memory protocol, small enough to look at every interleaving of it.
 
 Workers run the loop of `Host.wait` one shared access at a time; `explore` visits every state that
-any order of their steps can reach. It raises `Violation` for a slot that is written while it holds
-a message, a message that is lost, doubled or out of order, memory that is read after its owner
-went on, and for states in which nobody can take a step although messages are missing. Naps have
+any order of their steps can reach. It raises ProtocolError for a slot that is written while it
+holds a message, a message that is lost, doubled or out of order, memory that is read after its
+owner went on, and for states in which nobody can take a step although messages are missing. Naps have
 no end in the model: a wakeup that gets lost is a deadlock here, where in life it costs 50 ms.
 
 What the steps stand for. The engine does the same in C, names in brackets.
@@ -41,27 +41,10 @@ from functools import cached_property
     13
 )
 (DECIDE, SLEEPY, FENCE, SLEEP, AWAKE, END) = range(13, 19)
-NAMES = [
-    "DRAIN",
-    "WRITE",
-    "NAME",
-    "POST",
-    "CHECK",
-    "NOTIFY",
-    "TAKE",
-    "FIND",
-    "COPY",
-    "LOWER",
-    "RETURN",
-    "CHECK_",
-    "NOTIFY_",
-    "DECIDE",
-    "SLEEPY",
-    "FENCE",
-    "SLEEP",
-    "AWAKE",
-    "END",
-]
+NAMES = (
+    *("DRAIN", "WRITE", "NAME", "POST", "CHECK", "NOTIFY", "TAKE", "FIND", "COPY", "LOWER"),
+    *("RETURN", "CHECK_", "NOTIFY_", "DECIDE", "SLEEPY", "FENCE", "SLEEP", "AWAKE", "END"),
+)
 EARLY = ("published before it is written", "notified before it is published")
 MOST_WAKEUPS = 2  # more only wake a worker in vain, which looks and sleeps again
 
@@ -70,7 +53,7 @@ PC, CALL, AT, MOVED, FOUND, ASLEEP, BUFFERED, SAYS, WAKEUPS, MEMORY, COMPILED = 
 FILLED, EMPTIED, NUM_FILLED, NUM_EMPTIED, NUM_FREE, NUM_TAKEN, RINGS = range(7)
 
 
-class Violation(AssertionError):
+class ProtocolError(AssertionError):
     """What went wrong, and the steps that lead there."""
 
 
@@ -194,7 +177,7 @@ class Model:
             s[b + NUM_FREE] -= 1
             slot = s[free + s[b + NUM_FREE]]
             if s[contents + slot]:
-                raise Violation(f"worker {w} writes slot {slot} while it holds a message")
+                raise ProtocolError(f"worker {w} writes slot {slot} while it holds a message")
             s[contents + slot] = s[b + NUM_FILLED] + 1
             s[used + s[b + NUM_FILLED] % S] = slot
             s[own + FOUND] = slot
@@ -241,11 +224,13 @@ class Model:
             slot, expected = s[own + FOUND], s[b + NUM_TAKEN] + 1
             if s[contents + slot] != expected:
                 found = s[contents + slot]
-                raise Violation(f"worker {w} took piece {found} where {expected} was expected")
+                raise ProtocolError(f"worker {w} took piece {found} where {expected} was expected")
             sender = 11 * self.channels[channel][0]
             call = s[b + NUM_TAKEN] // self.pieces
             if self.rendezvous and s[sender + MEMORY] > call:  # it is used for something else
-                raise Violation(f"worker {w} read memory of worker {sender // 11} after its call")
+                raise ProtocolError(
+                    f"worker {w} read memory of worker {sender // 11} after its call"
+                )
             s[contents + slot] = 0
             if mutation == "returned before it is copied":
                 s[b + NUM_TAKEN] += 1
@@ -333,10 +318,10 @@ def explore(model: Model, limit: int = 2_000_000) -> int:
                         if after not in came:
                             came[after] = key, f"{worker} {name}"
                             found.append(after)
-                except Violation as error:
-                    raise Violation(f"{error}\n{_history(model, came, key)}") from None
+                except ProtocolError as error:
+                    raise ProtocolError(f"{error}\n{_history(model, came, key)}") from None
             if not can_step and any(state[11 * w] != END for w in range(model.num_workers)):
-                raise Violation(f"nobody can go on\n{_history(model, came, key)}")
+                raise ProtocolError(f"nobody can go on\n{_history(model, came, key)}")
         level = found
         assert len(came) <= limit, "a smaller model is needed"
     return len(came)

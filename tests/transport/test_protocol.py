@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from protocol import Model, Violation, explore
+from protocol import Model, ProtocolError, explore
 
 PAIR = ((0, 1), (1, 0))
 RING = ((0, 1), (1, 2), (2, 0))
@@ -56,5 +56,5 @@ def test_larger_models(name: str) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_changed_protocol_is_noticed(mutation: str) -> None:
-    with pytest.raises(Violation):
+    with pytest.raises(ProtocolError):
         explore(replace(MUTATIONS[mutation], mutation=mutation))
