@@ -106,7 +106,9 @@ class FNO(Model, torch.nn.Module):
         kind = torch.get_default_dtype() if dtype is None else dtype
         if kind not in COMPLEX_OF:
             raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {kind}")
-        self._draw(checked_length("FNO", "blocks", blocks), kind)
+        checked_length("FNO", "blocks", blocks)
+        self.agree_on_form(blocks=blocks, modes=str(self.modes), dtype=kind)
+        self._draw(blocks, kind)
         self.to(device)  # after drawing, which is done on the CPU: the same numbers on any device
 
     def _draw(self, blocks: int, dtype: torch.dtype) -> None:

@@ -141,6 +141,7 @@ class Weighted(ComputingLayer):
         assert isinstance(self, torch.nn.Module)
         if P_w is not None:
             self.check_grid(self._grid())
+        self.agree_on_form()
         # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
         if not self._is_relocated:

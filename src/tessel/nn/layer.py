@@ -19,7 +19,7 @@ from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import as_spread, opened, parts, running
-from tessel.transport import kept_in_job
+from tessel.transport import code_of, kept_in_job
 
 Entry = tuple[Layout, TensorMeta]
 Result = tuple[Tensor, Layout]
@@ -70,10 +70,12 @@ class Layer(HasHandle):
     is_converted = False  # from torch's layer, in a model
     _group: transport.Group | None = None
     _takes_part: bool  # whether this worker is one of the group
+    _number: int  # of the call in which the group was asked for: tells equal layers apart
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # that of torch's own layer
         self.place_on(P_x)
+        self.agree_on_form()
         self.equalize_parameters()
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -116,6 +118,30 @@ class Layer(HasHandle):
         new.place_on(P_x)
         new.is_converted = True
         return new
+
+    def agree_on_form(self, **more: Any) -> None:
+        """Raise on all workers if they make different layers, before parameters are sent.
+
+        Args:
+            more: what else makes the layer, where its attributes do not say it.
+        """
+        assert isinstance(self, torch.nn.Module)
+        group = self.prepare()
+        if not self._takes_part or group.size == 1:
+            return
+        # Torch's layer says what it is in plain attributes; losses say nothing in their `repr`.
+        plain = int | float | str | tuple | None
+        given = more | {
+            name: value
+            for name, value in sorted(vars(self).items())
+            if isinstance(value, plain) and name[0] != "_" and name != "handle"
+        }
+        form = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
+        over = ", ".join(map(str, self.partitions()))
+        call = f"{type(self).__name__} over {over} with {given} and parameters {form}"
+        group.check_same_call(group.share_words([code_of(call)]), call)
+        group.number_call()
+        self._number = group.num_calls
 
     def equalize_parameters(self) -> None:
         """Give all workers the parameters of the first."""
@@ -186,7 +212,9 @@ class Layer(HasHandle):
         if key not in agreements:
             needs, is_off = needs_of(each for each in self._parameters.values() if each is not None)
             mode = "training" if self.training else "evaluation"
-            label = f"{self!r} in {mode}{', under torch.no_grad()' if is_off else ''}"
+            # with its number: of two layers that look alike workers must call the same one
+            label = f"{self!r} (number {self._number}) in {mode}"
+            label += ", under torch.no_grad()" if is_off else ""
             identity = f"{label} {(self.training, is_off, *needs)}"
             agreements[key] = parts_agreement(self.prepare(), self.P_x, label, identity)
         return agreements[key]
@@ -198,6 +226,7 @@ class Layer(HasHandle):
             self._group = transport.group_of(workers)
             # asked once, as every question for this worker's number goes to torch.distributed
             self._takes_part = transport.this_worker() in self._group.workers
+            self._number = self._group.num_calls
         return self._group
 
     def partitions(self) -> Iterable[Partition]:
@@ -205,7 +234,8 @@ class Layer(HasHandle):
         return (self.P_x,)
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("_agreements", "_group", "_takes_part") or super()._is_derived(name)
+        own = ("_agreements", "_group", "_number", "_takes_part")
+        return name in own or super()._is_derived(name)
 
     def extra_repr(self) -> str:
         assert isinstance(self, torch.nn.Module)
