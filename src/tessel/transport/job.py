@@ -213,6 +213,7 @@ class _Job:
         self.membership.processes = [process for process, _, _ in said]
         if all(shares for _, shares, _ in said):
             self.membership.host = _connected(agreement, self.membership.processes)
+        agreement.handle = None  # a group refers to itself: it would keep the handle for long
         for each in _listeners:
             each()
 
@@ -259,6 +260,8 @@ def _job() -> _Job:
     global _current
     default = dist.group.WORLD if is_distributed() else None
     if _current is None or _current.default is not default:
+        if _current is not None:
+            _current.end()  # else its group lives on in cycles, and threads that wake up with it
         _current = _Job(default)
         for forget in _memories:
             forget()
