@@ -227,6 +227,7 @@ class _Job:
                 host.watch = watch
                 if host.workers == everyone:  # a board in memory is read without asking anybody
                     watch.attach(this_worker(), everyone, host.board, host.board.alarm)
+        agreement.handle = None  # a group refers to itself: it would keep the handle for long
         for each in _listeners:
             each()
 
@@ -305,7 +306,7 @@ def _job() -> _Job:
     default = dist.group.WORLD if is_distributed() else None
     if _current is None or _current.default is not default:
         if _current is not None:
-            _current.membership.watch.end()
+            _current.end()  # else its group lives on in cycles, and threads that wake up with it
         _current = _Job(default)
         for forget in _memories:
             forget()
