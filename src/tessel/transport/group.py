@@ -32,7 +32,7 @@ T = TypeVar("T")
 NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
 MOST_PROGRAMS = 64  # for sums, that a group remembers
-_LEAP = 2**32  # by which the numbers of exchanges grow when a call is given up: no call has so many
+_LEAP = 2**20  # by which the numbers of exchanges grow when a call is given up: no call has so many
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
 
 

@@ -137,6 +137,8 @@ class Host:
 
     def leave(self, is_back: bool = False) -> None:
         """Tell the others that this worker sends and takes nothing more, or is back again."""
+        if os.getpid() != self._owner:
+            return  # the end of a fork is not that of the worker
         self.hide()
         self._wakeup.leave(not is_back)
         for wakeup in self._wakeups.values():

@@ -42,16 +42,23 @@ def start(backend: str | None = None) -> bool:
     """
     joins = world.join(backend)
     if joins:
-        atexit.unregister(leave)  # once, however often jobs are joined
-        atexit.register(leave)  # a process that ends with open groups aborts
+        atexit.unregister(_leave_at_exit)  # once, however often jobs are joined
+        atexit.register(_leave_at_exit)  # a process that ends with open groups aborts
     return joins
 
 
-def leave() -> None:
-    """Leave the job: destroy its groups, and forget them, so that their threads can end."""
+def _leave_at_exit() -> None:
+    leave(getattr(sys, "last_value", None))  # what has ended the program, if Python has shown it
+
+
+def leave(error: BaseException | None = None) -> None:
+    """Leave the job: destroy its groups, and forget them, so that their threads can end.
+
+    Others who wait for this worker hear of the error that makes it leave.
+    """
     global _current
-    _end_program(getattr(sys, "last_value", None))  # what ended the program, if anything did
     if _current is not None:
+        _end_program(error)
         _current.end()
         _current = None
     if is_distributed():

@@ -35,6 +35,7 @@ TICK = 0.5  # seconds between two looks
 # Looks in vain, of all who wait, between two looks of this worker at the board. Gloo may hold
 # messages that are on their way, for a short time.
 BEATS, BEATS_OF_WIRE = 2, 6
+MANY = 8  # workers that are looked at in each tick
 LEVELS = ("warning", "info")
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _log = logging.getLogger("tessel")
@@ -107,7 +108,8 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.worker, self.workers = 0, (0,)
+        self.worker = 0
+        self.workers: tuple[int, ...] = (0,)
         self.alarm: Any = array("q", [0])
         self.groups: dict[int, Counts] = {}
         self._board: Board | None = None
@@ -117,8 +119,10 @@ class Watch:
         self._num_waits = 0
         self._given_up: dict[int, tuple[int, int, str]] = {}
         self._owner = os.getpid()
+        self._lock = threading.Lock()
         # what others did when it was first seen, and what this worker did then
         self._seen: dict[int, tuple[Status, Status]] = {}
+        self._next_scan = 0.0  # when the statuses of others may be read again
         self._told: float = 0.0  # seconds of a wait that was logged last
         self._ended = threading.Event()
         self._posted: Status | None = None
@@ -189,7 +193,7 @@ class Watch:
         for code, number in groups:
             self._given_up.pop(code, None)
             self._given_up[code] = code, number, text
-        self._post(Status(given_up=tuple(self._given_up.values())))
+        self._post(Status())
 
     def notes(self) -> str:
         """What other workers said of calls that they gave up, for the text of an error."""
@@ -204,7 +208,7 @@ class Watch:
     def begin_program(self) -> None:
         """Let the others know that this worker takes part again."""
         if self._posted is not None and self._posted.state in (FINISHED, FAILED):
-            self._post(Status(given_up=tuple(self._given_up.values())))
+            self._post(Status())
 
     def end_program(self, error: BaseException | None) -> None:
         """Let the others know that this worker comes to no further exchange."""
@@ -276,7 +280,7 @@ class Watch:
             self._seen.clear()
             self._told = 0.0
             if self._posted is not None and self._posted.state == WAITS:
-                self._post(Status(given_up=tuple(self._given_up.values())))
+                self._post(Status())
             return
         if not self.is_broken() and (text := self._find_fault(waits)):
             self.break_job(text)
@@ -292,6 +296,10 @@ class Watch:
                 each.beats += 1
         mine = self._own_status(waits)
         self._post(mine)
+        if time.monotonic() < self._next_scan:
+            return ""
+        # All who wait read of all others: the more there are the more rarely, for the store's sake.
+        self._next_scan = time.monotonic() + TICK * len(self.workers) / MANY
         statuses, new = {self.worker: mine}, list(mine.needs)
         while new:
             worker = new.pop()
@@ -313,7 +321,8 @@ class Watch:
         if len({key for each in statuses.values() for key in each.keys}) == 1:
             return ""
         said = [f"worker {worker} waits in {statuses[worker].text}" for worker in sorted(statuses)]
-        return f"all workers must make the same calls in the same order, but {', '.join(said)}"
+        both = f"all workers must make the same calls in the same order, but {', '.join(said)}"
+        return both + self.notes()
 
     def _is_settled(self, worker: int, status: Status, mine: Status, beats: int) -> bool:
         """Whether a worker does what it did when both had looked less often in vain.
@@ -356,7 +365,6 @@ class Watch:
             tuple(each.key for each in waits),
             min(each.beats for each in waits),
             max(each.number for each in waits),
-            tuple(self._given_up.values()),
         )
 
     def _board_of(self) -> Board:
@@ -364,10 +372,12 @@ class Watch:
         return self._board
 
     def _post(self, status: Status) -> None:
-        self._posted = status
-        if self._board is not None and os.getpid() == self._owner:
-            with contextlib.suppress(RuntimeError):
-                self._board.post(status)
+        """Say what this worker does, besides what it has given up."""
+        with self._lock:  # of two threads, the watch and the one that gives up a call
+            self._posted = status._replace(given_up=tuple(self._given_up.values()))
+            if self._board is not None and os.getpid() == self._owner:
+                with contextlib.suppress(RuntimeError):
+                    self._board.post(self._posted)
 
     def _log(self, waits: list[Wait], busy: list[int]) -> None:
         seconds = max(each.seconds for each in waits)
