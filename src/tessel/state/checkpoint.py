@@ -106,6 +106,9 @@ class ModelState:
     number of workers or for another `dim`. What several workers have is written by one of them.
     Names and shapes are those of the model of plain torch, which can read the files, too.
 
+    Torch pickles the `.metadata` of these files and unpickles it when it reads them: load only those
+    that you trust. `tessel.nn.load_weights` reads files that hold nothing but tensors.
+
     Args:
         module: the model, also one in `DistributedDataParallel`.
         partition: the workers that hold one copy of it; None for those of its shards.
