@@ -87,7 +87,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # one element, or none, may have any stride and be contiguous, but not be viewed as bytes
     flat = plain.as_strided((plain.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def tensor_of(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: Any) -> Tensor:

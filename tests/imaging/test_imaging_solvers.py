@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
 
@@ -881,6 +883,42 @@ def test_a_damaged_file_raises_on_all_workers(
     assert f"the checkpoint in {tmp_path} cannot be read on worker" in first[1]
     assert f"{tmp_path}/iteration-00000002/worker-1-of-2.safetensors" in first[1]
     assert "pass resume=False, or take another folder" in first[1]
+
+
+def few_steps(folder: Path) -> solvers.Solution:
+    keep = solvers.Checkpoint(folder, every=2)
+    method = solvers.GradientDescent(Halving(), step=0.5)
+    return solvers.solve(method, values(3), max_iterations=2, checkpoint=keep)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_damage_is_found(tmp_path: Path, data: st.DataObject) -> None:
+    """A flipped bit, or an end that is missing: an error that names the file, or what was kept."""
+    want = few_steps(tmp_path)
+    (path,) = tmp_path.rglob("worker-*")
+    right = path.read_bytes()
+    damaged, at = bytearray(right), data.draw(st.integers(0, 8 * len(right) - 1))
+    damaged[at // 8] ^= 1 << at % 8
+    for content in (damaged, right[: at // 8]):
+        path.write_bytes(content)
+        try:
+            assert torch.equal(few_steps(tmp_path).x, want.x)
+        except ValueError as error:
+            assert str(path) in str(error)
+    path.write_bytes(right)
+
+
+def test_files_without_names_are_no_checkpoint(tmp_path: Path) -> None:
+    """A run that was ended before its first checkpoint was complete begins anew."""
+    want = few_steps(tmp_path)
+    (path,) = tmp_path.rglob("worker-*")
+    path.with_name(path.name + ".unfinished").write_bytes(path.read_bytes()[:100])
+    path.unlink()
+    assert torch.equal(few_steps(tmp_path).x, want.x)
+    assert [each.name for each in tmp_path.rglob("worker-*")] == [path.name]
 
 
 class Measured:

@@ -92,7 +92,7 @@ class Rendezvous(RendezvousHandler):
                 raise RendezvousConnectionError(
                     f"this is host {rank + 1}, and the job has --nnodes {self._hosts}"
                 )
-            store.set(f"host/{rank}", b"here")
+            store.set(f"host/{rank}", "here")
             store.wait([f"host/{each}" for each in range(self._hosts)])
         except dist.DistStoreError as error:
             raise RendezvousTimeoutError(

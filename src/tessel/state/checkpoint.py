@@ -107,6 +107,9 @@ class ModelState:
     number of workers or for another `dim`. What several workers have is written by one of them.
     Names and shapes are those of the model of plain torch, which can read the files, too.
 
+    Torch pickles the `.metadata` of these files and unpickles it when it reads them: load only
+    those that you trust. `tessel.nn.load_weights` reads files that hold nothing but tensors.
+
     Args:
         module: the model, also one in `DistributedDataParallel`.
         partition: the workers that hold one copy of it; None for those of its shards.
@@ -148,6 +151,7 @@ class OptimizerState:
     What the optimizer keeps for each number of a parameter lies in the shards of the parameter,
     and is written and read as these are. Values have the names of the parameters, as in
     `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+    Torch unpickles the `.metadata` of these files: load only those that you trust.
 
     Args:
         module: the model, also one in `DistributedDataParallel`.

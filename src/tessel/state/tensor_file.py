@@ -56,7 +56,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: what it is, and where its bytes begin after the header."""
 
     dtype: torch.dtype
@@ -87,12 +87,12 @@ class TensorFileWriter:
     ) -> None:
         self.path = Path(path)
         self.unfinished = self.path.with_name(self.path.name + ".unfinished")
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TensorEntry] = {}
         place = 0
         for name, (dtype, shape) in kinds.items():
             if dtype not in _NAMES:
                 raise TypeError(f"{name} has the dtype {dtype}, which tensor files do not have")
-            self._entries[name] = entry = Entry(dtype, tuple(shape), place)
+            self._entries[name] = entry = TensorEntry(dtype, tuple(shape), place)
             place += entry.num_bytes
         self._notes = dict(notes or {})
         self._sums = {name: "0" * 8 * _num_blocks(e) for name, e in self._entries.items()}
@@ -226,7 +226,7 @@ class TensorFile:
         part = rows[(slice(None), *(slice(*each) for each in others))] if box else rows
         return part.contiguous()
 
-    def _bytes(self, name: str, entry: Entry, start: int, stop: int) -> memoryview:
+    def _bytes(self, name: str, entry: TensorEntry, start: int, stop: int) -> memoryview:
         """Some bytes of a tensor, whose blocks are right."""
         first = start - start % _BLOCK
         last = min(entry.num_bytes, stop + -stop % _BLOCK)
@@ -246,7 +246,7 @@ class TensorFile:
                 )
         return data[start - first : stop - first]
 
-    def _known(self, name: str) -> Entry:
+    def _known(self, name: str) -> TensorEntry:
         if name not in self.entries:
             raise self._error(f"it has no {name!r}, but {', '.join(sorted(self.entries)[:8])}")
         return self.entries[name]
@@ -266,12 +266,12 @@ class TensorFile:
             )
         return dict(notes)
 
-    def _entry(self, name: str, value: Any) -> Entry:
+    def _entry(self, name: str, value: Any) -> TensorEntry:
         try:
             dtype = _DTYPES[value["dtype"]]
             shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
             is_right = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, stop))
-            entry = Entry(dtype, shape, start)
+            entry = TensorEntry(dtype, shape, start)
             is_right = is_right and entry.num_bytes == stop - start
         except (KeyError, TypeError, ValueError):
             is_right = False
@@ -307,5 +307,5 @@ class TensorFile:
         return ValueError(f"{self.path} is damaged, or no tensor file: {problem}")
 
 
-def _num_blocks(entry: Entry) -> int:
+def _num_blocks(entry: TensorEntry) -> int:
     return int(np.ceil(entry.num_bytes / _BLOCK))

@@ -101,7 +101,9 @@ class Notes:
             for each in self.history.values()
         )
         is_right = is_right and all(isinstance(each, Tensor) for each in self.random.values())
+        is_right = is_right and all(each.dtype == torch.uint8 for each in self.random.values())
         is_right = is_right and "cpu" in self.random
+        is_right = is_right and self.random["cpu"].shape == torch.get_rng_state().shape
         for each in self.parts.values() if is_right else ():
             is_right = is_right and isinstance(each, tuple) and len(each) == 3
             is_right = is_right and isinstance(each[2], torch.dtype)
