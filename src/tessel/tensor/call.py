@@ -10,6 +10,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import attributes
 from tessel.tensor.gathering import is_random, may_gather, of_whole, shared, without_rule
+from tessel.tensor.grids import on_one_grid
 from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     adaptive,
@@ -41,6 +42,7 @@ from tessel.tensor.table import (
     FOUND,
     PLAIN,
     RULES,
+    ApartError,
     Arguments,
     Rule,
     Settings,
@@ -145,7 +147,12 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The rule of a function; where there is none, what `tessel.fallback` says."""
     try:
         return _followed(name, func, args, kwargs)
-    except UnsupportedError as error:
+    except (UnsupportedError, ApartError) as error:
+        together = on_one_grid(name, args, kwargs)
+        if together is not None:
+            return follow(name, func, *together)
+        if isinstance(error, ApartError):
+            raise
         return without_rule(name, func, args, kwargs, error)
     except _OutsideError:
         return outlined(follow, name, func, args, kwargs)

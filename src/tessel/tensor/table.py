@@ -9,7 +9,7 @@ make the same movements in the same order, and nothing has to be agreed on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -217,13 +217,21 @@ def with_whole(layout: Layout, dim: int, length: int) -> Layout:
     return Layout(layout.partition, shape, cuts, layout.shared)
 
 
+class ApartError(ValueError):
+    """That tensors lie on different workers or grids."""
+
+    def __init__(self, name: str, layouts: Iterable[Layout | None]) -> None:
+        held = ", ".join(str(each) for each in layouts if each is not None)
+        super().__init__(
+            f"`{name}` of tensors on different workers or grids: {held}; bring them together by "
+            f"x.move_to(...)"
+        )
+
+
 def check_together(name: str, layouts: Sequence[Layout]) -> None:
     """Raise if tensors lie on different workers or grids."""
     if any(each.partition != layouts[0].partition for each in layouts):
-        raise ValueError(
-            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
-            f"bring them together by x.move_to(...)"
-        )
+        raise ApartError(name, layouts)
 
 
 def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

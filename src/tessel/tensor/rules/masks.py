@@ -20,6 +20,7 @@ from tessel.core.layout import Cut, Layout
 from tessel.tensor.rules.pointwise import changed, check_change, common_layout, fitted, pointwise
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
+    ApartError,
     Arguments,
     Settings,
     as_spread,
@@ -113,10 +114,7 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
         raise IndexError(f"too many indices for tensor of dimension {len(layout.shape)}")
     lies = mask._layout if isinstance(mask, Tensor) and not is_whole(mask._layout) else None
     if isinstance(mask, Tensor) and mask._layout.partition != layout.partition:
-        raise ValueError(
-            f"`{name}` of a tensor and a mask on different workers or grids: {layout}, "
-            f"{mask._layout}; bring them together by x.move_to(...)"
-        )
+        raise ApartError(name, (layout, mask._layout))
     there = _in_runs(layout, lies, at, mask.dim())
     masked, cut, partition = slice(at, at + mask.dim()), there.cuts[at], layout.partition
     # The mask lies as the tensor: one shared value along axes that split other dimensions.

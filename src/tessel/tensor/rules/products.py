@@ -23,6 +23,7 @@ from tessel.tensor.overlapped_linear import can_overlap, multiply_overlapping
 from tessel.tensor.rules.hosting import reshaped_along
 from tessel.tensor.rules.reductions import argument, without
 from tessel.tensor.table import (
+    ApartError,
     Arguments,
     Settings,
     check_dtypes,
@@ -156,7 +157,7 @@ def contraction_of(name: str, equation: Equation, operands: Sequence[torch.Tenso
     layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
     partition = next(layout for layout in layouts if layout is not None).partition
     if any(layout is not None and layout.partition != partition for layout in layouts):
-        raise ValueError(f"{name}: tensors on different partitions: {layouts}; use x.move_to(...)")
+        raise ApartError(name, layouts)
     return planned(partition, indices, output, tuple(map(_shape, operands)), layouts)
 
 
