@@ -62,7 +62,7 @@ def nearest_on(partition: Partition, layout: Layout) -> Layout:
     options = []
     for chosen in product((None, *dims), repeat=len(axes)):  # what each axis splits
         along = [tuple(a for a, d in zip(axes, chosen, strict=True) if d == dim) for dim in dims]
-        cuts = [_cut_like(layout, dim, partition, along[dim]) for dim in dims]
+        cuts = tuple(_cut_like(layout, dim, partition, along[dim]) for dim in dims)
         options.append(of_cuts(partition, layout.shape, cuts))
     return min(options, key=lambda option: _difference(layout, option))
 
