@@ -46,15 +46,10 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.graph",),
     ("core.windows",),
     (
-        "core.boxes",
-        "core.context",
-        "core.handles",
-        "endings",
-        "errors",
-        "limits",
-        "machine",
-        "version",
+        *("core.boxes", "core.context", "core.handles"),
+        *("encoding", "endings", "errors", "limits", "machine", "version"),
     ),
+    ("settings",),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}
 

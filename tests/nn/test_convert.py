@@ -130,7 +130,8 @@ def train(case: Training) -> None:
         if not layout.partition.active:
             assert z.numel() == 0
             continue
-        assert forward.agreements == many, forward
+        # on the input; and, before gradients are summed, on the parameters that were used
+        assert forward.agreements == 2 * many, forward
         tolerance = GROWN if step else TOLERANCE
         close(f"{case}: output {step}", z, mine(y, layout), tolerance)
         weights = values(y.shape, 5)

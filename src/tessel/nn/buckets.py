@@ -8,9 +8,12 @@ call of a model learns how parameters are used, the next ones put them into buck
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +117,7 @@ class BucketedCall:
         self.parameters = list(parameters)
         self.plan = schedule.plan(self.parameters)
         self.uses: dict[int, Use] = {}
+        self.sequence = array("q")  # the numbers of the parameters, use by use
         # by identity: tensors compare element by element, and a shared parameter is one
         self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
         self._buckets = {n: k for k, bucket in enumerate(self.plan) for n in bucket.numbers}
@@ -127,6 +131,10 @@ class BucketedCall:
             return None
         how = Use(use.domain.partition, use.axes)
         self.uses.setdefault(number, how)
+        self.sequence.append(number)
+        # A number of its own: if workers return what hangs on different parameters, the sums of
+        # these wait for each other, and one is not taken for the other.
+        how.partition.prepare().number_call()
         place = self._buckets.get(number)
         if place is None or self.plan[place].use != how:
             return None
@@ -168,6 +176,37 @@ def in_buckets(schedule: BucketSchedule, parameters: Iterable[Tensor]) -> Iterat
         yield
     # not in a `finally`: a call that raised has not used all that the next one will
     schedule.learn(call.plan, call.uses)
+
+
+def agree_on_uses(module: torch.nn.Module, partition: Partition) -> None:
+    """Raise on all workers if they used other parameters, or the same ones in another order.
+
+    They took different branches of the model then, and gradients of different parameters would be
+    added. All workers come here at the end of a call whose parameters get gradients.
+    """
+    call = current_buckets.get()
+    if not isinstance(call, BucketedCall) or not any(p.requires_grad for p in call.parameters):
+        return
+    group = partition.prepare()
+    everyones = group.share_words([zlib.crc32(call.sequence)])
+    codes = np.frombuffer(everyones, np.int64)[::NUM_WORDS]
+    if (codes == codes[0]).all():
+        return
+    names = {id(value): name for name, value in module.named_parameters()}
+    mine = [names.get(id(call.parameters[number]), "another") for number in call.sequence]
+    said = dict(zip(group.workers, group.share_objects(mine), strict=True))
+    for _ in range(max(map(len, said.values())) - len(mine)):  # each use was counted as a call
+        group.number_call()
+    first, expected = next(iter(said.items()))
+    worker, others = next((w, each) for w, each in said.items() if each != expected)
+    place = next(n for n, (a, b) in enumerate(zip_longest(expected, others)) if a != b)
+    ours, theirs = (each[place] if place < len(each) else None for each in (expected, others))
+    raise ValueError(
+        f"{type(module).__name__} over {partition}: workers take different branches, so that "
+        f"gradients of different parameters would be added: use {place} of a parameter is that "
+        f"of {ours} on worker {first} and of {theirs} on worker {worker}. Decide by what all "
+        f"workers have: spread tensors, equal arguments, random numbers drawn inside the model"
+    )
 
 
 def foreseen() -> Plan:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tessel.errors import WorkerLost
@@ -374,9 +373,10 @@ class Group:
         """Every worker's item in group order; slow, for set-up and for the text of errors."""
         if self.handle is None:
             return [item]
-        items = [None] * self.size
-        self.attempt_by_wire(lambda: dist.all_gather_object(items, item, group=self.handle))
-        return items
+        device = wire.control_device(self.handle)
+        said = wire.said(item)
+        # what is wrong with an item is found after the exchange, which was completed
+        return wire.told(self.attempt_by_wire(lambda: wire.share_bytes(said, device, self.handle)))
 
     @cached_property
     def _ways(self) -> Ways:

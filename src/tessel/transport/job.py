@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tessel import endings
 from tessel.limits import time_limit
-from tessel.machine import chosen
+from tessel.settings import chosen, text
 from tessel.transport import semaphore, world
 from tessel.transport.board import StoreBoard
 from tessel.transport.group import Group, Membership, code_of, listing
@@ -218,7 +218,7 @@ class _Job:
         agreement = Group(everyone, self.default, self.membership)
         watch = self.membership.watch
         watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
-        mine = PeerProcess.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
+        mine = PeerProcess.this(), chosen_transport() == "shared", text(CHECK) or "0"
         said = agreement.share_objects(mine)
         for number, (_, _, check) in enumerate(said):
             if check != said[0][2]:
@@ -234,6 +234,7 @@ class _Job:
                 host.watch = watch
                 if host.workers == everyone:  # a board in memory is read without asking anybody
                     watch.attach(this_worker(), everyone, host.board, host.board.alarm)
+        agreement.handle = None  # a group refers to itself: it would keep the handle for long
         for each in _listeners:
             each()
 
@@ -312,7 +313,7 @@ def _job() -> _Job:
     default = dist.group.WORLD if is_distributed() else None
     if _current is None or _current.default is not default:
         if _current is not None:
-            _current.membership.watch.end()
+            _current.end()  # else its group lives on in cycles, and threads that wake up with it
         _current = _Job(default)
         for forget in _memories:
             forget()

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from tessel.errors import WorkerLost
-from tessel.machine import chosen
+from tessel.settings import chosen
 from tessel.transport.board import BUSY, FAILED, FINISHED, WAITS, Board, Status
 
 PATIENCE = 2.0  # seconds after which others are asked
