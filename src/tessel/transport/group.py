@@ -7,6 +7,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
 MOST_PROGRAMS = 64  # for sums, that a group remembers
 _LEAP = 2**20  # by which the numbers of exchanges grow when a call is given up: no call has so many
+# Whether a worker that raises tells the others itself, in the place of its next exchange.
+tells_errors: ContextVar[bool] = ContextVar("tells_errors", default=False)
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
 
 
@@ -365,6 +368,8 @@ class Group:
         """
         if type(error).__name__ == "_StopRecomputationError":
             return  # by which torch ends the recomputation of a checkpoint, after the exchange
+        if tells_errors.get():
+            return  # the others hear of it in the place of the next exchange, and stay in step
         for group in self.within:
             group.num_exchanges += _LEAP
         self._watch.give_up([(each._code, each.num_exchanges) for each in self.within], error)
