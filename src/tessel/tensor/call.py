@@ -78,6 +78,8 @@ def name_of(func: Any) -> str:
     """
     if isinstance(func, _SCRIPTED):
         return f"scripted {func.name}"
+    if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
+        return f"init {func.__name__}"
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__name__.strip('_')} {func.__self__.__name__}"
     return str(func.__name__)
@@ -90,6 +92,8 @@ def rule_of(name: str) -> Rule:
     """What is done with a function of this name."""
     if name.startswith("scripted "):
         return scripted
+    if name.startswith("init "):
+        return random.initialize
     if name in attributes.OF_THE_WHOLE:
         return attributes.of_the_whole
     if name in attributes.OF_THE_PART:
