@@ -540,6 +540,22 @@ def check_named_arguments() -> None:
             tessel.randint(*wrong, where=world)
 
 
+def check_shapes_in_place() -> None:
+    """No function changes the shape of a part behind the tensor's back, of whole ones neither."""
+    for x in (spread(), spread().sum(0, keepdim=True)):
+        shape = x.shape
+        for change in (
+            lambda x: x.transpose_(0, 1),
+            lambda x: x.unsqueeze_(0),
+            lambda x: x.squeeze_(),
+            lambda x: x.swapaxes_(0, 2),
+            lambda x: x.resize_(2, 2),
+        ):
+            with pytest.raises(NotImplementedError, match=r"in place|no rule|unseen|split"):
+                change(x)
+            assert x.shape == shape and tuple(x.local.shape) == x.layout.local_shape
+
+
 def check_layers() -> None:
     """Layers over partitions take spread tensors, and give them."""
     P = rows(3)
@@ -582,7 +598,7 @@ CHECKS = (
     ),
     *(check_making, check_bad_input, check_layers, check_outside, check_grids),
     *(check_comparisons, check_other_dtypes, check_detach_in_place, check_initialization),
-    check_named_arguments,
+    *(check_named_arguments, check_shapes_in_place),
 )
 
 

@@ -195,9 +195,19 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
+    if name in _RESHAPE_IN_PLACE:  # the part would, and the wrapper would not know
+        raise unsupported(name, "a spread tensor cannot change its shape in place", *layouts)
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
     return shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+
+
+_RESHAPE_IN_PLACE = frozenset(
+    (
+        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
+        *("resize_", "resize_as_", "set_", "rename_"),
+    )
+)
 
 
 def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
