@@ -498,6 +498,64 @@ def check_detach_in_place() -> None:
     assert "local" in dir(x)
 
 
+def check_initialization() -> None:
+    """`torch.nn.init` fills a spread tensor; the values do not depend on its layout."""
+    world = tessel.world()
+    for fill in (
+        *(nn.init.kaiming_uniform_, nn.init.kaiming_normal_, nn.init.xavier_uniform_),
+        *(nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.zeros_),
+        lambda x: nn.init.constant_(x, 3.0),
+        lambda x: nn.init.kaiming_uniform_(x, a=5**0.5, nonlinearity="relu", mode="fan_out"),
+    ):
+        drawn = []
+        for where in (Layout.balanced(rows(2), (6, 4)), Layout.whole(world, (6, 4), shared=True)):
+            torch.manual_seed(3)
+            x = fill(tessel.empty(6, 4, where=where, dtype=torch.float64).requires_grad_())
+            assert x.requires_grad and x.is_leaf
+            drawn.append(x.detach().full())
+        close("drawn", *drawn)
+    bound = (6 / 4) ** 0.5  # of kaiming_uniform_ for four inputs
+    torch.manual_seed(3)
+    x = nn.init.kaiming_uniform_(tessel.empty(600, 4, where=rows(2)))
+    assert 0.95 * bound < float(x.abs().max()) <= bound
+
+
+def check_named_arguments() -> None:
+    """Factories take arguments by torch's names."""
+    world = tessel.world()
+    for settings in ({"end": 5}, {"start": 1, "end": 6, "step": 2}):
+        got = tessel.arange(where=world, **settings)  # type: ignore[arg-type]
+        close("arange", got.full(), torch.arange(**settings))
+    close("step", tessel.arange(0, 5, step=2, where=world).full(), torch.arange(0, 5, step=2))
+    torch.manual_seed(0)
+    one = tessel.randint(2, 9, (7,), where=world).full()
+    for settings in ({"low": 2, "high": 9, "size": (7,)},):
+        torch.manual_seed(0)
+        close("randint", tessel.randint(where=world, **settings).full(), one)
+    torch.manual_seed(0)
+    close("size", tessel.randint(2, 9, size=(7,), where=world).full(), one)
+    assert int(tessel.randint(3, size=(9,), where=world).max()) < 3
+    for wrong in ((3,), (1, 2, (3,), 4)):
+        with pytest.raises(TypeError, match="randint"):
+            tessel.randint(*wrong, where=world)
+
+
+def check_shapes_in_place() -> None:
+    """No function changes the shape of a part behind the tensor's back, of whole ones neither."""
+    for x in (spread(), spread().sum(0, keepdim=True)):
+        shape = x.shape
+        for change in (
+            lambda x: x.transpose_(0, 1),
+            lambda x: x.unsqueeze_(0),
+            lambda x: x.squeeze_(),
+            lambda x: x.swapaxes_(0, 2),
+            lambda x: x.resize_(2, 2),
+        ):
+            with pytest.raises(NotImplementedError, match=r"in place|no rule|unseen|split"):
+                change(x)
+            assert x.shape == shape and tuple(x.local.shape) == x.layout.local_shape
+
+
 def check_layers() -> None:
     """Layers over partitions take spread tensors, and give them."""
     P = rows(3)
@@ -539,7 +597,8 @@ CHECKS = (
         check_fallback,
     ),
     *(check_making, check_bad_input, check_layers, check_outside, check_grids),
-    *(check_comparisons, check_other_dtypes, check_detach_in_place),
+    *(check_comparisons, check_other_dtypes, check_detach_in_place, check_initialization),
+    *(check_named_arguments, check_shapes_in_place),
 )
 
 

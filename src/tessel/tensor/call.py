@@ -78,6 +78,8 @@ def name_of(func: Any) -> str:
     """
     if isinstance(func, _SCRIPTED):
         return f"scripted {func.name}"
+    if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
+        return f"init {func.__name__}"
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__name__.strip('_')} {func.__self__.__name__}"
     return str(func.__name__)
@@ -90,6 +92,8 @@ def rule_of(name: str) -> Rule:
     """What is done with a function of this name."""
     if name.startswith("scripted "):
         return scripted
+    if name.startswith("init "):
+        return random.initialize
     if name in attributes.OF_THE_WHOLE:
         return attributes.of_the_whole
     if name in attributes.OF_THE_PART:
@@ -189,9 +193,19 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
+    if name in _RESHAPE_IN_PLACE:  # the part would, and the wrapper would not know
+        raise unsupported(name, "a spread tensor cannot change its shape in place", *layouts)
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
     return shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+
+
+_RESHAPE_IN_PLACE = frozenset(
+    (
+        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
+        *("resize_", "resize_as_", "set_", "rename_"),
+    )
+)
 
 
 def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
