@@ -188,25 +188,33 @@ def agree_on_uses(module: torch.nn.Module, partition: Partition) -> None:
     if not isinstance(call, BucketedCall) or not any(p.requires_grad for p in call.parameters):
         return
     group = partition.prepare()
-    everyones = group.share_words([zlib.crc32(call.sequence)])
-    codes = np.frombuffer(everyones, np.int64)[::NUM_WORDS]
-    if (codes == codes[0]).all():
-        return
-    names = {id(value): name for name, value in module.named_parameters()}
-    mine = [names.get(id(call.parameters[number]), "another") for number in call.sequence]
-    said = dict(zip(group.workers, group.share_objects(mine), strict=True))
-    for _ in range(max(map(len, said.values())) - len(mine)):  # each use was counted as a call
-        group.number_call()
-    first, expected = next(iter(said.items()))
-    worker, others = next((w, each) for w, each in said.items() if each != expected)
-    place = next(n for n, (a, b) in enumerate(zip_longest(expected, others)) if a != b)
-    ours, theirs = (each[place] if place < len(each) else None for each in (expected, others))
-    raise ValueError(
-        f"{type(module).__name__} over {partition}: workers take different branches, so that "
-        f"gradients of different parameters would be added: use {place} of a parameter is that "
-        f"of {ours} on worker {first} and of {theirs} on worker {worker}. Decide by what all "
-        f"workers have: spread tensors, equal arguments, random numbers drawn inside the model"
-    )
+    head = f"{type(module).__name__} over {partition} with the parameters "
+
+    def said() -> str:
+        names = {id(value): name for name, value in module.named_parameters()}
+        used = (names.get(id(call.parameters[number]), "another") for number in call.sequence)
+        return head + ", ".join(used)
+
+    everyones = group.share_words([zlib.crc32(call.sequence, code_of(head))])
+    try:
+        group.check_same_call(everyones, said)
+    except ValueError as error:
+        calls: list[str] = error.calls  # type: ignore[attr-defined]
+        if not all(each.startswith(head) for each in calls):
+            raise  # others are somewhere else, as at an exception
+        uses = [each.removeprefix(head).split(", ") for each in calls]
+        other = next(k for k, each in enumerate(uses) if each != uses[0])
+        pairs = enumerate(zip_longest(uses[0], uses[other]))
+        place, (ours, theirs) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+        different = ValueError(
+            f"{type(module).__name__} over {partition}: workers take different branches, so that "
+            f"gradients of different parameters would be added: use {place} of a parameter is that "
+            f"of {ours} on worker {group.workers[0]} and of {theirs} on worker "
+            f"{group.workers[other]}. Decide by what all workers have: spread tensors, equal "
+            f"arguments, random numbers drawn inside the model"
+        )
+        different.workers = group.workers  # type: ignore[attr-defined]  # all of which raise it
+        raise different from None
 
 
 def foreseen() -> Plan:

@@ -230,10 +230,10 @@ class Entrance:
             args, kwargs = self._entered(args, kwargs)
             try:
                 result = self.forward(*args, **kwargs)
+                buckets.agree_on_uses(self.module, self.P_x)
             except BaseException as error:  # others may still wait for this worker
                 self.P_x.prepare().give_up(error)
                 raise
-            buckets.agree_on_uses(self.module, self.P_x)
         if spread:  # the result goes as the input came
             return result
         return tree_map(

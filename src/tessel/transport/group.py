@@ -33,7 +33,7 @@ T = TypeVar("T")
 NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
 MOST_PROGRAMS = 64  # for sums, that a group remembers
-_LEAP = 2**20  # by which the numbers of exchanges grow when a call is given up: no call has so many
+_LEAP = 2**20  # to a multiple of which numbers grow when a call is given up: none has so many
 # Whether a worker that raises tells the others itself, in the place of its next exchange.
 tells_errors: ContextVar[bool] = ContextVar("tells_errors", default=False)
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
@@ -348,6 +348,7 @@ class Group:
             said.append(f"worker {first} calls {calls[places[0]]}{also}")
         error = ValueError(f"{DIFFERENT}: {', '.join(said)}")
         error.workers = self.workers  # type: ignore[attr-defined]  # all of which raise it
+        error.calls = calls  # type: ignore[attr-defined]
         raise error
 
     def number_call(self) -> None:
@@ -362,16 +363,19 @@ class Group:
     def give_up(self, error: BaseException) -> None:
         """Note that an exception has left a call that the workers had agreed on.
 
-        If it has on all of them, they go on in step. Else the numbers of this worker differ from
+        If it has on all of them, they go on in step: numbers grow to the next multiple, which is
+        the same wherever in the call each of them was. Else the numbers of this worker differ from
         those of the others, who then learn of the exception, rather than take the messages of
         another call for those of this one.
         """
         if type(error).__name__ == "_StopRecomputationError":
             return  # by which torch ends the recomputation of a checkpoint, after the exchange
-        if tells_errors.get():
-            return  # the others hear of it in the place of the next exchange, and stay in step
         for group in self.within:
-            group.num_exchanges += _LEAP
+            group.num_calls = (group.num_calls // _LEAP + 1) * _LEAP
+        if tells_errors.get():
+            return  # the others hear of it in the place of the next exchange, which has its number
+        for group in self.within:
+            group.num_exchanges = (group.num_exchanges // _LEAP + 1) * _LEAP
         self._watch.give_up([(each._code, each.num_exchanges) for each in self.within], error)
 
     def share_objects(self, item: Any) -> list[Any]:
