@@ -64,10 +64,12 @@ GRIDS = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.limit(300)
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_all_shapes_on_all_grids(run: Run, num_workers: int) -> None:
     grids = [grid for grid in GRIDS if prod(grid) == num_workers]
-    counts = run(reshape_on_grids, grids, nprocs=num_workers, timeout=110)
+    counts = run(reshape_on_grids, grids, nprocs=num_workers, timeout=240)
     assert counts[0] > 500
 
 
@@ -138,7 +140,7 @@ def test_a_classifier_sends_its_pooled_features_once(run: Run) -> None:
 
 
 # A model in which dimensions of length one are merged with split ones, dropped or added: by name,
-# the layers, the shape of the input, and whether the result has the dimensions of the input.
+# the layers and the shape of the input.
 HEADS: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(8, 4)), (3, 1, 8)),
     "flatten one row": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(8, 4)), (1, 1, 8)),
@@ -220,7 +222,9 @@ def heads_on_grids(num_workers: int) -> int:
     return len(places) * len(HEADS)
 
 
+@pytest.mark.slow
+@pytest.mark.limit(300)
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.filterwarnings("ignore")
 def test_heads_with_dimensions_of_length_one(run: Run, num_workers: int) -> None:
-    assert run(heads_on_grids, num_workers, nprocs=num_workers, timeout=100)[0] == 33
+    assert run(heads_on_grids, num_workers, nprocs=num_workers, timeout=240)[0] == 33
