@@ -1,7 +1,9 @@
 """One pool of workers for the whole run, and a time limit for every test."""
 
 import faulthandler
+import linecache
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -53,6 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what has nothing to run: for `-m alone`, which takes ten seconds otherwise."""
+    if config.getoption("markexpr") != "alone" or collection_path.suffix != ".py":
+        return None
+    is_alone = collection_path.parent.name in ALONE or "mark.alone" in collection_path.read_text()
+    return None if is_alone else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of each number of workers together, so that worlds are rarely made anew.
 
@@ -83,7 +93,17 @@ def _quick(items: list[pytest.Item]) -> Iterable[pytest.Item]:
 
 
 def _num_workers(item: pytest.Item) -> int:
-    return item.callspec.params.get("nprocs", 0) if hasattr(item, "callspec") else 0
+    """Those that its parameters or its source say, four for another test of the pool, else none."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if "nprocs" in params:
+        return params["nprocs"]
+    if not {"run", "pool"} & {*getattr(item, "fixturenames", ())}:
+        return 0
+    code = item.function.__code__
+    last = max(line for _, _, line in code.co_lines() if line)
+    source = "".join(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : last])
+    said = re.search(r"nprocs=(\d+)", source)
+    return int(said[1]) if said else 4
 
 
 @pytest.fixture(autouse=True)

@@ -242,3 +242,22 @@ def objects_kept(name: str, num_bytes: int, calls: int) -> int:
 def test_no_object_is_left_from_a_call(run: Run, name: str) -> None:
     """In 200 calls: less than 20 bytes for each."""
     assert max(run(objects_kept, name, SIZES["small"], 200)) < 4 * KIB
+
+
+def threads_of_a_job() -> int:
+    """The threads of this worker in a job with a group for all and one for two of its workers."""
+    gc.disable()  # which would end the last job's, if Python's cycles were all that keeps them
+    try:
+        world = tessel.world()
+        for partition in (world, world.create_partition_inclusive([0, 1])):
+            partition.prepare()
+        return len(list(Path("/proc/self/task").iterdir()))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not say")
+def test_no_thread_is_left_from_a_job(run: Run) -> None:
+    """Gloo's wake up a hundred times in a second, as long as their group lives."""
+    counts = [run(threads_of_a_job, nprocs=nprocs)[0] for nprocs in (3, 4, 3, 4, 3)]
+    assert len(set(counts)) == 1, counts

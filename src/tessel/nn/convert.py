@@ -228,7 +228,11 @@ class Entrance:
             choose_fallback(self.fallback),
         ):
             args, kwargs = self._entered(args, kwargs)
-            result = self.forward(*args, **kwargs)
+            try:
+                result = self.forward(*args, **kwargs)
+            except BaseException as error:  # others may still wait for this worker
+                self.P_x.prepare().give_up(error)
+                raise
             buckets.agree_on_uses(self.module, self.P_x)
         if spread:  # the result goes as the input came
             return result
@@ -250,23 +254,6 @@ class Entrance:
             return args, kwargs
         # where nothing is a part, what there is raises on all workers
         brought: list[Any] = parts or [next(iter(found), None)]
-        call, identity = self._call(dims)
-        names = [f"input {number}" for number in range(len(brought))]
-        held, _ = agree(self.P_x, call, *brought, names=names, identity=identity)
-        # in the order of `tree_map` below
-        entries = iter([(lies(self.P_x, tuple(shapes.items())), meta) for shapes, meta in held])
-
-        def enter(value: Any) -> Any:
-            is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
-            if not is_plain or value.dim() != self.P_x.dim:
-                return value
-            layout, meta = next(entries)
-            return SpreadTensor(entered(value, layout, meta).view_as(value), layout)
-
-        return tree_map(enter, (args, kwargs))
-
-    def _call(self, dims: tuple[int, ...]) -> tuple[str, str]:
-        """The call in words, and all in which workers must be alike: state and arguments."""
         flags, is_off = needs_of(self.module.parameters())
         plan = buckets.foreseen()
         state = (dims, self.module.training, is_off, plan, *flags)
@@ -281,7 +268,20 @@ class Entrance:
                 f"dimensions, and {buckets.described(plan)}"
             )
             calls[state] = call, f"{call} {state}"
-        return calls[state]
+        call, identity = calls[state]  # in words, and all in which workers must be alike
+        names = [f"input {number}" for number in range(len(brought))]
+        held, _ = agree(self.P_x, call, *brought, names=names, identity=identity)
+        # in the order of `tree_map` below
+        entries = iter([(lies(self.P_x, tuple(shapes.items())), meta) for shapes, meta in held])
+
+        def enter(value: Any) -> Any:
+            is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
+            if not is_plain or value.dim() != self.P_x.dim:
+                return value
+            layout, meta = next(entries)
+            return SpreadTensor(entered(value, layout, meta).view_as(value), layout)
+
+        return tree_map(enter, (args, kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}

@@ -84,11 +84,24 @@ class Layer(HasHandle):
         # `help` and editors would see *args of `__init__` above
         theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
         if theirs is not None:
-            own, torchs = (vars(each)["__init__"] for each in (_with_init(cls), _with_init(theirs)))
-            cls.__signature__ = _signature(own, torchs)  # type: ignore[attr-defined]
+            # functions are asked, and not classes, which have a `__signature__` of their bases
+            own, torchs = (
+                list(signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
+                for each in (cls, theirs)
+            )
+            # its own first arguments, all of torch's, and those of its own that have to be named
+            lead = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
+            named = [each for each in own if each.kind is each.KEYWORD_ONLY]
+            taken = {each.name for each in (*lead, *named)}
+            between = [each for each in torchs if each.name not in taken]
+            # Python wants what has to be named behind all others; a stable sort keeps the rest
+            between.sort(key=lambda each: each.kind is each.KEYWORD_ONLY)
+            cls.__signature__ = Signature([*lead, *between, *named])  # type: ignore[attr-defined]
 
     def place_on(self, P_x: Partition) -> None:
         """Make the layer work on tensors that lie on `P_x`."""
+        # Groups are made by all workers of the job together: here, where all of them make the
+        # layer, rather than in a call.
         self.P_x, self._group = P_x, None
         self.prepare()
 
@@ -140,6 +153,8 @@ class Layer(HasHandle):
         group = self._group or self.prepare()
         if self.is_converted and len(group.workers) == 1 and alone.get():
             return self.torch_forward(input, *args, **settings)
+        # Spread tensors know how they lie. Only parts have to be agreed on, each of which a worker
+        # knows by itself.
         model = running.get()
         if model is not None and not isinstance(input, SpreadTensor):
             input = as_spread(input, model)  # inside of a model, what is plain is whole
@@ -207,14 +222,12 @@ class Layer(HasHandle):
     def prepare(self) -> transport.Group:
         """Make the group, all workers together, here or in the first call of a copy; give it."""
         if self._group is None:
-            self._group = self._make_group()
+            workers = {rank for each in self.partitions() for rank in each.ranks}
+            self._group = transport.group_of(workers)
             # asked once, as every question for this worker's number goes to torch.distributed
             self._takes_part = transport.this_worker() in self._group.workers
             self._number = self._group.num_calls
         return self._group
-
-    def _make_group(self) -> transport.Group:
-        return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
 
     def partitions(self) -> Iterable[Partition]:
         """All partitions whose workers take part."""
@@ -249,22 +262,6 @@ def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:
     could = [each.requires_grad for each in parameters]
     derives = torch.is_grad_enabled()
     return [each and derives for each in could], any(could) and not derives
-
-
-def _with_init(cls: type) -> type:
-    return next(each for each in cls.__mro__ if "__init__" in vars(each))
-
-
-def _signature(own: Callable[..., None], torchs: Callable[..., None]) -> Signature:
-    """The first arguments of `own`, all of `torchs`, and those of `own` that have to be named."""
-    mine = list(signature(own).parameters.values())[1:]
-    theirs = list(signature(torchs).parameters.values())[1:]
-    lead = [each for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD]
-    named = [each for each in mine if each.kind is each.KEYWORD_ONLY]
-    taken = {each.name for each in (*lead, *named)}
-    between = [each for each in theirs if each.name not in taken]
-    last = [each for each in between if each.kind is each.KEYWORD_ONLY]
-    return Signature([*lead, *(each for each in between if each not in last), *last, *named])
 
 
 @kept_in_job

@@ -9,7 +9,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import attributes
-from tessel.tensor.gathering import gathered, is_random, may_gather, say, shared, without_rule
+from tessel.tensor.gathering import is_random, may_gather, of_whole, shared, without_rule
+from tessel.tensor.grids import on_one_grid
 from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     adaptive,
@@ -41,6 +42,7 @@ from tessel.tensor.table import (
     FOUND,
     PLAIN,
     RULES,
+    ApartError,
     Arguments,
     Rule,
     Settings,
@@ -106,12 +108,10 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not may_gather() and not all(map(is_whole, layouts)):
         raise unsupported(name, "scripted code has no rule", *layouts)
-    say(name, list(spread_among(args, kwargs)))
     number = common_number(layouts[0].partition)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(common_seed(number))
-        result = func(*gathered(args), **gathered(kwargs))
-    return shared(result, layouts[0].partition)
+        return of_whole(name, func, args, kwargs)
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -147,7 +147,12 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The rule of a function; where there is none, what `tessel.fallback` says."""
     try:
         return _followed(name, func, args, kwargs)
-    except UnsupportedError as error:
+    except (UnsupportedError, ApartError) as error:
+        together = on_one_grid(name, args, kwargs)
+        if together is not None:
+            return follow(name, func, *together)
+        if isinstance(error, ApartError):
+            raise
         return without_rule(name, func, args, kwargs, error)
     except _OutsideError:
         return outlined(follow, name, func, args, kwargs)
