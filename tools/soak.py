@@ -574,6 +574,8 @@ def main() -> int:
     # one case with a seed is a repetition
     minutes = 0.0 if arguments.case and arguments.seed is not None else arguments.minutes
     names = arguments.case or list(CASES)
+    # whoever ends this: disks are unmounted, namespaces deleted, workers ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import soak  # by its name: workers cannot import what __main__ is
 
     counts = soak.run(minutes, seed, names, arguments.workers, Console())
