@@ -3,8 +3,8 @@
 Workers run the loop of `Host.wait` one shared access at a time; `explore` visits every state that
 any order of their steps can reach. It raises ProtocolError for a slot that is written while it
 holds a message, a message that is lost, doubled or out of order, memory that is read after its
-owner went on, and for states in which nobody can take a step although messages are missing. Naps have
-no end in the model: a wakeup that gets lost is a deadlock here, where in life it costs 50 ms.
+owner went on, and for states in which nobody can take a step although messages are missing. Naps
+have no end in the model: a wakeup that gets lost is a deadlock here, where in life it costs 50 ms.
 
 What the steps stand for. The engine does the same in C, names in brackets.
 
