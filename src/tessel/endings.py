@@ -24,6 +24,7 @@ class Listener(NamedTuple):
 
 
 _listeners: list[Listener] = []
+program = 1  # the number of the program that runs now, the same on all workers
 
 
 def listen(listener: Listener) -> None:
@@ -31,8 +32,13 @@ def listen(listener: Listener) -> None:
     _listeners.append(listener)
 
 
-def begin_program() -> None:
-    """Say that a program begins."""
+def begin_program(number: int) -> None:
+    """Say that a program begins, which has this number on all workers.
+
+    Some begin it before others have heard of it: that these have ended the one before says nothing.
+    """
+    global program
+    program = number
     for each in _listeners:
         each.begun()
 

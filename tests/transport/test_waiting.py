@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tessel
-from tessel import Layout, LinearOperator, Move, nn, transport
+from tessel import Layout, LinearOperator, Move, endings, nn, transport
 from tessel.transport import job, watch
 
 Run = Callable[..., list[Any]]
@@ -353,3 +353,27 @@ def test_what_all_workers_raise_breaks_nothing(
 
 def total() -> float:
     return float(summed(torch.tensor(1.0 + tessel.world().rank)))
+
+
+def do_nothing() -> None:
+    tessel.world().prepare()
+
+
+def begin_late() -> list[float]:
+    """An exchange with a worker that has ended the program before, and begins this one late."""
+    x = torch.ones(3)
+    total = tessel.nn.AllSumReduce(tessel.world(), [0])
+    found = [float(total(x)[0])]
+    host = job._current.membership.host  # type: ignore[union-attr]
+    assert host is not None
+    if tessel.world().rank == 1:
+        host.leave(after=endings.program - 1)
+        time.sleep(3.0)  # longer than the others wait before they ask
+        host.leave(after=0)
+    return [*found, float(total(x)[0])]
+
+
+def test_a_worker_that_begins_late_is_waited_for(run: Run) -> None:
+    run(do_nothing, nprocs=3)  # a new job after it, with memory of its own
+    run(do_nothing, nprocs=2)  # the program before
+    assert run(begin_late, nprocs=2) == [[2.0, 2.0]] * 2

@@ -50,6 +50,7 @@ class Call(NamedTuple):
     backend: str
     environment: Environment
     main: tuple[str, str | None] | None  # file and package of the script that it needs
+    number: int  # of the call, the same for all workers
 
     def variables(self) -> dict[str, str]:
         """The environment variables by which torchrun tells a worker who it is."""

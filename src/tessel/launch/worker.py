@@ -77,7 +77,7 @@ def _answer(
             dist.init_process_group(
                 call.backend, store=store, rank=call.rank, world_size=size, timeout=limit
             )
-        endings.begin_program()
+        endings.begin_program(call.number)
         result = (inherited or load_task(pickled, call.main))()
         try:
             body = pickle.dumps(result)

@@ -124,6 +124,7 @@ class Workers:
         self._processes: list[WorkerProcess] = []
         self._world: list[WorkerProcess] = []  # who share a process group, in the order of ranks
         self._port = 0  # of their rendezvous
+        self._num_calls = 0
         self._lock = threading.Lock()
 
     def run(
@@ -219,13 +220,15 @@ class Workers:
                     self._port = server.getsockname()[1]
                     listener = [server.fileno()]
             fresh = bool(listener)
+            self._num_calls += 1
             environment = Environment.present(
                 self.threads or max(1, usable_cores() // len(processes))
             )
             flush_outputs()
             for rank, process in enumerate(processes):
                 call = Call(
-                    rank, len(processes), self._port, fresh, self.backend, environment, task.main
+                    *(rank, len(processes), self._port, fresh, self.backend, environment),
+                    *(task.main, self._num_calls),
                 )
                 fds = OUTPUTS + listener if rank == 0 else OUTPUTS
                 process.send(call, task.pickled, fds, deadline)

@@ -7,6 +7,8 @@ if it has all workers of the job, and else the store of `torch.distributed`.
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from tessel.transport.segment import Segment
@@ -20,6 +22,7 @@ _TEXT = START + 64
 _ALARM_TEXT = _TEXT + LENGTH
 END = _ALARM_TEXT + LENGTH
 
+SILENCE = 5.0  # seconds after which a store that does not answer is taken for lost
 BUSY, WAITS, FINISHED, FAILED = "busy", "waits", "finished", "failed"
 
 
@@ -33,6 +36,7 @@ class Status(NamedTuple):
         keys: of the messages that it waits for.
         beats: how often it looked for them in vain, since it has said so.
         wait: the number of its wait.
+        program: the number of the program that it runs, or that has ended.
         given_up: for groups, by their code, the number of exchanges before which it will make no
             more, since an exception has left a call, and the exception.
     """
@@ -43,6 +47,7 @@ class Status(NamedTuple):
     keys: tuple[tuple[int, int], ...] = ()
     beats: int = 0
     wait: int = 0
+    program: int = 0
     given_up: tuple[tuple[int, int, str], ...] = ()
 
     def packed(self) -> bytes:
@@ -55,14 +60,15 @@ class Status(NamedTuple):
             )
             if len(said := json.dumps(short).encode()) <= LENGTH:
                 return said
-        return json.dumps(Status(self.state)).encode()
+        return json.dumps(Status(self.state, program=self.program)).encode()
 
     @classmethod
     def unpacked(cls, said: bytes) -> Status:
-        state, text, needs, keys, beats, wait, given_up = json.loads(said)
+        state, text, needs, keys, beats, wait, program, given_up = json.loads(said)
         pairs = tuple((int(group), int(call)) for group, call in keys)
         notes = tuple((int(code), int(number), str(why)) for code, number, why in given_up)
-        return cls(state, text, tuple(map(int, needs)), pairs, int(beats), int(wait), notes)
+        numbers = int(beats), int(wait), int(program)
+        return cls(state, text, tuple(map(int, needs)), pairs, *numbers, notes)
 
 
 class Board(Protocol):
@@ -146,6 +152,10 @@ class MemoryBoard:
 class StoreBoard:
     """A board in the store of `torch.distributed`.
 
+    The store may be behind a link that was cut: then it does not answer, for minutes, and torch has
+    no time limit for that. So it is asked in a thread of its own, over a connection of its own, and
+    not again after it has been silent once.
+
     Args:
         worker: this one.
         store: of the job.
@@ -153,17 +163,48 @@ class StoreBoard:
 
     def __init__(self, worker: int, store: Any) -> None:
         self._worker, self._store = worker, store
+        self._is_own, self._is_silent = False, False
+        self._lock = threading.Lock()
 
     def post(self, status: Status) -> None:
-        self._store.set(f"tessel/status/{self._worker}", status.packed())
+        said = status.packed()
+        self._ask(lambda store: store.set(f"tessel/status/{self._worker}", said), None)
 
     def read(self, worker: int) -> Status:
         key = f"tessel/status/{worker}"
-        return Status.unpacked(self._store.get(key)) if self._store.check([key]) else Status()
+        said = self._ask(lambda store: store.get(key) if store.check([key]) else b"", b"")
+        return Status.unpacked(said) if said else Status()
 
     def break_job(self, why: str) -> None:
-        self._store.compare_set("tessel/broken", "", why)
+        self._ask(lambda store: store.compare_set("tessel/broken", "", why), None)
 
     def why_broken(self) -> str:
         key = "tessel/broken"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        said: bytes = self._ask(lambda store: store.get(key) if store.check([key]) else b"", b"")
+        return said.decode(errors="replace")
+
+    def _ask(self, question: Callable[[Any], Any], otherwise: Any) -> Any:
+        """What the store says, or what is to be taken for it if the store says nothing."""
+        if self._is_silent:
+            return otherwise
+        answers: list[Any] = []
+        errors: list[RuntimeError] = []
+
+        def ask() -> None:
+            try:
+                with self._lock:
+                    if not self._is_own:  # torch's own connection must not wait for ours
+                        self._store, self._is_own = self._store.clone(), True
+                    answers.append(question(self._store))
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, name="tessel store", daemon=True)
+        thread.start()
+        thread.join(SILENCE)
+        if thread.is_alive():
+            self._is_silent = True
+            return otherwise
+        if errors:
+            raise errors[0]
+        return answers[0]

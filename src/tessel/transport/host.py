@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from tessel import endings
 from tessel.errors import WorkerLost
 from tessel.limits import time_limit
 from tessel.machine import usable_cores
@@ -42,7 +43,7 @@ from tessel.transport.request import (
     SendWords,
 )
 from tessel.transport.segment import Address, Segment
-from tessel.transport.wakeup import Wakeup
+from tessel.transport.wakeup import FOR_GOOD, Wakeup
 from tessel.transport.watch import Wait, Watch
 
 Awaited = tuple[int, ReceiveRequest | ReceiveWords]
@@ -135,12 +136,16 @@ class Host:
         """Close the way to this worker's segment, after all have opened it."""
         self._segment.hide()
 
-    def leave(self, is_back: bool = False) -> None:
-        """Tell the others that this worker sends and takes nothing more, or is back again."""
+    def leave(self, after: int = FOR_GOOD) -> None:
+        """Tell the others that this worker sends and takes nothing more, or is back again.
+
+        Args:
+            after: the number of the program that has ended; 0 for a worker that is back.
+        """
         if os.getpid() != self._owner:
             return  # the end of a fork is not that of the worker
         self.hide()
-        self._wakeup.leave(not is_back)
+        self._wakeup.leave(after)
         for wakeup in self._wakeups.values():
             wakeup.notify()
 
@@ -409,11 +414,13 @@ class Host:
         """Raise WorkerLost if what this worker waits for will not come."""
         self.watch.check()
         for worker in needed:
-            if self._wakeups[worker].has_left and not self._incoming[worker].has_something:
+            # One that has ended the program before may not have heard of the present one yet.
+            has_left = self._wakeups[worker].left_after >= endings.program
+            if has_left and not self._incoming[worker].has_something:
                 raise self._lost([worker], self.watch.how_it_ended(worker))
         near = sorted({*needed, *group}.intersection(self._wakeups))
         ended = [worker for worker in near if self._processes[worker].has_ended]
-        died = [worker for worker in ended if not self._wakeups[worker].has_left]
+        died = [worker for worker in ended if not self._wakeups[worker].left_after]
         if died or set(ended).intersection(needed):
             raise self._lost(died or ended, "the process has ended")
         if seconds > self._limit:

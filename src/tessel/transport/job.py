@@ -283,7 +283,7 @@ def _begin_program() -> None:
     if _current is not None and _current.default is not None:
         _current.membership.watch.begin_program()
         if _current.membership.host is not None:
-            _current.membership.host.leave(is_back=True)
+            _current.membership.host.leave(after=0)
 
 
 def _end_program(error: BaseException | None) -> bool:
@@ -297,7 +297,7 @@ def _end_program(error: BaseException | None) -> bool:
         watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
     watch.end_program(error)
     if host is not None:
-        host.leave()
+        host.leave(after=endings.program)
     return not watch.alarm[0]
 
 

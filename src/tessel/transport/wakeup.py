@@ -9,6 +9,7 @@ from tessel.transport.semaphore import Semaphore
 START = 64  # bytes from the start of a segment
 _ASLEEP = (START + SIZE) // 8  # words
 _LEFT = _ASLEEP + 1
+FOR_GOOD = 2**62  # in the place of a program's number, of a worker that leaves its job
 END = START + 2 * SIZE
 
 
@@ -61,11 +62,11 @@ class Wakeup:
         """Sleep; whether another worker notified this one."""
         return self._semaphore.wait(seconds)
 
-    def leave(self, has_left: bool = True) -> None:
-        """Say that this worker has left its job, or is back."""
-        self._words[_LEFT] = has_left
+    def leave(self, after: int) -> None:
+        """Say after which program this worker has left its job; 0 if it is back."""
+        self._words[_LEFT] = after
 
     @property
-    def has_left(self) -> bool:
-        """Whether the worker has left its job."""
-        return bool(self._words[_LEFT])
+    def left_after(self) -> int:
+        """The number of the program after which the worker has left its job; 0 if it has not."""
+        return int(self._words[_LEFT])

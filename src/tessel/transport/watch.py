@@ -26,6 +26,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from tessel import endings
 from tessel.errors import WorkerLost
 from tessel.settings import chosen
 from tessel.transport.board import BUSY, FAILED, FINISHED, WAITS, Board, Status
@@ -346,7 +347,8 @@ class Watch:
     def _never_comes(self, worker: int, wait: Wait, status: Status) -> str:
         """Why a worker will never do what a wait needs of it."""
         here = f"worker {self.worker} waits in {self.describe(wait)} for worker {worker}"
-        if ending := _ending(status):
+        # A program that ended before this one began says nothing about this one.
+        if (ending := _ending(status)) and status.program >= endings.program:
             return f"{here}: {ending}"
         number = number_of(wait.key[1])
         for code, first, text in status.given_up:
@@ -381,7 +383,9 @@ class Watch:
     def _post(self, status: Status) -> None:
         """Say what this worker does, besides what it has given up."""
         with self._lock:  # of two threads, the watch and the one that gives up a call
-            self._posted = status._replace(given_up=tuple(self._given_up.values()))
+            self._posted = status._replace(
+                program=endings.program, given_up=tuple(self._given_up.values())
+            )
             if self._board is not None and os.getpid() == self._owner:
                 with contextlib.suppress(RuntimeError):
                     self._board.post(self._posted)
