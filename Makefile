@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-quick venv bench lint format types docs pictures support clean
+.PHONY: demo test test-quick soak sanitize venv bench lint format types docs pictures support clean
 
 demo: $(READY)
 	$(BIN)/tessel demo
@@ -15,6 +15,12 @@ test: $(READY)
 
 test-quick: $(READY)
 	$(BIN)/pytest --quick
+
+soak: $(READY)
+	$(BIN)/python tools/soak.py --minutes $(or $(MINUTES),60)
+
+sanitize: $(READY)
+	$(BIN)/python tools/sanitize.py
 
 venv: $(READY)
 

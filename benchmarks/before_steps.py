@@ -18,24 +18,18 @@ import torch
 import tessel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "common"))
+sys.path.insert(0, str(Path(__file__).parent))
 import models  # (the same models as in the tests)
 
-MODELS = {"ResNet18": (64, 1000), "UNet": (3, 16)}  # and their arguments
 Step = Callable[[], object]
 
 
-def setup(settings: dict[str, Any], alone: bool) -> Step:
-    """A training step on this worker's part; or, `alone`, of torch's own model."""
-    torch.manual_seed(0)
-    model = getattr(models, settings["model"])(*MODELS[settings["model"]])
-    shape = settings["shape"]
-    world = tessel.world()
-    axes = [1, 1, world.size, *[1] * (len(shape) - 3)]
-    P = world.create_cartesian_topology_partition(axes)
-    if not alone:
-        model = tessel.nn.distribute_module(model, P)
+def grid(*shape: int) -> tessel.Partition:
+    return tessel.world().create_cartesian_topology_partition(shape)
+
+
+def training(model: torch.nn.Module, x: torch.Tensor) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    x = torch.randn(tessel.Layout.balanced(P, shape).local_shape)
 
     def step() -> object:
         optimizer.zero_grad()
@@ -45,6 +39,103 @@ def setup(settings: dict[str, Any], alone: bool) -> Step:
         return loss
 
     return step
+
+
+def model(name: str, shape: list[int], alone: bool, *arguments: int) -> Step:
+    """A training step on this worker's part; or, `alone`, of torch's own model."""
+    P = grid(1, 1, tessel.world().size, *[1] * (len(shape) - 3))
+    made = getattr(models, name)(*arguments)
+    if not alone:
+        made = tessel.nn.distribute_module(made, P)
+    return training(made, torch.randn(tessel.Layout.balanced(P, shape).local_shape))
+
+
+def differentiated(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Step:
+    """The layer, and its adjoint applied to the result."""
+    x.requires_grad_()
+
+    def step() -> object:
+        y = layer(x)
+        return torch.autograd.grad(y, x, y.detach())
+
+    return step
+
+
+def all_reduce(length: int) -> Step:
+    return differentiated(tessel.nn.AllSumReduce(tessel.world(), [0]), torch.ones(length))
+
+
+def repartition(shape: list[int]) -> Step:
+    P, Q = grid(tessel.world().size, 1), grid(1, tessel.world().size)
+    x = torch.ones(tessel.Layout.balanced(P, shape).local_shape)
+    return differentiated(tessel.nn.Repartition(P, Q), x)
+
+
+def halo(shape: list[int]) -> Step:
+    P = grid(tessel.world().size, 1)
+    x = torch.ones(tessel.Layout.balanced(P, shape).local_shape)
+    return differentiated(tessel.nn.HaloExchange(P, [(1, 1), (0, 0)]), x)
+
+
+def convolution(shape: list[int]) -> Step:
+    P = grid(1, 1, tessel.world().size, 1)
+    layer = tessel.nn.DistributedConv2d(P, shape[1], shape[1], 3, padding=1)
+    return training(layer, torch.randn(tessel.Layout.balanced(P, shape).local_shape))
+
+
+def transform(size: int) -> Step:
+    axes = [tessel.ParDFT(torch.complex64, size) for _ in range(3)]
+    F = tessel.distribute(tessel.kron(*axes), [tessel.world().size, 1, 1], "anywhere")
+    layout = tessel.Layout.balanced(grid(tessel.world().size, 1, 1), [size] * 3)
+    x = torch.ones(layout.local_shape, dtype=torch.complex64).reshape(-1)
+    return lambda: F.H * (F * x)
+
+
+def head(batch: int, features: int, classes: int) -> Step:
+    """Two parallel layers and a loss whose classes are split."""
+    column = tessel.nn.ParallelLinear(features, features, dim=-1)
+    row = tessel.nn.ParallelLinear(features, features, dim=0)
+    last = tessel.nn.ParallelLinear(features, classes, dim=-1)
+    loss = tessel.nn.ParallelCrossEntropyLoss()
+    x, labels = torch.ones(batch, features), torch.arange(batch) % classes
+
+    def step() -> object:
+        found = loss(last(row(torch.relu(column(x)))), labels)
+        found.backward()
+        return found
+
+    return step
+
+
+def fno(size: int) -> Step:
+    P = grid(1, 1, tessel.world().size, 1, 1)
+    x = torch.randn(tessel.Layout.balanced(P, [1, 1, size, size, size]).local_shape)
+    return training(tessel.models.FNO(P, 1, 1, 8, 6, 2), x)
+
+
+def reconstruction(size: int) -> Step:
+    """A plug-and-play iteration of benchmarks/imaging.py; it needs deepinv."""
+    import imaging
+
+    return imaging.by_parts(imaging.Problem(size, size // 4)).iterate
+
+
+STEPS: dict[str, Callable[..., Step]] = {
+    each.__name__: each
+    for each in (
+        *(all_reduce, repartition, halo, convolution, transform, head, fno, reconstruction),
+        model,
+    )
+}
+
+
+def setup(settings: dict[str, Any], alone: bool) -> Step:
+    torch.manual_seed(0)
+    arguments = settings["arguments"]
+    if settings["step"] == "model":
+        name, shape, *rest = arguments
+        return model(name, shape, alone, *rest)
+    return STEPS[settings["step"]](*arguments)
 
 
 def samples(step: Step, repeats: int, calls: int) -> list[float]:

@@ -25,7 +25,7 @@ import tessel
 from tessel.cli.measure import best_of, measure_machine
 from tessel.cli.plan import build
 from tessel.operators.choose import plan_on
-from tessel.operators.explain import explain_plan
+from tessel.operators.explanation import explain_plan
 from tessel.operators.rates import known_machine
 from tessel.operators.storage import storage_of
 

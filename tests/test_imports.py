@@ -45,7 +45,11 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("transport", "launch"),
     ("core.graph",),
     ("core.windows",),
-    ("core.boxes", "core.context", "core.handles", "errors", "limits", "machine", "version"),
+    (
+        *("core.boxes", "core.context", "core.handles"),
+        *("encoding", "endings", "errors", "limits", "machine", "version"),
+    ),
+    ("settings",),
 )
 HEIGHT = {name: -level for level, names in enumerate(LAYERS) for name in names}
 

@@ -81,6 +81,7 @@ for _name in ("boxes", "windows", "partition", "layout", "plan", "move", "linop"
 for _name in (
     *("ParallelGradScaler", "clip_grad_norm_", "collect_state_dict", "relocate_state_dict"),
     *("collect_optimizer_state_dict", "relocate_optimizer_state_dict"),
+    *("save_weights", "load_weights"),
 ):
     setattr(nn, _name, getattr(state, _name))
 

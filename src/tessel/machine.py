@@ -7,19 +7,13 @@ import math
 import os
 from pathlib import Path
 
+from tessel.settings import chosen
+
 ALLOCATORS = ("keep", "system")
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # the variable that torch reads
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 _LARGEST = 2**31 - 1
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def chosen(variable: str, options: tuple[str, ...]) -> str:
-    """Which of the options an environment variable names; the first if it is not set."""
-    choice = os.environ.get(variable, options[0])
-    if choice not in options:
-        raise ValueError(f"{variable} must be one of {', '.join(options)}, got {choice!r}")
-    return choice
 
 
 def usable_cores() -> int:

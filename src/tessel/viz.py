@@ -62,8 +62,9 @@ def draw_layout(layout: Layout, ax: Axes | None = None, *, title: str = "") -> A
     >>> layout = tessel.Layout.balanced(tessel.world(), (8,))
     >>> draw_layout(layout).figure.savefig("layout.png")  # doctest: +SKIP
     """
+    # A figure of its own, not pyplot's: nothing of the user's session changes.
     axes = new_figure(4.8, 4.8).subplots() if ax is None else ax
-    _Stage(axes, _Paper(layout, _drawn_dims(layout)), title).show_owners()
+    _Canvas(axes, _Paper(layout, _drawn_dims(layout)), title).show_owners()
     return axes
 
 
@@ -158,8 +159,8 @@ def draw_exchange(
         titles: what to write above the two.
     """
     dims = _drawn_dims(domain, codomain)
-    start = _Stage(before, _Paper(domain, dims), titles[0])
-    end = _Stage(after, _Paper(codomain, dims), titles[1])
+    start = _Canvas(before, _Paper(domain, dims), titles[0])
+    end = _Canvas(after, _Paper(codomain, dims), titles[1])
     pieces = []
     for taker in codomain.partition.ranks:
         box = codomain.box(taker)
@@ -261,9 +262,22 @@ class _Paper:
 
     def rectangle(self, worker: int, part: Box | None = None) -> tuple[float, float, float, float]:
         """Left, top, width and height of a worker's box, or of a part of it."""
+        coordinates = self.layout.partition.coordinates(worker)
+        assert coordinates is not None
+        places = self.layout.places(coordinates)
+        at = [starts[places[d]] for d, starts in zip(self.dims, self.starts, strict=True)]
+        top, left = at if len(at) == 2 else (0.0, *(at or [0.0]))
+        # As many copies in a row as make the drawing about square; 3 gaps between them, so that
+        # copies are further apart than the boxes of one.
+        across = self.size[1] + 3 * self.gap
+        down = self.size[0] + 3 * self.gap
+        count = self._copy([size - 1 for size in self.layout.partition.shape]) + 1
+        in_a_row = max(1, round(sqrt(count * self.size[0] / max(self.size[1], 1e-9))))
+        rows = len(self.layout.partition.ranks)
+        row, column = boxes.unravel(self._copy(coordinates), (rows, in_a_row))
+        top, left = top + row * down, left + column * across
         own = self.layout.box(worker) or ()
         part = own if part is None else part
-        top, left = self._origin(worker)
         spans = [
             (scale * (part[d][0] - own[d][0]), scale * (part[d][1] - part[d][0]))
             for d, scale in zip(self.dims, self.scales, strict=True)
@@ -272,21 +286,6 @@ class _Paper:
             spans = [(0.0, self.size[0]), *(spans or [(0.0, 1.0)])]
         (down, height), (right, width) = spans
         return left + right, top + down, width, height
-
-    def _origin(self, worker: int) -> tuple[float, float]:
-        """Top and left of a worker's box."""
-        coordinates = self.layout.partition.coordinates(worker)
-        assert coordinates is not None
-        places = self.layout.places(coordinates)
-        at = [starts[places[d]] for d, starts in zip(self.dims, self.starts, strict=True)]
-        top, left = at if len(at) == 2 else (0.0, *(at or [0.0]))
-        height, width = self.size
-        # As many copies in a row as make the drawing about square.
-        count = self._copy([size - 1 for size in self.layout.partition.shape]) + 1
-        in_a_row = max(1, round(sqrt(count * height / max(width, 1e-9))))
-        rows = len(self.layout.partition.ranks)
-        row, column = boxes.unravel(self._copy(coordinates), (rows, in_a_row))
-        return top + row * (height + 3 * self.gap), left + column * (width + 3 * self.gap)
 
     def _copy(self, coordinates: Sequence[int]) -> int:
         sizes = [self.layout.partition.shape[axis] for axis in self.copy_axes]
@@ -298,7 +297,7 @@ class _Paper:
         return left + width / 2, top + height / 2
 
 
-class _Stage:
+class _Canvas:
     """Axes on which a layout is drawn."""
 
     def __init__(self, ax: Axes, paper: _Paper, title: str) -> None:
@@ -377,43 +376,38 @@ def _write(ax: Axes, at: _Point, text: str, **style: Any) -> None:
     ax.figure.text(at[0], at[1], text, transform=ax.transData, **style)
 
 
-def _draw_arrows(start: _Stage, end: _Stage, moved: Sequence[_Piece], element_size: int) -> None:
+def _draw_arrows(start: _Canvas, end: _Canvas, moved: Sequence[_Piece], element_size: int) -> None:
     """One arrow for each piece, in the colour of its giver; those of one giver fan out."""
-    for giver, group in groupby(sorted(moved, key=lambda p: p.giver), key=lambda p: p.giver):
-        pieces = list(group)
-        for k, piece in enumerate(pieces):
-            bend = 0.28 if start is end else 0.1 * ((len(pieces) - 1) / 2 - k)
-            tail = start.paper.middle(giver, piece.box)
-            head = end.paper.middle(piece.taker, piece.box)
-            _draw_arrow(start.ax, end.ax, tail, head, bend, colour(giver))
-            if len(moved) <= _MOST_LABELLED_ARROWS and start is not end:
-                label = num_bytes(element_size * boxes.volume(piece.box))
-                _write(end.ax, _between(start.ax, end.ax, tail, head, bend), label, fontsize=8)
-
-
-def _draw_arrow(
-    before: Axes, after: Axes, tail: _Point, head: _Point, bend: float, ink: str
-) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.patches import ConnectionPatch
     from matplotlib.patheffects import Normal, withStroke
 
-    red, green, blue = to_rgb(ink)
-    before.plot(*tail, "o", markersize=4.5, color="white", zorder=6)
-    arrow = ConnectionPatch(
-        tail,
-        head,
-        before.transData,
-        after.transData,
-        arrowstyle="-|>,head_length=0.5,head_width=0.25",
-        connectionstyle=f"arc3,rad={bend}",
-        mutation_scale=12,
-        linewidth=1.5,
-        color=(0.6 * red, 0.6 * green, 0.6 * blue),  # darker than the boxes that it crosses
-        path_effects=[withStroke(linewidth=3.5, foreground="white"), Normal()],
-        zorder=5,
-    )
-    after.figure.add_artist(arrow)
+    for giver, group in groupby(sorted(moved, key=lambda p: p.giver), key=lambda p: p.giver):
+        pieces = list(group)
+        ink = [0.6 * part for part in to_rgb(colour(giver))]  # darker than the boxes it crosses
+        for k, piece in enumerate(pieces):
+            bend = 0.28 if start is end else 0.1 * ((len(pieces) - 1) / 2 - k)
+            tail = start.paper.middle(giver, piece.box)
+            head = end.paper.middle(piece.taker, piece.box)
+            start.ax.plot(*tail, "o", markersize=4.5, color="white", zorder=6)
+            arrow = ConnectionPatch(
+                tail,
+                head,
+                start.ax.transData,
+                end.ax.transData,
+                arrowstyle="-|>,head_length=0.5,head_width=0.25",
+                connectionstyle=f"arc3,rad={bend}",
+                mutation_scale=12,
+                linewidth=1.5,
+                color=ink,
+                path_effects=[withStroke(linewidth=3.5, foreground="white"), Normal()],
+                zorder=5,
+            )
+            # Of the figure, not of one of the axes, which would cut off what lies beyond them.
+            end.ax.figure.add_artist(arrow)
+            if len(moved) <= _MOST_LABELLED_ARROWS and start is not end:
+                label = num_bytes(element_size * boxes.volume(piece.box))
+                _write(end.ax, _between(start.ax, end.ax, tail, head, bend), label, fontsize=8)
 
 
 def _between(before: Axes, after: Axes, tail: _Point, head: _Point, bend: float) -> _Point:

@@ -187,15 +187,158 @@ def test_run_on_two_hosts(tmp_path: Path) -> None:
     hosts = [
         subprocess.Popen(
             command("run", "-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, path),
-            env=environment(),
+            env=environment(XDG_CONFIG_HOME=str(tmp_path)),
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for _ in range(2)
     ]
-    printed = [host.communicate(timeout=LIMIT)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0]
-    assert sorted(printed) == ["0 2\n", "1 2\n"]
+    printed = [host.communicate(timeout=LIMIT) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], printed
+    assert sorted(printed) == [("0 2\n", ""), ("1 2\n", "")]
+    assert (tmp_path / "tessel" / "token").stat().st_mode & 0o777 == 0o600  # which both have
+
+
+LISTENERS = """
+import glob, ipaddress, socket, struct
+def parent(pid):
+    with open(f"/proc/{pid}/stat") as status:
+        return int(status.read().rpartition(")")[2].split()[1])
+def listeners():
+    launcher = os.getppid()
+    pids, owners, found = [launcher], {}, []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            pids += [int(name)] * (parent(name) == launcher)
+        except OSError:
+            pass
+    for pid in pids:
+        for file in glob.glob(f"/proc/{pid}/fd/*"):
+            try:
+                owners[os.readlink(file)] = pid
+            except OSError:
+                pass
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/net/{table}") as lines:
+            for row in map(str.split, lines):
+                if row[3] == "0A" and f"socket:[{row[9]}]" in owners:
+                    number, port = row[1].split(":")
+                    words = [int(number[k : k + 8], 16) for k in range(0, len(number), 8)]
+                    address = ipaddress.ip_address(b"".join(struct.pack("=I", w) for w in words))
+                    found.append((owners[f"socket:[{row[9]}]"] == launcher, address, int(port, 16)))
+    return found
+"""
+
+
+@pytest.mark.slow
+def test_a_job_of_one_host_listens_on_loopback_and_unpickles_nothing(tmp_path: Path) -> None:
+    """What anybody who reaches a port could do before: have the launcher unpickle his bytes."""
+    path = script(
+        tmp_path,
+        WAIT
+        + LISTENERS
+        + """
+import base64, datetime, pathlib, pickle
+import torch.distributed as dist
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+if P.rank == 0:
+    found = listeners()
+    assert [is_launcher for is_launcher, _, _ in found].count(True) >= 1, found
+    print(*(address for _, address, _ in found if not address.is_loopback), "elsewhere")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as away:
+        try:
+            away.connect(("192.0.2.254", 9))  # sends nothing, and says which address would
+            mine = away.getsockname()[0]
+        except OSError:
+            mine = "127.0.0.2"
+    for is_launcher, address, port in found:
+        try:
+            socket.create_connection((mine, port), timeout=1).close()
+            print("reached", port)
+        except OSError:
+            pass
+        if is_launcher:
+            limit = datetime.timedelta(seconds=5)
+            store = dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
+            key = "torch.rendezvous." + os.environ["TORCHELASTIC_RUN_ID"]
+            store.set("/" + key, base64.b64encode(pickle.dumps(Evil())))
+            store.set(key, base64.b64encode(pickle.dumps(Evil())))
+    time.sleep(2)
+    print("executed" if pathlib.Path("executed").exists() else "harmless")
+"""
+        + WAIT,
+    )
+    done = tessel("run", "-n", 2, path, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["elsewhere", "harmless"]
+
+
+def await_listener(port: int) -> None:
+    deadline = time.monotonic() + LIMIT
+    while True:
+        try:
+            return socket.create_connection(("localhost", port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_host_with_another_token_is_told_so(tmp_path: Path) -> None:
+    """It does not wait, nor does it take a place in the job."""
+    path = script(tmp_path, "print(P.rank, P.size)\n" + WAIT)
+    with socket.create_server(("localhost", 0)) as server:
+        endpoint = f"localhost:{server.getsockname()[1]}"
+    given = ("run", "-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, path)
+    first = subprocess.Popen(
+        command(*given),
+        env=environment(TESSEL_TOKEN="one token of a job"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        await_listener(int(endpoint.rpartition(":")[2]))
+        stranger = tessel(*given, cwd=tmp_path, TESSEL_TOKEN="another token of a job")
+        assert (stranger.returncode, stranger.stdout) == (1, "")
+        assert "has another token or --rdzv-id than this one" in stranger.stderr
+        assert len(stranger.stderr.splitlines()) == 1
+        friend = tessel(*given, cwd=tmp_path, TESSEL_TOKEN="one token of a job")
+        assert (friend.returncode, friend.stdout) == (0, "1 2\n")
+        assert first.communicate(timeout=LIMIT)[0] == "0 2\n"
+    finally:
+        first.kill()
+        first.wait()
+
+
+@pytest.mark.slow
+def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
+    """And those of launchers that run are not."""
+    path = tmp_path / "script.py"
+    path.write_text("import os, time\nprint(os.getppid(), flush=True)\ntime.sleep(60)\n")
+    env = environment(TMPDIR=str(tmp_path))
+    launchers = [
+        subprocess.Popen(command("run", "-n", 1, path), env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for launcher in launchers:
+        assert launcher.stdout is not None and launcher.stdout.readline()
+    left = {*tmp_path.glob("tessel-run-*")}
+    assert len(left) == 2
+    launchers[0].kill()
+    launchers[0].wait()
+    for folder in left:  # as if all that was a while ago
+        os.utime(folder, (0, 0))
+    path.write_text("")
+    assert tessel("run", "-n", 1, path, cwd=tmp_path, TMPDIR=str(tmp_path)).returncode == 0
+    assert len({*tmp_path.glob("tessel-run-*")} & left) == 1
+    launchers[1].terminate()
+    launchers[1].wait(LIMIT)
+    assert not {*tmp_path.glob("tessel-run-*")}
 
 
 @pytest.mark.parametrize(

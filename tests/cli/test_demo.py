@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import struct
 import subprocess
@@ -90,7 +91,7 @@ def test_demo_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("tessel.cli.demo._run", lambda *args: list(alone.values()))
+    monkeypatch.setattr("tessel.cli.demo.run_demos", lambda *args: list(alone.values()))
     assert main(["demo", "--output", str(tmp_path / "pictures")]) == 0
     assert "pip install 'tessel[viz]'" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -105,6 +106,13 @@ def test_a_row_puts_shares_together() -> None:
     )
     assert row == Row("x", 0.25, 0.1, 0.2, 16, 3, 2e-3)
     assert row.worst == 0.25
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_row_does_not_lose_what_is_not_a_number(place: int) -> None:
+    shares = [Share(0.1, 0.0, 3.0, 3.0, 8, 1, 1e-3) for _ in range(2)]
+    shares[place] = replace(shares[place], value_error=NAN)
+    assert math.isnan(Row.of("x", shares).worst)
 
 
 @pytest.mark.parametrize("nprocs", [1, 3, 4])
@@ -235,12 +243,12 @@ def test_the_demo_fails_when_a_number_is_wrong(
     change: Callable[[Any], Report],
 ) -> None:
     monkeypatch.setattr("tessel.cli.demo._try_to_draw", lambda *args: "")
-    monkeypatch.setattr("tessel.cli.demo._run", lambda *args: list(alone.values()))
+    monkeypatch.setattr("tessel.cli.demo.run_demos", lambda *args: list(alone.values()))
     assert main(["demo"]) == 0
     assert "wrong" not in capsys.readouterr().out
     if name == "unet":  # its layout is that of one worker, the changed report has four
         monkeypatch.setattr(unet.Cleaned, "tables", lambda self: [])
     changed = [change(report) if each == name else report for each, report in alone.items()]
-    monkeypatch.setattr("tessel.cli.demo._run", lambda *args: changed)
+    monkeypatch.setattr("tessel.cli.demo.run_demos", lambda *args: changed)
     assert main(["demo"]) == 1
     assert said in capsys.readouterr().out

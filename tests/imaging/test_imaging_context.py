@@ -84,9 +84,9 @@ def test_bad_settings(settings: dict[str, Any], text: str) -> None:
 def test_bad_numbers() -> None:
     with pytest.raises(ValueError, match="must be 0 or more, got -1"):
         local_indices(-1, 0, 2, "block")
-    with pytest.raises(ValueError, match="from 0 to 1 is needed, got 2"):
+    with pytest.raises(ValueError, match="expected a worker from 0 to 1, got 2"):
         local_indices(3, 2, 2, "block")
-    with pytest.raises(ValueError, match="from 0 to 2 is needed, got 3"):
+    with pytest.raises(ValueError, match="expected an item from 0 to 2, got 3"):
         owner(3, 3, 2, "block")
 
 
@@ -281,7 +281,7 @@ def use(backend=None, debug=False, fails=False, caught=False, outer=None):
             if caught:
                 signal.update_(signal.data.double())
     except ValueError as error:
-        assert caught and "torch.float32 was expected" in str(error), error
+        assert caught and "expected a tensor of torch.float32" in str(error), error
     assert dist.is_initialized() == (outer is not None), "it leaves what it joined, and only that"
     assert ctx.rank == int(os.environ["RANK"])
     if outer is not None:

@@ -294,6 +294,15 @@ def kinds() -> None:
         assert type(distribute(stack, ctx)) is DistributedStackedLinearPhysics
         assert type(distribute([haze, haze], ctx)) is DistributedStackedPhysics
         assert len(distribute(operators()[0], ctx)) == 1
+        # A product keeps its factors in a list, as a stack does its operators, and is one operator.
+        first, second, *_ = operators()
+        product = SimpleNamespace(
+            physics_list=[first, second],
+            A=lambda x: second.A(first.A(x)),
+            A_adjoint=lambda y: first.A_adjoint(second.A_adjoint(y)),
+        )
+        assert len(distribute(product, ctx)) == 1
+        assert len(distribute(deepinv.physics.compose(second, first), ctx)) == 1
         stacked = deepinv.optim.StackedPhysicsDataFidelity([deepinv.optim.L2()] * 3)
         assert isinstance(distribute(stacked, ctx), DistributedStackedFidelity)
         assert isinstance(distribute(deepinv.models.MedianFilter(3), ctx), DistributedProcessing)
@@ -358,11 +367,11 @@ REFUSED = {
     "other count": "num_operators=2, and there are 1",
     "kind": "type_object must be one of auto, physics",
     "module": "with unfold=True, got Linear",
-    "useless": "patch_size=3 is of no use for type_object='linear_physics'",
+    "useless": "patch_size=3 is not used for type_object='linear_physics'",
     "strategy": "gather_strategy must be one of naive, concatenated, broadcast, got 'tree'",
     "naive": "carries no gradient",
     "reduce": "reduce_op must be one of",
-    "measurements": "measurements are needed, one for each operator",
+    "measurements": "expected 3 measurements, one for each operator",
     "weights": "has other parameters on worker 1 than on worker 0",
     "parameters": "has other parameters on worker 1 than on worker 0",
     "reentrant": "the sums of their gradients would not match; pass False",

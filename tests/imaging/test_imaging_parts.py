@@ -793,9 +793,9 @@ EXPECTED = [
     "does not fit an image of (12, 10): 25 values are too many along 12",
     "does not fit an image of (12, 10): 13 values are too many along 12",
     "padding must be one of valid, circular, reflect, replicate, constant, got 'odd'",
-    "a filter of shape (1 or batch, 1 or channels, *sizes) is needed",
+    "expected a filter of shape (1 or batch, 1 or channels, *sizes)",
     "a mask of (3, 10) does not fit an image of (1, 1, 12, 10)",
-    "at most 2 dimensions is needed for an image of (5, 5)",
+    "at most 2 dimensions for an image of (5, 5)",
     "sizes and a stride of at least 1, got (1, 1) and 0",
 ]
 

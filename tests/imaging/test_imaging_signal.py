@@ -132,12 +132,12 @@ def wrong(what: str) -> str:
 WRONG = {
     "shape": "worker 1 expected a tensor of shape (2, 3, 9, 7), got (1, 3, 9, 7)",
     "part": "its part, or (2, 3, 9, 7), the whole, got (2, 3, 9, 2)",
-    "dtype": "torch.float32 was expected, got torch.float64",
+    "dtype": "expected a tensor of torch.float32, got torch.float64",
     "own dtype": "the dtype differs between workers",
     "none": "worker 1 passed no tensor",
     "no source": "worker 1 passed no tensor",
     "far source": "a worker from 0 to 3, got 9",
-    "source dtype": "torch.float32 was expected, got torch.float64",
+    "source dtype": "expected a tensor of torch.float32, got torch.float64",
     "init": "init was given on workers [1] and not on worker 0",
     "init shape": "expected a tensor of shape (2, 3, 9, 7), got (1, 3, 9, 7)",
     "other shape": "must make the same calls",
@@ -427,7 +427,7 @@ def test_bad_shapes() -> None:
         with pytest.raises(ValueError, match="one axis for each of the 2 dimensions"):
             DistributedSignal(ctx, (2, 2), partition=(1, 1, 1))
         for grid in ((2, 1), (0,), ()):
-            with pytest.raises(ValueError, match="a grid of 1 to 1 workers is needed, got"):
+            with pytest.raises(ValueError, match="expected a grid of 1 to 1 workers, got"):
                 DistributedSignal(ctx, (2, 2), partition=grid)
         other = tessel.Layout.balanced(tessel.world(), (3,))
         with pytest.raises(ValueError, match=r"the signal's shape \(2, 2\)"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import math
 import os
-import shutil
+import pickle
 import signal
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
 
@@ -534,7 +537,11 @@ def test_resume(run: Run, tmp_path: Path, nprocs: int, grid: tuple[int, int] | N
         folders = sorted(
             str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("worker-*")
         )
-        assert folders == [f"iteration-00000008/worker-{k}-of-{nprocs}" for k in range(nprocs)]
+        assert folders == [  # two generations
+            f"iteration-{i:08d}/worker-{k}-of-{nprocs}.safetensors"
+            for i in (6, 8)
+            for k in range(nprocs)
+        ]
 
 
 def draw_on(folder: str, ends: bool) -> Tensor:
@@ -558,37 +565,51 @@ def test_resume_with_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(draw_on(str(tmp_path / "ended"), False), want)
 
 
-def half_written(folder: str) -> tuple[list[int], bool]:
-    """The last checkpoint lacks the shard of one worker: the one before counts."""
+def half_written(folder: str, damage: str) -> tuple[list[int], bool, list[str]]:
+    """Something is wrong with the last file of one worker, after 8 of 8 iterations."""
     layout = layout_of(None)
     problem = Problem(layout)
     keep = solvers.Checkpoint(folder, every=4)
-    method = method_of("FISTA", problem)
-    options: dict[str, Any] = {"layout": layout, "max_iterations": STEPS}
-
-    def put_aside(k: int, x: Tensor) -> None:
-        if k == 5:  # what is removed after the next one is written
-            own = Path(folder, "iteration-00000004", f"worker-{rank}-of-2")
-            shutil.copytree(own, Path(folder, "aside", own.name))
-
-    rank = tessel.world().rank
-    want = solvers.solve(method, values(3), each=put_aside, checkpoint=keep, **options)
+    method, rank = method_of("FISTA", problem), tessel.world().rank
+    options: dict[str, Any] = {"layout": layout, "max_iterations": STEPS, "checkpoint": keep}
+    want = solvers.solve(method, values(3), **options)
     tessel.world().group.share_objects(None)
     if rank == 1:
-        Path(folder, "aside").rename(Path(folder, "iteration-00000004"))
-        own = Path(folder, "iteration-00000008", "worker-1-of-2")
-        own.rename(own.with_suffix(".unfinished"))  # as it is until all of it is written
+        own = Path(folder, "iteration-00000008", "worker-1-of-2.safetensors")
+        if damage == "unnamed":  # as when it is ended in the moment before
+            own.rename(own.with_name(own.name + ".unfinished"))
+        elif damage == "missing":
+            own.unlink()
+        else:
+            data = bytearray(own.read_bytes())
+            data[-5] ^= 16
+            own.write_bytes(data)
     tessel.world().group.share_objects(None)
     seen: list[int] = []
-    found = solvers.solve(
-        method, values(3), layout=layout, max_iterations=STEPS, checkpoint=keep,
-        each=lambda k, x: seen.append(k),
-    )  # fmt: skip
-    return seen, torch.equal(found.x, want.x)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = solvers.solve(method, values(3), each=lambda k, x: seen.append(k), **options)
+    texts = [str(each.message) for each in warned if "checkpoint" in str(each.message)]
+    return seen, torch.equal(found.x, want.x), texts
 
 
-def test_an_unfinished_checkpoint_is_not_taken(run: Run, tmp_path: Path) -> None:
-    assert run(half_written, str(tmp_path), nprocs=2) == [([5, 6, 7, 8], True)] * 2
+@pytest.mark.parametrize("damage", ["unnamed", "missing", "flipped"])
+def test_the_generation_before_is_used_with_a_warning(
+    run: Run, tmp_path: Path, damage: str
+) -> None:
+    (seen, same, texts), (seen_too, same_too, no_texts) = run(
+        half_written, str(tmp_path), damage, nprocs=2
+    )
+    assert same and same_too and no_texts == []
+    if damage == "unnamed":  # all of it is there
+        assert (seen, seen_too, texts) == ([], [], [])
+        return
+    assert seen == seen_too == [5, 6, 7, 8]
+    (text,) = texts
+    assert f"the checkpoint in {tmp_path} " in text and "resumes from iteration 4" in text
+    assert "iteration-00000008/worker-1-of-2.safetensors" in text
+    if damage == "flipped":
+        assert "are not those that were written" in text
 
 
 def solve_in_ten_iterations(folder: str, is_killed: bool) -> None:
@@ -616,7 +637,7 @@ def test_a_killed_run_resumes(run: Run, tmp_path: Path) -> None:
     with pytest.raises(tessel.WorkerLost, match="SIGKILL"):
         run(solve_in_ten_iterations, str(killed), True, nprocs=2)
     left = {path.parent.name for path in killed.rglob("worker-*")}
-    assert left == {"iteration-00000006"}
+    assert left == {"iteration-00000003", "iteration-00000006"}
     run(solve_in_ten_iterations, str(killed), False, nprocs=2)
     for rank in range(2):
         want, found = (torch.load(each / f"result-{rank}.pt") for each in (whole, killed))
@@ -700,7 +721,7 @@ def test_a_run_goes_on_in_other_parts(run: Run, tmp_path: Path, before: Any, aft
             assert error < 1e-10, (name, error)
     for name in KEEPING:
         folders = {path.name for path in (tmp_path / name).rglob("worker-*")}
-        assert folders == {f"worker-{k}-of-{after[0]}" for k in range(after[0])}
+        assert folders == {f"worker-{k}-of-{after[0]}.safetensors" for k in range(after[0])}
 
 
 class Collector(solvers.Method):
@@ -762,8 +783,9 @@ def lone(folder: str) -> tuple[str, str]:
 def test_files_that_a_worker_does_not_see(run: Run, tmp_path: Path) -> None:
     results = run(lone, str(tmp_path), nprocs=2)
     for folder, (kind, text) in enumerate(results):
-        assert kind == "ValueError" and "worker 0 does not see ['worker-1-of-2']" in text
-        assert f"the checkpoint in {tmp_path}/{folder} is of other parts" in text
+        assert kind == "ValueError" and "the image lay in other parts" in text
+        assert f"the checkpoint in {tmp_path}/{folder} cannot be read on worker 0" in text
+        assert "worker-1-of-2.safetensors: No such file" in text
 
 
 def few(folder: str) -> tuple[str, str]:
@@ -778,10 +800,24 @@ def few(folder: str) -> tuple[str, str]:
 
 
 def test_a_checkpoint_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> None:
+    """Never a silent start from the beginning; the file is named."""
     assert run(few, str(tmp_path), nprocs=2) == [("", "")] * 2
-    shutil.rmtree(tmp_path / "iteration-00000002" / "worker-1-of-2")
+    for iteration in (1, 2):
+        (tmp_path / f"iteration-{iteration:08d}" / "worker-1-of-2.safetensors").unlink()
+    first, second = run(few, str(tmp_path), nprocs=2)
+    assert first == second and first[0] == "ValueError"
+    assert "lacks iteration-00000002/worker-1-of-2.safetensors: worker 1 does not" in first[1]
     ((kind, text),) = run(few, str(tmp_path), nprocs=1)
-    assert kind == "ValueError" and "those of [2] workers" in text and "this run has 1" in text
+    assert kind == "ValueError" and "worker-1-of-2.safetensors of 2 workers" in text
+    assert "this run has 1" in text
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(run: Run, tmp_path: Path) -> None:
+    """Which wrote folders with torch.distributed.checkpoint, and these with pickles."""
+    (tmp_path / "iteration-00000002" / "worker-0-of-1").mkdir(parents=True)
+    ((kind, text),) = run(few, str(tmp_path), nprocs=1)
+    assert kind == "ValueError" and "is of an earlier version of Tessel" in text
+    assert "iteration-00000002/worker-0-of-1" in text
 
 
 class Halving:
@@ -808,16 +844,27 @@ def test_a_run_goes_on_where_the_first_worker_held_nothing(run: Run, tmp_path: P
     assert run(from_the_second, str(tmp_path), nprocs=2) == [([1, 2, 3, 4], 0.0)] * 2
 
 
-def damaged(folder: str, moves: bool) -> tuple[str, str]:
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut short": lambda data: data[:200],
+    "empty": lambda data: b"",
+    "too long": lambda data: data + b"x",
+    "flipped": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    "flipped in the header": lambda data: data.replace(b"F64", b"I64", 1),
+    "foreign": lambda data: b"\x08\0\0\0\0\0\0\0{}      ",
+    "a pickle": lambda data: pickle.dumps({"notes": 1}) + data,
+}
+
+
+def damaged(folder: str, moves: bool, damage: str) -> tuple[str, str]:
     layout = layout_of((2, 1))
-    keep = solvers.Checkpoint(folder, every=1)
+    keep = solvers.Checkpoint(folder, every=2)
     options: dict[str, Any] = {"max_iterations": 2, "checkpoint": keep}
     method = method_of("PGD", Problem(layout))
     solvers.solve(method, layout.local_part(values(3)), layout=layout, **options)
     tessel.world().group.share_objects(None)
     if tessel.world().rank == 1:
-        (data,) = Path(folder, "iteration-00000002", "worker-1-of-2").glob("*.distcp")
-        data.write_bytes(data.read_bytes()[:200])
+        data = Path(folder, "iteration-00000002", "worker-1-of-2.safetensors")
+        data.write_bytes(DAMAGES[damage](data.read_bytes()))
     tessel.world().group.share_objects(None)
     layout = layout_of((1, 2)) if moves else layout
     method = method_of("PGD", Problem(layout))
@@ -825,13 +872,104 @@ def damaged(folder: str, moves: bool) -> tuple[str, str]:
     return text_of(lambda: solvers.solve(method, x, layout=layout, **options))
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("moves", [False, True])
-def test_a_damaged_file_raises_on_all_workers(run: Run, tmp_path: Path, moves: bool) -> None:
+def test_a_damaged_file_raises_on_all_workers(
+    run: Run, tmp_path: Path, moves: bool, damage: str
+) -> None:
     """One worker alone finds its file cut short, or each finds it: nobody waits for the other."""
-    first, second = run(damaged, str(tmp_path), moves, nprocs=2)
+    first, second = run(damaged, str(tmp_path), moves, damage, nprocs=2)
     assert first == second and first[0] == "ValueError"
     assert f"the checkpoint in {tmp_path} cannot be read on worker" in first[1]
-    assert "remove iteration-00000002, or pass resume=False" in first[1]
+    assert f"{tmp_path}/iteration-00000002/worker-1-of-2.safetensors" in first[1]
+    assert "pass resume=False, or take another folder" in first[1]
+
+
+def few_steps(folder: Path) -> solvers.Solution:
+    keep = solvers.Checkpoint(folder, every=2)
+    method = solvers.GradientDescent(Halving(), step=0.5)
+    return solvers.solve(method, values(3), max_iterations=2, checkpoint=keep)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_damage_is_found(tmp_path: Path, data: st.DataObject) -> None:
+    """A flipped bit, or an end that is missing: an error that names the file, or what was kept."""
+    want = few_steps(tmp_path)
+    (path,) = tmp_path.rglob("worker-*")
+    right = path.read_bytes()
+    damaged, at = bytearray(right), data.draw(st.integers(0, 8 * len(right) - 1))
+    damaged[at // 8] ^= 1 << at % 8
+    for content in (damaged, right[: at // 8]):
+        path.write_bytes(content)
+        try:
+            assert torch.equal(few_steps(tmp_path).x, want.x)
+        except ValueError as error:
+            assert str(path) in str(error)
+    path.write_bytes(right)
+
+
+def test_files_without_names_are_no_checkpoint(tmp_path: Path) -> None:
+    """A run that was ended before its first checkpoint was complete begins anew."""
+    want = few_steps(tmp_path)
+    (path,) = tmp_path.rglob("worker-*")
+    path.with_name(path.name + ".unfinished").write_bytes(path.read_bytes()[:100])
+    path.unlink()
+    assert torch.equal(few_steps(tmp_path).x, want.x)
+    assert [each.name for each in tmp_path.rglob("worker-*")] == [path.name]
+
+
+class Measured:
+    """A problem with measurements of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.measurements = values(seed)
+
+    def grad(self, x: Tensor) -> Tensor:
+        return x - self.measurements
+
+
+def with_other_measurements(folder: str) -> tuple[str, str]:
+    layout = layout_of(None)
+    keep = solvers.Checkpoint(folder, every=1)
+    options: dict[str, Any] = {"layout": layout, "checkpoint": keep}
+    for _ in range(2):  # the same ones, in other objects, and another step: it resumes
+        method = solvers.GradientDescent(Measured(1), step=0.5)
+        solvers.solve(method, values(3), max_iterations=2, **options)
+    method = solvers.GradientDescent(Measured(1), step=0.25)
+    assert solvers.solve(method, values(3), max_iterations=3, **options).iterations == 3
+    method = solvers.GradientDescent(Measured(2), step=0.5)
+    return text_of(lambda: solvers.solve(method, values(3), max_iterations=4, **options))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_checkpoint_of_other_measurements_is_refused(
+    run: Run, tmp_path: Path, nprocs: int
+) -> None:
+    """Else a run would end at once, with the image of another problem."""
+    for kind, text in run(with_other_measurements, str(tmp_path), nprocs=nprocs):
+        assert kind == "ValueError" and "is of another problem: on worker 0, the checksum" in text
+
+
+def on_a_full_disk(folder: str) -> tuple[str, str]:
+    """The second worker cannot write."""
+    layout = layout_of((2, 1))
+    own = folder if tessel.world().rank == 0 else "/dev/null/absent"
+    keep = solvers.Checkpoint(own, every=1)
+    return text_of(
+        lambda: solvers.solve(
+            method_of("PGD", Problem(layout)), layout.local_part(values(3)), layout=layout,
+            max_iterations=2, checkpoint=keep,
+        )
+    )  # fmt: skip
+
+
+def test_a_worker_that_cannot_write_ends_all(run: Run, tmp_path: Path) -> None:
+    for kind, text in run(on_a_full_disk, str(tmp_path), nprocs=2):
+        assert kind == "ValueError" and "cannot be written on worker 1 (NotADirector" in text
+    assert not list(tmp_path.rglob("worker-*"))
 
 
 # --- gradients through all iterations
@@ -989,9 +1127,9 @@ def test_other_bad_input() -> None:
     method = method_of("gradient descent", problem)
     with pytest.raises(ValueError, match="max_iterations must be a whole number of 0 or more"):
         solvers.solve(method, values(3), max_iterations=-1)
-    with pytest.raises(ValueError, match=r"int64; floating point numbers are needed"):
+    with pytest.raises(ValueError, match=r"floating point or complex numbers, got torch.int64"):
         solvers.solve(method, torch.zeros(SHAPE, dtype=torch.int64))
-    with pytest.raises(TypeError, match="a tensor or a DistributedSignal is needed, got"):
+    with pytest.raises(TypeError, match="expected a tensor or a DistributedSignal, got"):
         solvers.solve(method, [1.0])
     with pytest.raises(ValueError, match="dual_step"):
         solvers.CondatVu(problem, operator=problem.differ)
@@ -1062,7 +1200,7 @@ def spoil(change: str) -> tuple[str, str]:
     [
         ("nan", "FloatingPointError", "not finite after iteration 1"),
         ("diverge", "FloatingPointError", "a smaller step may help"),
-        ("shape", "ValueError", "worker 1 starts from a tensor of shape (1, 1, 3, 9)"),
+        ("shape", "ValueError", "got (1, 1, 3, 9)"),
         ("no layout", "ValueError", "how it lies on 2 workers"),
         ("separate", "ValueError", "every index is one value"),
     ],

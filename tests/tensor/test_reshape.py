@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import tessel
 from parity import values
 from tessel import Layout
+from tessel.core.agreement import tell
 from tessel.testing import count_traffic
 
 Run = Callable[..., list[Any]]
@@ -33,10 +35,10 @@ def factorizations(number: int, most: int) -> list[Shape]:
     return sorted(shapes)
 
 
-def reshape_all(grid: Shape) -> int:
+def reshape_all(grid: Shape, numbers: Sequence[int] = (1, 4, 6)) -> int:
     """Every shape to every other one: values and gradients are those of one process."""
     num_reshapes = 0
-    for number in (1, 4, 6):
+    for number in numbers:
         all_shapes = factorizations(number, 4)
         for before in (shape for shape in all_shapes if len(shape) == len(grid)):
             for after in all_shapes:
@@ -51,6 +53,28 @@ def reshape_all(grid: Shape) -> int:
                 assert torch.allclose(x.grad.full(), slope, rtol=0, atol=1e-12), (before, after)
                 num_reshapes += 1
     return num_reshapes
+
+
+# every grid of two and of three workers with up to four axes, and some of four
+GRIDS = [
+    tuple(num if axis == place else 1 for axis in range(dims))
+    for num in (2, 3)
+    for dims in range(1, 5)
+    for place in range(dims)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_all_shapes_on_all_grids(run: Run, num_workers: int) -> None:
+    grids = [grid for grid in GRIDS if prod(grid) == num_workers]
+    counts = run(reshape_on_grids, grids, nprocs=num_workers, timeout=240)
+    assert counts[0] > 500
+
+
+def reshape_on_grids(grids: list[Shape]) -> int:
+    return sum(reshape_all(grid, (1, 2 * prod(grid))) for grid in grids)
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4), (1, 2, 2), (1, 1, 2, 2)], ids=str)
@@ -113,3 +137,93 @@ def test_a_classifier_sends_its_pooled_features_once(run: Run) -> None:
     """To the worker that has the one pixel; from it to all; and back to those that pooled."""
     features = 2 * 8 * 8
     assert run(classify, nprocs=2, timeout=60) == [(2, 2 * features), (1, features)]
+
+
+# A model in which dimensions of length one are merged with split ones, dropped or added: by name,
+# the layers and the shape of the input.
+HEADS: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
+    "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(8, 4)), (3, 1, 8)),
+    "flatten one row": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(8, 4)), (1, 1, 8)),
+    "flatten the batch": (lambda: nn.Sequential(nn.Flatten(0), nn.Linear(8, 4)), (1, 1, 8)),
+    "features last": (lambda: nn.Linear(8, 4), (3, 1, 8)),
+    "squeeze": (lambda: Lambda("squeeze", 1), (3, 1, 8)),
+    "squeeze, linear": (lambda: nn.Sequential(Lambda("squeeze", 1), nn.Linear(8, 4)), (3, 1, 8)),
+    "squeeze all": (lambda: nn.Sequential(Lambda("squeeze"), nn.Linear(8, 4)), (1, 1, 8)),
+    "unsqueeze": (lambda: nn.Sequential(Lambda("unsqueeze", 1), nn.Linear(8, 4)), (2, 1, 8)),
+    "view": (lambda: nn.Sequential(Lambda("view", 2, 8), nn.Linear(8, 4)), (2, 1, 8)),
+    "reshape": (lambda: nn.Sequential(Lambda("reshape", 4, 4), nn.Linear(4, 4)), (2, 1, 8)),
+    "one pixel": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(1, 4)), (2, 1, 1)),
+}
+
+
+class Lambda(nn.Module):
+    """A method of the tensor, as a layer."""
+
+    def __init__(self, name: str, *args: int) -> None:
+        super().__init__()
+        self.name, self.args = name, args
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(x, self.name)(*self.args)
+        return found
+
+
+def head_of(name: str, grid: Shape) -> None:
+    """What users see: parts of what has the input's dimensions, and the whole of anything else.
+
+    A plain loss of it, such as cross_entropy over all classes, is that of one process, and so are
+    the gradients. If the batch is split, each worker has its rows.
+    """
+    make, shape = HEADS[name]
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), make()).double()
+    P = tessel.world().create_cartesian_topology_partition(grid)
+    model = tessel.nn.distribute_module(copy.deepcopy(alone), P)
+    x = values(shape, 1)
+    for _ in range(2):
+        for each in (alone, model):
+            each.zero_grad()
+        expected = alone(x)
+        for found in (model(Layout.balanced(P, shape).local_part(x)), model(tessel.spread(x, P))):
+            model.zero_grad()
+            alone.zero_grad()
+            wanted, target = alone(x), values(expected.shape, 2)
+            if isinstance(found, tessel.Tensor):
+                assert torch.allclose(found.full(), wanted, rtol=0, atol=1e-12)
+                ours = (found.softmax(-1) * target).sum()
+                (wanted.softmax(-1) * target).sum().backward()
+            else:
+                if wanted.dim() == len(grid):
+                    layout = Layout.balanced(P, wanted.shape)
+                    wanted, target = layout.local_part(wanted), layout.local_part(target)
+                elif grid[0] > 1:  # all workers ask: rows of a batch that is split, or the whole
+                    lengths = list(tell(P, len(found)).values())
+                    if sum(lengths) == len(wanted):
+                        start = sum(lengths[: P.index[0]])
+                        wanted, target = (y[start : start + len(found)] for y in (wanted, target))
+                assert torch.allclose(found, wanted, rtol=0, atol=1e-12), (found, wanted)
+                ours = (found * target).sum()
+                full = values(expected.shape, 2)
+                (alone(x) * full).sum().backward()
+            ours.backward()
+            for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+                assert torch.allclose(p.grad, q.grad, rtol=0, atol=1e-12), name
+
+
+def heads_on_grids(num_workers: int) -> int:
+    places = [tuple(num_workers if axis == place else 1 for axis in range(3)) for place in range(3)]
+    for grid in places:
+        for name in HEADS:
+            try:
+                head_of(name, grid)
+            except AssertionError as error:
+                raise AssertionError(f"{name} on {grid}: {error}") from error
+    return len(places) * len(HEADS)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_heads_with_dimensions_of_length_one(run: Run, num_workers: int) -> None:
+    assert run(heads_on_grids, num_workers, nprocs=num_workers, timeout=240)[0] == 33

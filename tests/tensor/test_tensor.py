@@ -393,11 +393,167 @@ def check_bad_input() -> None:
         assert len(set(said)) == 1, said
     with pytest.raises(TypeError, match="where"):
         tessel.spread(torch.ones(3), 4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="different workers or grids"):
-        spread() + tessel.spread(
-            values(SHAPE, 1), world.create_cartesian_topology_partition([1, world.size, 1])
-        )
+    if world.size > 2:
+        with pytest.raises(ValueError, match="different workers or grids"):
+            spread().sum() + tessel.spread(
+                values((4,), 1), world.create_partition_inclusive([1, 0])
+            )
     close("afterwards", spread().full(), values(SHAPE, 1))
+
+
+def check_grids() -> None:
+    """Operands on several grids of the same workers: as in one process."""
+    world = tessel.world()
+    n = world.size
+
+    def grid(*shape: int) -> Partition:
+        return world.create_cartesian_topology_partition(shape)
+
+    def compute(a: Tensor, b: Tensor, row: Tensor, labels: Tensor) -> list[Tensor]:
+        written = a.clone()
+        written[1:3] = b[:2]
+        written.add_(b, alpha=0.5)
+        return [
+            *(a + b, a @ b.T, torch.cat([a, b], 1), torch.where(a > 0, b, row)),
+            *(nn.functional.linear(a, b, b[:, 0]), a[labels], nn.functional.embedding(labels, b)),
+            *(nn.functional.mse_loss(a, b), nn.functional.cross_entropy(a, labels)),
+            *(torch.stack([a.sum(), b.sum()]), torch.einsum("ij,j->i", a, row), a[b > 0]),
+            *(written, nn.functional.layer_norm(b, (5,), row)),
+        ]
+
+    whole = [values((4, 5), 1), values((4, 5), 2), values((5,), 3)]
+    labels = torch.tensor([3, 0, 2, 2])
+    alone = [each.clone().requires_grad_() for each in whole]
+    where = (grid(n, 1), grid(1, n), grid(n))
+    apart: Any = [
+        tessel.spread(each, there).requires_grad_()
+        for each, there in zip(whole, where, strict=True)
+    ]
+    with tessel.fallback("raise"):
+        found = compute(*apart, tessel.spread(labels, grid(n)))
+    expected = compute(*alone, labels)
+    for got, want in zip(found, expected, strict=True):
+        assert isinstance(got, tessel.Tensor)
+        close("value", got.full(), want.detach())
+
+    def derived(results: list[Any], inputs: list[Any]) -> list[Any]:
+        first = torch.autograd.grad(
+            sum((each**2).sum() for each in results), inputs, create_graph=True
+        )
+        return [*first, *torch.autograd.grad(sum((each**2).sum() for each in first), inputs)]
+
+    for got, want in zip(derived(found, apart), derived(expected, alone), strict=True):
+        close("gradient", got.full(), want)
+    for each, there in zip(apart, where, strict=True):
+        assert each.layout.partition == there
+    with count_traffic() as traffic:  # the same parts, in other words
+        y = apart[1].detach() * tessel.spread(
+            whole[0], Layout.split(grid(n, 1), (4, 5), (None, 0), shared=[1])
+        )
+        labelled = apart[0].detach().sum(1) + tessel.spread(labels, grid(n))
+    assert traffic.bytes_sent == 0
+    close("product", y.full(), whole[0] * whole[1])
+    close("sum", labelled.full(), whole[0].sum(1) + labels)
+
+
+def check_comparisons() -> None:
+    """`equal`, `allclose` and `in`: one answer, which all workers get."""
+    world = tessel.world()
+    x, whole = spread(), values(SHAPE, 1)
+    columns = tessel.spread(whole, world.create_cartesian_topology_partition([1, world.size, 1]))
+    last = torch.zeros(SHAPE, dtype=torch.float64)
+    last[-1, -1, -1] = 1e-3
+    with tessel.fallback("raise"):
+        assert torch.equal(x, whole) and torch.equal(whole, x) and x.equal(columns)
+        assert not torch.equal(x, whole + last) and not torch.equal(x, whole[:3])
+        assert torch.allclose(x, whole + last * 1e-9) and not torch.allclose(x, whole + last)
+        assert torch.allclose(input=x, other=whole + last, rtol=0, atol=1e-2)
+        assert whole[5, 4, 3].item() in x and 17.0 not in x
+
+
+def check_other_dtypes() -> None:
+    """`x.data = ...` of another dtype, as `module.float()` sets it: wrapper and part change."""
+    module = nn.Module()
+    module.weight = nn.Parameter(spread())
+    module.register_buffer("table", spread(2))
+    (module.weight * module.table).sum().backward()
+    with tessel.fallback("raise"):  # a module asks tensors things that are no functions
+        module.float()
+    weight: Any = module.weight
+    assert weight.dtype == weight.local.dtype == weight.grad.dtype == torch.float32
+    assert (weight * 2).dtype == torch.float32 and weight.is_leaf and weight.nbytes == 480
+    weight.grad = None
+    (weight * module.table).sum().backward()
+    assert weight.grad.dtype == torch.float32
+    close("gradient", weight.grad.full(), values(SHAPE, 2).float())
+
+
+def check_detach_in_place() -> None:
+    x = spread().requires_grad_()
+    y = (x * 2).detach_()
+    assert not y.requires_grad and y.is_leaf
+    (x * y).sum().backward()
+    assert x.grad is not None
+    close("gradient", x.grad.full(), 2 * values(SHAPE, 1))  # type: ignore[attr-defined]
+    assert "local" in dir(x)
+
+
+def check_initialization() -> None:
+    """`torch.nn.init` fills a spread tensor; the values do not depend on its layout."""
+    world = tessel.world()
+    for fill in (
+        *(nn.init.kaiming_uniform_, nn.init.kaiming_normal_, nn.init.xavier_uniform_),
+        *(nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.zeros_),
+        lambda x: nn.init.constant_(x, 3.0),
+        lambda x: nn.init.kaiming_uniform_(x, a=5**0.5, nonlinearity="relu", mode="fan_out"),
+    ):
+        drawn = []
+        for where in (Layout.balanced(rows(2), (6, 4)), Layout.whole(world, (6, 4), shared=True)):
+            torch.manual_seed(3)
+            x = fill(tessel.empty(6, 4, where=where, dtype=torch.float64).requires_grad_())
+            assert x.requires_grad and x.is_leaf
+            drawn.append(x.detach().full())
+        close("drawn", *drawn)
+    bound = (6 / 4) ** 0.5  # of kaiming_uniform_ for four inputs
+    torch.manual_seed(3)
+    x = nn.init.kaiming_uniform_(tessel.empty(600, 4, where=rows(2)))
+    assert 0.95 * bound < float(x.abs().max()) <= bound
+
+
+def check_named_arguments() -> None:
+    """Factories take arguments by torch's names."""
+    world = tessel.world()
+    for settings in ({"end": 5}, {"start": 1, "end": 6, "step": 2}):
+        got = tessel.arange(where=world, **settings)  # type: ignore[arg-type]
+        close("arange", got.full(), torch.arange(**settings))
+    close("step", tessel.arange(0, 5, step=2, where=world).full(), torch.arange(0, 5, step=2))
+    torch.manual_seed(0)
+    one = tessel.randint(2, 9, (7,), where=world).full()
+    for settings in ({"low": 2, "high": 9, "size": (7,)},):
+        torch.manual_seed(0)
+        close("randint", tessel.randint(where=world, **settings).full(), one)
+    torch.manual_seed(0)
+    close("size", tessel.randint(2, 9, size=(7,), where=world).full(), one)
+    assert int(tessel.randint(3, size=(9,), where=world).max()) < 3
+    for wrong in ((3,), (1, 2, (3,), 4)):
+        with pytest.raises(TypeError, match="randint"):
+            tessel.randint(*wrong, where=world)
+
+
+def check_shapes_in_place() -> None:
+    """No function changes the shape of a part behind the tensor's back, of whole ones neither."""
+    for x in (spread(), spread().sum(0, keepdim=True)):
+        shape = x.shape
+        for change in (
+            lambda x: x.transpose_(0, 1),
+            lambda x: x.unsqueeze_(0),
+            lambda x: x.squeeze_(),
+            lambda x: x.swapaxes_(0, 2),
+            lambda x: x.resize_(2, 2),
+        ):
+            with pytest.raises(NotImplementedError, match=r"in place|no rule|unseen|split"):
+                change(x)
+            assert x.shape == shape and tuple(x.local.shape) == x.layout.local_shape
 
 
 def check_layers() -> None:
@@ -440,7 +596,9 @@ CHECKS = (
         check_modes,
         check_fallback,
     ),
-    *(check_making, check_bad_input, check_layers, check_outside),
+    *(check_making, check_bad_input, check_layers, check_outside, check_grids),
+    *(check_comparisons, check_other_dtypes, check_detach_in_place, check_initialization),
+    *(check_named_arguments, check_shapes_in_place),
 )
 
 

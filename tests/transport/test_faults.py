@@ -224,6 +224,26 @@ def test_a_stopped_worker_is_named_after_the_time_limit(
 
 
 @pytest.mark.slow
+def test_run_shows_a_worker_that_was_stopped(tmp_path: Path) -> None:
+    """The launcher asks it to end, which a stopped process does not hear."""
+    done, _ = tessel_run(
+        tmp_path,
+        "layer = tessel.nn.AllSumReduce(P, [0])\n"
+        "layer(torch.ones(6))\n"
+        "if P.rank == 1:\n"
+        "    open('begin', 'w').write(str(time.time()))\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "layer(torch.ones(6))\n",
+        TESSEL_TIMEOUT="8",
+    )
+    seconds = time.time() - float((tmp_path / "begin").read_text())
+    assert done.returncode != 0
+    assert re.search(r"lost contact with worker 1 .*stopped for 8 s", done.stderr), done.stderr
+    assert "killed by" not in done.stderr, done.stderr
+    assert seconds < 8 + 15, seconds  # elastic waits 30 s for it
+
+
+@pytest.mark.slow
 def test_a_job_may_end_without_a_word(tmp_path: Path) -> None:
     """Workers leave at different times, without closing anything: no crash, no complaint."""
     done, _ = tessel_run(

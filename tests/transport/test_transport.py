@@ -318,7 +318,7 @@ def test_an_offer_of_a_process_that_ends_is_a_lost_worker() -> None:
         slot.reader = Reader(2**22 + 1, Staging(8))  # no process has this number
     hosts[1].send((1, 1), [SendBuffer(0, torch.zeros(MIB))])
     with pytest.raises(tessel.WorkerLost, match="lost contact with worker 1"):
-        hosts[0].swap((2, 2), [], [ReceiveBuffer(1, torch.zeros(2))], (1,))
+        hosts[0].take((2, 2), [ReceiveBuffer(1, torch.zeros(2))], None, (1,))
 
 
 def in_threads() -> list[float]:

@@ -124,6 +124,7 @@ def measure(claim: Claim, options: list[str], results: Path) -> dict[str, Any]:
     saved = results / f"{claim.name}.json"
     before = _written(saved)
     command = [sys.executable, str(claim.script), *options, "--output", str(results)]
+    # In a process of its own, as if a user ran the script: nothing is left of the claim before it.
     code = subprocess.run(command).returncode
     if code == 0 and _written(saved) != before:
         found: dict[str, Any] = json.loads(saved.read_text())

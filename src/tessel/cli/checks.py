@@ -204,6 +204,7 @@ def check_pictures(facts: Facts) -> Finding | None:
 
 Check = Callable[[Facts], Finding | None]
 
+# Findings that are equally bad are shown in this order.
 CHECKS: tuple[Check, ...] = (
     check_torch,
     check_gloo,

@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.workers < 1 or args.size < 1:
         args.parser.error("--workers and --size must be 1 or more")
     console = Console(highlight=False)
-    reports = _run(console, args.workers, args.size)
+    reports = run_demos(console, args.workers, args.size)
     pictures = _try_to_draw(reports, args.output)
     for table, legend in (each for report in reports for each in report.tables()):
         console.print(table)
@@ -74,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _run(console: Console, workers: int, size: int) -> Sequence[Report]:
+def run_demos(console: Console, workers: int, size: int) -> Sequence[Report]:
     """Run the demos on local workers; the reports of the first."""
     with tempfile.TemporaryDirectory() as folder:
         # Workers answer when all is done: what is done meanwhile they say in a file.
@@ -96,6 +96,7 @@ def _work(size: int, done: str) -> list[Report | None]:
             with open(done, "a") as file:
                 file.write(f"{text}\n")
 
+    # All of them in one job, which takes seconds to start.
     return [demo.run(size, note) for demo in DEMOS]
 
 

@@ -49,6 +49,7 @@ class Facts:
 
 def gather_facts() -> Facts:
     """Ask this machine."""
+    # A torch that is built without distributed does not have the functions that are asked then.
     backends = {
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
@@ -87,7 +88,7 @@ def gather_facts() -> Facts:
         shared_memory=shared[0] if shared else None,
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         torch_threads=torch.get_num_threads(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],  # the soft limit, which holds
         host_address=host_address,
         loopback=loopback_works(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),

@@ -87,6 +87,7 @@ def _median(module: torch.nn.Module, x: Tensor, repeats: int) -> tuple[float, in
             begin = time.perf_counter()
             module(x)
             times.append(time.perf_counter() - begin)
+    # The median, so that a worker which lost its core for a moment does not count.
     return statistics.median(times), traffic.bytes_sent
 
 
@@ -99,6 +100,7 @@ def _movements(length: int) -> Iterator[tuple[str, torch.nn.Module, Tensor]]:
     x = torch.zeros(length)
     yield "all-sum-reduce", nn.AllSumReduce(P, [0]), x
     yield "broadcast", nn.Broadcast(first, P), x if first.active else zero_volume_tensor()
+    # Of its 2 · side² values a worker keeps half: the other half, `length` of them, travels.
     yield "repartition", nn.Repartition(rows, columns), torch.zeros(side, 2 * side)
     yield "halo exchange", nn.HaloExchange(P, [(length, length)]), x
 
@@ -110,6 +112,7 @@ def measure_machine(rounds: int = 2) -> Machine:
     2
     """
     cores = usable_cores()
+    # Alone, in a pair, on all cores, and with two workers for each core, which slows all down.
     counts = [n for n in sorted({1, 2, cores, 2 * cores}) if n <= _MOST_WORKERS]
     origin = f"measured on {platform.node()}, {date.today()}, {cores} cores"
     machines = []

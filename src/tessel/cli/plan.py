@@ -71,6 +71,7 @@ def execute(args: argparse.Namespace) -> int:
             print(json.dumps(_as_json(choice), indent=2))
         else:
             console = Console(highlight=False)
+            # In a file nothing is as narrow as a terminal: no column has to be broken there.
             wide = console if console.is_terminal else Console(highlight=False, width=160)
             wide.print(
                 f"[bold]{choice.workers} workers[/], {operator.domain} → {operator.codomain}: "

@@ -11,21 +11,30 @@ first as the last thing on the screen. The script sees the environment that torc
 On two hosts, the same line on each:
 
   tessel run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py
+
+On one host nothing listens but on the loopback interface. Hosts meet at the endpoint, where they
+prove to each other that they know the same token: that of TESSEL_TOKEN, of --token-file, or of
+~/.config/tessel/token, which the first run makes. Copy it where hosts share no home.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -34,13 +43,28 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tessel.machine import usable_cores
+from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, Rendezvous
+from tessel.cli.stragglers import Stragglers
+from tessel.launch.gate import Endpoint, GateError, interface_of, loopback, read_token
+from tessel.machine import ALLOCATORS, usable_cores
+from tessel.settings import chosen, time_limit
+from tessel.transport.copy_program import ENGINES
+from tessel.transport.job import TRANSPORTS
 
 SUMMARY = "run a script on several workers (torchrun with good defaults)"
 
 # A death without a report is dated by when it was noticed, which is later than it happened.
 _NOTICED_LATE_SECONDS = 1.0
 _SECONDS_TO_END = 5
+_CHOICES = {
+    "TESSEL_ALLOCATOR": ALLOCATORS,
+    "TESSEL_ENGINE": ENGINES,
+    "TESSEL_TRANSPORT": TRANSPORTS,
+    "TESSEL_CHECK": ("0", "1"),
+    "TESSEL_DEBUG": ("0", "1"),
+}
+_REPORTS = "tessel-run-"  # how the folders begin in which workers leave reports of their failures
+_SECONDS_TO_LOCK = 10.0  # a folder as young as this may not be locked yet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nnodes", type=_positive, default=1, metavar="H", help="number of hosts (default: 1)"
     )
     hosts.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="address of the rendezvous; one of the hosts"
+        "--rdzv-endpoint",
+        type=_endpoint,
+        metavar="HOST:PORT",
+        help="address of one of the hosts, where the others find it; one host alone needs none",
     )
     hosts.add_argument(
         "--rdzv-id", default="tessel", metavar="ID", help="name of this job, the same on every host"
+    )
+    hosts.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="file of mode 0600 with the token that all hosts know (default: TESSEL_TOKEN if set, "
+        "else ~/.config/tessel/token)",
     )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="the script or module, and its arguments"
@@ -82,6 +115,12 @@ def execute(args: argparse.Namespace) -> int:
     """Run the workers and return the exit code: 0, or that of the worker that failed first."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     _check(args, command)
+    try:  # here, and not on each worker
+        time_limit()
+        for variable, options in _CHOICES.items():
+            chosen(variable, options)
+    except ValueError as error:
+        args.parser.error(str(error))
     n = args.workers or torch.cuda.device_count() or usable_cores()
     # Workers inherit this. Torchrun would set one thread, however many cores there are.
     if args.threads is not None:
@@ -92,12 +131,21 @@ def execute(args: argparse.Namespace) -> int:
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
     target = ["-m", *command] if args.module else command
-    with tempfile.TemporaryDirectory(prefix="tessel_run_") as reports:
-        launch = elastic_launch(_config(args, n, reports), sys.executable)
+    try:
+        rendezvous = _rendezvous(args)
+    except GateError as error:
+        _stderr().print(f"tessel run: {error}", markup=False)
+        return 1
+    with _reports() as reports:
+        launch = elastic_launch(_config(args, n, reports, rendezvous), sys.executable)
+        stragglers = Stragglers()
         try:
-            launch("-m", "tessel.cli.worker", *target)
+            with stragglers:
+                launch("-m", "tessel.cli.worker", *target)
         except ChildFailedError as error:
-            failures = [WorkerFailure.of(*each) for each in error.failures.items()]
+            failures = [
+                WorkerFailure.of(*each, stragglers.killed) for each in error.failures.items()
+            ]
             return report(failures, world_size=n * args.nnodes)
         except SignalException as error:
             _stderr().print(f"tessel run: stopped by {error.sigval.name}")
@@ -105,7 +153,52 @@ def execute(args: argparse.Namespace) -> int:
         except RendezvousError as error:
             _stderr().print(f"tessel run: the hosts did not meet: {error}", markup=False)
             return 1
+        finally:
+            rendezvous.shutdown()
     return 0
+
+
+def _rendezvous(args: argparse.Namespace) -> Rendezvous:
+    """Where this host's workers meet those of the others; what they listen on is set, too."""
+    if args.nnodes == 1:
+        made = Rendezvous(str(uuid.uuid4()), 1, None, b"", SECONDS_TO_MEET)
+        interface = loopback()
+    else:
+        token = read_token(args.token_file)
+        made = Rendezvous(args.rdzv_id, args.nnodes, args.rdzv_endpoint, token, SECONDS_TO_MEET)
+        interface = interface_of(made.address)
+    # Workers inherit this: Gloo and NCCL would listen on whatever the host's name stands for.
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    os.environ.pop("TESSEL_TOKEN", None)  # is for launchers: programs log their environment
+    return made
+
+
+@contextlib.contextmanager
+def _reports() -> Iterator[str]:
+    """A folder for the reports of workers; those that killed launchers have left are removed.
+
+    A launcher holds a lock on its folder, which the system opens when it ends, however it ends.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_REPORTS}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            status = left.lstat()
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _SECONDS_TO_LOCK:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_REPORTS) as folder, _locked(Path(folder)):
+        yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A lock on a folder; OSError if somebody holds it, or it is none."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -130,18 +223,15 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
         error(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every host")
 
 
-def _config(args: argparse.Namespace, n: int, reports: str) -> LaunchConfig:
-    alone = args.nnodes == 1 and not args.rdzv_endpoint
+def _config(args: argparse.Namespace, n: int, reports: str, rendezvous: Rendezvous) -> LaunchConfig:
     options = {
         "min_nodes": args.nnodes,
         "max_nodes": args.nnodes,
         "nproc_per_node": n,
-        # Hosts that meet must have one name for the job; two jobs of one host must not have one.
-        "run_id": str(uuid.uuid4()) if alone else args.rdzv_id,
-        "rdzv_backend": "c10d",
-        # Port 0 lets the system choose a free one.
-        "rdzv_endpoint": "localhost:0" if alone else args.rdzv_endpoint,
-        "local_addr": "localhost" if alone else None,
+        "run_id": rendezvous.get_run_id(),
+        "rdzv_backend": BACKEND,
+        "rdzv_configs": {"rendezvous": rendezvous},
+        "local_addr": rendezvous.address,
         "max_restarts": 0,
         "monitor_interval": 0.1,  # seconds until the end of a worker is noticed
         "logs_specs": DefaultLogsSpecs(log_dir=reports),
@@ -175,10 +265,13 @@ class WorkerFailure:
     consequence: bool = False
 
     @classmethod
-    def of(cls, rank: int, failure: ProcessFailure) -> WorkerFailure:
-        """What elastic knows of a worker's end, with the worker's own report if it left one."""
+    def of(cls, rank: int, failure: ProcessFailure, killed: Collection[int] = ()) -> WorkerFailure:
+        """What elastic knows of a worker's end, with the worker's own report if it left one.
+
+        `killed` are the processes that were ended here, since they did not end by themselves.
+        """
         # Elastic ends the others by this signal when a worker has failed.
-        ended_by_launcher = failure.exitcode == -signal.SIGTERM
+        ended_by_launcher = failure.exitcode == -signal.SIGTERM or failure.pid in killed
         message = failure.message
         if not isinstance(message, dict):
             time = failure.timestamp - _NOTICED_LATE_SECONDS
@@ -217,7 +310,10 @@ def first_failure(failures: Iterable[WorkerFailure]) -> WorkerFailure:
     """
     failures = list(failures)
     causes = [failure for failure in failures if not failure.consequence]
-    return min(causes or failures, key=lambda failure: failure.time)
+    # Where none is a cause, as with a worker that was stopped, those who lost it say what happened,
+    # and those whom the launcher has ended do not.
+    told = [failure for failure in failures if failure.error]
+    return min(causes or told or failures, key=lambda failure: failure.time)
 
 
 def report(failures: Sequence[WorkerFailure], world_size: int) -> int:
@@ -247,7 +343,14 @@ def _stderr() -> Console:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    # not everything that `int` takes: it reads "1_0" and digits of all scripts
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return value
+    return int(text)
+
+
+def _endpoint(text: str) -> Endpoint:
+    try:
+        return Endpoint(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

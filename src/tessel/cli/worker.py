@@ -19,7 +19,7 @@ import traceback
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
 
-from tessel import transport
+from tessel import endings, transport
 from tessel.errors import WorkerLost
 from tessel.launch.fork import die_with
 from tessel.launch.outputs import keep_lines_whole
@@ -34,6 +34,8 @@ _LOST = re.compile(
 _LOST_TYPES = (WorkerLost, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _FRAMES_BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
 _SECONDS_TO_END = 10.0
+# Seconds for a worker that has lost another: Gloo may wait for that one while groups are destroyed.
+_SECONDS_TO_FOLLOW = 2.0
 
 
 class Reporter(errors.ErrorHandler):
@@ -96,10 +98,12 @@ def main(argv: list[str]) -> int:
     except SystemExit as end:
         if _exit_code(end):
             reporter.record_exception(end)
+            endings.end_program(end)
             return _end_soon(_exit_code(end))
     except BaseException as error:
         reporter.record_exception(error)
-        return _end_soon(_exit_code(error))
+        endings.end_program(error)
+        return _end_soon(_exit_code(error), is_consequence(error))
     transport.leave()  # a thread of a group that runs when Python ends aborts the process
     return 0
 
@@ -113,11 +117,15 @@ def _exit_code(error: BaseException) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-def _end_soon(code: int) -> int:
-    """Return `code`, and end the process with it even if a thread of the script goes on."""
+def _end_soon(code: int, follows: bool = False) -> int:
+    """Return `code`, and end the process with it even if a thread of the script goes on.
+
+    `follows` says that this worker ends because another one did.
+    """
     sys.stdout.flush()
     # A thread that is not a daemon would keep the process, and with it all others, waiting.
-    timer = threading.Timer(_SECONDS_TO_END, os._exit, (code,))
+    seconds = _SECONDS_TO_FOLLOW if follows else _SECONDS_TO_END
+    timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
     return code

@@ -36,6 +36,8 @@ NUM_SIGNED = 4 + MAX_DIM
 # in one message, after the code of the call: whole signatures
 MAX_SAID = (NUM_WORDS - 1) // NUM_SIGNED * NUM_SIGNED
 
+_MOST_DIMS = 2**16  # more than a tensor can have
+
 _DTYPES: tuple[torch.dtype | None, ...] = (
     None, torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.complex64, torch.complex128, torch.complex32,
@@ -90,6 +92,12 @@ class Signature:
     @classmethod
     def from_words(cls, words: list[int]) -> Signature:
         dtype, device, flags, ndim, *lengths = words
+        is_right = 0 <= dtype < len(_DTYPES) and 0 <= device < len(_DEVICES)
+        if not is_right or not 0 <= ndim <= _MOST_DIMS or min(lengths) < 0:
+            raise ValueError(
+                f"a worker described its tensor by {words}, which mean nothing; all workers must "
+                f"run the same version of Tessel"
+            )
         return cls(
             tuple(lengths[: min(ndim, MAX_DIM)]) + (0,) * (ndim - MAX_DIM),
             _DTYPES[dtype],
@@ -232,7 +240,7 @@ def agree(
 
 
 def tell(partition: Partition, value: Any) -> dict[int, Any]:
-    """What each worker of a partition has to say, by worker: any object that can be pickled."""
+    """What each worker of a partition has to say, by worker: what `encoding` has a form for."""
     group = partition.prepare()
     return dict(zip(group.workers, group.share_objects(value), strict=True))
 

@@ -303,12 +303,16 @@ def apply_agreed(caller: Any, x: Tensor, gives: bool) -> Tensor:
         enabled = torch.is_grad_enabled()
         kind = lengths, x.dtype, x.device.type, x.requires_grad and enabled, not enabled
         operator, meta = getattr(caller, _agreed_while_compiling(caller.handle, *kind))
-    else:
-        caller.prepare()
-        if not caller.takes_part:
-            return x.clone()
-        operator, meta = caller._agreement.agree_on(x)
-    return operator.apply(as_agreed(x, meta, gives), meta)
+        return operator.apply(as_agreed(x, meta, gives), meta)
+    caller.prepare()
+    if not caller.takes_part:
+        return x.clone()
+    operator, meta = caller._agreement.agree_on(x)
+    try:
+        return operator.apply(as_agreed(x, meta, gives), meta)
+    except BaseException as error:  # others may still wait for this worker
+        operator.group.give_up(error)
+        raise
 
 
 @constant_in_graphs

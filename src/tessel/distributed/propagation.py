@@ -2,8 +2,8 @@
 
 A shard computes as any tensor does, with the part of one worker. Whether that gives this worker's
 part of what the function gives of the whole tensors, the table of `tessel.tensor` knows: its rule
-is followed on outlines of the whole tensors (`tessel.distributed.outline`). If it does with a part
-what the function does, the result is a shard, and the layout says along which dimension; if it
+is tried on random numbers in their place (`tessel.distributed.trial`). If it does with a part what
+the function does, the result is a shard, and the layout says along which dimension; if it
 would send something, or does something else, the sharding is lost.
 
 Three things are not asked of the table, since a shard means something else by them than a spread
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.distributed.outline import layouts_after
 from tessel.distributed.regrouping import flattened, reshaped, unflattened
 from tessel.distributed.shardings import Sharding, State, UnknownSharding, state_of
 from tessel.distributed.torch_call import (
@@ -32,6 +31,7 @@ from tessel.distributed.torch_call import (
     targets,
     tensors_in,
 )
+from tessel.distributed.trial import layouts_after
 
 Rule = Callable[[TorchCall, Sharding, Shape, Tensor], State]
 

@@ -30,6 +30,7 @@ from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
 from tessel.distributed.shardings import Sharding, UnknownSharding, describe, state_of
+from tessel.encoding import encodable
 from tessel.transport import share_over
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name for the list of a module
@@ -113,6 +114,7 @@ def _guard_fsdp() -> None:
         warnings.warn(text, stacklevel=2)
 
 
+@encodable
 class HeldShard(NamedTuple):
     """What one worker says of a shard in the module that it wraps.
 
@@ -143,6 +145,7 @@ class HeldShard(NamedTuple):
         return len(self.workers) > 1
 
 
+@encodable
 class ModuleReport(NamedTuple):
     """What one worker says of the module that it wraps: its shards, and whether it has others."""
 

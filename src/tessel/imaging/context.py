@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from tessel.core import (
     world,
 )
 from tessel.errors import WorkerLost
+from tessel.settings import chosen, whole_number
 from tessel.transport import kept_in_job
 
 SHARDINGS = ("round_robin", "block")
@@ -93,7 +93,7 @@ class DistributedContext:
         self.sharding = sharding
         self.seed = seed
         self.device_mode = device_mode
-        self.debug = os.environ.get("TESSEL_DEBUG", "0") == "1" if debug is None else debug
+        self.debug = chosen("TESSEL_DEBUG", ("0", "1")) == "1" if debug is None else debug
         self.cleanup = cleanup
         self.seed_offset = seed_offset
         self.deterministic = deterministic
@@ -268,8 +268,7 @@ class DistributedContext:
             asks = self.device_mode == "gpu"
             problem = ": device_mode 'gpu' was requested, but this host has 0 GPUs"
             return torch.device("cpu"), problem if asks else ""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        place = int(os.environ.get("LOCAL_RANK", "0"))
+        here, place = whole_number("LOCAL_WORLD_SIZE", 1), whole_number("LOCAL_RANK", 0)
         if gpus < here and place == 0:
             warnings.warn(
                 f"DistributedContext: {here} workers of this host share {gpus} GPUs, each takes "
@@ -349,7 +348,7 @@ def local_indices(num_items: int, worker: int, workers: int, sharding: str) -> l
     if num_items < 0:
         raise ValueError(f"the number of items must be 0 or more, got {num_items}")
     if not 0 <= worker < workers:
-        raise ValueError(f"a worker from 0 to {workers - 1} is needed, got {worker}")
+        raise ValueError(f"expected a worker from 0 to {workers - 1}, got {worker}")
     if sharding == "round_robin":
         return list(range(worker, num_items, workers))
     return list(range(*boxes.balanced_part(num_items, workers, worker)))
@@ -363,7 +362,7 @@ def owner(item: int, num_items: int, workers: int, sharding: str) -> int:
     """
     check_sharding(sharding)
     if not 0 <= item < num_items:
-        raise ValueError(f"an item from 0 to {num_items - 1} is needed, got {item}")
+        raise ValueError(f"expected an item from 0 to {num_items - 1}, got {item}")
     if sharding == "round_robin":
         return item % workers
     return boxes.balanced_place(num_items, workers, item)
@@ -381,6 +380,8 @@ def seed_of(seed: int, item: int, call: int = 0) -> int:
     >>> seed_of(42, 0) == seed_of(42, 0), seed_of(42, 0) == seed_of(42, 1)
     (True, False)
     """
+    # Two checksums of 32 bits side by side, since torch takes seeds of 64. A sum of the numbers
+    # would give neighbouring seeds and items the same generator.
     words = repr((seed, item, call)).encode()
     return zlib.crc32(words) << 32 | zlib.adler32(words)
 
@@ -388,6 +389,7 @@ def seed_of(seed: int, item: int, call: int = 0) -> int:
 @contextmanager
 def drawing(seed: int, item: int, call: int, device: torch.device) -> Iterator[None]:
     """Let torch's generators draw for an item; after the block they go on as if nothing was."""
+    # Of this device alone: by default torch would save the state of every GPU.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed_of(seed, item, call))

@@ -11,7 +11,7 @@ import torch
 from tessel.core import agree, total
 from tessel.imaging.context import DistributedContext
 from tessel.imaging.distribution_strategies.strategies import DistributedSignalStrategy
-from tessel.imaging.factory import on_device
+from tessel.imaging.factory import items_of, on_device
 from tessel.imaging.fidelity import L2
 from tessel.imaging.prior import DistributedProcessing
 from tessel.imaging.stacked import (
@@ -98,7 +98,7 @@ def distribute(
     kind = _agreed_kind(object, ctx, type_object, asked)
     for name, value in asked.items():
         if name not in _USES[kind]:
-            raise TypeError(f"distribute: {name}={value!r} is of no use for type_object={kind!r}")
+            raise TypeError(f"distribute: {name}={value!r} is not used for type_object={kind!r}")
     match kind:
         case "physics" | "linear_physics":
             is_linear = kind == "linear_physics"
@@ -106,7 +106,12 @@ def distribute(
             make, count = _factory(object, num_operators, dtype, "physics")
             return cls(ctx, count, make, gather_strategy=gather_strategy, **kwargs)
         case "data_fidelity":
-            return _fidelity(object, ctx, num_operators, dtype, **kwargs)
+            # One for all operators, or one for each from a list, a stack or a function.
+            if hasattr(object, "grad") and items_of(object) is None:
+                made = on_device(object, ctx.device, dtype)
+            else:
+                made, num_operators = _factory(object, num_operators, dtype, "data_fidelity")
+            return DistributedStackedFidelity(ctx, made, num_operators, **kwargs)
         case "parameters":
             return _parameters(object, ctx, **kwargs)
         case "denoiser":
@@ -145,13 +150,16 @@ def _factory(
     given: Any, count: int | None, dtype: torch.dtype | None, kind: str
 ) -> tuple[Callable[..., Any], int]:
     """A function that makes number i, and how many there are."""
-    items = _listed(given, f"{kind}_list")
+    items = items_of(given)
     if items is not None:
         if count is not None and count != len(items):
             raise ValueError(f"distribute: num_operators={count}, and there are {len(items)}")
         return lambda i, device, shared: on_device(items[i], device, dtype), len(items)
     if not callable(given):
-        raise TypeError(f"distribute: {given!r} is no {kind}, list of them, or function")
+        raise TypeError(
+            f"distribute: expected a {kind}, a list of them or a function that makes them, got "
+            f"{given!r}"
+        )
     if count is None:
         raise ValueError(
             f"distribute: a function needs to be told how many objects it makes: {given!r} and "
@@ -160,26 +168,11 @@ def _factory(
     return lambda i, device, shared: on_device(given(i, device, shared), device, dtype), count
 
 
-def _fidelity(
-    given: Any,
-    ctx: DistributedContext,
-    count: int | None,
-    dtype: torch.dtype | None,
-    **settings: Any,
-) -> DistributedStackedFidelity:
-    """One data fidelity for all operators, or one for each from a list, a stack or a function."""
-    if hasattr(given, "grad") and _listed(given, "data_fidelity_list") is None:
-        one = on_device(given, ctx.device, dtype)
-        return DistributedStackedFidelity(ctx, one, count, **settings)
-    make, count = _factory(given, count, dtype, "data_fidelity")
-    return DistributedStackedFidelity(ctx, make, count, **settings)
-
-
 def _denoiser(
     given: Any, ctx: DistributedContext, dtype: torch.dtype | None, tiling: dict[str, Any]
 ) -> DistributedProcessing:
     if not callable(given):
-        raise TypeError(f"distribute: a denoiser can be called, got {given!r}")
+        raise TypeError(f"distribute: expected a denoiser that can be called, got {given!r}")
     settings = {name.replace("tiling_strategy", "strategy"): v for name, v in tiling.items()}
     return DistributedProcessing(ctx, on_device(given, ctx.device, dtype), **settings)
 
@@ -191,7 +184,7 @@ def _prior(
     denoiser = getattr(prior, "denoiser", None)
     if denoiser is None:
         raise TypeError(
-            f"distribute: a prior with a denoiser is needed, got {prior!r}; spread others with "
+            f"distribute: expected a prior with a denoiser, got {prior!r}; spread others with "
             f"DistributedPrior, which cuts prox and grad into patches"
         )
     if not isinstance(denoiser, DistributedProcessing):
@@ -204,7 +197,9 @@ def _parameters(given: Any, ctx: DistributedContext, *, average: bool = True) ->
     several = list(given) if isinstance(given, list | tuple) else [given]
     for number, each in enumerate(several):
         if not isinstance(each, torch.nn.Parameter):
-            raise TypeError(f"distribute: number {number} is no torch.nn.Parameter: {each!r}")
+            raise TypeError(
+                f"distribute: expected a torch.nn.Parameter at position {number}, got {each!r}"
+            )
     moved = [
         each
         if each.device == ctx.device
@@ -260,8 +255,7 @@ def _kind_of(given: Any) -> str:
     first = given[0] if isinstance(given, list | tuple) and given else given
     if isinstance(first, torch.nn.Parameter):
         return "parameters"
-    items = _listed(given, "physics_list")
-    operators = items if items is not None else []
+    operators = items_of(given) or []
     if operators and all(hasattr(each, "A") for each in operators):
         # By its class, if it is one of deepinv: that gives adjoints to some that are not linear.
         base, linear = "deepinv.physics", "LinearPhysics"
@@ -291,12 +285,3 @@ def _is_a(given: Any, module: str, name: str) -> bool:
     """Whether an object is of a class of deepinv, which is then imported: this imports nothing."""
     found = sys.modules.get(module)
     return found is not None and isinstance(given, getattr(found, name))
-
-
-def _listed(given: Any, name: str) -> list[Any] | None:
-    """The items of a list or stack; None of what is neither."""
-    inside = getattr(given, name, given)
-    if isinstance(inside, list | tuple | torch.nn.ModuleList):
-        return list(inside)
-    is_one = hasattr(given, "A") and not callable(getattr(given, "__getitem__", None))
-    return [given] if is_one else None

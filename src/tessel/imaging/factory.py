@@ -25,6 +25,8 @@ from tessel.imaging.physics import DistributedPhysics, Factory
 from tessel.imaging.prior import DistributedPrior, Strategy
 from tessel.imaging.signal import DistributedSignal, Grid
 
+_LISTED = ("physics", "measurements", "data_fidelity")  # what a configuration takes as lists
+
 
 @dataclass(frozen=True)
 class FactoryConfig:
@@ -58,23 +60,20 @@ class FactoryConfig:
     linear: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, given in self._given.items():
-            # One that is not in a list stands for a list of one.
-            is_one = isinstance(given, Tensor) or hasattr(given, "A")
-            listed = [given] if is_one and not _is_list(given) else given
-            if hasattr(given, "data_fidelity_list"):
-                listed = list(given.data_fidelity_list)
-            object.__setattr__(self, name, listed)
-        for name, items in (("physics", "operators"), ("measurements", "tensors")):
+        for name in _LISTED:
+            items = items_of(getattr(self, name))
+            if items is not None:  # from here on a list is what makes one, and nothing else
+                object.__setattr__(self, name, items)
+        for name, what in (("physics", "operators"), ("measurements", "tensors")):
             given = getattr(self, name)
-            if not (_is_list(given) or callable(given)):
+            if not (isinstance(given, list) or callable(given)):
                 raise ValueError(
-                    f"FactoryConfig: {name} is a list of {items} or a function of "
+                    f"FactoryConfig: {name} is a list of {what} or a function of "
                     f"(i, device, shared), got {type(given).__name__}"
                 )
-        if _is_list(self.physics) and _is_list(self.measurements):
+        if isinstance(self.physics, list) and isinstance(self.measurements, list):
             check_counts(len(self.physics), len(self.measurements))
-        counts = {name: len(each) for name, each in self._given.items() if _is_list(each)}
+        counts = self._counts
         if not counts and self.num_operators is None:
             raise ValueError(
                 f"FactoryConfig: functions need to be told how many operators there are: "
@@ -86,30 +85,28 @@ class FactoryConfig:
                     f"FactoryConfig: there are {self.count} operators, and {name} has {count}"
                 )
         if self.count < 1:
-            raise ValueError(f"FactoryConfig: one operator or more is needed, got {self.count}")
+            raise ValueError(f"FactoryConfig: expected at least one operator, got {self.count}")
 
     @property
     def count(self) -> int:
         """The number of operators."""
         if self.num_operators is not None:
             return self.num_operators
-        return next(len(each) for each in self._given.values() if _is_list(each))
+        return next(iter(self._counts.values()))
 
     @property
     def is_linear(self) -> bool:
         """Whether the operators are linear."""
         if self.linear is not None:
             return self.linear
-        listed = _items(self.physics) if _is_list(self.physics) else []
+        listed = self.physics if isinstance(self.physics, list) else []
         return all(hasattr(each, "A_adjoint") for each in listed)
 
     @property
-    def _given(self) -> dict[str, Any]:
-        return {
-            "physics": self.physics,
-            "measurements": self.measurements,
-            "data_fidelity": self.data_fidelity,
-        }
+    def _counts(self) -> dict[str, int]:
+        """How many items each list has; functions do not say it."""
+        given = {name: getattr(self, name) for name in _LISTED}
+        return {name: len(each) for name, each in given.items() if isinstance(each, list)}
 
 
 @dataclass(frozen=True)
@@ -222,7 +219,7 @@ def make_distrib_bundle(
     config, shared = factory_config, dict(factory_config.shared)
     signal = DistributedSignal(ctx, signal_shape, dtype, partition)
     kind = DistributedLinearPhysics if config.is_linear else DistributedPhysics
-    of_all = {"physics": _items(config.physics)} if _is_list(config.physics) else {}
+    of_all = {"physics": config.physics} if isinstance(config.physics, list) else {}
     physics = kind(ctx, config.count, _maker(config.physics), shared | of_all, signal.layout)
     make = _maker(config.measurements)
     measurements = DistributedMeasurements(ctx, config.count, make, shared, physics)
@@ -232,8 +229,8 @@ def make_distrib_bundle(
     if isinstance(given, FunctionType | MethodType | partial):
         make_fidelity = given
     elif given is not None:
-        each = given if _is_list(given) else [given] * config.count
-        make_fidelity, shared["data_fidelity"] = _maker(each), _items(each)
+        each = given if isinstance(given, list) else [given] * config.count
+        make_fidelity, shared["data_fidelity"] = _maker(each), each
     fidelity = DistributedDataFidelity(ctx, physics, measurements, make_fidelity, reduction, shared)
     if prior is None:
         return Bundle(physics, measurements, fidelity, signal)
@@ -252,11 +249,10 @@ def make_distrib_bundle(
 
 def _maker(given: Any) -> Factory:
     """A function that makes number i, from a list of all or from itself."""
-    if not _is_list(given):
-        make: Factory = given
-        return make
-    items = _items(given)
-    return lambda i, device, shared: on_device(items[i], device)
+    if isinstance(given, list):
+        return lambda i, device, shared: on_device(given[i], device)
+    make: Factory = given
+    return make
 
 
 def on_device(item: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -266,10 +262,16 @@ def on_device(item: Any, device: torch.device, dtype: torch.dtype | None = None)
     return item.to(device) if dtype is None else item.to(device=device, dtype=dtype)
 
 
-def _is_list(given: Any) -> bool:
-    is_long = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    return is_long and not isinstance(given, Tensor | str | Mapping)
+def items_of(given: Any) -> list[Any] | None:
+    """The items of a list or stack; one operator or tensor is a list of one. None of others.
 
-
-def _items(given: Any) -> list[Any]:
-    return [given[i] for i in range(len(given))]
+    >>> items_of(("a", "b")), items_of(torch.ones(1)), items_of(len)
+    (['a', 'b'], [tensor([1.])], None)
+    """
+    # By length and index, not by `physics_list`: a product of operators has such a list, too, and
+    # is one operator.
+    stack = getattr(given, "data_fidelity_list", given)
+    is_long = hasattr(stack, "__len__") and hasattr(stack, "__getitem__")
+    if is_long and not isinstance(stack, Tensor | str | Mapping):
+        return [stack[i] for i in range(len(stack))]
+    return [given] if isinstance(given, Tensor) or hasattr(given, "A") else None

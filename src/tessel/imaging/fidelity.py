@@ -21,8 +21,9 @@ from tessel.imaging.parameters import (
     known,
     within_reach,
 )
+from tessel.imaging.parts.local_rules import MISFITS
 from tessel.imaging.parts.operators import Operator, Whole, vjp
-from tessel.imaging.physics import MISFITS, WAY_OUT, DistributedPhysics, OperatorCall
+from tessel.imaging.physics import WAY_OUT, DistributedPhysics, OperatorCall
 from tessel.imaging.signal import Image, local_data
 from tessel.transport import kept_in_job
 
@@ -110,7 +111,8 @@ class DistributedDataFidelity:
         self.reduction = reduction
         self.shared = dict(shared or {})
         self._label = f"DistributedDataFidelity({reduction!r} over {physics!r})"
-        self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"  # of calls
+        # The names of calls, which workers compare in each of them, are made once.
+        self._names = f"the loss of {physics!r}", f"the gradient of {physics!r}"
         make = data_fidelity_factory or (lambda *_: L2())
         held = within_reach(make)
         self.local_fidelities = [make(i, ctx.device, self.shared) for i in physics.local_indices]
@@ -132,6 +134,7 @@ class DistributedDataFidelity:
         call = self._entered(self._names[0], image, args, settings, gather)
         if call is None:
             return physics.everywhere(image.new_zeros(()))
+        # Of the whole image: this worker's part may have some of the images only.
         batch = physics.rows_of(image.shape).layout.shape[0]
         with physics.computing(call) as parameters:
             losses = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tessel.imaging.measurements import LocalTensors
 from tessel.imaging.parameters import anchor_of
-from tessel.imaging.physics import DistributedPhysics, Factory
+from tessel.imaging.physics import DistributedPhysics
 from tessel.imaging.signal import Image, local_data
 from tessel.imaging.solvers.linear import (
     CGLS,
@@ -46,14 +46,7 @@ class DistributedLinearPhysics(DistributedPhysics):
     tensor([5.])
     """
 
-    def _made(self, factory: Factory | None, item: int) -> Any:
-        operator = super()._made(factory, item)
-        if not hasattr(operator, "A_adjoint"):
-            raise ValueError(
-                f"DistributedLinearPhysics: factory({item}, …) must give an object with methods A "
-                f"and A_adjoint, got {operator!r}; DistributedPhysics needs no A_adjoint"
-            )
-        return operator
+    methods = ("A", "A_adjoint")
 
     def A_adjoint(self, ys: Sequence[Tensor]) -> Tensor:
         """The image Σ_i A_iᵀ y_i, summed over all operators.

@@ -56,7 +56,7 @@ class LocalTensors(list[Tensor]):
     def _with(self, other: Any, function: Callable[..., Tensor]) -> LocalTensors:
         if isinstance(other, Sequence):
             if len(other) != len(self):
-                raise ValueError(f"as many tensors are needed, {len(self)}, got {len(other)}")
+                raise ValueError(f"expected as many tensors, {len(self)}, got {len(other)}")
             # A worker without items has no results either: what gradients reach it through is kept.
             pairs = zip(self, other, strict=True)
             anchor = both(self.anchor, anchor_of(other))
@@ -115,7 +115,7 @@ class DistributedMeasurements:
         )
         self.local = LocalTensors()
         for position, i in enumerate(self.local_indices):
-            with ctx.drawing(i):
+            with ctx.drawing(i):  # the same noise on any number of workers
                 made: Any = factory(i, ctx.device, self.shared)  # type: ignore[misc]
             if not isinstance(made, Tensor):
                 raise ValueError(f"{name}: factory({i}, …) must give a tensor, got {made!r}")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ from tessel.imaging.parameters import (
     within_reach,
 )
 from tessel.imaging.parts.layouts import Rows, gathering, rows_of, whole_rows
-from tessel.imaging.parts.local_rules import partition_physics
+from tessel.imaging.parts.local_rules import MISFITS, partition_physics
 from tessel.imaging.parts.operators import Operator, PartOperator, Whole
 from tessel.imaging.signal import Image, local_data
 
@@ -60,8 +60,6 @@ WAY_OUT = (
     "pass it in shared={...}, which sums the gradients of all workers, or let the factory make one "
     "for each"
 )
-# What objects of users raise for tensors that they were not made for.
-MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError)
 _DTYPES = (
     *(torch.bool, torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128),
@@ -119,6 +117,8 @@ class DistributedPhysics:
     [tensor([1.]), tensor([2.])]
     """
 
+    methods: ClassVar[tuple[str, ...]] = ("A",)  # that each operator must have
+
     def __init__(
         self,
         ctx: DistributedContext,
@@ -171,25 +171,21 @@ class DistributedPhysics:
         is that of one process. For images that no worker can hold, add noise to `A(x)` yourself.
         """
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        terms = [partial(self._measured, k, number) for k in range(len(self._spread))]
+
+        def measured(position: int, operator: Operator, x: Tensor, call: OperatorCall) -> Tensor:
+            physics, owner = self.local_operators[position], self._owner(position)
+            if not callable(physics):
+                return operator.A(x, **call.settings)
+            # It draws for the whole measurement, as in one process; the parts of that are sent.
+            local = None if isinstance(operator, Whole) else operator
+            whole = Whole(physics, self.rows.own, owner) if local else operator
+            assert isinstance(whole, Whole)
+            with self.ctx.drawing(self.local_indices[position], number):
+                y = whole.computed(partial(physics, **call.settings), whole.gather(x))
+            return gathering(local.codomain, owner).H.apply(y) if local else y
+
+        terms = [partial(measured, position) for position in range(len(self._spread))]
         return self._each("__call__", terms, x, users=self.local_operators, **settings)
-
-    def _measured(
-        self, position: int, number: int, operator: Operator, x: Tensor, call: OperatorCall
-    ) -> Tensor:
-        """What the operator at this position measures, with the noise of the call of this number.
-
-        It draws for the whole measurement, as in one process; the parts of that are sent.
-        """
-        physics, owner = self.local_operators[position], self._owner(position)
-        if not callable(physics):
-            return operator.A(x, **call.settings)
-        local = None if isinstance(operator, Whole) else operator
-        whole = Whole(physics, self.rows.own, owner) if local else operator
-        assert isinstance(whole, Whole)
-        with self.ctx.drawing(self.local_indices[position], number):
-            y = whole.computed(partial(physics, **call.settings), whole.gather(x))
-        return gathering(local.codomain, owner).H.apply(y) if local else y
 
     def A_vjp(self, x: Image, v: Sequence[Tensor]) -> Tensor:
         """The sum Σ_i J_i(x)ᵀ v_i over all operators, with the Jacobians J_i of A_i at x.
@@ -249,10 +245,13 @@ class DistributedPhysics:
         assert factory is not None
         with self.ctx.drawing(item):  # the same numbers whichever worker makes it
             operator = factory(item, self.ctx.device, self.shared)
-        if not hasattr(operator, "A"):
+        missing = [name for name in self.methods if not hasattr(operator, name)]
+        if missing:
+            several = "methods" if len(self.methods) > 1 else "a method"
+            nonlinear = "; DistributedPhysics needs no A_adjoint" if "A" not in missing else ""
             raise ValueError(
-                f"{type(self).__name__}: factory({item}, …) must give an object with a method A, "
-                f"got {operator!r}"
+                f"{type(self).__name__}: factory({item}, …) must give an object with {several} "
+                f"{' and '.join(self.methods)}, got {operator!r}{nonlinear}"
             )
         return operator
 
@@ -369,10 +368,9 @@ class DistributedPhysics:
         said = f"{call}{gradients_of(everyones)}" if everyones else call
         dtype, records = torch.float32, needs_grad(x)
         if not self.is_whole:
-            own = self._learned_by_row(everyones, (fidelities, users))
-            needed = any(map(needs_grad, (*ys, anchor, *everyones, *own)))
-            problem = self._problem(x, measured, fidelities)
-            dtype, records = self._agree_on_parts(said, x, has_image, ys, needed, problem)
+            dtype, records, own = self._agree_on_parts(
+                said, x, measured, fidelities, users, everyones
+            )
             ys = [_even(y, records) for y in ys]
         # Of whole images without one, what all have is learned from the result.
         elif has_image and (self.rows.count > 1 or not isinstance(x, Tensor)):
@@ -386,6 +384,8 @@ class DistributedPhysics:
             if self.ctx.debug and rows.layout.shared:
                 self.ctx.check_same(x, rows.layout, f"the input of {call}")
             image = rows.use(_even(x, records))
+        # Now that all agreed on which gradients are asked for: a copy is a node of the graph whose
+        # adjoint sums over workers, so that all of them must make the same ones.
         copies = Copies()
         if everyones:
             copies.add(everyones, self.partition)
@@ -405,44 +405,43 @@ class DistributedPhysics:
             settings,
         )
 
-    def _learned_by_row(self, everyones: list[Tensor], users: Any) -> list[Tensor]:
-        """What operators and further objects use that needs a gradient, and is not everyone's.
-
-        All workers of the row hold it, and its gradient is summed over them.
-        """
-        if not torch.is_grad_enabled():
-            return []
-        whole = [each.physics for each in self._spread if isinstance(each, Whole)]
-        known_to_all = {id(each) for each in everyones}
-        return [each for each in learned((whole, users)) if id(each) not in known_to_all]
-
     def _agree_on_parts(
         self,
         said: str,
         x: Any,
-        has_image: bool,
-        ys: Sequence[Any],
-        needed: bool,
-        problem: str,
-    ) -> tuple[torch.dtype, bool]:
-        """The dtype of all that is brought, and whether a gradient is needed somewhere."""
+        measured: Sequence[Any] | None,
+        fidelities: Any,
+        users: Any,
+        everyones: Sequence[Tensor],
+    ) -> tuple[torch.dtype, bool, list[Tensor]]:
+        """The dtype of all that is brought, whether a gradient is needed somewhere, and whose.
+
+        That are the parameters of this row's objects which are not everyone's: all workers of the
+        row hold them, and their gradients are summed over these.
+        """
+        problem = self._problem(x, measured, fidelities)
         said += problem
-        own = Signature.of(x if has_image else torch.empty(0))
-        if torch.is_grad_enabled() and not own.needs_grad:
-            local = (each for each in self._spread if isinstance(each, PartOperator))
-            learns = needed or any(map(needs_grad, chain.from_iterable(p.values() for p in local)))
-            own = replace(own, needs_grad=learns)
+        ys, has_image = measured or (), x is not None or measured is None
+        signature, own = Signature.of(x if has_image else torch.empty(0)), list[Tensor]()
+        if torch.is_grad_enabled():
+            known = {id(each) for each in everyones}
+            whole = [each.physics for each in self._spread if isinstance(each, Whole)]
+            own = [e for e in learned((whole, fidelities, users)) if id(e) not in known]
+            local = (each.values() for each in self._spread if isinstance(each, PartOperator))
+            anchor, values = anchor_of(measured), chain.from_iterable(local)
+            learns = any(map(needs_grad, (*ys, anchor, *everyones, *own, *values)))
+            signature = replace(signature, needs_grad=signature.needs_grad or learns)
         # A worker may bring nothing. It learns from the numbers of the others which dtype it is.
         brought = None if problem else next((e.dtype for e in (*ys, x) if e is not None), None)
         code = 0 if brought is None else _DTYPES.index(brought)
-        ((_, meta),), told = agree(self.partition, said, own, numbers=[code])
+        ((_, meta),), told = agree(self.partition, said, signature, numbers=[code])
         codes = sorted({each for (each,) in told.values()} - {0})
         if len(codes) > 1:
             names = ", ".join(str(_DTYPES[each]) for each in codes)
             raise ValueError(f"{said}: all workers must bring one dtype, got {names}")
         if problem:
             raise ValueError(said)
-        return _DTYPES[codes[0]] if codes else torch.get_default_dtype(), meta.needs_grad
+        return _DTYPES[codes[0]] if codes else torch.get_default_dtype(), meta.needs_grad, own
 
     def _problem(self, x: Any, ys: Sequence[Any] | None, fidelities: Sequence[Any] | None) -> str:
         """What is wrong with this worker's parts, as the end of a sentence."""
@@ -494,7 +493,16 @@ class DistributedPhysics:
         except MISFITS as error:
             # Operators on parts may raise in the middle of a movement: nobody can be told then.
             if self.is_whole and self._is_new(call):
-                problem = f"{type(error).__name__}: {error}{_other_dtypes(call)}"
+                problem = f"{type(error).__name__}: {error}"
+                # Most often the precisions differ, and torch's own words do not say whose.
+                real, numbers = call.x.dtype.to_real(), tensors_of(call.users)
+                held = {e.dtype for e in numbers if e.is_floating_point() or e.is_complex()}
+                others = sorted(str(each) for each in held if each.to_real() != real)
+                if call.has_image and others:
+                    problem += (
+                        f" (the image has {call.x.dtype}, and objects that compute hold "
+                        f"{', '.join(others)})"
+                    )
                 agree(self.partition, f"{call.name}, which raised {problem}")
             raise
 
@@ -543,6 +551,7 @@ class DistributedPhysics:
             alike: which shape must be the same on all givers, in words.
             givers: the workers of the context that have one; None for all that have parts.
         """
+        # Kept, since an agreement remembers what follows from the signatures that it has seen.
         found = self._agreements.get((said, alike))
         if found is None:
 
@@ -583,6 +592,7 @@ class DistributedPhysics:
                     share, is_ours = share + each, True
                 else:
                     share.add_(each)
+        # Before anything is summed, where the others would wait for a worker that raises.
         self.check_results(call, [] if share is None else [share])
         meta: TensorMeta | None = None
         if self.is_whole and not call.has_image and self.rows.count > 1:
@@ -602,16 +612,6 @@ class DistributedPhysics:
         if share is None:
             share = torch.zeros(shape, dtype=meta.dtype, device=self.ctx.device)
         return share, meta
-
-
-def _other_dtypes(call: OperatorCall) -> str:
-    """What operators hold that is of another precision than the image, to end a sentence."""
-    real = call.x.dtype.to_real()
-    held = {e.dtype for e in tensors_of(call.users) if e.is_floating_point() or e.is_complex()}
-    others = sorted(str(each) for each in held if each.to_real() != real)
-    if not (call.has_image and others):
-        return ""
-    return f" (the image has {call.x.dtype}, and objects that compute hold {', '.join(others)})"
 
 
 def _even(x: Tensor, needs_grad: bool) -> Tensor:

@@ -92,13 +92,13 @@ class DistributedPrior:
         if signal_shape is None:
             if not isinstance(strategy, DistributedSignalStrategy):
                 raise ValueError(
-                    f"DistributedPrior: signal_shape is needed for strategy={strategy!r}, got None"
+                    f"DistributedPrior: strategy={strategy!r} needs signal_shape, got None"
                 )
             signal_shape = strategy.signal_shape
         if not (callable(prior) or hasattr(prior, "prox") or hasattr(prior, "grad")):
             raise ValueError(
-                f"DistributedPrior: a prior with prox or grad, or a denoiser, is needed, "
-                f"got {prior!r}"
+                f"DistributedPrior: expected a prior with prox or grad, or a denoiser, got "
+                f"{prior!r}"
             )
         self.ctx = ctx
         self.prior = prior
@@ -159,7 +159,6 @@ class DistributedPrior:
                 f"{call}: gather=False is for a whole image on every worker; of one in parts "
                 f"each worker gets its part"
             )
-        partition = layout.partition
         fits = isinstance(x, Tensor) and tuple(x.shape) == layout.local_shape
         if self.ctx.debug and layout.shared and fits:  # else all raise, as their calls differ
             self.ctx.check_same(x, layout, f"the input of {call}")
@@ -167,29 +166,47 @@ class DistributedPrior:
             return x
         tensors = learned(self._users, (args, settings))
         call = f"{call}{gradients_of(tensors)}" if tensors else call
-        # What is wrong here may be right elsewhere: the text of the call tells all workers of it.
-        if not fits:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            call = f"{call}: a part of shape {layout.local_shape} is needed, got {got}"
         if self._num_workers > 1 or not fits:
-            meta = self._agreement(call).agree_on(x)
-            if not fits:
-                raise ValueError(call)
-            x = grad_alike(x, meta)
+            x = self._agreed(call, x, fits)
         copies = Copies()
         if tensors:  # each worker sees some of the patches: gradients of what all use are summed
-            copies.add(tensors, partition)
+            copies.add(tensors, layout.partition)
             args, settings = copies.instead((args, settings))
         read, tiling = self._read.apply(x), self.tiling if gather else self._in_place
         problems: list[str] = []
         with computing_with(copies, self._users) as parameters:
             made = partial(self._made, function, args, settings, problems)
             written = tiling.put_together(made, read, self.local_indices)
-        self._check(call, problems)
+        # At the first call all workers raise or none does: one without patches finds nothing
+        # itself. Later calls cost no message, and the worker that finds something raises.
+        problem = problems[0] if problems else ""
+        if torch.is_grad_enabled() and call not in self._checked:
+            self._checked.add(call)
+            agree(layout.partition, f"{call} {problem}")
+        if problem:
+            raise ValueError(problem)
         if needs_grad(read):  # a worker without patches takes part in the backward pass, too
             written = depending_on(written, anchored_zeros((), read))
         written = depending_on(written, parameters)
         return tiling.finish(written) if gather else written
+
+    def _agreed(self, call: str, x: Tensor, fits: bool) -> Tensor:
+        """The part, with a graph as that of all workers, or ValueError if that of one does not fit.
+
+        What is wrong here may be right elsewhere: the text of the call tells all workers of it.
+        """
+        if not fits:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            call = f"{call}: expected a part of shape {self.layout.local_shape}, got {got}"
+        agreement = self._agreements.get(call)
+        if agreement is None:
+            P = self.layout.partition
+            agreement = Agreement(P.prepare(), call, P.ranks, lambda shapes, meta: meta)
+            self._agreements[call] = agreement
+        meta = agreement.agree_on(x)
+        if not fits:
+            raise ValueError(call)
+        return grad_alike(x, meta)
 
     def _made(
         self,
@@ -219,25 +236,6 @@ class DistributedPrior:
                 f"none"
             )
         return result
-
-    def _agreement(self, call: str) -> Agreement[TensorMeta]:
-        """Where the workers agree on a call."""
-        if call not in self._agreements:
-            partition = self.layout.partition
-            made = Agreement(partition.prepare(), call, partition.ranks, lambda shapes, meta: meta)
-            self._agreements[call] = made
-        return self._agreements[call]
-
-    def _check(self, call: str, problems: list[str]) -> None:
-        """Raise ValueError if a tensor that nobody knows of would get a part of a gradient."""
-        problem = problems[0] if problems else ""
-        # At the first call all workers raise or none does: one without patches finds nothing
-        # itself. Later calls cost no message, and the worker that finds something raises.
-        if torch.is_grad_enabled() and call not in self._checked:
-            self._checked.add(call)
-            agree(self.layout.partition, f"{call} {problem}")
-        if problem:
-            raise ValueError(problem)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what holds groups of workers, which a copy makes anew in its calls."""

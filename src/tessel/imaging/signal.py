@@ -145,7 +145,7 @@ class DistributedSignal:
             worker, first = found
             what = (
                 f"DistributedSignal.update_: worker {worker} has other values than worker "
-                f"{first}, where one shared value is needed"
+                f"{first}, where one shared value is expected"
             )
             way_out = (
                 f"compute it in the same way on all workers, or take that of one: "
@@ -191,7 +191,9 @@ class DistributedSignal:
     def _receive(self, data: Tensor | None, source: int) -> None:
         """Give every worker its part of what one of them has."""
         if not 0 <= source < self.ctx.world_size:
-            raise ValueError(f"source: a worker from 0 to {self.ctx.world_size - 1}, got {source}")
+            raise ValueError(
+                f"source: expected a worker from 0 to {self.ctx.world_size - 1}, got {source}"
+            )
         owner = Partition((source,), (1,))
         move = Move(Layout.whole(owner, self._shape), self.layout)
         if owner.active and isinstance(data, Tensor):
@@ -217,7 +219,7 @@ class DistributedSignal:
                 )
         if dtype != self.dtype:
             raise ValueError(
-                f"DistributedSignal: a tensor of {self.dtype} was expected, got {dtype}; "
+                f"DistributedSignal: expected a tensor of {self.dtype}, got {dtype}; "
                 f"convert it with .to({self.dtype})"
             )
 
@@ -240,21 +242,22 @@ def layout_of(ctx: DistributedContext, shape: Shape, partition: Grid | None) -> 
     if isinstance(partition, Layout):
         if partition.shape != shape:
             raise ValueError(
-                f"partition: a layout of the signal's shape {shape} is needed, got {partition}"
+                f"partition: expected a layout of the signal's shape {shape}, got {partition}"
             )
         return partition
     if not isinstance(partition, Partition):
         grid = tuple(as_int(size) for size in partition)
         if not grid or min(grid) < 1 or math.prod(grid) > ctx.world_size:
             raise ValueError(
-                f"partition: a grid of 1 to {ctx.world_size} workers is needed, got {grid}"
+                f"partition: expected a grid of 1 to {ctx.world_size} workers, got {grid}"
             )
         workers = ctx.partition.create_partition_inclusive(range(math.prod(grid)))
         partition = workers.create_cartesian_topology_partition(grid)
     if partition.dim > len(shape):
         raise ValueError(
-            f"partition: at most one axis for each of the {len(shape)} dimensions of {shape}, "
-            f"got {partition}"
+            f"partition: expected at most one axis for each of the {len(shape)} dimensions of "
+            f"{shape}, got {partition}"
         )
+    # The grid splits the last dimensions, height and width: batch and channels come before them.
     whole = len(shape) - partition.dim
     return Layout.split(partition, shape, [*[None] * whole, *range(partition.dim)])

@@ -129,7 +129,7 @@ class DistributedStackedPhysics(DistributedPhysics):
             anchor = anchored_zeros((), *needed) if needed else None
             return LocalTensors([given[i] for i in self.local_indices], anchor)
         call = (
-            f"{self!r}: {self.num_ops} measurements are needed, one for each operator, or the "
+            f"{self!r}: expected {self.num_ops} measurements, one for each operator, or the "
             f"{count} of worker {self.ctx.rank}, got {len(ys)}"
         )
         agree(self.ctx.partition, call)  # all workers raise, or those that fit would wait

@@ -25,12 +25,11 @@ from tessel.imaging.distribution_strategies.strategies import (
     Pairs,
     PriorWindow,
     SmartTilingStrategy,
+    Tile,
     WindowStrategy,
     crossed,
     parts,
 )
-
-Tile = tuple[Interval, Interval]  # a core and what is read for it, along one dimension
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,7 @@ class GatheredCores(Tiling):
 
     def finish(self, written: Tensor) -> Tensor:
         rows = self._write.apply(written)
+        # Rows come in the order of the workers, and in each of them cores in that of their numbers.
         image, start = rows.new_zeros(self.layout.shape), 0
         for i in chain.from_iterable(self._numbers):
             core = self.strategy.windows[i].core

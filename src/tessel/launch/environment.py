@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from typing import NamedTuple
 
 import torch
 
+from tessel.launch.gate import loopback
 from tessel.machine import keep_freed_memory
 
 _OF_TORCHRUN = (
@@ -30,11 +30,13 @@ class Environment(NamedTuple):
     @classmethod
     def present(cls, threads: int) -> Environment:
         """The surroundings of this process, but for the number of torch threads."""
-        # Gloo would connect to the address of the machine's name, which may be none of its own.
-        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        gloo = {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
+        # Gloo and NCCL would listen on the address of the machine's name, which may be none of its
+        # own, and which others can reach.
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        interface = loopback()
+        local = {} if interface is None else dict.fromkeys(names, interface)
         return cls(
-            environ={**gloo, **os.environ, "OMP_NUM_THREADS": str(threads)},
+            environ={**local, **os.environ, "OMP_NUM_THREADS": str(threads)},
             path=[str(entry) for entry in sys.path],
             argv=list(sys.argv),
             directory=os.getcwd(),

@@ -1,6 +1,8 @@
 """Messages: what travels between a worker and the process that calls it.
 
-A message is two lengths, a pickled head and a body of bytes. File descriptors go with the lengths.
+A message is a mark, two lengths, a pickled head and a body of bytes. File descriptors go with the
+lengths. It goes through a pair of sockets that a process and its own child alone have, and through
+no network.
 """
 
 from __future__ import annotations
@@ -19,11 +21,23 @@ from typing import Any, NamedTuple
 from tessel.launch.environment import Environment
 
 _PACKAGE = os.path.dirname(__file__)
-_LENGTHS = struct.Struct("<QQ")
+_MARK = b"tessel1\n"
+_LENGTHS = struct.Struct(f"<{len(_MARK)}sQQ")
+_LONGEST = 2**46  # bytes: more is nothing that a process could have sent
 # What pickle raises, itself or through a type's own `__reduce__`, when it cannot pickle a value.
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RuntimeError, ValueError)
 # The signal at which a worker writes its stacks into a file.
 DUMP_STACKS = signal.SIGUSR2
+
+
+class NoMessageError(RuntimeError):
+    """What came from the other process is no message of this module."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"what came from another process of this job is no message of Tessel ({problem}); does "
+            f"the program write to file descriptors that it has not opened?"
+        )
 
 
 class Call(NamedTuple):
@@ -94,7 +108,7 @@ class Reply(NamedTuple):
 def send(channel: socket.socket, head: object, body: bytes, fds: Sequence[int] = ()) -> None:
     """Send a message."""
     pickled = pickle.dumps(head)
-    socket.send_fds(channel, [_LENGTHS.pack(len(pickled), len(body))], list(fds))
+    socket.send_fds(channel, [_LENGTHS.pack(_MARK, len(pickled), len(body))], list(fds))
     channel.sendall(pickled)
     channel.sendall(body)
 
@@ -119,11 +133,22 @@ def receive_fds(channel: socket.socket, size: int) -> tuple[bytes, list[int]]:
 
 
 def parse(data: bytearray) -> tuple[Any, memoryview] | None:
-    """Head and body of a message; None as long as a part of it is missing."""
+    """Head and body of a message; None as long as a part of it is missing.
+
+    Raises:
+        NoMessageError: if it cannot become one, whatever else comes.
+    """
+    if data[: len(_MARK)] != _MARK[: len(data)]:
+        raise NoMessageError(f"it begins with {bytes(data[: len(_MARK)])!r}")
     if len(data) < _LENGTHS.size:
         return None
-    head, body = _LENGTHS.unpack_from(data)
+    _, head, body = _LENGTHS.unpack_from(data)
+    if head + body > _LONGEST:
+        raise NoMessageError(f"it would have {head + body} bytes")
     if len(data) < _LENGTHS.size + head + body:
         return None
     view = memoryview(data)[_LENGTHS.size :]
-    return pickle.loads(view[:head]), view[head:]
+    try:
+        return pickle.loads(view[:head]), view[head:]
+    except Exception as error:  # bytes that are no pickle raise whatever they happen to name
+        raise NoMessageError(f"its head cannot be read, {type(error).__name__}: {error}") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tessel import endings
 from tessel.launch.message import DUMP_STACKS, UNPICKLABLE, Call, Failure, Reply, receive, send
 from tessel.launch.outputs import OUTPUTS, flush_outputs, keep_lines_whole, redirect_outputs
 from tessel.launch.task import load_task
@@ -76,6 +77,7 @@ def _answer(
             dist.init_process_group(
                 call.backend, store=store, rank=call.rank, world_size=size, timeout=limit
             )
+        endings.begin_program()
         result = (inherited or load_task(pickled, call.main))()
         try:
             body = pickle.dumps(result)
@@ -84,8 +86,11 @@ def _answer(
                 f"the result of worker {call.rank}, of type {type(result).__name__}, cannot be "
                 f"pickled: {error}; return tensors, numbers, or containers of these"
             ) from error
-        return Reply(in_world=dist.is_initialized() == (call.nprocs > 1)), body
+        is_fit = endings.end_program()
+        return Reply(in_world=is_fit and dist.is_initialized() == (call.nprocs > 1)), body
     except SystemExit:
         raise
     except BaseException as error:
-        return Reply(Failure.of(error)), b""
+        failure = Failure.of(error)
+        endings.end_program(error)
+        return Reply(failure), b""

@@ -106,8 +106,10 @@ class FNO(Model, torch.nn.Module):
         kind = torch.get_default_dtype() if dtype is None else dtype
         if kind not in COMPLEX_OF:
             raise ValueError(f"FNO: dtype must be torch.float32 or torch.float64, got {kind}")
-        self._draw(checked_length("FNO", "blocks", blocks), kind)
-        self.to(device)
+        checked_length("FNO", "blocks", blocks)
+        self.agree_on_form(blocks=blocks, modes=str(self.modes), dtype=kind)
+        self._draw(blocks, kind)
+        self.to(device)  # after drawing, which is done on the CPU: the same numbers on any device
 
     def _draw(self, blocks: int, dtype: torch.dtype) -> None:
         """Make the parameters, from random numbers that all workers have."""
@@ -231,7 +233,7 @@ class FieldLayout:
 
     def with_channels(self, channels: int) -> Layout:
         batch, _, *space = self.layout.shape
-        cuts = list(self.layout.cuts)
+        cuts = list(self.layout.cuts)  # all others stay: a mixing moves no point
         cuts[1] = Cut(cuts[1].axes, ((0, channels),))
         return Layout(self.layout.partition, (batch, channels, *space), tuple(cuts))
 

@@ -23,6 +23,7 @@ class Model(ComputingLayer):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         """A model says all of its arguments itself."""
+        # Past `Layer`, which adds the arguments of torch's own layer: there is none of a model.
         super(Layer, cls).__init_subclass__(**settings)
 
     def place_on(self, P_x: Partition) -> None:

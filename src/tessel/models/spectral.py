@@ -117,6 +117,7 @@ class SpectralConvolution:
         numbers = torch.full(kind.shape, 2, dtype=kind.dtype, device=x.device)
         numbers[0] = 1
         values[self.doubling] = numbers
+        # Negative modes of the last dimension are left out: they would cancel the imaginary part.
         return self.operator.run(x.to(weights.dtype), values, columns, batch_first(x)).real
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from tessel.core.layout import Cut, Layout
-from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.models.spectral import Modes, usual_convolution
-from tessel.operators.parameters import draw
+from tessel.operators.parameters import StoredInParts, draw
 
 
 class Mixing(torch.nn.Module):
@@ -40,7 +39,7 @@ class Mixing(torch.nn.Module):
         return f"{n}, {m}"
 
 
-class SpectralWeight(torch.nn.Module):
+class SpectralWeight(StoredInParts):
     """A complex matrix for each kept mode, of which each worker stores those of its modes.
 
     The real and the imaginary parts lie in a last dimension, so that all that torch does with real
@@ -75,21 +74,8 @@ class SpectralWeight(torch.nn.Module):
         """This worker's part as complex numbers."""
         return torch.view_as_complex(self.weight)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        is_split = any(self.layout.is_split(dim) for dim in range(len(self.layout.shape)))
-        # Where everybody stores all of it, there is nothing to collect.
-        if is_split and self.layout.partition.active:
-            whole = Layout.whole(self.layout.partition, self.layout.shape)
-            part = self.weight.detach()
-            destination[prefix + "weight"] = Move(self.layout, whole).apply(part)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        whole = state_dict.get(prefix + "weight")
-        if whole is not None and tuple(whole.shape) == self.layout.shape:
-            # A copy: a view of the whole would keep all of it, where torch assigns what it loads.
-            state_dict[prefix + "weight"] = self.layout.local_part(whole).clone()
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def stored_parameters(self) -> Iterator[tuple[str, Layout]]:
+        yield "weight", self.layout
 
     def extra_repr(self) -> str:
         return "×".join(map(str, self.layout.shape[:-1]))

@@ -81,5 +81,7 @@ if _TYPE_CHECKING:  # what works on whole models stands above: `tessel` puts the
     from tessel.state import clip_grad_norm_ as clip_grad_norm_
     from tessel.state import collect_optimizer_state_dict as collect_optimizer_state_dict
     from tessel.state import collect_state_dict as collect_state_dict
+    from tessel.state import load_weights as load_weights
     from tessel.state import relocate_optimizer_state_dict as relocate_optimizer_state_dict
     from tessel.state import relocate_state_dict as relocate_state_dict
+    from tessel.state import save_weights as save_weights

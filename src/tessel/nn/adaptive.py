@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tessel.core.partition import Partition
 from tessel.nn.layer import Layer
 from tessel.nn.pooling import MayGiveIndices
-from tessel.tensor.rules.adaptive import Sizes
 
 
-class _Average(Layer):
-    def __init__(self, P_x: Partition, output_size: Sizes) -> None:
-        super().__init__(P_x, output_size)
-
-
-class _Maximum(MayGiveIndices):
-    def __init__(self, P_x: Partition, output_size: Sizes, return_indices: bool = False) -> None:
-        super().__init__(P_x, output_size, return_indices)
-
-
-class DistributedAdaptiveAvgPool1d(_Average, torch.nn.AdaptiveAvgPool1d):
+class DistributedAdaptiveAvgPool1d(Layer, torch.nn.AdaptiveAvgPool1d):
     """The means of windows of a tensor that is spread over `P_x`: `torch.nn.AdaptiveAvgPool1d`.
 
     Forward:  y[i] = mean_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along the last dimension.
@@ -36,7 +24,7 @@ class DistributedAdaptiveAvgPool1d(_Average, torch.nn.AdaptiveAvgPool1d):
     """
 
 
-class DistributedAdaptiveAvgPool2d(_Average, torch.nn.AdaptiveAvgPool2d):
+class DistributedAdaptiveAvgPool2d(Layer, torch.nn.AdaptiveAvgPool2d):
     """The means of windows of a tensor that is spread over `P_x`: `torch.nn.AdaptiveAvgPool2d`.
 
     As `DistributedAdaptiveAvgPool1d`, along two dimensions of space.
@@ -48,7 +36,7 @@ class DistributedAdaptiveAvgPool2d(_Average, torch.nn.AdaptiveAvgPool2d):
     """
 
 
-class DistributedAdaptiveAvgPool3d(_Average, torch.nn.AdaptiveAvgPool3d):
+class DistributedAdaptiveAvgPool3d(Layer, torch.nn.AdaptiveAvgPool3d):
     """The means of windows of a tensor that is spread over `P_x`: `torch.nn.AdaptiveAvgPool3d`.
 
     As `DistributedAdaptiveAvgPool1d`, along three dimensions of space.
@@ -60,7 +48,7 @@ class DistributedAdaptiveAvgPool3d(_Average, torch.nn.AdaptiveAvgPool3d):
     """
 
 
-class DistributedAdaptiveMaxPool1d(_Maximum, torch.nn.AdaptiveMaxPool1d):
+class DistributedAdaptiveMaxPool1d(MayGiveIndices, torch.nn.AdaptiveMaxPool1d):
     """The largest values of windows of a tensor on `P_x`: `torch.nn.AdaptiveMaxPool1d`.
 
     Forward:  y[i] = max_t x[t] for ⌊i·n/m⌋ ≤ t < ⌈(i+1)·n/m⌉ along the last dimension.
@@ -77,7 +65,7 @@ class DistributedAdaptiveMaxPool1d(_Maximum, torch.nn.AdaptiveMaxPool1d):
     """
 
 
-class DistributedAdaptiveMaxPool2d(_Maximum, torch.nn.AdaptiveMaxPool2d):
+class DistributedAdaptiveMaxPool2d(MayGiveIndices, torch.nn.AdaptiveMaxPool2d):
     """The largest values of windows of a tensor on `P_x`: `torch.nn.AdaptiveMaxPool2d`.
 
     As `DistributedAdaptiveMaxPool1d`, along two dimensions of space.
@@ -89,7 +77,7 @@ class DistributedAdaptiveMaxPool2d(_Maximum, torch.nn.AdaptiveMaxPool2d):
     """
 
 
-class DistributedAdaptiveMaxPool3d(_Maximum, torch.nn.AdaptiveMaxPool3d):
+class DistributedAdaptiveMaxPool3d(MayGiveIndices, torch.nn.AdaptiveMaxPool3d):
     """The largest values of windows of a tensor on `P_x`: `torch.nn.AdaptiveMaxPool3d`.
 
     As `DistributedAdaptiveMaxPool1d`, along three dimensions of space.

@@ -141,6 +141,7 @@ class Weighted(ComputingLayer):
         assert isinstance(self, torch.nn.Module)
         if P_w is not None:
             self.check_grid(self._grid())
+        self.agree_on_form()
         # Torch made all of them on each worker, from its own random numbers: the first one's count.
         equalize(self.parameters(recurse=False), P_w or P_x)
         if not self._is_relocated:
@@ -214,10 +215,12 @@ class Weighted(ComputingLayer):
         grid = WeightGrid.of(P_w, len(y), self.num_dims)
         return grid.product(inputs, self._block_layouts()["weight"], y)
 
-    def _make_group(self) -> transport.Group:
-        for some, others in combinations(self.partitions(), 2):  # all workers make these groups too
-            transport.group_of({*some.ranks, *others.ranks})
-        return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
+    def prepare(self) -> transport.Group:
+        if self._group is None:
+            # A move runs in the union of two partitions: all workers make these groups, too, first.
+            for some, others in combinations(self.partitions(), 2):
+                transport.group_of({*some.ranks, *others.ranks})
+        return super().prepare()
 
     def partitions(self) -> Iterable[Partition]:
         return tuple(each for each in (self.P_x, self.P_y, self.P_w) if each is not None)

@@ -8,9 +8,12 @@ call of a model learns how parameters are used, the next ones put them into buck
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +117,7 @@ class BucketedCall:
         self.parameters = list(parameters)
         self.plan = schedule.plan(self.parameters)
         self.uses: dict[int, Use] = {}
+        self.sequence = array("q")  # the numbers of the parameters, use by use
         # by identity: tensors compare element by element, and a shared parameter is one
         self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
         self._buckets = {n: k for k, bucket in enumerate(self.plan) for n in bucket.numbers}
@@ -127,6 +131,10 @@ class BucketedCall:
             return None
         how = Use(use.domain.partition, use.axes)
         self.uses.setdefault(number, how)
+        self.sequence.append(number)
+        # A number of its own: if workers return what hangs on different parameters, the sums of
+        # these wait for each other, and one is not taken for the other.
+        how.partition.prepare().number_call()
         place = self._buckets.get(number)
         if place is None or self.plan[place].use != how:
             return None
@@ -168,6 +176,45 @@ def in_buckets(schedule: BucketSchedule, parameters: Iterable[Tensor]) -> Iterat
         yield
     # not in a `finally`: a call that raised has not used all that the next one will
     schedule.learn(call.plan, call.uses)
+
+
+def agree_on_uses(module: torch.nn.Module, partition: Partition) -> None:
+    """Raise on all workers if they used other parameters, or the same ones in another order.
+
+    They took different branches of the model then, and gradients of different parameters would be
+    added. All workers come here at the end of a call whose parameters get gradients.
+    """
+    call = current_buckets.get()
+    if not isinstance(call, BucketedCall) or not any(p.requires_grad for p in call.parameters):
+        return
+    group = partition.prepare()
+    head = f"{type(module).__name__} over {partition} with the parameters "
+
+    def said() -> str:
+        names = {id(value): name for name, value in module.named_parameters()}
+        used = (names.get(id(call.parameters[number]), "another") for number in call.sequence)
+        return head + ", ".join(used)
+
+    everyones = group.share_words([zlib.crc32(call.sequence, code_of(head))])
+    try:
+        group.check_same_call(everyones, said)
+    except ValueError as error:
+        calls: list[str] = error.calls  # type: ignore[attr-defined]
+        if not all(each.startswith(head) for each in calls):
+            raise  # others are somewhere else, as at an exception
+        uses = [each.removeprefix(head).split(", ") for each in calls]
+        other = next(k for k, each in enumerate(uses) if each != uses[0])
+        pairs = enumerate(zip_longest(uses[0], uses[other]))
+        place, (ours, theirs) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+        different = ValueError(
+            f"{type(module).__name__} over {partition}: workers take different branches, so that "
+            f"gradients of different parameters would be added: use {place} of a parameter is that "
+            f"of {ours} on worker {group.workers[0]} and of {theirs} on worker "
+            f"{group.workers[other]}. Decide by what all workers have: spread tensors, equal "
+            f"arguments, random numbers drawn inside the model"
+        )
+        different.workers = group.workers  # type: ignore[attr-defined]  # all of which raise it
+        raise different from None
 
 
 def foreseen() -> Plan:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     first. Its own code runs as it is, on spread tensors: `x.shape` is the global shape, and torch's
     functions do what they do in one process, see `tessel.Tensor`.
 
+    The same holds for the other methods of the model, such as `encode` and `decode`.
+
     Workers pass their parts of the input, tensors with as many dimensions as `P_x` has axes; what
     else they pass must be the same on all of them. They agree on the shapes once for each call of
     the model. An output that has the dimensions of the input is spread as the input is, in balanced
@@ -73,8 +77,28 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
         own = module.__dict__.get("forward")
         elsewhere = isinstance(own, Entrance) and own.P_x != P_x  # converted for other workers
         if not isinstance(module, Layer) and not elsewhere:
-            module.forward = Entrance(module, P_x, stream, fallback)
+            for name in ("forward", *_other_methods(module)):
+                module.__dict__[name] = Entrance(module, P_x, stream, fallback, name)
     return model
+
+
+def _other_methods(module: nn.Module) -> list[str]:
+    """The methods by which a model is called besides `forward`, as `encode` or `features`.
+
+    Called with parts they would compute with these alone: what calls layers is right, and a mean
+    between them is that of the part.
+    """
+    kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
+    found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
+    return [
+        name
+        for name, value in found.items()
+        if isinstance(value, FunctionType | staticmethod)
+        and not name.startswith("_")
+        and not hasattr(nn.Module, name)
+        # what somebody put into this module takes the place of the method
+        and isinstance(module.__dict__.get(name), Entrance | None)
+    ]
 
 
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
@@ -148,17 +172,29 @@ class Stream:
 class Entrance:
     """The `forward` of a module in a converted model: the outermost agrees on the input.
 
+    The same for its other methods. These may be called with no tensor that could be a part, and
+    are then called as they are.
+
     Args:
-        module: whose own forward it calls.
+        module: whose own method it calls.
         P_x: where the input lies.
         stream: the random numbers of the model.
         fallback: what is done with functions that have no rule.
+        name: of the method.
     """
 
-    def __init__(self, module: nn.Module, P_x: Partition, stream: Stream, fallback: str) -> None:
-        own = module.__dict__.get("forward")  # somebody may have put one into this module
+    def __init__(
+        self,
+        module: nn.Module,
+        P_x: Partition,
+        stream: Stream,
+        fallback: str,
+        name: str = "forward",
+    ) -> None:
+        own = module.__dict__.get(name)  # somebody may have put one into this module
         self.own: Any = own.own if isinstance(own, Entrance) else own
         self.module, self.P_x, self.stream, self.fallback = module, P_x, stream, fallback
+        self.name = name
         self.schedule = buckets.BucketSchedule()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,11 +203,15 @@ class Entrance:
             return self.own(*args, **kwargs)
         if isinstance(self.module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
             return nn.modules.batchnorm._BatchNorm.forward(self.module, *args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        # found in the class, and bound, unless it is a static method
+        method = inspect.getattr_static(type(self.module), self.name)
+        return method.__get__(self.module, type(self.module))(*args, **kwargs)
 
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         spread = next(spread_among(args, kwargs), None) is not None
+        if self.name != "forward" and not spread and not self._has_part(args, kwargs):
+            return self.forward(*args, **kwargs)
         if running.get() is not None or (spread and in_backward()):
             return self.forward(*args, **kwargs)  # inside of a model, or of a checkpoint
         if not self.P_x.active:
@@ -188,13 +228,21 @@ class Entrance:
             choose_fallback(self.fallback),
         ):
             args, kwargs = self._entered(args, kwargs)
-            result = self.forward(*args, **kwargs)
+            try:
+                result = self.forward(*args, **kwargs)
+                buckets.agree_on_uses(self.module, self.P_x)
+            except BaseException as error:  # others may still wait for this worker
+                self.P_x.prepare().give_up(error)
+                raise
         if spread:  # the result goes as the input came
             return result
         return tree_map(
             lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
             result,
         )
+
+    def _has_part(self, args: Any, kwargs: Any) -> bool:
+        return any(each.dim() == self.P_x.dim for each in tensors(args, kwargs))
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
         """The arguments, with spread tensors in the places of parts."""
@@ -206,7 +254,21 @@ class Entrance:
             return args, kwargs
         # where nothing is a part, what there is raises on all workers
         brought: list[Any] = parts or [next(iter(found), None)]
-        call, identity = self._call(dims)
+        flags, is_off = needs_of(self.module.parameters())
+        plan = buckets.foreseen()
+        state = (dims, self.module.training, is_off, plan, *flags)
+        calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
+        if state not in calls:
+            mode = "training" if self.module.training else "evaluation"
+            mode += ", under torch.no_grad()" if is_off else ""
+            method = "" if self.name == "forward" else f".{self.name}"
+            call = (
+                f"{type(self.module).__name__}{method} over {self.P_x} in {mode}, with "
+                f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
+                f"dimensions, and {buckets.described(plan)}"
+            )
+            calls[state] = call, f"{call} {state}"
+        call, identity = calls[state]  # in words, and all in which workers must be alike
         names = [f"input {number}" for number in range(len(brought))]
         held, _ = agree(self.P_x, call, *brought, names=names, identity=identity)
         # in the order of `tree_map` below
@@ -220,23 +282,6 @@ class Entrance:
             return SpreadTensor(entered(value, layout, meta).view_as(value), layout)
 
         return tree_map(enter, (args, kwargs))
-
-    def _call(self, dims: tuple[int, ...]) -> tuple[str, str]:
-        """The call in words, and all in which workers must be alike: state and arguments."""
-        flags, is_off = needs_of(self.module.parameters())
-        plan = buckets.foreseen()
-        state = (dims, self.module.training, is_off, plan, *flags)
-        calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
-        if state not in calls:
-            mode = "training" if self.module.training else "evaluation"
-            mode += ", under torch.no_grad()" if is_off else ""
-            call = (
-                f"{type(self.module).__name__} over {self.P_x} in {mode}, with "
-                f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
-                f"dimensions, and {buckets.described(plan)}"
-            )
-            calls[state] = call, f"{call} {state}"
-        return calls[state]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}

@@ -19,7 +19,7 @@ from tessel.core.partition import Partition
 from tessel.core.shared import equalize, grad_alike
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import as_spread, opened, parts, running
-from tessel.transport import kept_in_job
+from tessel.transport import code_of, kept_in_job
 
 Entry = tuple[Layout, TensorMeta]
 Result = tuple[Tensor, Layout]
@@ -70,10 +70,12 @@ class Layer(HasHandle):
     is_converted = False  # from torch's layer, in a model
     _group: transport.Group | None = None
     _takes_part: bool  # whether this worker is one of the group
+    _number: int  # of the call in which the group was asked for: tells equal layers apart
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # that of torch's own layer
         self.place_on(P_x)
+        self.agree_on_form()
         self.equalize_parameters()
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -82,11 +84,24 @@ class Layer(HasHandle):
         # `help` and editors would see *args of `__init__` above
         theirs = next((each for each in cls.__mro__ if each.__module__.startswith("torch.")), None)
         if theirs is not None:
-            own, torchs = (vars(each)["__init__"] for each in (_with_init(cls), _with_init(theirs)))
-            cls.__signature__ = _signature(own, torchs)  # type: ignore[attr-defined]
+            # functions are asked, and not classes, which have a `__signature__` of their bases
+            own, torchs = (
+                list(signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
+                for each in (cls, theirs)
+            )
+            # its own first arguments, all of torch's, and those of its own that have to be named
+            lead = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
+            named = [each for each in own if each.kind is each.KEYWORD_ONLY]
+            taken = {each.name for each in (*lead, *named)}
+            between = [each for each in torchs if each.name not in taken]
+            # Python wants what has to be named behind all others; a stable sort keeps the rest
+            between.sort(key=lambda each: each.kind is each.KEYWORD_ONLY)
+            cls.__signature__ = Signature([*lead, *between, *named])  # type: ignore[attr-defined]
 
     def place_on(self, P_x: Partition) -> None:
         """Make the layer work on tensors that lie on `P_x`."""
+        # Groups are made by all workers of the job together: here, where all of them make the
+        # layer, rather than in a call.
         self.P_x, self._group = P_x, None
         self.prepare()
 
@@ -104,6 +119,30 @@ class Layer(HasHandle):
         new.is_converted = True
         return new
 
+    def agree_on_form(self, **more: Any) -> None:
+        """Raise on all workers if they make different layers, before parameters are sent.
+
+        Args:
+            more: what else makes the layer, where its attributes do not say it.
+        """
+        assert isinstance(self, torch.nn.Module)
+        group = self.prepare()
+        if not self._takes_part or group.size == 1:
+            return
+        # Torch's layer says what it is in plain attributes; losses say nothing in their `repr`.
+        plain = int | float | str | tuple | None
+        given = more | {
+            name: value
+            for name, value in sorted(vars(self).items())
+            if isinstance(value, plain) and name[0] != "_" and name != "handle"
+        }
+        form = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
+        over = ", ".join(map(str, self.partitions()))
+        call = f"{type(self).__name__} over {over} with {given} and parameters {form}"
+        group.check_same_call(group.share_words([code_of(call)]), call)
+        group.number_call()
+        self._number = group.num_calls
+
     def equalize_parameters(self) -> None:
         """Give all workers the parameters of the first."""
         assert isinstance(self, torch.nn.Module)
@@ -114,6 +153,8 @@ class Layer(HasHandle):
         group = self._group or self.prepare()
         if self.is_converted and len(group.workers) == 1 and alone.get():
             return self.torch_forward(input, *args, **settings)
+        # Spread tensors know how they lie. Only parts have to be agreed on, each of which a worker
+        # knows by itself.
         model = running.get()
         if model is not None and not isinstance(input, SpreadTensor):
             input = as_spread(input, model)  # inside of a model, what is plain is whole
@@ -171,7 +212,9 @@ class Layer(HasHandle):
         if key not in agreements:
             needs, is_off = needs_of(each for each in self._parameters.values() if each is not None)
             mode = "training" if self.training else "evaluation"
-            label = f"{self!r} in {mode}{', under torch.no_grad()' if is_off else ''}"
+            # with its number: of two layers that look alike workers must call the same one
+            label = f"{self!r} (number {self._number}) in {mode}"
+            label += ", under torch.no_grad()" if is_off else ""
             identity = f"{label} {(self.training, is_off, *needs)}"
             agreements[key] = parts_agreement(self.prepare(), self.P_x, label, identity)
         return agreements[key]
@@ -179,20 +222,20 @@ class Layer(HasHandle):
     def prepare(self) -> transport.Group:
         """Make the group, all workers together, here or in the first call of a copy; give it."""
         if self._group is None:
-            self._group = self._make_group()
+            workers = {rank for each in self.partitions() for rank in each.ranks}
+            self._group = transport.group_of(workers)
             # asked once, as every question for this worker's number goes to torch.distributed
             self._takes_part = transport.this_worker() in self._group.workers
+            self._number = self._group.num_calls
         return self._group
-
-    def _make_group(self) -> transport.Group:
-        return transport.group_of({rank for each in self.partitions() for rank in each.ranks})
 
     def partitions(self) -> Iterable[Partition]:
         """All partitions whose workers take part."""
         return (self.P_x,)
 
     def _is_derived(self, name: str) -> bool:
-        return name in ("_agreements", "_group", "_takes_part") or super()._is_derived(name)
+        own = ("_agreements", "_group", "_number", "_takes_part")
+        return name in own or super()._is_derived(name)
 
     def extra_repr(self) -> str:
         assert isinstance(self, torch.nn.Module)
@@ -219,22 +262,6 @@ def needs_of(parameters: Iterable[Tensor]) -> tuple[list[bool], bool]:
     could = [each.requires_grad for each in parameters]
     derives = torch.is_grad_enabled()
     return [each and derives for each in could], any(could) and not derives
-
-
-def _with_init(cls: type) -> type:
-    return next(each for each in cls.__mro__ if "__init__" in vars(each))
-
-
-def _signature(own: Callable[..., None], torchs: Callable[..., None]) -> Signature:
-    """The first arguments of `own`, all of `torchs`, and those of `own` that have to be named."""
-    mine = list(signature(own).parameters.values())[1:]
-    theirs = list(signature(torchs).parameters.values())[1:]
-    lead = [each for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD]
-    named = [each for each in mine if each.kind is each.KEYWORD_ONLY]
-    taken = {each.name for each in (*lead, *named)}
-    between = [each for each in theirs if each.name not in taken]
-    last = [each for each in between if each.kind is each.KEYWORD_ONLY]
-    return Signature([*lead, *(each for each in between if each not in last), *last, *named])
 
 
 @kept_in_job

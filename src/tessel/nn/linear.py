@@ -12,7 +12,8 @@ from tessel.core.windows import Groups
 from tessel.nn.blocks import Weighted
 from tessel.nn.layer import Result
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.rules.products import Contraction, check_dtypes, linear_terms
+from tessel.tensor.rules.products import Contraction, linear_terms
+from tessel.tensor.table import check_dtypes
 from tessel.tensor.windowed import Windowed, shape_of
 from tessel.transport import kept_in_job
 
@@ -54,6 +55,7 @@ class DistributedLinear(Weighted, torch.nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        # Parameters are placed once all partitions are known: torch's own is called by itself.
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self.place_with(P_x, P_y, P_w)
 
@@ -76,7 +78,8 @@ def _in_rows(source: Layout, shape: Shape) -> Contraction:
     target = source.resized(shape)
     features = Groups(1, source.shape[-1], shape[-1])  # who has no outputs reads no features
     reads = Windowed(source, target, (*[None] * (len(shape) - 1), features)).read
-    every = Cut((), ((0, source.shape[-1]),))
+    # A worker needs the rows of the weight for its outputs, and all of their columns.
+    every = Cut.whole(source.shape[-1])
     rows = (shape[-1], source.shape[-1])
     weight = Layout(source.partition, rows, (target.cuts[-1], every), source.shared)
     return Contraction((reads, weight), target, target.summed)

@@ -22,7 +22,6 @@ from tessel.nn.loss_agreement import (
     Said,
     class_dim,
     narrow_dim,
-    narrowed,
     said_of_classes,
     said_of_units,
     said_of_variance,
@@ -44,7 +43,7 @@ class DistributedLossBase(Layer):
     setting_names: tuple[str, ...] = ("reduction",)  # what torch's own `forward` reads, plain
     weight_names: tuple[str, ...] = ()  # and tensors
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # by these names, as torch's
         return super().forward(input, target)
 
     def compute(self, x: Tensor, layout: Layout, *args: Any, **settings: Any) -> Result:
@@ -54,6 +53,7 @@ class DistributedLossBase(Layer):
 
     def fits_torch(self, layout: Layout, *others: Any) -> bool:
         """Whether what goes with an input that one worker has is of its shape."""
+        # Torch would broadcast another shape; by the way of many workers it raises as there.
         return all(_shape(each) == layout.shape for each in others)
 
     def agree_on_others(self, x: Tensor, layout: Layout, *args: Any) -> tuple[Any, ...]:
@@ -67,7 +67,15 @@ class DistributedLossBase(Layer):
 
     def agree_on(self, name: str, value: Any, said: Said, note: str = "") -> Beside:
         """Learn from all workers what they hold of a tensor beside the input."""
-        call, identity = self._call(note)
+        # A checksum reads all of a weight: it is made again only when torch has counted a change.
+        key = (note, self._settings, *map(_version, self.weights))
+        calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
+        if key not in calls:
+            sums = ", ".join(f"{checksum(each):x}" for each in self.weights if each is not None)
+            weights = f" with weights of checksum {sums}" if sums else ""
+            label = f"{self!r}{note}{weights}"
+            remember(calls, key, (label, f"{label} {self._settings}"))
+        call, identity = calls[key]  # in words, and all in which workers must be alike
         [(shapes, meta)], numbers = agree(
             self.P_x,
             call,
@@ -87,18 +95,6 @@ class DistributedLossBase(Layer):
             for each in self.weights
         )
 
-    def _call(self, note: str) -> tuple[str, str]:
-        """The call in words, and all in which workers must be alike: settings and weights."""
-        # A checksum reads all of a weight: it is made again only when torch has counted a change.
-        key = (note, self._settings, *map(_version, self.weights))
-        calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
-        if key not in calls:
-            sums = ", ".join(f"{checksum(each):x}" for each in self.weights if each is not None)
-            weights = f" with weights of checksum {sums}" if sums else ""
-            call = f"{self!r}{note}{weights}"
-            remember(calls, key, (call, f"{call} {self._settings}"))
-        return calls[key]
-
     def _is_derived(self, name: str) -> bool:
         # the key says where weights lie in the memory of this process
         return super()._is_derived(name) or name == "_calls"
@@ -114,7 +110,7 @@ def _shape(value: Any) -> Shape | None:
 
 def _version(weight: Tensor | None) -> Any:
     """What changes on this worker when a weight does."""
-    if weight is None or weight.is_inference():
+    if weight is None or weight.is_inference():  # which torch does not count changes of
         return None
     return weight.data_ptr(), weight._version  # another tensor, or another value of it
 
@@ -339,19 +335,18 @@ class DistributedGaussianNLLLoss(_Elementwise, torch.nn.GaussianNLLLoss):
         target, var = args
         if not isinstance(var, Tensor):
             return self.agree_on_target(x, target, layout, f" with var={var!r}"), var
-        return self.agree_on_target(x, target, layout, " and var"), self._variance(var, layout)
-
-    def _variance(self, var: Tensor, layout: Layout) -> SpreadTensor:
+        # the target first: its note tells those apart that pass a number and those that do not
+        goal = self.agree_on_target(x, target, layout, " and var")
         agreed = self.agree_on("var", var, said_of_variance(var, layout))
         dim = narrow_dim(agreed.shapes, layout)
         if dim is None:
             agreed.check_parts(layout, layout)
         agreed.check_values()
         if dim is None:
-            return agreed.spread(var, layout)
+            return goal, agreed.spread(var, layout)
         agreed.check_copies(layout, layout.cuts[dim].axes)
         var = var if var.ndim == len(layout.shape) else var.unsqueeze(-1)
-        return agreed.spread(var, narrowed(layout, dim))
+        return goal, agreed.spread(var, without(layout, (dim,), True)[1])
 
 
 class _OverClasses(DistributedLossBase):

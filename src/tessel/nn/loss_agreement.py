@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tessel.core.agreement import Numbers, TensorMeta
 from tessel.core.checksum import checksum, is_dense, is_within, range_of
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Layout, Shape
 from tessel.nn.layer import entered
 from tessel.tensor import Tensor as SpreadTensor
 
@@ -150,18 +150,6 @@ def narrow_dim(shapes: dict[int, Shape], layout: Layout) -> int | None:
     if given == inputs:  # also if each has one element along a dimension: nothing tells them apart
         return None
     for dim in range(len(layout.shape)):
-        if given == [_with_one(shape, dim) for shape in inputs]:
+        if given == [(*shape[:dim], 1, *shape[dim + 1 :]) for shape in inputs]:
             return dim
     return None
-
-
-@lru_cache(maxsize=1024)
-def narrowed(layout: Layout, dim: int) -> Layout:
-    """The layout of a tensor of length one along `dim`, shared along the axes that split it."""
-    cuts = (*layout.cuts[:dim], Cut.whole(1), *layout.cuts[dim + 1 :])
-    shared = (*layout.shared, *layout.cuts[dim].axes)
-    return replace(layout, shape=_with_one(layout.shape, dim), cuts=cuts, shared=shared)
-
-
-def _with_one(shape: Shape, dim: int) -> Shape:
-    return (*shape[:dim], 1, *shape[dim + 1 :])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -13,30 +15,12 @@ from tessel.nn.layer import Layer
 class _AnyDims:
     """A norm of tensors of two or more dimensions, the first two batch and channels."""
 
-    def _check_input_dim(self, input: Tensor) -> None:
+    def _check_input_dim(self, input: Tensor) -> None:  # torch's classes know how many there are
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-class _AnyBatchNorm(_AnyDims, _BatchNorm):
-    """Torch's batch norm for any number of dimensions."""
-
-
-class _AnyInstanceNorm(_AnyDims, _InstanceNorm):
-    """Torch's instance norm for any number of dimensions."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        # as torch's, but for an input without a batch, which no number of dimensions tells here
-        self._check_input_dim(input)
-        if input.size(1) != self.num_features and self.affine:
-            raise ValueError(
-                f"expected input's size at dim=1 to match num_features ({self.num_features}), "
-                f"but got: {input.size(1)}."
-            )
-        return self._apply_instance_norm(input)
-
-
-class DistributedBatchNorm(Layer, _AnyBatchNorm):
+class DistributedBatchNorm(Layer, _AnyDims, _BatchNorm):
     """Batch norm of a tensor of two or more dimensions that is spread over `P_x`.
 
     Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
@@ -101,7 +85,7 @@ class DistributedBatchNorm3d(Layer, torch.nn.BatchNorm3d):
     """
 
 
-class DistributedInstanceNorm(Layer, _AnyInstanceNorm):
+class DistributedInstanceNorm(Layer, _AnyDims, _InstanceNorm):
     """Instance norm of a tensor (N, C, …) of any number of dimensions that is spread over `P_x`.
 
     Forward:  y = w (x − m) / √(v + ε) + b, where m and v are the mean and variance of a channel of
@@ -118,6 +102,16 @@ class DistributedInstanceNorm(Layer, _AnyInstanceNorm):
     >>> tessel.nn.DistributedInstanceNorm(P, 3)(torch.ones(2, 3, 4)).shape
     torch.Size([2, 3, 4])
     """
+
+    def torch_forward(self, x: Tensor, *args: Any, **settings: Any) -> Any:
+        # as torch's, but for an input without a batch, which no number of dimensions tells here
+        self._check_input_dim(x)
+        if x.size(1) != self.num_features and self.affine:
+            raise ValueError(
+                f"expected input's size at dim=1 to match num_features ({self.num_features}), "
+                f"but got: {x.size(1)}."
+            )
+        return self._apply_instance_norm(x)
 
 
 class DistributedInstanceNorm1d(Layer, torch.nn.InstanceNorm1d):

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch.nn.functional as F  # noqa: N812
@@ -55,8 +56,7 @@ from tessel.nn.upsample import DistributedUpsample
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules import convolution, interpolation, norms, transposed
-from tessel.tensor.rules.products import check_dtypes
-from tessel.tensor.table import as_spread, running
+from tessel.tensor.table import as_spread, check_dtypes, running
 from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
 from tessel.transport import kept_in_job
 
@@ -142,7 +142,9 @@ class HaloRegion(nn.Sequential):
 
     def compute(self, x: Tensor, layout: Layout) -> Result:
         """This worker's part of the result, and its layout."""
+        # Steps are made for each call: layers may have got hooks, or another mode, since the last.
         steps = self._steps()
+        # All layers are asked before anything is sent: what torch refuses raises on all workers.
         shape, shapes, fields = layout.shape, [], []
         for step in steps:
             shape, field = step.trace(shape, x, layout)
@@ -359,6 +361,8 @@ class _Convolving(RegionStep):
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         D = self.layer.num_dims
         padding = (0,) * D
+        # Zeros are put only where windows stick out of the whole tensor; of what lies around this
+        # worker's part in it, all that they read was fetched or computed.
         if 0 not in x.shape and 0 not in plan.target.local_shape:
             x = plan.in_order(x)
             sides = plan.overhang[-D:]
@@ -434,14 +438,14 @@ class _Interpolating(RegionStep):
                 "interpolation by area averages over all workers and cannot be in a HaloRegion; "
                 "put it between two regions"
             )
-        settings = self._settings
+        settings = self.settings
         outputs = interpolation.global_shape(shape, x.dtype, settings)
         fields = interpolation.interpolations(shape, outputs, x.dtype, settings, x.is_cpu)
         interpolation.check_exact(layout, fields, x, settings.mode)
         return outputs, leading(len(shape), fields)
 
-    @property
-    def _settings(self) -> interpolation.InterpolationSettings:
+    @cached_property
+    def settings(self) -> interpolation.InterpolationSettings:
         names = interpolation.InterpolationSettings._fields
         return interpolation.InterpolationSettings.of(
             *(getattr(self.layer, name) for name in names)
@@ -449,7 +453,7 @@ class _Interpolating(RegionStep):
 
     def compute(self, x: Tensor, plan: Windowed, *parameters: Any) -> Tensor:
         fields: Any = plan.fields[2:]
-        return interpolation.of_read(x, plan, fields, self._settings)
+        return interpolation.of_read(x, plan, fields, self.settings)
 
 
 class _Normalizing(RegionStep):
@@ -491,12 +495,12 @@ class _Padding(RegionStep):
 
     def trace(self, shape: Shape, x: Tensor, layout: Layout) -> tuple[Shape, ReceptiveFields]:
         outputs = tuple(type(self.layer).forward(self.layer, outline(shape)).shape)
-        windows = [Window(1, before=before) for before, _ in self._pairs]
-        around = _bordered(windows, shape, self._pairs, _PADDINGS[type(self.layer)])
+        windows = [Window(1, before=before) for before, _ in self.pairs]
+        around = _bordered(windows, shape, self.pairs, _PADDINGS[type(self.layer)])
         return outputs, leading(len(shape), around)
 
-    @property
-    def _pairs(self) -> list[tuple[int, int]]:
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
         """What is put before and behind each of the last dimensions."""
         widths = self.layer.padding
         return list(zip(widths[::2], widths[1::2], strict=True))[::-1]
@@ -506,7 +510,7 @@ class _Padding(RegionStep):
         shape = plan.target.local_shape
         if 0 in x.shape or 0 in shape:  # a part that is all padding reads nothing
             return (anchored_zeros(shape, x) + value).to(x.dtype)
-        return F.pad(plan.in_order(x), _widths(plan, len(self._pairs)), value=value)
+        return F.pad(plan.in_order(x), _widths(plan, len(self.pairs)), value=value)
 
 
 class _Pointwise(RegionStep):

@@ -12,6 +12,7 @@ from functools import cached_property
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,14 @@ class ParOperator:
     def __neg__(self) -> ParOperator:
         return -1 * self
 
+    # An array of numpy must not multiply itself, element by element, with the operator.
+    __array_ufunc__ = None
+
     def __rmul__(self, factor: Any) -> ParOperator:
+        if isinstance(factor, np.ndarray):
+            raise TypeError(f"an array does not act on {self}; {self} * array applies the operator")
+        if isinstance(factor, np.generic):
+            factor = factor.item()
         return scale(factor, self) if isinstance(factor, int | float | complex) else NotImplemented
 
     def __truediv__(self, factor: Any) -> ParOperator:
@@ -95,6 +103,8 @@ class ParOperator:
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, Tensor):
             return self.apply(other)
+        if isinstance(other, np.ndarray):
+            return self.apply(_as_tensor(other))
         if isinstance(other, ParOperator):
             raise TypeError(
                 f"{self} * {other} is not an operator: A @ B is the product, kron(A, B) the "
@@ -106,6 +116,8 @@ class ParOperator:
         """Bind parameters, or apply the operator to a tensor."""
         if isinstance(argument, Tensor):
             return self.apply(argument)
+        if isinstance(argument, np.ndarray):
+            return self.apply(_as_tensor(argument))
         return self.bind(argument)
 
     # -- parameters -------------------------------------------------------------------------------
@@ -310,6 +322,16 @@ class Composition(Composed, ParOperator):
         return " @ ".join(_bracketed(each) for each in self.factors)
 
 
+def _as_tensor(x: np.ndarray[Any, Any]) -> Tensor:
+    """An array of numpy as a tensor, in the same memory where torch can."""
+    try:
+        return torch.as_tensor(x if all(step >= 0 for step in x.strides) else x.copy())
+    except TypeError as error:
+        raise TypeError(
+            f"an array of {x.dtype} is no tensor; operators take arrays of real or complex numbers"
+        ) from error
+
+
 class Kronecker(ParOperator):
     """A Kronecker product: each factor acts along dimensions of its own.
 
@@ -322,10 +344,7 @@ class Kronecker(ParOperator):
         turns = [_turn(each) for each in factors]
         self.domain = _joint([each.domain for each in factors], 0 in turns)
         self.codomain = _joint([each.codomain for each in factors], 2 in turns)
-        self._check_numbers_fit(turns)
-
-    def _check_numbers_fit(self, turns: list[int]) -> None:
-        """The numbers of a tensor are of one precision, and become complex, or real, once."""
+        # The numbers of a tensor are of one precision, and become complex, or real, once.
         first = self.factors[0]
         for other in self.factors[1:]:
             if real_of(first.domain.dtype) != real_of(other.domain.dtype):

@@ -18,7 +18,7 @@ from rich.text import Text
 from tessel.core.layout import Layout
 from tessel.operators.algebra import Kronecker, ParOperator
 from tessel.operators.cost import Cost, Counter, ExplainedStep, lines_of
-from tessel.operators.layouts import representatives
+from tessel.operators.layouts import examined
 from tessel.operators.leaf import Leaf
 from tessel.operators.picture import draw_steps
 from tessel.operators.planning import OperatorPlan
@@ -26,7 +26,6 @@ from tessel.operators.rates import Machine, known_machine
 from tessel.operators.space import Shape, TensorSpace
 from tessel.operators.units import num_bytes, num_flops, num_seconds
 
-MOST_WORKERS = 128  # of more, some stand for all
 MOST_ROWS = 4  # for one step
 WIDTH = 150
 
@@ -34,6 +33,7 @@ WIDTH = 150
 class Planned(Protocol):
     """A distributed operator, as explanations see it."""
 
+    # Not the class itself, whose module imports this one.
     domain: TensorSpace
     expression: ParOperator
     plan: OperatorPlan
@@ -195,8 +195,7 @@ def explain_plan(
         raise ValueError(f"a batch must have at least one column, got {columns}")
     machine = known_machine() if machine is None else machine
     P = plan.source.partition
-    if workers is None:
-        workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
+    workers = examined(P) if workers is None else workers
     lines = tuple(lines_of(plan, dtype))
     counter = Counter(machine.rates_for(P.size), storage, columns)
     costs = tuple(zip(*(counter.costs(lines, at) for at in workers), strict=True))

@@ -19,6 +19,7 @@ from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 
 ANYWHERE = "anywhere"  # where the last step leaves the result
+MOST_WORKERS = 128  # of which each is counted
 Runs = tuple[tuple[int, int], ...]  # (stride, size): along it place p counts p // stride % size
 
 
@@ -326,6 +327,11 @@ def num_messages(before: Layout, after: Layout, worker: int) -> int:
 def _filled(cut: Cut) -> tuple[Interval, ...]:
     """The parts that are not empty, ascending."""
     return tuple(part for part in cut.intervals if part[0] < part[1])
+
+
+def examined(partition: Partition) -> Sequence[int]:
+    """The workers whose costs are counted: all of them, or of many some that stand for all."""
+    return partition.ranks if partition.size <= MOST_WORKERS else representatives(partition)
 
 
 def representatives(partition: Partition) -> list[int]:

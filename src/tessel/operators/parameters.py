@@ -248,7 +248,40 @@ def own_parameters(operator: Any) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-class OperatorModule(torch.nn.Module):
+class StoredInParts(torch.nn.Module):
+    """A module that stores parts of its parameters, and whose state has them whole.
+
+    A subclass gives `stored_parameters`. All workers collect a state together.
+    """
+
+    def stored_parameters(self) -> Iterator[tuple[str, Layout]]:
+        """The names of parameters that may lie in parts, and how they lie."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `stored_parameters`")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, layout in self.stored_parameters():
+            # Where everybody stores all of it, there is nothing to collect.
+            is_split = any(layout.is_split(dim) for dim in range(len(layout.shape)))
+            if is_split and layout.partition.active:
+                whole = Layout.whole(layout.partition, layout.shape)
+                part = getattr(self, name).detach()
+                destination[prefix + name] = Move(layout, whole).apply(part)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name, layout in self.stored_parameters():
+            whole = state_dict.get(prefix + name)
+            if whole is None or tuple(whole.shape) != layout.shape:
+                continue  # a part already, or what torch reports better
+            if layout.partition.active:
+                # A copy: a view would keep the whole alive where torch assigns what it loads.
+                state_dict[prefix + name] = layout.local_part(whole).clone()
+            else:
+                state_dict[prefix + name] = whole.new_empty(getattr(self, name).shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class OperatorModule(StoredInParts):
     """An operator as a torch module, which has the operator's own parameters."""
 
     def __init__(self, operator: Any) -> None:
@@ -262,29 +295,12 @@ class OperatorModule(torch.nn.Module):
         theta = Parameters(values, own_values(self.operator).boxes)
         return self.operator.apply(x, theta)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The whole parameters, which all workers collect together."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, layout in self._stored_parameters():
-            is_split = len(layout.shared) < layout.partition.dim  # else every worker has it whole
-            if not is_split or not layout.partition.active:
-                continue
-            move = Move(layout, Layout.whole(layout.partition, layout.shape))
-            destination[prefix + name] = move.apply(getattr(self, name).detach())
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name, layout in self._stored_parameters():
-            whole = state_dict.get(prefix + name)
-            if whole is not None and tuple(whole.shape) == layout.shape:
-                is_here = layout.partition.active
-                empty = whole.new_empty(getattr(self, name).shape)
-                state_dict[prefix + name] = layout.local_part(whole) if is_here else empty
         super()._load_from_state_dict(state_dict, prefix, *args)
         for leaf, value in zip(self.operator.leaves, self.parameters(), strict=True):
             leaf.own = value  # another one, if it was assigned
 
-    def _stored_parameters(self) -> Iterator[tuple[str, Layout]]:
-        """The parameters of a distributed operator, and how they lie."""
+    def stored_parameters(self) -> Iterator[tuple[str, Layout]]:
         names = dict(self.named_parameters(recurse=False))
         for name, leaf in zip(names, self.operator.leaves, strict=True):
             if leaf in getattr(self.operator, "storage", {}):

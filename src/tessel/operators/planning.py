@@ -20,20 +20,18 @@ from tessel.core.layout import Cut, Layout
 from tessel.operators.layouts import (
     alike,
     balanced_cut,
+    examined,
     hostings,
     is_whole,
     like,
     num_different,
     numel_sent,
-    representatives,
     unevenness,
     with_cut,
     with_length,
 )
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.tasks import OperatorTask, Summands, Waiting, cheapest, grouped
-
-MOST_WORKERS = 128  # of more workers, some stand for all
 
 
 class _Step:
@@ -168,7 +166,15 @@ def _transferred_earlier(steps: list[Step]) -> list[Step]:
             for task in later.group
             for earlier in local.group
         )
-        if is_needed or not _can_follow(local, there):
+        # Behind the transfer a task needs what it mixes whole there. A restriction does, too: how a
+        # tensor has to lie before it, to lie so afterwards, is known of whole dimensions only.
+        fits = all(
+            len(there.cuts[dim].intervals) == 1
+            for task in local.group
+            for dim, mixes in zip(task.dims, task.actor.mixes, strict=True)
+            if mixes or isinstance(task.actor, ParRestriction)
+        )
+        if is_needed or not fits:
             stay = [local, *stay]
             continue
         behind = [local, *behind]
@@ -199,16 +205,6 @@ def _replayed(steps: list[Local], here: Layout) -> list[Local]:
         found.append(Local(here, after, step.group))
         here = after
     return found
-
-
-def _can_follow(local: Local, end: Layout) -> bool:
-    """Whether tasks can be done where they leave a tensor that lies so."""
-    return all(
-        len(end.cuts[dim].intervals) == 1
-        for task in local.group
-        for dim, mixes in zip(task.dims, task.actor.mixes, strict=True)
-        if mixes or isinstance(task.actor, ParRestriction)
-    )
 
 
 def _drain(
@@ -304,15 +300,20 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
     if target is not None:
         goal = like(target, here)
         candidates = chain([goal], hostings(goal) if changes_grid else (), candidates)
-    P = here.partition
-    workers = P.ranks if P.size <= MOST_WORKERS else representatives(P)
+    workers = examined(here.partition)
     best: tuple[Any, Layout] | None = None
     for there in candidates:
         left = waiting.copy()
         end, done = _drain(left, there, target, patient)
         if not done:  # to go there would not help
             continue
-        more = _further(left, end, target, patient)
+        more = 2  # how often the tensor travels after this, as far as one step ahead shows
+        if not left:
+            more = int(target is not None and not alike(end, target))
+        elif target is not None:
+            last = left.copy()
+            final, _ = _drain(last, like(target, end), target, patient)
+            more = 1 if not last and alike(final, target) else 2
         tasks = len(left.tasks) - len(waiting.tasks)
         sent = 0
         if target is not None and changes_grid:
@@ -325,17 +326,6 @@ def _next(waiting: Waiting, here: Layout, target: Layout | None, patient: bool) 
         if best is None or key < best[0]:
             best = key, there
     return best[1] if best is not None else _concentrated(waiting, here)
-
-
-def _further(left: Waiting, end: Layout, target: Layout | None, patient: bool) -> int:
-    """How often the tensor travels after this, as far as one step ahead shows."""
-    if not left:
-        return int(target is not None and not alike(end, target))
-    if target is None:
-        return 2
-    last = left.copy()
-    final, _ = _drain(last, like(target, end), target, patient)
-    return 1 if not last and alike(final, target) else 2
 
 
 def _concentrated(waiting: Waiting, here: Layout) -> Layout:

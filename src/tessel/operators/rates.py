@@ -11,6 +11,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tessel.settings import text
+
 VARIABLE = "TESSEL_MACHINE"
 
 
@@ -81,9 +83,9 @@ class Machine:
 
 def model_path() -> Path:
     """The file of the machine model."""
-    if given := os.environ.get(VARIABLE):
+    if given := text(VARIABLE):
         return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = text("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "tessel" / "machine.json"
 
 
@@ -95,18 +97,20 @@ def known_machine(path: str | os.PathLike[str] | None = None) -> Machine:
     """
     source = model_path() if path is None else Path(path)
     try:
-        text = source.read_text()
+        written = source.read_bytes()
     except FileNotFoundError:
         return built_in()
+    except OSError as error:
+        raise ValueError(f"the machine model {source} cannot be read: {error.strerror}") from error
     try:
-        found = json.loads(text)
+        found = json.loads(written)
         rates = tuple(Rates(**each) for each in found["rates"])
         numbers = [number for each in rates for number in asdict(each).values()]
         if not rates or not all(isinstance(n, int | float) and n > 0 for n in numbers):
             raise ValueError("all rates must be positive numbers")
         ascending = tuple(sorted(rates, key=lambda each: each.workers))
         return Machine(int(found["cores"]), ascending, str(found["origin"]))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{source} is not a machine model ({error}); measure again with tessel doctor "
             f"--measure, or remove the file"

@@ -20,7 +20,6 @@ from tessel.operators.input_shape import InputShape
 from tessel.operators.leaf import Leaf
 from tessel.operators.parameters import Parameters
 from tessel.operators.space import Shape, TensorSpace, checked_dtype, checked_length
-from tessel.transport import kept_in_job
 
 
 class ParReduce(Leaf):
@@ -107,17 +106,12 @@ class ParReduce(Leaf):
                     f"{self}: expected tensors of {self.source.dtype}, got {meta.dtype}"
                 )
             shape: Shape = same(shapes, "shape", f"{self}")
-            return _reducing(self.partition, shape, self.is_adjoint), meta
+            separate = Layout.whole(self.partition, shape)
+            shared = Layout.whole(self.partition, shape, shared=True)
+            return Replicate(shared, separate) if self.is_adjoint else Move(separate, shared), meta
 
         return Agreement(self.prepare(), f"{self!r}", self.partition.ranks, conclude)
 
     def __repr__(self) -> str:
         size = f"{self.source}" if self.is_sized else f"{self.source.dtype}"
         return f"ParReduce({size}, {self.partition}){'.H' if self.is_adjoint else ''}"
-
-
-@kept_in_job
-def _reducing(partition: Partition, shape: Shape, is_adjoint: bool) -> LinearOperator:
-    separate = Layout.whole(partition, shape)
-    shared = Layout.whole(partition, shape, shared=True)
-    return Replicate(shared, separate) if is_adjoint else Move(separate, shared)

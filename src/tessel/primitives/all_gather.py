@@ -51,6 +51,7 @@ class AllGather(_AlongDim):
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
         dim = self._dim(len(shapes[row.ranks[0]]))
+        # Along `dim` the parts may have any lengths, along all other dimensions one.
         others = {w: shapes[w][:dim] + shapes[w][dim + 1 :] for w in row.ranks}
         same(others, f"shape (but for dim {dim})", repr(self))
         lengths = [shapes[worker][dim] for worker in row.ranks]

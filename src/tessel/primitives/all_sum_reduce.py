@@ -38,6 +38,7 @@ class AllSumReduce(SliceMovement):
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> Move:
         shape = same({worker: shapes[worker] for worker in row.ranks}, "shape", repr(self))
+        # From separate copies to separate copies: each new one is the sum of all old ones.
         copies = Layout.whole(row, shape)
         return Move(copies, copies)
 

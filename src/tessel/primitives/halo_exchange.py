@@ -30,6 +30,7 @@ class HaloExchange(Movement):
     """
 
     def __init__(self, P_x: Partition, halo: Iterable[Sequence[int]]) -> None:
+        # A number in the place of a pair is kept, so that the error below can show what was passed.
         pairs = [
             tuple(as_int(width) for width in (pair if isinstance(pair, Iterable) else (pair,)))
             for pair in halo

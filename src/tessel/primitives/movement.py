@@ -68,5 +68,6 @@ class Movement(HasHandle, torch.nn.Module):
         return f"{self.P_x} → {self.P_y}"
 
     def _is_derived(self, name: str) -> bool:
+        # Groups, and what was agreed on in them, belong to this job.
         is_made = name in ("_group", "_slices") or name.startswith("_agreed_")
         return is_made or super()._is_derived(name)

@@ -98,4 +98,5 @@ class _AllGatherAll(Movement):
 
 
 def _first(P: Partition) -> Partition:
+    # On a grid of as many axes, which a repartition needs.
     return Partition(P.ranks[:1], (1,) * P.dim)

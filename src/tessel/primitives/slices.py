@@ -18,7 +18,7 @@ class SliceMovement(Movement):
     """
 
     def __init__(self, P_x: Partition, axes: Iterable[int]) -> None:
-        self._axes = P_x.axes(axes)
+        self._axes = P_x.axes(axes)  # first: the constructor makes the groups along them
         super().__init__(P_x, P_x)
 
     def slice_operator(self, row: Partition, shapes: Mapping[int, Shape]) -> LinearOperator:

@@ -12,3 +12,7 @@ from tessel.state.state_dicts import collect_optimizer_state_dict as collect_opt
 from tessel.state.state_dicts import collect_state_dict as collect_state_dict
 from tessel.state.state_dicts import relocate_optimizer_state_dict as relocate_optimizer_state_dict
 from tessel.state.state_dicts import relocate_state_dict as relocate_state_dict
+from tessel.state.tensor_file import TensorFile as TensorFile
+from tessel.state.tensor_file import TensorFileWriter as TensorFileWriter
+from tessel.state.weights import load_weights as load_weights
+from tessel.state.weights import save_weights as save_weights

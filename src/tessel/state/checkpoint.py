@@ -72,6 +72,7 @@ class Part(Tensor):
         return f"Part({self._part!r} at {self._offsets} of {tuple(self.shape)})"
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
+        # Imported here, since it takes half a second, which only those pay who write checkpoints.
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -106,6 +107,9 @@ class ModelState:
     number of workers or for another `dim`. What several workers have is written by one of them.
     Names and shapes are those of the model of plain torch, which can read the files, too.
 
+    Torch pickles the `.metadata` of these files and unpickles it when it reads them: load only
+    those that you trust. `tessel.nn.load_weights` reads files that hold nothing but tensors.
+
     Args:
         module: the model, also one in `DistributedDataParallel`.
         partition: the workers that hold one copy of it; None for those of its shards.
@@ -137,6 +141,7 @@ class ModelState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the model what was read."""
+        # Parts were read into the memory of the model; the rest comes as tensors of its own.
         self.module.load_state_dict({name: _own(value) for name, value in state.items()})
 
 
@@ -146,6 +151,7 @@ class OptimizerState:
     What the optimizer keeps for each number of a parameter lies in the shards of the parameter,
     and is written and read as these are. Values have the names of the parameters, as in
     `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+    Torch unpickles the `.metadata` of these files: load only those that you trust.
 
     Args:
         module: the model, also one in `DistributedDataParallel`.

@@ -62,6 +62,47 @@ class ParameterPiece:
         """What all workers must agree on."""
         return f"{self.counted} {self.holders}"
 
+    def norm(self, norm_type: float) -> Tensor:
+        """The norm of its gradient; of no values, that which does not change those of others."""
+        grad = self.value.grad
+        if grad is None:
+            return torch.tensor(NO_GRADIENT, dtype=torch.float64)
+        values = grad.coalesce().values() if grad.is_sparse else as_plain(grad)
+        if not values.numel():
+            least = 0.0 if norm_type >= 0 else float("inf")
+            return torch.tensor(least, dtype=torch.float64, device=grad.device)
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()  # the squares of half precision overflow at 256
+        return vector_norm(values, norm_type).double()  # those of all dtypes travel in one tensor
+
+    def check(self, norms: Mapping[int, Tensor]) -> None:
+        """Raise ValueError if workers that share it have other gradients, or only some have one."""
+        found = {worker: float(norm) for worker, norm in norms.items()}
+        without = [worker for worker, norm in found.items() if norm == NO_GRADIENT]
+        if without and len(without) < len(found):
+            raise ValueError(
+                f"clip_grad_norm_: workers {without} have no gradient of the parameter "
+                f"{self.name}, and others have one; all must take part in the same backward pass"
+            )
+        # The same but for rounding, in which accelerators differ: half of the digits must agree.
+        tolerance = torch.finfo(self.value.dtype).eps ** 0.5
+        for same in self.holders:
+            first = found[same[0]]
+            for worker in same[1:]:
+                other = found[worker]
+                bound = tolerance * max(abs(first), abs(other))
+                equal = first == other or (first != first and other != other)  # nan on both
+                if not equal and not abs(first - other) <= bound < float("inf"):
+                    raise ValueError(
+                        f"clip_grad_norm_: the parameter {self.name}, of shape "
+                        f"{tuple(self.value.shape)} here, is taken for one that workers share, and "
+                        f"its gradient has the norm {first:.6g} on worker {same[0]} and "
+                        f"{other:.6g} on worker {worker}; if it is a shard, say so with "
+                        f"tessel.register_parallel_dim(parameter, dim) or pass the module that has "
+                        f"it; if not, let its use go through tessel.distributed.copy, which sums "
+                        f"its gradient"
+                    )
+
 
 @eagerly
 def clip_grad_norm_(
@@ -168,31 +209,19 @@ def _holders(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ..
     return tuple(counted), tuple(tuple(layout.holders(places[worker])) for worker in counted)
 
 
-def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
-    """The norm of one gradient; of no values, that which does not change those of others."""
-    if grad is None:
-        return torch.tensor(NO_GRADIENT, dtype=torch.float64)
-    values = grad.coalesce().values() if grad.is_sparse else as_plain(grad)
-    if not values.numel():
-        least = 0.0 if norm_type >= 0 else float("inf")
-        return torch.tensor(least, dtype=torch.float64, device=grad.device)
-    if values.dtype in (torch.float16, torch.bfloat16):
-        values = values.float()  # the squares of half precision overflow at 256
-    return vector_norm(values, norm_type).double()  # those of all dtypes travel in one tensor
-
-
 def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -> Tensor:
     """The norm of the whole model, of the dtype and on the device that torch gives it."""
     if not pieces:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0)  # as torch has it
+    # Norms alone travel, a number for each parameter, and all of them in one message.
     device = pieces[0].value.device
-    own = torch.stack([_norm(piece.value.grad, norm_type).to(device) for piece in pieces])
+    own = torch.stack([piece.norm(norm_type).to(device) for piece in pieces])
     # A row for each worker, in their order. One copy to the CPU, since each number will be read.
     norms = gathering(shard_layout(row, (row.size, len(pieces)), 0)).apply(own[None]).cpu()
     wholes = []
     for number, piece in enumerate(pieces):
         column = {worker: norms[row.place(worker) or 0, number] for worker in piece.workers}
-        _check(piece, column)  # every worker has all norms: all raise, or none
+        piece.check(column)  # every worker has all norms: all raise, or none
         counted = torch.stack([column[worker] for worker in piece.counted])
         if not bool((counted == NO_GRADIENT).all()):
             # the norms of p = 0 are counts, which add
@@ -206,32 +235,3 @@ def _total(pieces: Sequence[ParameterPiece], norm_type: float, row: Partition) -
     real = (d.to_real() if (d := value.dtype).is_complex else d for value in with_grads)
     dtype = reduce(torch.promote_types, real)
     return total.to(with_grads[0].device, dtype)
-
-
-def _check(piece: ParameterPiece, norms: Mapping[int, Tensor]) -> None:
-    """Raise ValueError if workers that have one value have other gradients, or only some have."""
-    found = {worker: float(norm) for worker, norm in norms.items()}
-    without = [worker for worker, norm in found.items() if norm == NO_GRADIENT]
-    if without and len(without) < len(found):
-        raise ValueError(
-            f"clip_grad_norm_: workers {without} have no gradient of the parameter {piece.name}, "
-            f"and others have one; all must take part in the same backward pass"
-        )
-    # the same but for rounding, in which accelerators may differ
-    tolerance = torch.finfo(piece.value.dtype).eps ** 0.5
-    for same in piece.holders:
-        first = found[same[0]]
-        for worker in same[1:]:
-            other = found[worker]
-            bound = tolerance * max(abs(first), abs(other))
-            equal = first == other or (first != first and other != other)  # nan on both
-            if not equal and not abs(first - other) <= bound < float("inf"):
-                raise ValueError(
-                    f"clip_grad_norm_: the parameter {piece.name}, of shape "
-                    f"{tuple(piece.value.shape)} here, is taken for one that workers share, and "
-                    f"its gradient has the norm {first:.6g} on worker {same[0]} and "
-                    f"{other:.6g} on worker {worker}; if it is a shard, say so with "
-                    f"tessel.register_parallel_dim(parameter, dim) or pass the module that has "
-                    f"it; if not, let its use go through tessel.distributed.copy, which sums "
-                    f"its gradient"
-                )

@@ -23,7 +23,7 @@ class StateCollector:
     def __init__(self, places: Places, rank0_only: bool, cpu_offload: bool) -> None:
         self._places, self._cpu = places, cpu_offload
         self._target = places.first if rank0_only else places.row
-        self._known: dict[int, Tensor] = {}
+        self._known: dict[int, Tensor] = {}  # by identity: tied weights travel once and stay tied
 
     @property
     def is_empty(self) -> bool:

@@ -46,6 +46,7 @@ class Places:
             shards = state.partition if isinstance(state, Sharding) else shared_by(value)
             held[name] = shards if known is None else known.partition
         row = row_of_model((each for each in held.values() if each is not None), partition)
+        # Before workers agree on shards of any lengths, where those outside would be missing.
         for name, each in held.items():
             outside = [] if each is None else [w for w in each.ranks if row.place(w) is None]
             if outside:
@@ -96,19 +97,14 @@ class Places:
         items = list(listing)
         _, sums = agree(self.row, what, numbers=[code_of("\n".join(items))])
         if len({*sums.values()}) > 1:  # the items themselves travel only then
-            difference = _difference(tell(self.row, items))
+            (first, expected), *others = tell(self.row, items).items()
+            worker, got = next((worker, each) for worker, each in others if each != expected)
+            missing = [(first, item, worker) for item in expected if item not in got]
+            missing += [(worker, item, first) for item in got if item not in expected]
+            difference = f"workers {first} and {worker} have the same values in another order"
+            if missing:
+                difference = "worker {} has {}, and worker {} does not".format(*missing[0])
             raise ValueError(f"{what}: {difference}; pass the same on all workers")
-
-
-def _difference(told: dict[int, list[str]]) -> str:
-    """The first thing that only one of two workers lists."""
-    (first, expected), *others = told.items()
-    worker, got = next((worker, items) for worker, items in others if items != expected)
-    missing = [(first, item, worker) for item in expected if item not in got]
-    missing += [(worker, item, first) for item in got if item not in expected]
-    if not missing:
-        return f"workers {first} and {worker} have the same values in another order"
-    return "worker {} has {}, and worker {} does not".format(*missing[0])
 
 
 Value = tuple[str, Tensor, Layout | None]

@@ -117,6 +117,7 @@ def relocate_state_dict(
         for name, layout in places.layouts.items()
         if name in outline and (text := whole_problem(name, outline[name], layout))
     ]
+    # Shapes are listed as well: a whole state must be the same on all workers, shards need not.
     shapes = map(shape_text, outline.values())
     listing = [f"{kind}{each}" for kind, each in zip(kinds(outline), shapes, strict=True)]
     places.agree(call, listing, problems)

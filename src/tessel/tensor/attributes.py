@@ -26,7 +26,8 @@ OF_THE_WHOLE = frozenset(
         *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"),
         *("is_floating_point", "is_complex", "get_device", "element_size", "__hash__"),
         *("is_signed", "is_same_size", "is_inference", "is_storage_offset", "storage_offset"),
-        *("get names", "has_names"),
+        *("get names", "get name", "has_names", "__dir__", "__dlpack_device__"),
+        "_has_compatible_shallow_copy_type",
     )
 )
 OF_THE_PART = frozenset(
@@ -85,8 +86,13 @@ def delete_gradient(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 
 @rule("set data")
 def set_data(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
+    """The part gets other values, and the wrapper their dtype and device."""
     x, new = args
-    x._part.data = part_like(new, x._layout).detach()
+    part = part_like(new, x._layout).detach()
+    x._part.data = part
+    if part.dtype != x.dtype or part.device != x.device:
+        with DisableTorchFunctionSubclass():
+            func(x, Tensor(part, x._layout))
 
 
 @rule("requires_grad_", "set requires_grad")
@@ -98,6 +104,18 @@ def set_requires_grad(name: str, func: Any, args: Arguments, kwargs: Settings) -
     with DisableTorchFunctionSubclass():
         x.requires_grad_(needs)
     return x if name == "requires_grad_" else None
+
+
+@rule("detach_")
+def detach_in_place(name: str, func: Any, args: Arguments, kwargs: Settings) -> Tensor:
+    x: Tensor = args[0]
+    x._part = open_part(x)
+    x.__dict__.pop("_bridge", None)
+    func(x._part)
+    with DisableTorchFunctionSubclass():
+        func(x)
+        x.requires_grad_(False)
+    return x
 
 
 def part_like(value: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -219,7 +237,7 @@ def check_values(x: Tensor, what: str) -> None:
 
 @rule(
     *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"),
-    *("__complex__", "__array_wrap__", "equal", "allclose", "is_nonzero"),
+    *("__complex__", "__array_wrap__", "is_nonzero"),
 )
 def value(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values of what every worker has whole."""
@@ -227,6 +245,26 @@ def value(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if isinstance(each, Tensor):
             check_values(each, name.strip("_"))
     return func(*(_raw(each) for each in args), **kwargs)
+
+
+@rule("equal", "allclose")
+def alike(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
+    """One answer for all workers, who add up what they find in their parts."""
+    named = [kwargs[key] for key in ("input", "other") if key in kwargs]
+    x, y, *bounds = (*args, *named) if len(args) < 2 else args
+    rest = {key: each for key, each in kwargs.items() if key not in ("input", "other")}
+    if all(is_whole(each._layout) for each in (x, y) if isinstance(each, Tensor)):
+        return bool(value(name, func, (x, y, *bounds), rest))
+    if name == "allclose":
+        return bool(torch.isclose(x, y, *bounds, **rest).all())
+    nothing = (torch.empty(0, dtype=each.dtype, device=each.device) for each in (x, y))
+    return bool(func(*nothing)) and x.shape == y.shape and bool((x == y).all())
+
+
+@rule("__contains__")
+def contains(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
+    """Whether any worker has a value that is equal."""
+    return bool((args[0] == args[1]).any())
 
 
 @rule("__format__")

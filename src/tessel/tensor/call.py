@@ -9,7 +9,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import attributes
-from tessel.tensor.gathering import gathered, is_random, may_gather, say, shared, without_rule
+from tessel.tensor.gathering import is_random, may_gather, of_whole, shared, without_rule
+from tessel.tensor.grids import on_one_grid
 from tessel.tensor.outside import outlined
 from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     adaptive,
@@ -41,6 +42,7 @@ from tessel.tensor.table import (
     FOUND,
     PLAIN,
     RULES,
+    ApartError,
     Arguments,
     Rule,
     Settings,
@@ -76,6 +78,8 @@ def name_of(func: Any) -> str:
     """
     if isinstance(func, _SCRIPTED):
         return f"scripted {func.name}"
+    if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
+        return f"init {func.__name__}"
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__name__.strip('_')} {func.__self__.__name__}"
     return str(func.__name__)
@@ -88,6 +92,8 @@ def rule_of(name: str) -> Rule:
     """What is done with a function of this name."""
     if name.startswith("scripted "):
         return scripted
+    if name.startswith("init "):
+        return random.initialize
     if name in attributes.OF_THE_WHOLE:
         return attributes.of_the_whole
     if name in attributes.OF_THE_PART:
@@ -106,12 +112,10 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not may_gather() and not all(map(is_whole, layouts)):
         raise unsupported(name, "scripted code has no rule", *layouts)
-    say(name, list(spread_among(args, kwargs)))
     number = common_number(layouts[0].partition)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(common_seed(number))
-        result = func(*gathered(args), **gathered(kwargs))
-    return shared(result, layouts[0].partition)
+        return of_whole(name, func, args, kwargs)
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -147,7 +151,12 @@ def follow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The rule of a function; where there is none, what `tessel.fallback` says."""
     try:
         return _followed(name, func, args, kwargs)
-    except UnsupportedError as error:
+    except (UnsupportedError, ApartError) as error:
+        together = on_one_grid(name, args, kwargs)
+        if together is not None:
+            return follow(name, func, *together)
+        if isinstance(error, ApartError):
+            raise
         return without_rule(name, func, args, kwargs, error)
     except _OutsideError:
         return outlined(follow, name, func, args, kwargs)
@@ -184,9 +193,19 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     layouts = held_layouts(args, kwargs)
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
+    if name in _RESHAPE_IN_PLACE:  # the part would, and the wrapper would not know
+        raise unsupported(name, "a spread tensor cannot change its shape in place", *layouts)
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
     return shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+
+
+_RESHAPE_IN_PLACE = frozenset(
+    (
+        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
+        *("resize_", "resize_as_", "set_", "rename_"),
+    )
+)
 
 
 def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

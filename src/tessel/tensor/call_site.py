@@ -12,7 +12,10 @@ from types import FrameType
 
 from torch import nn
 
+from tessel.encoding import encodable
 
+
+@encodable
 @dataclass(frozen=True)
 class CallSite:
     """A line of the user's code, and the module whose forward pass it is called in, if any.

@@ -228,14 +228,19 @@ def arange(
     dtype: torch.dtype | None = None,
     device: Any = None,
     requires_grad: bool = False,
+    **named: float,
 ) -> Tensor:
     """The numbers start, start + step, … up to end, without it, as `torch.arange` has them.
 
+    Args:
+        bounds: `end`, or `start, end`, or `start, end, step`, by place or by name.
+
     >>> import tessel
-    >>> int(tessel.arange(2, 8, 2, where=tessel.world()).sum())
+    >>> int(tessel.arange(2, 8, step=2, where=tessel.world()).sum())
     12
     """
-    return _line(torch.arange(*bounds, dtype=dtype, device=device), where, requires_grad)
+    line = torch.arange(*bounds, **named, dtype=dtype, device=device)  # type: ignore[call-overload]
+    return _line(line, where, requires_grad)
 
 
 def linspace(
@@ -307,15 +312,26 @@ def randint(
     where: Where,
     dtype: torch.dtype = torch.int64,
     device: Any = None,
+    **named: Any,
 ) -> Tensor:
     """Random whole numbers from low to high, without it: `randint(low=0, high, size)`; see `rand`.
+
+    Args:
+        bounds: `high, size` or `low, high, size`, by place or by name.
 
     >>> import tessel
     >>> tessel.randint(3, 7, (4,), where=tessel.world()).shape
     torch.Size([4])
     """
-    *limits, size = bounds
-    low, high = (0, *limits) if len(limits) == 1 else limits
+    places = [each for each in ("low", "high", "size") if each not in named]
+    if len(bounds) < len(places) and places[0] == "low":
+        places = places[1:]
+    given = {"low": 0, **dict(zip(places, bounds, strict=False)), **named}
+    if len(bounds) != len(places) or given.keys() != {"low", "high", "size"}:
+        raise TypeError(
+            f"randint([low], high, size, where=...) is needed, got {bounds} and {named}"
+        )
+    low, high, size = given["low"], given["high"], given["size"]
     if not low < high:
         raise ValueError(f"randint: low must be less than high, got {low} and {high}")
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tessel.core.context import setting
+from tessel.encoding import encodable
 from tessel.tensor.call_site import CallSite, current_place
 from tessel.tensor.rules.pointwise import is_in_place
 from tessel.tensor.table import (
@@ -82,11 +83,15 @@ def without_rule(
         raise why
     if is_random(name):  # each worker would draw numbers of its own
         raise why
+    return of_whole(name, func, args, kwargs)
+
+
+def of_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What every worker computes alike with the whole operands, after a warning that it does."""
     spread = list(spread_among(args, kwargs))
     say(name, spread)
-    partition = spread[0]._layout.partition
     result = func(*gathered(args), **gathered(kwargs))
-    return shared(result, partition)
+    return shared(result, spread[0]._layout.partition)
 
 
 def gathered(value: Any) -> Any:
@@ -109,6 +114,7 @@ def shared(result: Any, partition: Any) -> Any:
     return result
 
 
+@encodable
 @dataclass(frozen=True)
 class Gather:
     """That a function gathered its operands: which one, where, and how many bytes of them."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tessel.core.boxes import Interval, overlap
 from tessel.core.halo import Halo, HaloBox
-from tessel.core.layout import Layout
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Window
 from tessel.tensor.windowed import Windowed
@@ -50,6 +49,7 @@ class Pieces:
         assert own is not None and wanted is not None
         (a, b), outputs = own[dim], wanted[dim]
         inner = _inner(self.window, (a, b), outputs, length)
+        assert inner is not None
         strips = iter(self.fringe.split(flat))
         pieces = []
         for part in ((outputs[0], inner[0]), inner, (inner[1], outputs[1])):
@@ -81,39 +81,34 @@ def in_pieces(plan: Windowed, windows: tuple[Window, ...], least: int) -> Pieces
     places = zip(source.cuts[dim].intervals, target.cuts[dim].intervals, strict=True)
     if prod(source.shape) < least * source.partition.size:
         return None
-    if not all(_is_possible(window, own, outputs, length) for own, outputs in places):
+    if any(_inner(window, own, outputs, length) is None for own, outputs in places):
         return None
-    strips = tuple(_strips(source, plan.read, dim, worker) for worker in source.partition.ranks)
-    return Pieces(plan, dim, window, Halo(source, plan.read, strips))
+    strips = []
+    for worker in source.partition.ranks:
+        own, wanted = source.box(worker), plan.read.box(worker)
+        assert own is not None and wanted is not None
+        found = []
+        for part in ((wanted[dim][0], own[dim][0]), (own[dim][1], wanted[dim][1])):
+            if part[0] < part[1]:
+                box = (*own[:dim], part, *own[dim + 1 :])
+                shape = tuple(stop - start for start, stop in box)
+                found.append(HaloBox(tuple(start for start, _ in box), shape, box))
+        strips.append(tuple(found))
+    return Pieces(plan, dim, window, Halo(source, plan.read, tuple(strips)))
 
 
-def _inner(window: Window, own: Interval, outputs: Interval, length: int) -> Interval:
-    """The outputs that read nothing of others."""
+def _inner(window: Window, own: Interval, outputs: Interval, length: int) -> Interval | None:
+    """The outputs that read nothing of others; None if there are none, or others read both sides.
+
+    Strips are put before or behind a few rows of the part: no output may need both.
+    """
     (a, b), (i, j) = own, outputs
     first = i if a == 0 else max(i, ceil((a - window.first(0)) / window.stride))
     stop = j if b == length else min(j, (b - 1 - window.last(0)) // window.stride + 1)
+    if a == b or first >= stop:
+        return None
+    if (i < first and window.hull((i, first))[1] > b) or (
+        stop < j and window.hull((stop, j))[0] < a
+    ):
+        return None
     return first, stop
-
-
-def _is_possible(window: Window, own: Interval, outputs: Interval, length: int) -> bool:
-    """Whether there are such outputs, and each other one reads beyond one border only."""
-    first, stop = _inner(window, own, outputs, length)
-    if own[0] == own[1] or first >= stop:
-        return False
-    before, behind = (outputs[0], first), (stop, outputs[1])
-    return (before[0] == before[1] or window.hull(before)[1] <= own[1]) and (
-        behind[0] == behind[1] or window.hull(behind)[0] >= own[0]
-    )
-
-
-def _strips(source: Layout, read: Layout, dim: int, worker: int) -> tuple[HaloBox, ...]:
-    """What a worker reads before and behind its part."""
-    own, wanted = source.box(worker), read.box(worker)
-    assert own is not None and wanted is not None
-    found = []
-    for part in ((wanted[dim][0], own[dim][0]), (own[dim][1], wanted[dim][1])):
-        if part[0] < part[1]:
-            box = (*own[:dim], part, *own[dim + 1 :])
-            shape = tuple(stop - start for start, stop in box)
-            found.append(HaloBox(tuple(start for start, _ in box), shape, box))
-    return tuple(found)

@@ -49,7 +49,7 @@ def outlined(
         if not isinstance(value, Tensor):
             return value
         layout = value._layout
-        there = _seen(layout) if layout.is_outside else layout
+        there = _with_partition(layout, Outline) if layout.is_outside else layout
         part = torch.empty(there.local_shape, dtype=value.dtype, device=value.device)
         held = open_part(value)
         part.requires_grad_(held.requires_grad)
@@ -62,7 +62,7 @@ def outlined(
             return value
         if id(value) in originals:
             return originals[id(value)]
-        layout = replace(value._layout, partition=_real(value._layout.partition))
+        layout = _with_partition(value._layout, Partition)
         part = torch.empty(0, dtype=value._part.dtype, device=value._part.device)
         if value._part.requires_grad:
             part = part + hanging.to(part.dtype)
@@ -86,14 +86,10 @@ def outlined(
 
 
 @kept_in_job
-def _seen(layout: Layout) -> Layout:
+def _with_partition(layout: Layout, kind: type[Partition]) -> Layout:
+    """The same workers as an outline, in which this one has a place, or as they are."""
     partition = layout.partition
-    return replace(layout, partition=Outline(partition.ranks, partition.shape))
-
-
-@kept_in_job
-def _real(partition: Partition) -> Partition:
-    return Partition(partition.ranks, partition.shape)
+    return replace(layout, partition=kind(partition.ranks, partition.shape))
 
 
 def _hanging(*values: Any) -> torch.Tensor:

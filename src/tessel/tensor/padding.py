@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.move import Move
+from tessel.tensor.table import recut
 from tessel.transport import kept_in_job
 
 
@@ -35,10 +34,11 @@ class PeriodicHalo(LinearOperator):
         widths = [0] * len(source.shape), [0] * len(source.shape)
         widths[0][dim], widths[1][dim] = before, after
         longer = source.embedded(*widths)
-        parts = list(longer.cuts[dim].intervals)
+        axes, parts = longer.cuts[dim].axes, list(longer.cuts[dim].intervals)
+        # The values that are put before belong to the first part, those behind to the last.
         parts[0] = (0, parts[0][1])
         parts[-1] = (parts[-1][0], longer.shape[dim])
-        self.codomain = _with_parts(longer, dim, tuple(parts))
+        self.codomain = recut(longer, dim, Cut(axes, tuple(parts)))
 
     def _apply(self, x: Tensor) -> Tensor:
         dim, ends = self.dim, self._ends
@@ -66,22 +66,17 @@ class PeriodicHalo(LinearOperator):
     @cached_property
     def _ends(self) -> Move | None:
         """What brings the last values to the first place, and the first to the last."""
-        length, parts = self.domain.shape[self.dim], len(self.domain.cuts[self.dim].intervals)
-        if parts == 1:
+        length, cut = self.domain.shape[self.dim], self.domain.cuts[self.dim]
+        between = len(cut.intervals) - 2
+        if between < 0:
             return None
-        ends = ((length - self.before, length), *[(0, 0)] * (parts - 2), (0, self.after))
-        return Move(self.domain, _with_parts(self.domain, self.dim, ends))
+        ends = ((length - self.before, length), *[(0, 0)] * between, (0, self.after))
+        return Move(self.domain, recut(self.domain, self.dim, Cut(cut.axes, ends)))
 
     @cached_property
     def _is_first(self) -> bool:
         here = self.domain.partition.index
         return here is not None and self.domain.places(here)[self.dim] == 0
-
-
-def _with_parts(layout: Layout, dim: int, parts: tuple[Interval, ...]) -> Layout:
-    cuts = list(layout.cuts)
-    cuts[dim] = Cut(cuts[dim].axes, parts)
-    return replace(layout, cuts=tuple(cuts))
 
 
 @kept_in_job

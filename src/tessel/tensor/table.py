@@ -9,18 +9,21 @@ make the same movements in the same order, and nothing has to be agreed on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, shared_whole, used
-from tessel.tensor.tensor import Tensor, move, open_part
+from tessel.tensor.tensor import Tensor, made, move, open_part, opened  # noqa: F401
 from tessel.tensor.windowed import outline
 from tessel.transport import kept_in_job
 
@@ -34,7 +37,6 @@ PLAIN: set[str] = set()  # names of functions whose rules take a plain tensor as
 
 # the workers of the converted model that runs now
 running: ContextVar[Partition | None] = ContextVar("running", default=None)
-
 
 # whether a rule is followed without values, on a worker that has none
 outlining: ContextVar[bool] = ContextVar("outlining", default=False)
@@ -105,11 +107,6 @@ def held_layouts(*values: Any) -> list[Layout]:
     return [each._layout for each in spread_among(*values)]
 
 
-def opened(x: Any) -> tuple[torch.Tensor, Layout]:
-    """The part of a spread tensor and its layout."""
-    return open_part(x), x._layout
-
-
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """The same lists, tuples and dictionaries with other members."""
     kind = type(value)
@@ -125,15 +122,28 @@ def named(args: Arguments, kwargs: Settings, **defaults: Any) -> Settings:
     return {**defaults, **dict(zip(defaults, args[1:], strict=False)), **kwargs}
 
 
+@lru_cache(maxsize=64)
+def _defaults(func: Any) -> Settings:
+    """The arguments of a function in their order, with their default values."""
+    return {name: each.default for name, each in signature(func).parameters.items()}
+
+
+def arguments_of(name: str, func: Any, args: Arguments, kwargs: Settings) -> Settings:
+    """All arguments of a function of `torch.nn.functional` by their names."""
+    if func is not getattr(torch.nn.functional, name):
+        raise unsupported(
+            name,
+            f"only torch.nn.functional.{name} is known, and the arguments of this function are "
+            f"others",
+            *held_layouts(args, kwargs),
+        )
+    defaults = _defaults(func)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
 def parts(value: Any) -> Any:
     """The same arguments with the parts of spread tensors in their places."""
     return mapped(lambda each: open_part(each) if isinstance(each, Tensor) else each, value)
-
-
-def made(part: torch.Tensor, layout: Layout) -> Tensor:
-    """The spread tensor of a part, which must have the shape that the layout says."""
-    assert tuple(part.shape) == layout.local_shape, (tuple(part.shape), layout)
-    return Tensor(part, layout)
 
 
 def computed(compute: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Any:
@@ -156,6 +166,11 @@ def _attached(result: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least, in which torch sums short numbers and computes norms of them, too."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def as_spread(value: torch.Tensor, partition: Partition) -> Tensor:
     """A tensor as a spread one: a plain one is whole on all workers, which made it alike."""
     return (
@@ -171,17 +186,27 @@ def is_whole(layout: Layout) -> bool:
     return not split and all(sizes[axis] == 1 for axis in layout.separate)
 
 
-def of_cuts(partition: Partition, shape: Sequence[int], cuts: Sequence[Cut]) -> Layout:
+@kept_in_job
+def of_cuts(partition: Partition, shape: Shape, cuts: tuple[Cut, ...]) -> Layout:
     """The layout of these cuts; along axes that split nothing, workers share one value."""
     taken = {axis for cut in cuts for axis in cut.axes}
     shared = tuple(axis for axis in range(partition.dim) if axis not in taken)
-    return Layout(partition, tuple(shape), tuple(cuts), shared)
+    return Layout(partition, shape, cuts, shared)
 
 
 @kept_in_job
 def of_dim(layout: Layout, dim: int) -> Layout:
     """How a vector lies that has a value for each index of a dimension."""
     return Layout(layout.partition, (layout.shape[dim],), (layout.cuts[dim],), layout.shared)
+
+
+@kept_in_job
+def recut(layout: Layout, dim: int, cut: Cut, length: int | None = None) -> Layout:
+    """The same with one dimension cut otherwise, and of another length if one is given."""
+    shape = list(layout.shape)
+    shape[dim] = shape[dim] if length is None else length
+    cuts = (*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :])
+    return replace(layout, shape=tuple(shape), cuts=cuts)
 
 
 @kept_in_job
@@ -192,13 +217,32 @@ def with_whole(layout: Layout, dim: int, length: int) -> Layout:
     return Layout(layout.partition, shape, cuts, layout.shared)
 
 
+class ApartError(ValueError):
+    """That tensors lie on different workers or grids."""
+
+    def __init__(self, name: str, layouts: Iterable[Layout | None]) -> None:
+        held = ", ".join(str(each) for each in layouts if each is not None)
+        super().__init__(
+            f"`{name}` of tensors on different workers or grids: {held}; bring them together by "
+            f"x.move_to(...)"
+        )
+
+
 def check_together(name: str, layouts: Sequence[Layout]) -> None:
     """Raise if tensors lie on different workers or grids."""
     if any(each.partition != layouts[0].partition for each in layouts):
-        raise ValueError(
-            f"`{name}` of tensors on different workers or grids: {', '.join(map(str, layouts))}; "
-            f"bring them together by x.move_to(...)"
-        )
+        raise ApartError(name, layouts)
+
+
+def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise as torch does, also on workers that have nothing to compute."""
+    if torch.is_autocast_enabled(x.device.type):
+        return
+    for name, each in (("weight", weight), ("bias", bias)):
+        if each is not None and each.dtype != x.dtype:
+            raise RuntimeError(
+                f"input and {name} must have the same dtype, got {x.dtype} and {each.dtype}"
+            )
 
 
 def check_whole(name: str, *values: Any) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -231,6 +230,17 @@ def open_part(x: Tensor) -> torch.Tensor:
         return bridge
 
 
+def opened(x: Any) -> tuple[torch.Tensor, Layout]:
+    """The part of a spread tensor and its layout."""
+    return open_part(x), x._layout
+
+
+def made(part: torch.Tensor, layout: Layout) -> Tensor:
+    """The spread tensor of a part, which must have the shape that the layout says."""
+    assert tuple(part.shape) == layout.local_shape, (tuple(part.shape), layout)
+    return Tensor(part, layout)
+
+
 class _History:
     """What code that went round torch's functions made of its inputs, and its derivative.
 
@@ -243,6 +253,8 @@ class _History:
         self.result, self.inputs = result, inputs
         # inputs may lie on other workers than the result: all workers of the job pass here
         self.group = group_of(range(num_workers()))
+        # a reentrant checkpoint may be part of it, for which torch has no `autograd.grad`
+        self.is_reentrant = any("CheckpointFunction" in node.name() for node in nodes_of(result))
 
     def _apply(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
         return self.result._part.detach()
@@ -258,7 +270,7 @@ class _History:
         seed = Tensor(grad, self.result._layout, records=False)
         # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
         # torch's functions switched off would let the backward code of users gather everything.
-        if self._is_reentrant:
+        if self.is_reentrant:
             found = self._accumulated(seed)
         else:
             found = _run_backward(
@@ -281,11 +293,6 @@ class _History:
                 each = of._layout.local_part(each)
             grads.append(each)
         return tuple(grads)
-
-    @cached_property
-    def _is_reentrant(self) -> bool:
-        """Whether a reentrant checkpoint is part of it, for which torch has no `autograd.grad`."""
-        return any("CheckpointFunction" in node.name() for node in nodes_of(self.result))
 
     def _accumulated(self, seed: Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients as `backward()` leaves them, which a reentrant checkpoint asks for.

@@ -179,6 +179,11 @@ def shape_of(function: Callable[..., Tensor], *shapes: Shape) -> Shape:
     return tuple(function(*map(outline, shapes)).shape)
 
 
+def hashable(value: Any) -> Any:
+    """An argument of torch's as something that can be hashed: a list as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def tuple_of(value: Any, length: int) -> tuple[int, ...]:
     """A number for each of `length` dimensions, from one number or as many."""
     if isinstance(value, int):

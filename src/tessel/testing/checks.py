@@ -110,6 +110,7 @@ def random_in(layout: Layout, dtype: torch.dtype = torch.float64, seed: int = 0)
     if coordinates is None:
         return torch.empty(0, dtype=dtype)
     holder = min(layout.holders(coordinates))  # who has the same copies draws the same numbers
+    # A factor above any number of workers: no two seeds share a generator.
     generator = torch.Generator().manual_seed(1_000_003 * seed + holder)
     return torch.randn(layout.local_shape, dtype=dtype, generator=generator)
 

@@ -41,11 +41,11 @@ def count_memory() -> Iterator[Memory]:
     (1200, 400)
     """
     memory = Memory()
-    with _Counter(memory):
+    with _MemoryCounter(memory):
         yield memory
 
 
-class _Counter(TorchDispatchMode):
+class _MemoryCounter(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.memory = memory
@@ -66,7 +66,7 @@ class _Counter(TorchDispatchMode):
         return result
 
     def _forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
+        self.known.discard(key)  # the address may be that of another storage next
         self.memory._add(-size)
 
 

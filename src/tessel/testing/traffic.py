@@ -21,7 +21,7 @@ def count_traffic() -> Iterator[Traffic]:
     >>> traffic.bytes_sent
     0
     """
-    before = replace(transport.total_traffic())
+    before = replace(transport.total_traffic())  # a copy: the counters themselves go on
     counted = Traffic()
     try:
         yield counted

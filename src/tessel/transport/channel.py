@@ -20,6 +20,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from tessel.transport.board import END
 from tessel.transport.constants import (
     CALL,
     FAILED,
@@ -44,6 +45,7 @@ from tessel.transport.reading import Reader
 from tessel.transport.request import (
     FailedMessage,
     Key,
+    OutOfStep,
     ReceiveRequest,
     ReceiveWords,
     Rendezvous,
@@ -54,7 +56,7 @@ from tessel.transport.request import (
 )
 from tessel.transport.segment import Segment
 from tessel.transport.semaphore import Semaphore
-from tessel.transport.wakeup import END, Wakeup
+from tessel.transport.wakeup import Wakeup
 
 BUDGET = 32 * 2**20  # bytes for all slots of a worker
 LARGEST, SMALLEST = 2**20, 2**14  # bytes of a slot
@@ -287,6 +289,7 @@ class Incoming(Channel):
     def __init__(self, segment: Segment, segment_map: SegmentMap, place: int) -> None:
         super().__init__(segment, segment_map, place)
         self.expected: list[ReceiveRequest | ReceiveWords] = []
+        self.is_ordered = True  # unless several threads of a worker send at once
         self._unexpected_messages: list[UnexpectedMessage] = []
         self._current: ReceiveRequest | ReceiveWords | UnexpectedMessage | None = None
         self.state = array("q", [0, 0])
@@ -377,8 +380,8 @@ class Incoming(Channel):
 
     @property
     def has_something(self) -> bool:
-        """Whether something came that was not taken yet."""
-        return self.filled.count > 0 or bool(self._unexpected_messages)
+        """Whether something came that was not looked at yet."""
+        return self.filled.count > 0
 
     def _asked_for(self, slot: Slot) -> ReceiveRequest | ReceiveWords | UnexpectedMessage:
         """The request for the message that begins in a slot; an unexpected one without it."""
@@ -386,6 +389,8 @@ class Incoming(Channel):
         # Unexpected messages of the same key came earlier, so they answer earlier requests.
         earlier = sum(unexpected.key == key for unexpected in self._unexpected_messages)
         request = self._request(key, earlier)
+        if request is None:
+            self._check_order(key)
         if request is None or not request.is_open:
             unexpected = UnexpectedMessage(key, slot.header[WHOLE])
             self._unexpected_messages.append(unexpected)
@@ -399,10 +404,29 @@ class Incoming(Channel):
         same = (request for request in self.expected if request.key == key)
         return next(islice(same, place, None), None)
 
-    @staticmethod
-    def _check(request: ReceiveRequest | ReceiveWords, num_bytes: int) -> None:
+    def _check_order(self, key: Key) -> None:
+        """Raise if a message came in the place of another of the same group.
+
+        Exchanges outside of backward passes are numbered, in each group, and the messages of a
+        worker come in the order in which it sends them: what comes before, or after, the one that
+        is asked for will never be asked for, or was never sent.
+        """
+        if key[1] < 0 and self.is_ordered:
+            came = {each.key for each in self._unexpected_messages}  # for requests that are closed
+            for request in self.expected:
+                if request.key[0] == key[0] and request.key[1] < 0 and request.key not in came:
+                    raise OutOfStep(request.key, key)
+
+    def _check(self, request: ReceiveRequest | ReceiveWords, num_bytes: int) -> None:
         if request.num_bytes != num_bytes:
-            raise RuntimeError(
+            raise OutOfStep(
+                request.key,
+                request.key,
                 f"received a message of {num_bytes} bytes where {request.num_bytes} were "
-                f"expected: workers do not make the same calls"
+                f"expected: workers do not make the same calls",
             )
+        # A worker that sent its part of a backward pass before this message made that pass first.
+        if request.key[1] < 0 and self.is_ordered:
+            for unexpected in self._unexpected_messages:
+                if unexpected.key[1] > 0 and self._request(unexpected.key, 0) is None:
+                    raise OutOfStep(request.key, unexpected.key)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tessel.machine import chosen
+from tessel.settings import chosen
 from tessel.transport.constants import (
     COPIES,
     DIMS,

@@ -68,7 +68,7 @@ class Exchange:
                     self._open_all()
                     raise
         if not ways.all_near:
-            far, tag = set(ways.others) - ways.near, key[1]
+            far, tag = set(ways.others) - ways.near, wire.tag_of(key[1])
             for buffer in receives:
                 if buffer.worker in far:
                     self._pending_receives[buffer.worker] = wire.receive(buffer, ways.handle, tag)
@@ -122,6 +122,7 @@ class Exchange:
 
 def swap(
     ways: Ways,
+    key: Key,
     sends: Sequence[SendBuffer],
     receives: Sequence[ReceiveBuffer],
     device: torch.device,
@@ -129,8 +130,10 @@ def swap(
     """Let messages travel in one collective; what puts them into their places."""
     own = [buffer.tensor for buffer in sends if buffer.worker == ways.worker]
     others = [buffer for buffer in sends if buffer.worker != ways.worker]
+    # On a GPU the number would have to be waited for: there the next agreement compares it.
+    number = key[1] if device.type == "cpu" else None
     come = [buffer for buffer in receives if buffer.worker != ways.worker]
-    parts = iter(wire.swap(ways.workers, others, come, device, ways.handle))
+    parts = iter(wire.swap(ways.workers, others, come, device, ways.handle, number))
     values = [own[0] if each.worker == ways.worker else next(parts) for each in receives]
 
     def receive() -> None:

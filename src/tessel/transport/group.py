@@ -7,13 +7,13 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tessel.errors import WorkerLost
@@ -24,15 +24,18 @@ from tessel.transport.copy_program import CopyProgram, Place, is_plain
 from tessel.transport.exchange import Exchange, Ways, swap
 from tessel.transport.host import Give, Host, Take
 from tessel.transport.process import PeerProcess
-from tessel.transport.request import AGREED
+from tessel.transport.request import AGREED, Key, NotSent, OutOfStep
 from tessel.transport.traffic import Traffic
+from tessel.transport.watch import Watch
 from tessel.transport.world import this_worker
 
 T = TypeVar("T")
 NUM_WORDS = AGREED
 DIFFERENT = "all workers must make the same calls in the same order"
 MOST_PROGRAMS = 64  # for sums, that a group remembers
-_AGREEMENT = -1  # what the messages of agreements carry in the place of a call's number
+_LEAP = 2**20  # to a multiple of which numbers grow when a call is given up: none has so many
+# Whether a worker that raises tells the others itself, in the place of its next exchange.
+tells_errors: ContextVar[bool] = ContextVar("tells_errors", default=False)
 _SIGNS_OF_LOSS = ("connection", "peer", "timed out", "timeout", "socket", "aborted", "broken pipe")
 
 
@@ -47,9 +50,16 @@ def packed_words(words: Sequence[int]) -> bytes:
 
 
 class Own(threading.local):
-    """What each thread has for itself: the backward passes of two may run at once."""
+    """What each thread has for itself: the backward passes of two may run at once.
+
+    Args:
+        begins: called in each thread that communicates.
+    """
 
     tag = 0
+
+    def __init__(self, begins: Callable[[], None]) -> None:
+        begins()
 
 
 @dataclass
@@ -61,12 +71,17 @@ class Membership:
         traffic: the running totals of this worker.
         processes: of all workers, in their order.
         host: those with whom this worker shares memory, if any.
+        watch: over waits, and whether the job is broken.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     processes: list[PeerProcess] = field(default_factory=list)
     host: Host | None = None
-    own: Own = field(default_factory=Own)
+    watch: Watch = field(default_factory=Watch)
+
+    @cached_property
+    def own(self) -> Own:
+        return Own(self._note_thread)
 
     @property
     def tag(self) -> int:
@@ -75,6 +90,11 @@ class Membership:
     @tag.setter
     def tag(self, call: int) -> None:
         self.own.tag = call
+
+    def _note_thread(self) -> None:
+        self.watch.note_thread()
+        if self.watch.has_threads and self.host is not None:
+            self.host.mix_threads()
 
     def gone(self, workers: Iterable[int], seconds: float) -> list[int]:
         """Those of `workers` on this host whose process ended or stopped, or does in `seconds`."""
@@ -100,9 +120,12 @@ class Group:
         self.workers = workers
         self.handle = handle
         self.num_calls = 0  # that were agreed on here, or in a group that has all these workers
+        self.num_exchanges = 0  # outside of backward passes, and agreements: what messages carry
         self.within = [self]  # the groups of the job that have no other workers
         self._membership = membership
         self._code = code_of(repr(workers))
+        self._watch = membership.watch
+        self._watch.groups[self._code] = self
         self._spreads: dict[tuple[torch.dtype, int], CopyProgram | None] = {}
 
     @property
@@ -128,12 +151,15 @@ class Group:
             dense: whether everybody has something for everybody.
         """
         self._count(sends, receives)
-        ways, tag = self._ways, self._membership.tag
+        ways, tag, key = self._ways, self._membership.tag, self._key()
+        self._number_exchange()
         # one collective is quickest, where messages go one by one; but it carries no tag
         if device.type == "cuda" or (dense and not tag and not ways.all_near):
-            return self.attempt(lambda: swap(ways, sends, receives, device))
-        wait = self.attempt(lambda: Exchange(ways, (self._code, tag), sends, receives))
-        return lambda: self.attempt(wait)
+            return self.attempt_by_wire(lambda: swap(ways, key, sends, receives, device), key)
+        wait = self.attempt(lambda: Exchange(ways, key, sends, receives), starts=True)
+        if ways.all_near:
+            return lambda: self.attempt(wait)
+        return lambda: self.attempt_by_wire(wait, key)
 
     def exchange_at_once(
         self,
@@ -143,11 +169,20 @@ class Group:
         dense: bool = False,
     ) -> None:
         """The same, waited for: small messages between workers of one host take a short way."""
-        ways = self._ways
-        if ways.all_near and ways.host is not None and device.type == "cpu":
-            key = self._code, self._membership.tag
-            if ways.host.swap(key, sends, receives, ways.others):
+        ways, host = self._ways, self._ways.host
+        if ways.all_near and host is not None and device.type == "cpu":
+            key = self._key()
+            self._watch.check()
+            try:
+                has_begun = host.begin_swap(key, sends, receives)
+            except BaseException:  # others hear why, and go on to the next number
+                self._number_exchange()
+                raise
+            if has_begun:
+                self._number_exchange()
                 self._count(sends, receives)
+                own = next((each.tensor for each in sends if each.worker == ways.worker), None)
+                self.attempt(lambda: host.take(key, receives, own, ways.others))
                 return
         self.exchange(sends, receives, device, dense)()
 
@@ -167,8 +202,18 @@ class Group:
         """
         membership, host = self._membership, self._membership.host
         assert host is not None
-        num_received = host.follow(program, y.data_ptr(), x.data_ptr(), membership.own.tag)
+        if self._watch.alarm[0]:
+            self._watch.raise_broken()
+        tag = membership.own.tag
+        call = tag or ~(self.num_exchanges << 1)
+        try:
+            num_received = host.follow(program, y.data_ptr(), x.data_ptr(), call)
+        except KeyboardInterrupt as error:
+            self._break(error)
+            raise
         if num_received != NOTHING:
+            if not tag:
+                self.num_exchanges += 1
             program.count(membership.traffic)
         return num_received
 
@@ -176,12 +221,16 @@ class Group:
         self, program: CopyProgram, x: Tensor, receives: Sequence[ReceiveBuffer], own: Tensor | None
     ) -> None:
         """Take what an exchange of x still waits for, and wait until others have read x."""
-        ways, key = self._ways, (self._code, self._membership.tag)
-        assert ways.host is not None
-        unread = ways.host.await_readers(key, program.readers, x)
-        ways.host.take(key, receives, own, ways.others)
-        if unread:
-            ways.host.wait((), unread, ways.others)
+        ways, key, host = self._ways, self._key(begun=1), self._ways.host
+        assert host is not None
+
+        def take() -> None:
+            unread = host.await_readers(key, program.readers, x)
+            host.take(key, receives, own, ways.others)
+            if unread:
+                host.wait((), unread, ways.others)
+
+        self.attempt(take)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the group, on every worker of it."""
@@ -215,25 +264,53 @@ class Group:
         """The same, of words that were packed."""
         if self.size == 1:
             return said
+        if self._watch.alarm[0]:
+            self._watch.raise_broken()
         self._membership.traffic.agreements += 1
-        ways = self._ways
+        number, ways = self.num_exchanges, self._ways
+        self.num_exchanges += 1
+        call = ~(number << 1 | 1)  # less than 0, which no backward pass has
+        key = self._code, call
         if not ways.all_near:
-            words, device = array("q", said), self._control_device
-            return self.attempt(lambda: wire.share_words(words, self.size, device, self.handle))
+            return self.attempt_by_wire(lambda: self._share_by_wire(said, number), key)
         # Through memory: by the engine, and what it does not get, message by message.
-        key, host, num_received, heard = (self._code, _AGREEMENT), ways.host, NOTHING, b""
+        host, num_received, heard = ways.host, NOTHING, b""
         assert host is not None
         if self._agreement is not None:
-            num_received, heard = host.share(self._agreement, said, self.size, _AGREEMENT)
+            try:
+                num_received, heard = host.share(self._agreement, said, self.size, call)
+            except KeyboardInterrupt as error:
+                self._break(error)
+                raise
             if num_received == self.size:
                 return heard
+        return self.attempt(lambda: self._share_rest(host, key, said, num_received, heard))
+
+    def _share_rest(
+        self, host: Host, key: Key, said: bytes, num_received: int, heard: bytes
+    ) -> bytes:
+        """Share what the engine has left."""
+        ways, length = self._ways, len(said)
         sent = host.say_words(key, said, ways.others) if num_received < 0 else []
-        length = len(said)
         parts = [heard[at : at + length] for at in range(0, max(num_received, 0) * length, length)]
         missing = self.workers[len(parts) :]
         others = [each for each in missing if each != ways.worker]
         came = dict(zip(others, host.hear_words(key, others, sent, ways.others), strict=True))
         return b"".join([*parts, *(came.get(worker, said) for worker in missing)])
+
+    def _share_by_wire(self, said: bytes, number: int) -> bytes:
+        """Share through `torch.distributed`, with the number of the exchange."""
+        words = array("q", [number, *array("q", said)])
+        everyones = wire.share_words(words, self.size, self._control_device, self.handle)
+        rows = np.frombuffer(everyones, np.int64).reshape(self.size, -1)
+        if (rows[:, 0] != number).any():
+            done = ", ".join(
+                f"{count} on worker {worker}"
+                for worker, count in zip(self.workers, rows[:, 0].tolist(), strict=True)
+            )
+            text = f"{DIFFERENT}: the exchanges before this one were {done}"
+            raise OutOfStep((self._code, -1), (self._code, -1), text)
+        return rows[:, 1:].tobytes()
 
     @cached_property
     def _agreement(self) -> CopyProgram | None:
@@ -271,6 +348,7 @@ class Group:
             said.append(f"worker {first} calls {calls[places[0]]}{also}")
         error = ValueError(f"{DIFFERENT}: {', '.join(said)}")
         error.workers = self.workers  # type: ignore[attr-defined]  # all of which raise it
+        error.calls = calls  # type: ignore[attr-defined]
         raise error
 
     def number_call(self) -> None:
@@ -282,13 +360,32 @@ class Group:
         for group in self.within:
             group.num_calls += 1
 
+    def give_up(self, error: BaseException) -> None:
+        """Note that an exception has left a call that the workers had agreed on.
+
+        If it has on all of them, they go on in step: numbers grow to the next multiple, which is
+        the same wherever in the call each of them was. Else the numbers of this worker differ from
+        those of the others, who then learn of the exception, rather than take the messages of
+        another call for those of this one.
+        """
+        if type(error).__name__ == "_StopRecomputationError":
+            return  # by which torch ends the recomputation of a checkpoint, after the exchange
+        for group in self.within:
+            group.num_calls = (group.num_calls // _LEAP + 1) * _LEAP
+        if tells_errors.get():
+            return  # the others hear of it in the place of the next exchange, which has its number
+        for group in self.within:
+            group.num_exchanges = (group.num_exchanges // _LEAP + 1) * _LEAP
+        self._watch.give_up([(each._code, each.num_exchanges) for each in self.within], error)
+
     def share_objects(self, item: Any) -> list[Any]:
         """Every worker's item in group order; slow, for set-up and for the text of errors."""
         if self.handle is None:
             return [item]
-        items = [None] * self.size
-        self.attempt(lambda: dist.all_gather_object(items, item, group=self.handle))
-        return items
+        device = wire.control_device(self.handle)
+        said = wire.said(item)
+        # what is wrong with an item is found after the exchange, which was completed
+        return wire.told(self.attempt_by_wire(lambda: wire.share_bytes(said, device, self.handle)))
 
     @cached_property
     def _ways(self) -> Ways:
@@ -309,25 +406,99 @@ class Group:
             if received.worker != worker:
                 totals.bytes_received += received.place.nbytes
 
-    def attempt(self, communicate: Callable[[], T]) -> T:
-        """Do something with others; say which worker is gone if it could not be done."""
+    def attempt(self, communicate: Callable[[], T], starts: bool = False) -> T:
+        """Do something with others; say which worker is gone if it could not be done.
+
+        Then the job is broken, unless all who wait for this worker know of it already.
+
+        Args:
+            communicate: what is done.
+            starts: whether messages are only started: of one that cannot be written, its receiver
+                hears.
+        """
+        watch = self._watch
+        if watch.alarm[0]:
+            watch.raise_broken()
         try:
             return communicate()
-        except WorkerLost:
+        except NotSent as error:
+            raise RuntimeError(str(error)) from None
+        except WorkerLost as error:
+            self._break(error)
             raise
+        except OutOfStep as error:
+            lost = self._out_of_step(error)
+            self._break(lost)
+            raise lost from error
         except RuntimeError as error:
             line = str(error).strip().partition("\n")[0] or repr(error)
+            if watch.is_broken():  # and another worker has closed the connection for that
+                raise WorkerLost(watch.why()) from error
             if not any(sign in line.lower() for sign in _SIGNS_OF_LOSS):
+                if not starts:
+                    self._break(error)
                 raise
             # A process that ends closes its connections before the system says that it has ended.
             gone = self._membership.gone(self.workers, seconds=0.5)
             who = (
                 f"worker {', '.join(map(str, gone))}" if gone else f"one of {listing(self.workers)}"
             )
-            raise WorkerLost(
+            lost = WorkerLost(
                 f"worker {this_worker()} lost contact with {who} during a movement: "
                 f"{line.partition('. ')[0]}"
-            ) from error
+            )
+            self._break(lost)
+            raise lost from error
+        except BaseException as error:
+            if not starts:
+                self._break(error)
+            raise
+
+    def attempt_by_wire(self, communicate: Callable[[], T], key: Key | None = None) -> T:
+        """The same with `torch.distributed`, while the watch looks after this worker.
+
+        It cannot look itself for as long as torch waits.
+        """
+        wait = self._watch.begin(key or self._key(), self._ways.others, self._interrupt)
+        try:
+            return self.attempt(communicate)
+        finally:
+            self._watch.finish(wait)
+
+    def _key(self, begun: int = 0) -> Key:
+        """What messages carry now: the group, and the number of the call or of the exchange."""
+        return self._code, self._membership.tag or ~(self.num_exchanges - begun << 1)
+
+    def _number_exchange(self) -> None:
+        if not self._membership.tag:  # those of a backward pass have the number of their call
+            self.num_exchanges += 1
+
+    def _break(self, error: BaseException) -> None:
+        """Note that an exchange was not completed."""
+        text = str(error) if isinstance(error, WorkerLost) else ""
+        if not text:
+            what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            text = f"{what} on worker {this_worker()} while it waited for others"
+        self._watch.break_job(text)
+
+    def _out_of_step(self, error: OutOfStep) -> WorkerLost:
+        """What it means that a worker sent something else."""
+        other = "another worker" if error.worker is None else f"worker {error.worker}"
+        here = f"worker {this_worker()} in {self._watch.describe_this_thread(error.asked)}"
+        if error.text:
+            text = f"{error.text}: {here}"
+        elif error.came[1] > 0:
+            text = (
+                f"{other} has made the backward pass of call {error.came[1]}, and {here} has not; "
+                f"call backward on all workers, also on those where the result is empty"
+            )
+        else:
+            text = f"{DIFFERENT}: {here} got a message of another call from {other}"
+        return WorkerLost(f"{text}{self._watch.notes()}")
+
+    def _interrupt(self) -> None:
+        """Let waits for messages of this group end: the job is broken."""
+        wire.close(self.handle, self._ways.others[0])
 
 
 def listing(workers: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from tessel.errors import WorkerLost
 from tessel.limits import time_limit
 from tessel.machine import usable_cores
 from tessel.transport.backoff import SPINS, YIELDS, Backoff
+from tessel.transport.board import MemoryBoard
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.channel import Incoming, Message, Outgoing, SegmentMap
 from tessel.transport.constants import SHORTEST
@@ -32,6 +33,8 @@ from tessel.transport.reading import Reader, Staging, allow_siblings, can_be_rea
 from tessel.transport.request import (
     FailedMessage,
     Key,
+    NotSent,
+    OutOfStep,
     ReceiveRequest,
     ReceiveWords,
     Rendezvous,
@@ -40,6 +43,7 @@ from tessel.transport.request import (
 )
 from tessel.transport.segment import Address, Segment
 from tessel.transport.wakeup import Wakeup
+from tessel.transport.watch import Wait, Watch
 
 Awaited = tuple[int, ReceiveRequest | ReceiveWords]
 # Bytes from which on receivers read a tensor where it is, if they can: it is copied once instead of
@@ -75,6 +79,8 @@ class Host:
         self._incoming: dict[int, Incoming] = {}
         self._held: set[int] = set()  # workers for whom messages wait for room
         self._wakeups: dict[int, Wakeup] = {}
+        self._segments = {worker: self._segment}
+        self.watch = Watch()
         self._processes: dict[int, PeerProcess] = {}
         self._wakeup = Wakeup(self._segment)
         self._wakeup.initialise()
@@ -94,11 +100,21 @@ class Host:
         """Open the segments of the others; OSError if one cannot be reached."""
         place = self.workers.index(self.worker)
         for other, outgoing in self._outgoing.items():
-            segment = Segment.open(addresses[other])
+            segment = self._segments[other] = Segment.open(addresses[other])
             self._incoming[other] = Incoming(segment, self._map, place)
             self._wakeups[other] = Wakeup(segment)
             outgoing.other = self._incoming[other].other = self._wakeups[other]
         self._processes = processes
+
+    @property
+    def board(self) -> MemoryBoard:
+        """Where the workers of this host say what they do."""
+        return MemoryBoard(self.worker, self._segments, self._wakeups)
+
+    def mix_threads(self) -> None:
+        """Expect nothing of the order of messages: several threads of each worker send them."""
+        for incoming in self._incoming.values():
+            incoming.is_ordered = False
 
     def can_read(self, addresses: dict[int, Address]) -> bool:
         """Whether the system lets this worker read the memory of all others."""
@@ -119,10 +135,12 @@ class Host:
         """Close the way to this worker's segment, after all have opened it."""
         self._segment.hide()
 
-    def leave(self) -> None:
-        """Tell the others that this worker sends and takes nothing more."""
+    def leave(self, is_back: bool = False) -> None:
+        """Tell the others that this worker sends and takes nothing more, or is back again."""
+        if os.getpid() != self._owner:
+            return  # the end of a fork is not that of the worker
         self.hide()
-        self._wakeup.leave()
+        self._wakeup.leave(not is_back)
         for wakeup in self._wakeups.values():
             wakeup.notify()
 
@@ -219,14 +237,13 @@ class Host:
                     self._held.add(worker)
         return unread
 
-    def swap(
+    def begin_swap(
         self,
         key: Key,
         sends: Sequence[SendBuffer],
         receives: Sequence[ReceiveBuffer],
-        group: Sequence[int],
     ) -> bool:
-        """Send what fits slots and take what comes, in order; False if it has to wait for room.
+        """Send what fits slots, for `take` to wait for what comes; False if there is no room.
 
         Nobody waits for a worker that waits here: what it sends is on its way before.
 
@@ -234,10 +251,9 @@ class Host:
             key: of the messages.
             sends: to others of this host, and to this worker itself.
             receives: from the same.
-            group: who takes part.
         """
         self._check_owner()
-        own, messages = None, []
+        messages = []
         if any(buffer.place.nbytes > self._small for buffer in receives):
             return False
         with self._lock:
@@ -246,7 +262,6 @@ class Host:
                 return False
             for worker, tensor in sends:
                 if worker == self.worker:
-                    own = tensor
                     continue
                 channel, num_bytes = self._outgoing[worker], tensor.nbytes
                 if num_bytes > self._small or not channel.has_room:
@@ -261,7 +276,6 @@ class Host:
                     channel.send(FailedMessage(key, 0, num_bytes, error))
                 self._expect(key, receives, False)
                 raise
-        self.take(key, receives, own, group)
         return True
 
     def take(
@@ -350,30 +364,53 @@ class Host:
             messages: of this worker.
             group: who takes part, so that the death of one makes the wait vain.
         """
-        backoff = Backoff(self._wakeup, self._spins)
-        while True:  # what happens may be the doing of another thread
-            for worker, request in awaited:
-                if request.failure:
-                    raise RuntimeError(
-                        f"worker {worker} could not send what worker {self.worker} waits for:\n"
-                        f"{request.failure}"
-                    )
-            awaited = [each for each in awaited if not each[1].is_done]
-            messages = [message for message in messages if not message.is_gone]
-            if not awaited and not messages:
-                break
-            if self._progresses(awaited):
-                backoff.end()
-            elif backoff.pause() and not self._progresses(awaited):
-                needed = [*(worker for worker, _ in awaited), *(each.worker for each in messages)]
-                self.check_alive(needed, group, backoff.seconds)
-        backoff.end()
+        backoff, wait = Backoff(self._wakeup, self._spins), None
+        try:
+            while True:  # what happens may be the doing of another thread
+                for worker, request in awaited:
+                    if request.failure:
+                        raise NotSent(
+                            f"worker {worker} could not send what worker {self.worker} waits "
+                            f"for:\n{request.failure}"
+                        )
+                awaited = [each for each in awaited if not each[1].is_done]
+                messages = [message for message in messages if not message.is_gone]
+                if not awaited and not messages:
+                    break
+                if self._progresses(awaited):
+                    backoff.end()
+                    if wait is not None:  # the next one is another
+                        self.watch.finish(wait)
+                        wait = None
+                elif backoff.pause() and not self._progresses(awaited):
+                    needed = [*(who for who, _ in awaited), *(each.worker for each in messages)]
+                    self.check_alive(needed, group, backoff.seconds)
+                    wait = self._noted(wait, awaited, messages, needed)
+            backoff.end()
+        finally:
+            if wait is not None:
+                self.watch.finish(wait)
+
+    def _noted(
+        self,
+        wait: Wait | None,
+        awaited: Sequence[Awaited],
+        messages: Sequence[SendRequest | SendWords | Rendezvous],
+        needed: Sequence[int],
+    ) -> Wait:
+        """Let the watch know of a wait that has lasted a nap."""
+        if wait is None:
+            key = awaited[0][1].key if awaited else messages[0].key
+            wait = self.watch.begin(key, needed)
+        wait.beats += 1
+        return wait
 
     def check_alive(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
         """Raise WorkerLost if what this worker waits for will not come."""
+        self.watch.check()
         for worker in needed:
             if self._wakeups[worker].has_left and not self._incoming[worker].has_something:
-                raise self._lost([worker], "it has left the job")
+                raise self._lost([worker], self.watch.how_it_ended(worker))
         near = sorted({*needed, *group}.intersection(self._wakeups))
         ended = [worker for worker in near if self._processes[worker].has_ended]
         died = [worker for worker in ended if not self._wakeups[worker].has_left]
@@ -405,6 +442,9 @@ class Host:
     def _pull(self, worker: int) -> bool:
         try:
             return self._incoming[worker].pull()
+        except OutOfStep as error:
+            error.worker = worker
+            raise
         except OSError as error:  # the memory of a process that ends cannot be read
             raise self._lost([worker], str(error)) from error
 

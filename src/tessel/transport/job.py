@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch.distributed as dist
 
+from tessel import endings
 from tessel.limits import time_limit
-from tessel.machine import chosen
+from tessel.settings import chosen, text
 from tessel.transport import semaphore, world
+from tessel.transport.board import StoreBoard
 from tessel.transport.group import Group, Membership, code_of, listing
 from tessel.transport.host import Host
 from tessel.transport.process import PeerProcess
@@ -39,15 +42,23 @@ def start(backend: str | None = None) -> bool:
     """
     joins = world.join(backend)
     if joins:
-        atexit.unregister(leave)  # once, however often jobs are joined
-        atexit.register(leave)  # a process that ends with open groups aborts
+        atexit.unregister(_leave_at_exit)  # once, however often jobs are joined
+        atexit.register(_leave_at_exit)  # a process that ends with open groups aborts
     return joins
 
 
-def leave() -> None:
-    """Leave the job: destroy its groups, and forget them, so that their threads can end."""
+def _leave_at_exit() -> None:
+    leave(getattr(sys, "last_value", None))  # what has ended the program, if Python has shown it
+
+
+def leave(error: BaseException | None = None) -> None:
+    """Leave the job: destroy its groups, and forget them, so that their threads can end.
+
+    Others who wait for this worker hear of the error that makes it leave.
+    """
     global _current
     if _current is not None:
+        _end_program(error)
         _current.end()
         _current = None
     if is_distributed():
@@ -174,6 +185,7 @@ class _Job:
         return self.groups[workers]
 
     def end(self) -> None:
+        self.membership.watch.end()
         if self.membership.host is not None:
             self.membership.host.leave()
             self.membership.host = cast(Host, _Left())
@@ -195,13 +207,18 @@ class _Job:
         agreement = self.group(everyone)
         call = f"for a partition of workers {listing(workers)}"
         agreement.check_same_call(agreement.share_words([code_of(call)]), call)
-        handle = agreement.attempt(lambda: dist.new_group(list(workers), timeout=time_limit()))
+        handle = agreement.attempt_by_wire(
+            lambda: dist.new_group(list(workers), timeout=time_limit())
+        )
         return handle if this_worker() in workers else None
 
     def _introduce(self) -> None:
         """Learn the process of every worker, and open the memory of those of this host."""
-        agreement = Group(tuple(range(num_workers())), self.default, self.membership)
-        mine = PeerProcess.this(), chosen_transport() == "shared", os.environ.get(CHECK, "0")
+        everyone = tuple(range(num_workers()))
+        agreement = Group(everyone, self.default, self.membership)
+        watch = self.membership.watch
+        watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
+        mine = PeerProcess.this(), chosen_transport() == "shared", text(CHECK) or "0"
         said = agreement.share_objects(mine)
         for number, (_, _, check) in enumerate(said):
             if check != said[0][2]:
@@ -212,7 +229,11 @@ class _Job:
         checks_calls()  # raises, on all of them, if it is set to nonsense
         self.membership.processes = [process for process, _, _ in said]
         if all(shares for _, shares, _ in said):
-            self.membership.host = _connected(agreement, self.membership.processes)
+            self.membership.host = host = _connected(agreement, self.membership.processes)
+            if host is not None:
+                host.watch = watch
+                if host.workers == everyone:  # a board in memory is read without asking anybody
+                    watch.attach(this_worker(), everyone, host.board, host.board.alarm)
         agreement.handle = None  # a group refers to itself: it would keep the handle for long
         for each in _listeners:
             each()
@@ -250,6 +271,37 @@ def _connected(agreement: Group, processes: list[PeerProcess]) -> Host | None:
             stacklevel=2,
         )
     return None if failure or len(here) == 1 else host
+
+
+def _store() -> Any:
+    """Where the workers of the job met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _begin_program() -> None:
+    """Take part again, after the program before has ended."""
+    if _current is not None and _current.default is not None:
+        _current.membership.watch.begin_program()
+        if _current.membership.host is not None:
+            _current.membership.host.leave(is_back=True)
+
+
+def _end_program(error: BaseException | None) -> bool:
+    """Tell the others that this worker comes to nothing more; whether the job can go on."""
+    if not is_distributed() or num_workers() == 1:
+        return True
+    job = _job()
+    watch, host = job.membership.watch, job.membership.host
+    if not watch.is_attached:  # others may wait for it at their first call
+        everyone = range(num_workers())
+        watch.attach(this_worker(), everyone, StoreBoard(this_worker(), _store()))
+    watch.end_program(error)
+    if host is not None:
+        host.leave()
+    return not watch.alarm[0]
+
+
+endings.listen(endings.Listener(_begin_program, _end_program))
 
 
 _current: _Job | None = None

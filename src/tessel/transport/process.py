@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from tessel.encoding import encodable
 
+
+@encodable
 @dataclass(frozen=True)
 class PeerProcess:
     """A process on a host; its time of birth tells it from a later one of the same number."""

@@ -24,6 +24,29 @@ LONGEST = 256  # words of the text of an error that the receiver hears
 Key = tuple[int, int]  # the group and the call: a message answers only one that asks for the same
 
 
+class OutOfStep(RuntimeError):  # noqa: N818
+    """Another worker sent something else than this one asks for, so that they make other calls.
+
+    Args:
+        asked: the key of what was asked for.
+        came: of what came.
+        text: what is known beyond that.
+
+    Attributes:
+        worker: who sent it, if that is known.
+    """
+
+    worker: int | None = None
+
+    def __init__(self, asked: Key, came: Key, text: str = "") -> None:
+        self.asked, self.came, self.text = asked, came, text
+        super().__init__(text or f"asked for {asked}, and {came} came")
+
+
+class NotSent(RuntimeError):  # noqa: N818
+    """A worker could not send its message, and has sent instead why: nothing is missing."""
+
+
 class SlotLike(Protocol):
     """Room for one piece in the memory of a channel."""
 

@@ -6,18 +6,25 @@ not part of /dev/shm, which containers keep small. Pages come into being when th
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import mmap
 import os
 import secrets
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tessel.encoding import encodable
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 TOKEN = 16  # bytes at the start by which others know that they found the right segment
 
 
+@encodable
 @dataclass(frozen=True)
 class Address:
     """Where other processes find a segment."""
@@ -33,19 +40,22 @@ class Segment:
     """Memory that processes share, as bytes, as 64-bit words and as a tensor."""
 
     def __init__(self, file: int, size: int) -> None:
-        self._memory = mmap.mmap(file, size)
-        self.words = memoryview(self._memory).cast("q")
+        memory = _mapped(file, size)
+        self._memory = memoryview(memory).cast("B")
+        self.words = self._memory.cast("q")
         with torch.inference_mode(False):
-            self.bytes: Tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self.bytes: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.bytes.data_ptr()
         self.file: int | None = None  # kept by the owner, so that others can open it
 
     @classmethod
     def make(cls, size: int) -> tuple[Segment, Address]:
         """A new segment of this process, full of zeros; OSError where there can be none."""
-        file = os.memfd_create("tessel", os.MFD_CLOEXEC)
+        file = os.memfd_create("tessel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(file, size)
+            # Nobody can cut it short: a process that touched what is gone would get a SIGBUS.
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
             segment = cls(file, size)
         except OSError:
             os.close(file)
@@ -68,7 +78,37 @@ class Segment:
         return segment
 
     def hide(self) -> None:
-        """Let no new process open it; the memory goes when nothing uses it any more."""
+        """Close the last descriptor, so that no new process can open it.
+
+        The memory goes when nothing uses it any more.
+        """
         if self.file is not None:
             os.close(self.file)
             self.file = None
+
+
+def _mapped(file: int, size: int) -> ctypes.Array[ctypes.c_char]:
+    """The memory of a file, which stays when the file is closed, and goes when nothing uses it.
+
+    Python's own `mmap` keeps a copy of the descriptor as long as it is mapped (until 3.13), by
+    which every process of the user could open the segment.
+    """
+    start = _LIBRARY.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if start in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{size} bytes cannot be mapped: {os.strerror(number)}")
+    memory = (ctypes.c_char * size).from_address(start)
+    # Not at the end of the process: threads may still wait in it, and the system removes it.
+    weakref.finalize(memory, _LIBRARY.munmap, start, size).atexit = False
+    return memory
+
+
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_LIBRARY.mmap.restype = ctypes.c_void_p
+_LIBRARY.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    ctypes.c_long,
+]
+_LIBRARY.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

@@ -61,9 +61,9 @@ class Wakeup:
         """Sleep; whether another worker notified this one."""
         return self._semaphore.wait(seconds)
 
-    def leave(self) -> None:
-        """Say that this worker has left its job."""
-        self._words[_LEFT] = 1
+    def leave(self, has_left: bool = True) -> None:
+        """Say that this worker has left its job, or is back."""
+        self._words[_LEFT] = has_left
 
     @property
     def has_left(self) -> bool:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tessel.encoding import decode, encode
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
+from tessel.transport.request import OutOfStep
 
+_LONGEST = 2**36  # bytes of an encoded item: more is a length that was misread
 # what Gloo and NCCL both move as it is; anything else travels as bytes
 _NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
+
+
+def tag_of(call: int) -> int:
+    """The number of a call or of an exchange, as Gloo's messages carry it."""
+    return (2 * ~call + 1 if call < 0 else 2 * call) % 2**30
 
 
 def receive(buffer: ReceiveBuffer, handle: Any, tag: int) -> Callable[[], None]:
@@ -48,15 +59,29 @@ def swap(
     receives: Sequence[ReceiveBuffer],
     device: torch.device,
     handle: Any,
+    number: int | None = None,
 ) -> list[Tensor]:
-    """One collective for all messages of a group; what came, for each buffer."""
+    """One collective for all messages of a group; what came, for each buffer.
+
+    Messages carry a number, if there is one, which must be the same on all workers.
+    """
     given = {buffer.worker: as_bytes(packed(buffer.tensor)) for buffer in sends}
     asked = {buffer.worker: buffer.place.nbytes for buffer in receives}
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     parts = [given.get(worker, nothing) for worker in workers]
     takes = [asked.get(worker, 0) for worker in workers]
+    if number is not None:
+        # as long as the longest number, so that what follows can be viewed as any dtype
+        mine = torch.tensor([number, 0]).view(torch.uint8)
+        parts = [torch.cat([mine, part]) for part in parts]
+        takes = [mine.numel() + size for size in takes]
     received = all_to_all(torch.cat(parts), [part.numel() for part in parts], takes, handle)
-    found = dict(zip(workers, received.split(takes), strict=True))
+    came: Sequence[Tensor] = received.split(takes)
+    if number is not None:
+        if any(not torch.equal(part[: mine.numel()], mine) for part in came):
+            raise OutOfStep((0, number), (0, 0))
+        came = [part[mine.numel() :] for part in came]
+    found = dict(zip(workers, came, strict=True))
     return [found[worker].view(place.dtype).view(place.shape) for worker, place, _ in receives]
 
 
@@ -68,10 +93,63 @@ def all_to_all(send: Tensor, gives: Sequence[int], takes: Sequence[int], handle:
 
 
 def share_over(handle: Any, item: Any) -> list[Any]:
-    """Every worker's item, in the order of a process group that is not one of ours; slow."""
-    items = [None] * dist.get_world_size(handle)
-    dist.all_gather_object(items, item, group=handle)
+    """Every worker's item, in the order of a process group, which may be none of ours; slow.
+
+    If one worker's item has no form, all of them raise TypeError.
+    """
+    return told(share_bytes(said(item), control_device(handle), handle))
+
+
+def said(item: Any) -> bytes:
+    """An item as others are told it, or why it cannot be: they wait for something.
+
+    It is encoded, not pickled: what comes from the network can be nothing but values.
+    """
+    try:
+        return encode((item, ""))
+    except TypeError as error:
+        return encode((None, str(error)))
+
+
+def told(everyones: Sequence[bytes]) -> list[Any]:
+    """The items of all workers of a group."""
+    items = []
+    for place, heard in enumerate(everyones):
+        try:
+            item, problem = decode(heard)
+        except (ValueError, TypeError) as error:
+            raise RuntimeError(
+                f"what worker {place} of the group sent is no message of Tessel ({error}); all "
+                f"workers must run the same version of it"
+            ) from error
+        if problem:
+            raise TypeError(f"worker {place} of the group cannot send what it has: {problem}")
+        items.append(item)
     return items
+
+
+def share_bytes(said: bytes, device: torch.device, handle: Any) -> list[bytes]:
+    """What each worker said, in the order of the group: lengths first, then all of it, padded."""
+    size = dist.get_world_size(handle)
+    with torch._C._DisableFuncTorch():  # these tensors belong to no transform of torch.func
+        mine = torch.tensor([len(said)], dtype=torch.int64, device=device)
+        told = list(torch.empty(size, dtype=torch.int64, device=device).split(1))
+        dist.all_gather(told, mine, group=handle)
+        lengths = [int(each) for each in torch.cat(told).tolist()]
+        longest = max(lengths)
+        if min(lengths) < 1 or longest > _LONGEST:
+            raise RuntimeError(
+                f"workers announced messages of {lengths} bytes, which none of Tessel has; all "
+                f"workers must make the same calls in the same order"
+            )
+        padded = np.zeros(longest, np.uint8)
+        padded[: len(said)] = np.frombuffer(said, np.uint8)
+        room = torch.empty(size * longest, dtype=torch.uint8, device=device)
+        dist.all_gather(
+            list(room.split(longest)), torch.from_numpy(padded).to(device), group=handle
+        )
+        heard = room.cpu().numpy().reshape(size, longest)
+    return [row[:length].tobytes() for row, length in zip(heard, lengths, strict=True)]
 
 
 def share_words(words: Sequence[int], size: int, device: torch.device, handle: Any) -> bytes:
@@ -84,6 +162,18 @@ def share_words(words: Sequence[int], size: int, device: torch.device, handle: A
         everyones = torch.empty_like(mine)
         dist.all_to_all_single(everyones, mine, group=handle)
         return everyones.cpu().numpy().tobytes()
+
+
+def close(handle: Any, other: int) -> None:
+    """Close the connections of a group of Gloo, so that whoever waits for messages raises.
+
+    Gloo does so by itself when a message does not come in time: it is asked for one of another
+    worker that is never sent. Other backends are left alone.
+    """
+    if control_device(handle).type == "cpu":
+        with contextlib.suppress(RuntimeError):
+            work: Any = dist.irecv(torch.empty(1), src=other, group=handle, tag=2**30 + 1)
+            work.wait(datetime.timedelta(milliseconds=1))
 
 
 def control_device(handle: Any) -> torch.device:

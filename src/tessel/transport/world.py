@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tessel.limits import time_limit
+from tessel.settings import warn_of_unknown, whole_number
 
 
 def is_distributed() -> bool:
@@ -34,12 +35,15 @@ def join(backend: str | None = None) -> bool:
     Args:
         backend: "gloo" or "nccl"; None for what fits the devices.
     """
-    if is_distributed() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if is_distributed():
+        return False
+    warn_of_unknown()
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
     if backend is None:
         backend = "nccl" if _has_own_gpu() else "gloo"
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(whole_number("LOCAL_RANK", 0))
         backend = "cpu:gloo,cuda:nccl"  # workers also agree, by small tensors of the CPU
     store, rank, workers = _rendezvous()
     dist.init_process_group(
@@ -81,7 +85,7 @@ def _rendezvous() -> tuple[Any, int, int]:
 
 def _has_own_gpu() -> bool:
     """Whether each worker of this host can have a GPU, which NCCL does not let two share."""
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    workers = whole_number("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if 0 < gpus < workers:
         warnings.warn(

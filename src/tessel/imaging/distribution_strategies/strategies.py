@@ -107,7 +107,7 @@ class WindowStrategy(DistributedSignalStrategy):
             )
         self.dims = tuple(dim % ndim for dim in given)
         if not self.dims or len(set(self.dims)) < len(self.dims):
-            raise ValueError(f"one dimension or more, each once, is needed, got {tuple(given)}")
+            raise ValueError(f"expected one dimension or more, each once, got {tuple(given)}")
         self.lengths = tuple(self.signal_shape[dim] for dim in self.dims)  # of those that are cut
         self.whole: Box = tuple((0, length) for length in self.lengths)
         self._regions: dict[tuple[Box, Box], Region] = {}
@@ -317,8 +317,8 @@ def checked_sizes(
         raise ValueError(f"{what} must be whole numbers, got {value!r}") from None
     if count is not None and len(numbers) != count:
         raise ValueError(
-            f"{what}: one number or {count}, one for each dimension that is cut, are needed, "
-            f"got {numbers}"
+            f"{what}: expected one number, or {count}, one for each dimension that is cut, got "
+            f"{numbers}"
         )
     if any(number < least for number in numbers):
         raise ValueError(f"{what} must be {least} or more, got {value}")
@@ -432,6 +432,7 @@ def ramps(reads: Sequence[Interval], length: int) -> list[list[float]]:
 
 def _distances(read: Interval, length: int) -> list[int]:
     start, stop = read
+    # At the border of the image a weight does not fall: no other window takes over there.
     before = [length if start == 0 else i - start + 1 for i in range(start, stop)]
     after = [length if stop == length else stop - i for i in range(start, stop)]
     return [min(pair) for pair in zip(before, after, strict=True)]

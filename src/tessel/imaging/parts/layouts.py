@@ -62,7 +62,7 @@ def operator_grid(partition: Partition, shape: Iterable[int]) -> Layout:
     split = partition.dim - 1
     if split > len(lengths):
         raise ValueError(
-            f"a grid of operators and at most {len(lengths)} dimensions is needed for an image of "
+            f"expected a grid of operators and at most {len(lengths)} dimensions for an image of "
             f"{lengths}, got {partition}"
         )
     axes = [None] * (len(lengths) - split) + list(range(1, partition.dim))
@@ -112,19 +112,18 @@ class Rows:
 
     def total(self, share: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """The sum over the rows, as shared parts; the adjoint moves nothing."""
-        return self._sum.apply(share, meta) if self._moves else share
-
-    @cached_property
-    def _moves(self) -> bool:
-        # Of whole images a share may be a tensor of the user, which the movement does not return.
-        return self.count > 1 or is_whole(self.layout)
+        return share if self._sum is None else self._sum.apply(share, meta)
 
     @cached_property
     def _use(self) -> Replicate:
         return Replicate(self.layout, replace(self.layout, shared=()))
 
     @cached_property
-    def _sum(self) -> Move:
+    def _sum(self) -> Move | None:
+        # One row has nothing to sum. Of whole images it moves all the same: a share may be a tensor
+        # of the user, which a movement does not return.
+        if self.count == 1 and not is_whole(self.layout):
+            return None
         return Move(replace(self.layout, shared=()), self.layout)
 
 
@@ -284,7 +283,7 @@ def fetch(source: Layout, kernel: FilterWindow) -> tuple[tuple[LinearOperator, .
         steps.append(periodic_halo(read, dim, before, after))
         read = steps[-1].codomain
     if mirrors:
-        steps.append(_mirrored(read, target, mirrors))
+        steps.append(LocalPadding(read, target, mirrors))
     for step in steps:
         step.prepare()  # all workers make the groups, here and not in a first call
     return tuple(steps), target
@@ -305,25 +304,6 @@ def filtered(source: Layout, kernel: FilterWindow) -> Layout:
     return replace(source, shape=(*source.shape[:first], *lengths), cuts=tuple(cuts))
 
 
-def _mirrored(read: Layout, target: Layout, mirrors: Mapping[int, Mirrored]) -> LocalPadding:
-    """What is done on each worker to come from what it reads to what it filters."""
-    shapes, own = [], dict[int, Sequence[int]]()
-    # A layout needs the shapes of all workers, though each computes its own part only.
-    for worker in read.partition.ranks:
-        shape, held, box = list(read.shape_on(worker)), read.box(worker), target.box(worker)
-        assert held is not None and box is not None
-        places: dict[int, Sequence[int]] = {}
-        for dim, mirror in mirrors.items():
-            start, (first, last) = held[dim][0], box[dim]
-            indices = mirror.places(box[dim]) if first < last else ()
-            places[dim] = [index - start for index in indices]
-            shape[dim] = len(places[dim])
-        shapes.append(tuple(shape))
-        if worker == transport.this_worker():
-            own = places
-    return LocalPadding(read, own, shapes)
-
-
 class LocalPadding(LinearOperator):
     """Repeat values of what a worker reads where its windows stick out of the image.
 
@@ -332,20 +312,27 @@ class LocalPadding(LinearOperator):
 
     Args:
         read: what the workers read.
-        places: for each dimension that this worker pads, and each new place in it, the old one.
-        shapes: of the results of all workers, in the order of the partition.
+        target: what they compute of it.
+        mirrors: for each dimension that is padded, which indices the windows of outputs read.
     """
 
-    def __init__(
-        self, read: Layout, places: Mapping[int, Sequence[int]], shapes: Iterable[Shape]
-    ) -> None:
-        lengths = read.local_shape
-        self.runs = {
-            dim: _runs(chosen)
-            for dim, chosen in places.items()
-            if chosen and list(chosen) != list(range(lengths[dim]))
-        }
+    def __init__(self, read: Layout, target: Layout, mirrors: Mapping[int, Mirrored]) -> None:
         self.domain, partition = read, read.partition
+        self.runs: dict[int, list[Run]] = {}  # for each dimension that this worker pads
+        shapes = []
+        # A layout needs the shapes of all workers, though each computes its own part only.
+        for worker in partition.ranks:
+            shape, held, box = list(read.shape_on(worker)), read.box(worker), target.box(worker)
+            assert held is not None and box is not None
+            for dim, mirror in mirrors.items():
+                start, (first, last) = held[dim][0], box[dim]
+                indices = mirror.places(box[dim]) if first < last else ()
+                places = [index - start for index in indices]
+                is_padded = places and places != list(range(shape[dim]))
+                if is_padded and worker == transport.this_worker():
+                    self.runs[dim] = _runs(places)
+                shape[dim] = len(places)
+            shapes.append(tuple(shape))
         self.codomain = Layout.blocks_along(partition, tuple(range(partition.dim)), tuple(shapes))
 
     def _apply(self, x: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from tessel.imaging.parts.operators import (
 )
 
 Rule = Callable[[Layout], PartOperator]  # makes the operator on an image in any parts
-# What objects of users raise for images that they were not made for.
-_MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)
+# What objects of users raise for tensors that they were not made for.
+MISFITS = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)
 
 
 def partition_physics(physics: Any, layout: Layout, owner: int | None = None) -> Operator:
@@ -87,7 +87,7 @@ def rule_of(physics: Any, shape: Shape) -> Rule | None:
         for tried in filter(None, (smallest, shape)):
             try:
                 is_equal = _is_equal(physics, rule(_alone(tried)), _random(physics, tried))
-            except _MISFITS:
+            except MISFITS:
                 # The object takes images of one size only, or the rule is not for it. Neither is an
                 # error: the operator is then applied to the whole image, on one worker.
                 continue

@@ -119,7 +119,7 @@ class Convolution(PartOperator):
         fits = len(self.filter_shape) == len(image) and len(image) in (3, 4, 5)
         if not fits or batch not in (1, image[0]) or channels not in (1, image[1]):
             raise ValueError(
-                f"a filter of shape (1 or batch, 1 or channels, *sizes) is needed for an image of "
+                f"expected a filter of shape (1 or batch, 1 or channels, *sizes) for an image of "
                 f"{image}, got {self.filter_shape}"
             )
         padding = "constant" if padding == "zeros" else padding
@@ -282,7 +282,7 @@ class Differences(PartOperator):
             check_parts(layout, type(self).__name__)
         num_dims = len(layout.shape) - 2
         if num_dims < 1:
-            raise ValueError(f"an image (batch, channels, *space) is needed, got {layout.shape}")
+            raise ValueError(f"expected an image (batch, channels, *space), got {layout.shape}")
         self.domain = layout
         self.codomain = replace(
             layout,
@@ -311,6 +311,7 @@ class Differences(PartOperator):
         for dim in range(2, y.dim() - 1):
             along, length = y[..., dim - 2], self._wide[dim]
             steps = along.narrow(dim, 0, max(length - 1, 0))
+            # The transpose of a difference: each step counts at its end, and against its start.
             zero = _lengthened(along.narrow(dim, 0, 0), dim, 1)
             x = torch.cat([zero, steps], dim) - torch.cat([steps, zero], dim)
             x = x.narrow(dim, 0, length)
@@ -529,7 +530,17 @@ def _by_fourier(x: Tensor, filter: Tensor, stride: int, adjoint: bool) -> Tensor
     dims = tuple(range(2, x.dim()))
     spectrum = there(filter, smooth, dims)
     y = back(there(x, smooth, dims) * (spectrum.conj() if adjoint else spectrum), smooth, dims)
-    return _not_negative(y[whole if adjoint else kept], given, filter)
+    y = y[whole if adjoint else kept]
+    if y.is_complex() or filter.is_complex():
+        return y
+    # Rounding must not take sums of numbers without a negative one below zero: logarithms follow.
+    # The bound is a tensor, not a number: reading it would wait for the GPU.
+    least = torch.where((given.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
+    least = least.to(y.dtype)
+    if not torch.is_grad_enabled():
+        return y.clamp_(min=least)
+    # The derivative is that of the sums: clamping itself would stop the gradient below zero.
+    return y + (y.detach().clamp(min=least) - y.detach())
 
 
 @lru_cache(maxsize=1024)  # shapes of a solver come again in each iteration
@@ -545,22 +556,6 @@ def _windows(
     channels = slice(None), slice(None)
     kept = (*channels, *(slice(size - 1, n, stride) for size, n in ends))
     return lengths, tuple(map(_smooth, lengths)), kept, (*channels, *map(slice, lengths))
-
-
-def _not_negative(result: Tensor, x: Tensor, filter: Tensor) -> Tensor:
-    """Rounding must not take sums of numbers without a negative one below zero: logarithms follow.
-
-    The derivative is that of the sums.
-    """
-    if result.is_complex() or filter.is_complex():
-        return result
-    # As a tensor, not a number: reading it would wait for the GPU.
-    least = torch.where((x.detach().min() >= 0) & (filter.detach().min() >= 0), 0.0, -torch.inf)
-    least = least.to(result.dtype)
-    if not torch.is_grad_enabled():
-        return result.clamp_(min=least)
-    # Clamping itself would stop the gradient where rounding went below zero.
-    return result + (result.detach().clamp(min=least) - result.detach())
 
 
 def _smooth(length: int) -> int:

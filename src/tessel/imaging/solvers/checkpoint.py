@@ -1,36 +1,45 @@
 """Checkpoints: the values of a solver on disk, from which a run that was interrupted resumes.
 
-`torch.distributed.checkpoint` writes and reads the files. Each worker writes a checkpoint of its
-own, of its shards of the image, so that hosts need not share a folder; a run on another number of
-workers reads all of them as one.
+Each worker writes one tensor file of its own (`state.TensorFile`), of its parts of the image, so
+that hosts need not share a folder; a run on another number of workers reads all of them as one.
+Nothing in the files is a pickle, and everything has a checksum.
+
+A generation is what all workers write after one iteration. Two of them are kept. Each worker first
+writes its file under another name and waits for the disk; once all have, they give the files their
+names. So if one file of a generation has its name, all of them are complete.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import re
-import shutil
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tessel.core import Layout, Shape, tell
+from tessel.core import Shape, checksum_of, tell
+from tessel.encoding import decode, encodable, encode
 from tessel.imaging.solvers.method import History, Method, Space, Values, check_count
-from tessel.interop import Part
+from tessel.state import TensorFile, TensorFileWriter
 
-_NAME = re.compile(r"iteration-(\d+)/worker-(\d+)-of-(\d+)")
-# What torch raises for files that are cut short, or not its own.
-_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError)
+NUM_KEPT = 2  # generations
+_NAME = re.compile(
+    r"iteration-(\d{1,12})/worker-(\d{1,9})-of-(\d{1,9})(\.safetensors(\.unfinished)?)?"
+)
+_MARK = "tessel.solver"  # the note of such files, with the number of the form that they have
+_FORM = "1"
+_NOTES = "notes"  # the tensor with the encoded notes; values have names before which is a dot
+_DEPTH = 4  # of objects in a method that its fingerprint looks into
 
 
+@encodable
 class _Shard(NamedTuple):
     """What one worker wrote, of so many."""
 
@@ -38,20 +47,71 @@ class _Shard(NamedTuple):
     place: int
     size: int
 
+    @property
+    def name(self) -> str:
+        return f"worker-{self.place}-of-{self.size}.safetensors"
 
+
+@encodable
+class _Seen(NamedTuple):
+    """The files that a worker sees: with their names, without, and of versions before."""
+
+    finished: set[_Shard]
+    unfinished: set[_Shard]
+    old: set[str]
+
+
+@encodable
 @dataclass(frozen=True)
-class _Notes:
-    """What a worker writes beside its shards of the image.
+class Notes:
+    """What a worker writes beside its parts of the image.
 
-    A class, since torch takes dictionaries apart and would ask for each entry again.
+    Args:
+        kind: what must be the same for a run to resume.
+        problem: what must be the same if the image lies as it did: operators and their numbers.
+        layout: of the image.
+        history: of the iterations.
+        random: the states of torch's generators.
+        parts: for each value that lies as the image does, where its part begins, its dimensions
+            beyond those of the image, and its dtype.
+        others: numbers, and what does not lie as the image does.
     """
 
     kind: dict[str, str]
+    problem: dict[str, str]
     layout: str
     history: dict[str, list[float]]
     random: dict[str, Tensor]
-    shards: dict[str, tuple[Shape, torch.dtype]]  # dimensions beyond those of the image, and dtype
-    others: Values  # numbers, and what does not lie as the image does
+    parts: dict[str, tuple[tuple[int, ...] | None, Shape, torch.dtype]]
+    others: Values
+
+    def check(self) -> None:
+        """Raise ValueError if these are not what a worker writes."""
+        is_text = all(
+            isinstance(k, str) and isinstance(v, str)
+            for table in (self.kind, self.problem)
+            if isinstance(table, dict)
+            for k, v in table.items()
+        )
+        tables = (self.kind, self.problem, self.history, self.random, self.parts, self.others)
+        is_right = is_text and isinstance(self.layout, str)
+        is_right = is_right and all(isinstance(each, dict) for each in tables)
+        is_right = is_right and all(
+            isinstance(each, list) and all(isinstance(n, float | int) for n in each)
+            for each in self.history.values()
+        )
+        is_right = is_right and all(isinstance(each, Tensor) for each in self.random.values())
+        is_right = is_right and all(each.dtype == torch.uint8 for each in self.random.values())
+        is_right = is_right and "cpu" in self.random
+        is_right = is_right and self.random["cpu"].shape == torch.get_rng_state().shape
+        for each in self.parts.values() if is_right else ():
+            is_right = is_right and isinstance(each, tuple) and len(each) == 3
+            is_right = is_right and isinstance(each[2], torch.dtype)
+            for place in (each[0] or (), each[1]) if is_right else ():
+                is_right = is_right and isinstance(place, tuple)
+                is_right = is_right and all(isinstance(n, int) and 0 <= n < 2**62 for n in place)
+        if not is_right:
+            raise ValueError("its notes are not those of a solver")
 
 
 @dataclass(frozen=True)
@@ -63,6 +123,11 @@ class Checkpoint:
     number of workers, or with the image in other parts, resumes from the same image: each worker
     reads its part of it, and ends at the same image but for rounding; random numbers go on as those
     of the first worker. A metric that is new in a run that resumes begins there, in a shorter list.
+
+    The last two checkpoints are kept, each complete on the disk before it counts. If a file of the
+    last one is missing or damaged, the run warns, names it, and resumes from the one before; if
+    that cannot be read either all workers raise. A folder of another problem, of which the image,
+    the method, the operators or their numbers differ, is refused.
 
     Args:
         folder: where the files go; workers on several hosts need not share it, unless a run
@@ -84,6 +149,8 @@ class Checkpoint:
     folder: str | os.PathLike[str]
     every: int = 10
     resume: bool = True
+    # of the method that is solved now, as it was in the beginning
+    _problem: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_count(self, 1, every=self.every)
@@ -91,7 +158,7 @@ class Checkpoint:
     def write(
         self, values: Values, iteration: int, history: History, method: Method, space: Space
     ) -> None:
-        """Write this worker's shards, and remove older ones once all workers have done so.
+        """Write this worker's parts, and remove what is older than the generation before.
 
         Args:
             values: of the method.
@@ -100,8 +167,26 @@ class Checkpoint:
             method: which would resume.
             space: where the image lies.
         """
-        from torch.distributed.checkpoint import FileSystemWriter, save
+        own = _Shard(iteration, _place(space), space.workers.size)
+        problem = ""
+        writer = None
+        try:
+            writer = self._written(own, values, history, method, space)
+        except (OSError, TypeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        # All have written, or all raise. Only now may files get their names.
+        if any(space.agree([bool(problem)])):
+            if writer is not None:
+                writer.drop()
+            self._tell(problem, "cannot be written on worker {worker} ({told})", space)
+        assert writer is not None
+        writer.rename()
+        self._remove_older(own)
 
+    def _written(
+        self, own: _Shard, values: Values, history: History, method: Method, space: Space
+    ) -> TensorFileWriter:
+        """A file that is complete on the disk, and does not have its name yet."""
         x, layout, random = values["x"], space.layout, {"cpu": torch.get_rng_state()}
         if x.is_cuda:
             random["cuda"] = torch.cuda.get_rng_state(x.device)
@@ -112,33 +197,50 @@ class Checkpoint:
             and isinstance(value, Tensor)
             and value.shape[: len(layout.shape)] == layout.local_shape
         }
-        shards = {n: (tuple(v.shape[len(layout.shape) :]), v.dtype) for n, v in lying.items()}
-        others = {name: v for name, v in values.items() if name not in lying}
-        notes = _Notes(
+        box, ndim = layout.box(), len(layout.shape)
+        start = None if box is None else tuple(first for first, _ in box)
+        notes = Notes(
             _kind(method, space, values),
+            dict(self._problem),
             layout.identity,
-            dict(history),
+            {name: [float(n) for n in numbers] for name, numbers in history.items()},
             random,
-            shards,
-            _copied(others, torch.device("cpu")),
+            {name: (start, tuple(v.shape[ndim:]), v.dtype) for name, v in lying.items()},
+            _copied({n: v for n, v in values.items() if n not in lying}, torch.device("cpu")),
         )
-        state = {"notes": notes, **_parts(layout, lying)}
-        own = self._own(iteration, space)
-        folder = self._path(own)
-        # A folder gets its name when all of it is written: whoever finds one finds it complete.
-        unfinished = folder.with_suffix(".unfinished")
-        # What the system has taken a killed run does not lose: no need to wait for the disk.
-        with _alone():
-            save(state, storage_writer=FileSystemWriter(unfinished, sync_files=False), no_dist=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-        space.agree([True])  # all have written: only now may what came before be removed
-        for other in self._shards():
-            is_older = other[1:] == own[1:] and other.iteration != own.iteration
-            if is_older or other.size != own.size:  # or of a run on more or fewer workers
-                shutil.rmtree(self._path(other), ignore_errors=True)
-                with suppress(OSError):  # another worker's shards are still there
-                    self._path(other).parent.rmdir()
+        encoded = torch.frombuffer(bytearray(encode(notes)), dtype=torch.uint8)
+        tensors = {_NOTES: encoded, **{f".{name}": value for name, value in lying.items()}}
+        kinds = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+        writer = TensorFileWriter(self._path(own), kinds, {_MARK: _FORM})
+        try:
+            for name, tensor in tensors.items():
+                writer.put(name, tensor)
+            writer.finish(rename=False)
+        except BaseException:
+            writer.drop()
+            raise
+        return writer
+
+    def _remove_older(self, own: _Shard) -> None:
+        """Remove this worker's files but for the newest, and those of runs on more or fewer."""
+        seen = self._seen()
+        mine = sorted({e.iteration for e in seen.finished if e[1:] == own[1:]} - {own.iteration})
+        # What comes after this iteration is of a run that was not resumed.
+        older = [iteration for iteration in mine if iteration < own.iteration]
+        kept = {own.iteration, *older[len(older) - NUM_KEPT + 1 :]}
+        for shard in (*seen.finished, *seen.unfinished):
+            is_mine = shard[1:] == own[1:] and shard.iteration not in kept
+            if is_mine or (shard.size != own.size and self._is_superseded(shard, kept)):
+                path = self._path(shard)
+                path.unlink(missing_ok=True)
+                path.with_name(path.name + ".unfinished").unlink(missing_ok=True)
+                with suppress(OSError):  # another worker's files are still there
+                    path.parent.rmdir()
+
+    @staticmethod
+    def _is_superseded(shard: _Shard, kept: set[int]) -> bool:
+        """Whether there are as many newer generations of this run as are kept."""
+        return len(kept) >= NUM_KEPT or shard.iteration > max(kept)
 
     def read(self, method: Method, start: Values, space: Space) -> tuple[Values, int, History]:
         """What all workers wrote last: values, iteration and history; else those of a start.
@@ -148,96 +250,93 @@ class Checkpoint:
             start: its first values, which say what lies where now.
             space: where the image lies now, which may be in other parts than it was.
         """
-        newest = self._newest(space) if self.resume else None
-        if newest is None:
-            return start, 0, History()
-        iteration, size = newest
-        notes, folders, stays = self._notes(iteration, size, space)
-        kind = _kind(method, space, start)
-        differ = [name for name in kind if notes.kind.get(name) != kind[name]]
-        told = "; ".join(
-            f"{name} was {notes.kind.get(name)} and is {kind[name]}" for name in differ
-        )
-        self._tell(
-            told,
-            "is of another problem: on worker {worker}, {told}; take another folder, or "
-            "resume=False",
-            space,
-        )
-        room = {
-            name: torch.empty((*space.layout.local_shape, *more), dtype=dtype)
-            for name, (more, dtype) in notes.shards.items()
-            if space.layout.partition.active
-        }
-        self._loaded(folders, _parts(space.layout, room), space)
-        others = notes.others if stays else _numbers(notes, start, room)
-        values = _copied({**others, **room}, start["x"].device)
-        if set(start) - set(values):
-            values = method.complete(values, space)
-        if set(values) != set(start):
+        self._problem.clear()
+        self._problem.update(_problem(method))
+        first_problem = ""
+        for iteration, size, problem in self._generations(space) if self.resume else ():
+            files = _Files(self, iteration, size, space)
+            problem = problem or self._first_told(files.open(), space)
+            if not problem:
+                files.check_kind(_kind(method, space, start), self._problem)
+                values, problem = files.values(method, start)
+                if not problem:
+                    if first_problem:
+                        said = f"{first_problem}; this run resumes from iteration {iteration}"
+                        self._warn(said, space)
+                    return values, iteration, files.resumed(start)
+            first_problem = first_problem or problem
+        if first_problem:
             raise ValueError(
-                f"the checkpoint in {self.folder} is of other parts of the image, to which "
-                f"{sorted(set(start) - set(values))} of {method.name} cannot be converted; run on "
-                f"as many workers with the same partition, implement `complete` in the method, or "
-                f"use another folder"
+                f"the checkpoint in {self.folder} {first_problem}; bring the file back, pass "
+                f"resume=False, or take another folder"
             )
-        torch.set_rng_state(notes.random["cpu"])
-        if start["x"].is_cuda and "cuda" in notes.random:
-            torch.cuda.set_rng_state(notes.random["cuda"], start["x"].device)
-        return values, iteration, History(notes.history)
+        return start, 0, History()
 
-    def _notes(self, iteration: int, size: int, space: Space) -> tuple[_Notes, list[Path], bool]:
-        """Notes, the folders to read from, and whether the image lies as it did on all workers."""
-        folders = [self._path(self._own(iteration, space))]
-        notes = self._loaded(folders, None, space) if size == space.workers.size else None
-        layouts = tell(space.workers, notes and notes.layout).values()
-        if notes is not None and set(layouts) == {space.layout.identity}:
-            return notes, folders, True
-        # Each worker reads the boxes that it needs from the shards of all.
-        folders = [self._path(_Shard(iteration, place, size)) for place in range(size)]
-        self._tell(
-            [folder.name for folder in folders if not folder.exists()],
-            "is of other parts of the image, for which every worker reads all files, and "
-            "worker {worker} does not see {told}",
-            space,
+    def _generations(self, space: Space) -> Iterable[tuple[int, int, str]]:
+        """Iterations, newest first, how many workers wrote each, and what is wrong with it."""
+        seen: list[_Seen] = [*tell(space.workers, self._finished(space)).values()]
+        old = sorted(set[str]().union(*(each.old for each in seen)))
+        finished = set[_Shard]().union(*(each.finished for each in seen))
+        found = sorted({(s.iteration, s.size == space.workers.size, s.size) for s in finished})
+        if old and not found:
+            yield 0, 0, f"is of an earlier version of Tessel, whose {old[0]} this one cannot read"
+        for iteration, _, size in reversed(found):
+            yield iteration, size, self._missing(iteration, size, seen, space)
+
+    def _missing(self, iteration: int, size: int, seen: Sequence[_Seen], space: Space) -> str:
+        """Which file of a generation a worker needs and does not see; empty if there is none."""
+        wanted = [_Shard(iteration, place, size) for place in range(size)]
+        is_own = size == space.workers.size
+        for place, (worker, theirs) in enumerate(zip(space.workers.ranks, seen, strict=True)):
+            for shard in [wanted[place]] if is_own else wanted:
+                if shard not in theirs.finished:
+                    name = f"iteration-{iteration:08d}/{shard.name}"
+                    some = "" if is_own else f" of {size} workers, and this run has {len(seen)}"
+                    return f"lacks {name}{some}: worker {worker} does not see it"
+        return ""
+
+    def _finished(self, space: Space) -> _Seen:
+        """What this worker sees, after files have got names that they should have had."""
+        seen = self._seen()
+        named = set[tuple[int, int]]().union(
+            *tell(space.workers, {(s.iteration, s.size) for s in seen.finished}).values()
         )
-        written = (self._loaded([folder], None, space) for folder in folders)
-        return next(each for each in written if each.shards), folders, False  # one held a part
+        # The run was ended while files got their names: all of this generation are complete.
+        for shard in seen.unfinished - seen.finished:
+            is_mine = shard.place % space.workers.size == _place(space)
+            if is_mine and (shard.iteration, shard.size) in named:
+                path = self._path(shard)
+                with suppress(OSError):  # which is then missing, and named
+                    path.with_name(path.name + ".unfinished").rename(path)
+        space.agree([True])  # now all see them
+        return self._seen()
 
-    def _newest(self, space: Space) -> tuple[int, int] | None:
-        """The newest iteration that is complete, and how many workers wrote it."""
-        shards = self._shards()
-        own = {each.iteration for each in shards if each == self._own(each.iteration, space)}
-        counts = Counter((each.iteration, each.size) for each in shards)
-        whole = {(iteration, size) for (iteration, size), n in counts.items() if n == size}
-        # Workers may see different files: what counts is complete as all of them see it.
-        told = tell(space.workers, (own, whole, {each.size for each in shards})).values()
-        common = own.intersection(*(theirs for theirs, _, _ in told))
-        seen = whole.intersection(*(theirs for _, theirs, _ in told))
-        found = {(iteration, space.workers.size) for iteration in common} | seen
-        sizes = set().union(*(theirs for _, _, theirs in told))
-        if not found and sizes - {space.workers.size}:
-            raise ValueError(
-                f"the checkpoints in {self.folder} are those of {sorted(sizes)} workers, not all "
-                f"workers see all files of them, and this run has {space.workers.size}; bring the "
-                f"files together, run on as many, or take another folder"
-            )
-        return max(found, key=lambda each: (each[0], each[1] == space.workers.size), default=None)
+    def _seen(self) -> _Seen:
+        """All files that this worker sees."""
+        seen = _Seen(set(), set(), set())
+        for folder in Path(self.folder).glob("iteration-*"):
+            with suppress(OSError):  # another worker has just removed it
+                for name in os.listdir(folder):
+                    match = _NAME.fullmatch(f"{folder.name}/{name}")
+                    if match is None:
+                        continue
+                    shard = _Shard(*map(int, match.groups()[:3]))
+                    if match[4] is None:
+                        seen.old.add(match[0])
+                    elif shard.place < shard.size:
+                        (seen.unfinished if match[5] else seen.finished).add(shard)
+        return seen
 
-    def _loaded(self, folders: list[Path], parts: dict[str, Any] | None, space: Space) -> Any:
-        """Fill parts of tensors from these folders, or give the notes; all raise, or none."""
-        from torch.distributed.checkpoint import CheckpointException, load
+    def _first_told(self, problem: str, space: Space) -> str:
+        """What the first worker with a problem says: the same on all workers."""
+        for worker, theirs in tell(space.workers, problem).items():
+            if theirs:
+                return f"cannot be read on worker {worker}: {theirs}"
+        return ""
 
-        state: dict[str, Any] = {"notes": None} if parts is None else parts
-        problem = ""
-        try:
-            with _alone():
-                load(state, storage_reader=_together(folders), no_dist=True)
-        except (CheckpointException, *_UNREADABLE) as error:
-            problem = f"{type(error).__name__}: {error}"
-        way_out = f"remove {folders[0].parent.name}, or pass resume=False"
-        self._tell(problem, f"cannot be read on worker {{worker}} ({{told}}); {way_out}", space)
-        return state.get("notes")
+    def _warn(self, text: str, space: Space) -> None:
+        if space.workers.rank == 0:
+            warnings.warn(f"the checkpoint in {self.folder} {text}", stacklevel=5)
 
     def _tell(self, told: Any, text: str, space: Space) -> None:
         """Raise ValueError on all workers if one of them has something to tell."""
@@ -246,77 +345,174 @@ class Checkpoint:
                 said = text.format(worker=worker, told=theirs)
                 raise ValueError(f"the checkpoint in {self.folder} {said}")
 
-    def _own(self, iteration: int, space: Space) -> _Shard:
-        """The shard of this worker."""
-        assert space.workers.rank is not None
-        return _Shard(iteration, space.workers.rank, space.workers.size)
-
     def _path(self, shard: _Shard) -> Path:
-        folder = Path(self.folder) / f"iteration-{shard.iteration:08d}"
-        return folder / f"worker-{shard.place}-of-{shard.size}"
-
-    def _shards(self) -> list[_Shard]:
-        """All that are there and complete."""
-        found = []
-        for folder in Path(self.folder).glob("iteration-*"):
-            with suppress(OSError):  # another worker has just removed it
-                names = [f"{folder.name}/{name}" for name in os.listdir(folder)]
-                matches = filter(None, map(_NAME.fullmatch, names))
-                found += [_Shard(*map(int, match.groups())) for match in matches]
-        return found
+        return Path(self.folder) / f"iteration-{shard.iteration:08d}" / shard.name
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Each worker reads and writes by itself, which torch warns of."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+class _Files:
+    """The files of one generation that a worker reads: its own, or those of all."""
 
+    def __init__(self, checkpoint: Checkpoint, iteration: int, size: int, space: Space) -> None:
+        self._checkpoint, self._space = checkpoint, space
+        self._iteration, self._size = iteration, size
+        self._files: list[TensorFile] = []
+        self._notes: list[Notes] = []
+        self._stays = False
 
-def _together(folders: Sequence[Path]) -> Any:
-    """A reader of checkpoints that several workers wrote, each of its own shards, as of one."""
-    from torch.distributed.checkpoint import FileSystemReader, Metadata
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    def open(self) -> str:
+        """Read the notes; what is wrong with a file, empty if nothing is.
 
-    class Together(FileSystemReader):
-        def read_metadata(self, *args: Any, **settings: Any) -> Metadata:
-            found = Metadata({}, storage_data={})
-            # What several hold, as copies of a part, is read from the first.
-            for folder in folders:
-                one = FileSystemReader(folder).read_metadata()
-                for name, entry in one.state_dict_metadata.items():
-                    known = found.state_dict_metadata.setdefault(name, entry)
-                    if known is not entry and isinstance(known, TensorStorageMetadata):
-                        known.chunks += entry.chunks  # type: ignore[union-attr]
-                for index, info in one.storage_data.items():
-                    path = f"{folder.name}/{info.relative_path}"
-                    found.storage_data.setdefault(index, replace(info, relative_path=path))
-            return found
-
-    return Together(folders[0].parent)
-
-
-def _parts(layout: Layout, values: Values) -> dict[str, Part]:
-    """Tensors that lie as the image does, as shards; those without numbers are of other workers."""
-    box = layout.box() or ()
-    return {
-        name: Part(
-            value,
-            (*layout.shape, *value.shape[len(box) :]),
-            (*(start for start, _ in box), *(0,) * (value.dim() - len(box))),
+        All workers come here, and exchange how the image lay and lies.
+        """
+        space, problem = self._space, ""
+        if self._size == space.workers.size:
+            problem = self._opened([_place(space)])
+        else:
+            problem = self._opened(range(self._size))
+        is_same = (
+            self._size == space.workers.size
+            and not problem
+            and self._notes[0].layout == space.layout.identity
         )
-        for name, value in values.items()
-        if value.numel()
-    }
+        self._stays = not any(space.agree([not is_same]))
+        if problem or self._stays or self._size != space.workers.size:
+            return problem
+        problem = self._opened(range(self._size))
+        others = " (the image lay in other parts: every worker reads all files)"
+        return problem and problem + others
+
+    def _opened(self, places: Iterable[int]) -> str:
+        self._files, self._notes = [], []
+        for place in places:
+            path = self._checkpoint._path(_Shard(self._iteration, place, self._size))
+            try:
+                file = TensorFile(path)
+                if not file.is_checked or file.notes.get(_MARK) != _FORM:
+                    raise ValueError(f"{path} is no checkpoint of a solver, or of another version")
+                notes = decode(encoded_bytes(file.read(_NOTES)))
+                if not isinstance(notes, Notes):
+                    raise ValueError(f"{path} has no notes of a solver")
+                notes.check()
+                for name, (_, _, dtype) in notes.parts.items():
+                    if f".{name}" not in file.entries or file.entries[f".{name}"].dtype != dtype:
+                        raise ValueError(f"{path} lacks the values of {name!r}")
+            except OSError as error:
+                return f"{path}: {error.strerror or error}"
+            except ValueError as error:
+                return str(error) if str(path) in str(error) else f"{path}: {error}"
+            self._files.append(file)
+            self._notes.append(notes)
+        return ""
+
+    @property
+    def _first(self) -> Notes:
+        """Those of the first worker that held a part."""
+        return next((each for each in self._notes if each.parts), self._notes[0])
+
+    def check_kind(self, kind: dict[str, str], problem: dict[str, str]) -> None:
+        """Raise ValueError on all workers if the files are of another problem."""
+        notes, space = self._first, self._space
+        was = dict(notes.kind)
+        if self._stays:
+            kind, was = {**kind, **problem}, {**was, **notes.problem}
+        differ = [name for name in kind if was.get(name) != kind[name]]
+        told = "; ".join(f"{name} was {was.get(name)} and is {kind[name]}" for name in differ)
+        self._checkpoint._tell(
+            told,
+            "is of another problem: on worker {worker}, {told}; take another folder, or "
+            "resume=False",
+            space,
+        )
+
+    def values(self, method: Method, start: Values) -> tuple[Values, str]:
+        """The values on this worker, and what is wrong with a file, the same text on all."""
+        notes, space, problem = self._first, self._space, ""
+        layout, room = space.layout, dict[str, Tensor]()
+        try:
+            for name, (_, more, dtype) in notes.parts.items():
+                if layout.partition.active:
+                    room[name] = self._part(name, more, dtype)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        problem = self._checkpoint._first_told(problem, space)
+        if problem:
+            return {}, problem
+        others = notes.others if self._stays else _numbers(notes, start, room)
+        values = _copied({**others, **room}, start["x"].device)
+        if set(start) - set(values):
+            values = method.complete(values, space)
+        if set(values) != set(start):
+            raise ValueError(
+                f"the checkpoint in {self._checkpoint.folder} is of other parts of the image, to "
+                f"which {sorted(set(start) - set(values))} of {method.name} cannot be converted; "
+                f"run on as many workers with the same partition, implement `complete` in the "
+                f"method, or use another folder"
+            )
+        return values, ""
+
+    def resumed(self, start: Values) -> History:
+        """The history; torch's random numbers go on as they would have."""
+        notes = self._first
+        torch.set_rng_state(notes.random["cpu"])
+        if start["x"].is_cuda and "cuda" in notes.random:
+            torch.cuda.set_rng_state(notes.random["cuda"], start["x"].device)
+        return History(notes.history)
+
+    def _part(self, name: str, more: Shape, dtype: torch.dtype) -> Tensor:
+        """This worker's part of a value, from the files that have something of it."""
+        layout = self._space.layout
+        whole = *layout.local_shape, *more
+        if self._stays:
+            tensor = self._files[0].read(f".{name}")
+            if tuple(tensor.shape) != whole:
+                raise ValueError(f"{self._files[0].path}: {name!r} has the shape {tensor.shape}")
+            return tensor
+        box = layout.box() or ()
+        room = torch.empty(whole, dtype=dtype)
+        covered = torch.zeros(layout.local_shape, dtype=torch.bool)
+        for file, notes in zip(self._files, self._notes, strict=True):
+            start = notes.parts[name][0] if name in notes.parts else None
+            if start is None or covered.all():
+                continue
+            shape = file.entries[f".{name}"].shape
+            if len(start) != len(box) or len(shape) != len(whole) or shape[len(box) :] != more:
+                raise ValueError(f"{file.path}: {name!r} has the shape {shape}")
+            lengths = shape[: len(box)]
+            there = [  # as indices of the whole image
+                (max(a, s), max(a, s, min(b, s + n)))
+                for (a, b), s, n in zip(box, start, lengths, strict=True)
+            ]
+            if any(a >= b for a, b in there):
+                continue
+            theirs = [(a - s, b - s) for (a, b), s in zip(there, start, strict=True)]
+            mine = [slice(a - s, b - s) for (a, b), (s, _) in zip(there, box, strict=True)]
+            room[tuple(mine)] = file.read(f".{name}", [*theirs, *((0, n) for n in more)])
+            covered[tuple(mine)] = True
+        if not covered.all():
+            folder = self._files[0].path.parent
+            raise ValueError(f"the files in {folder} do not have all of {name!r}")
+        return room
 
 
-def _numbers(notes: _Notes, start: Values, room: Values) -> Values:
+def encoded_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a tensor of bytes; ValueError if it is another one."""
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        raise ValueError("its notes are no bytes")
+    return tensor.numpy().tobytes()
+
+
+def _place(space: Space) -> int:
+    """The number of this worker among those that solve."""
+    assert space.workers.rank is not None
+    return space.workers.rank
+
+
+def _numbers(notes: Notes, start: Values, room: Values) -> Values:
     """Of the other values those that are numbers, and on a worker without a part, its start.
 
     What is no number lies as it did on a worker of before: `Method.complete` makes it.
     """
-    found = {name: start[name] for name in notes.shards if name not in room}
+    found = {name: start[name] for name in notes.parts if name not in room and name in start}
     for name, each in notes.others.items():
         is_number = each.dim() == 0 if isinstance(each, Tensor) else not isinstance(each, list)
         if is_number:
@@ -332,6 +528,56 @@ def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:
         "the dtype": str(values["x"].dtype),
         "what is kept": ", ".join(sorted(values)),
     }
+
+
+def _problem(method: Method) -> dict[str, str]:
+    """The kinds of a method's operators, and a checksum of their numbers, as measurements.
+
+    What a user may well change for the rest of a run is no part of it: steps, and functions.
+    """
+    kinds: list[str] = []
+    sums: list[int] = []
+    seen: set[int] = set()
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                sums.append(zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode()))
+                sums.append(checksum_of([value]))
+        elif isinstance(value, list | tuple):
+            for each in value:
+                look(each, depth)
+        elif id(value) not in seen and depth < _DEPTH and _is_object(value):
+            seen.add(id(value))
+            kinds.append(type(value).__name__)
+            if isinstance(value, torch.nn.Module):
+                for each in value.state_dict(keep_vars=True).values():
+                    look(each, depth)
+            else:
+                for _, each in sorted(_public(value).items()):
+                    look(each, depth + 1)
+
+    for each in _public(method).values():
+        look(each, 1)
+    numbers = zlib.crc32(encode(sums))
+    return {
+        "the list of operators": ", ".join(kinds) or "empty",
+        "the checksum of measurements and operators": f"{numbers:08x}",
+    }
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it may hold numbers of the problem: no function, nor what says where things lie."""
+    if isinstance(value, torch.nn.Module):
+        return True
+    where = type(value).__module__
+    known = ("tessel.core", "tessel.transport", "tessel.imaging.context", "torch", "builtins")
+    return hasattr(value, "__dict__") and not where.startswith((*known, "functools"))
+
+
+def _public(value: Any) -> dict[str, Any]:
+    """What an object holds, but for what it has worked out for itself."""
+    return {name: each for name, each in vars(value).items() if not name.startswith("_")}
 
 
 def _copied(value: Any, device: torch.device) -> Any:

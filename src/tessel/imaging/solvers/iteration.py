@@ -141,8 +141,11 @@ def solve(
         while reason is None and done < max_iterations:
             values, numbers = _iterated(method, values, done, space)
             done += 1
-            if measures:
-                numbers |= _measured(measures, values["x"])
+            for name, metric in measures.items():
+                with torch.no_grad():
+                    found = metric(values["x"].detach())
+                # Of a loss that has a number for each image of the batch, the sum.
+                numbers[name] = float(found.sum() if isinstance(found, Tensor) else found)
             history.append(numbers)
             if each is not None:
                 each(done, values["x"])
@@ -182,13 +185,6 @@ def _iterated(
     return values, numbers
 
 
-@torch.no_grad()
-def _measured(metrics: Mapping[str, Metric], x: Tensor) -> dict[str, float]:
-    """The numbers of the metrics; of a loss with a number for each image, the sum."""
-    found = {name: metric(x.detach()) for name, metric in metrics.items()}
-    return {n: float(v.sum() if isinstance(v, Tensor) else v) for n, v in found.items()}
-
-
 def _reason(criteria: Sequence[Criterion], history: History, space: Space) -> str | None:
     """The criterion that is met, as all workers see it."""
     if not criteria or not history.iterations:
@@ -203,11 +199,11 @@ def _check_start(x: Tensor, space: Space) -> None:
     for worker, (shape, dtype) in tell(space.workers, (tuple(x.shape), x.dtype)).items():
         if shape != space.layout.shape_on(worker):
             raise ValueError(
-                f"solve: worker {worker} starts from a tensor of shape {shape}, and its part of "
-                f"{space.layout} has {space.layout.shape_on(worker)}"
+                f"solve: expected a start of shape {space.layout.shape_on(worker)} on worker "
+                f"{worker}, its part of {space.layout}, got {shape}"
             )
         if not dtype.is_floating_point and not dtype.is_complex:
             raise ValueError(
-                f"solve: worker {worker} starts from numbers of {dtype}; floating point numbers "
-                f"are needed"
+                f"solve: expected a start of floating point or complex numbers, got {dtype} on "
+                f"worker {worker}"
             )

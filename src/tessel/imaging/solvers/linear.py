@@ -110,6 +110,7 @@ class CGLS(Method):
         x, rest, along, square = (values[name] for name in ("x", "rest", "along", "square"))
         image = self.physics.A(along)
         # ‖A p‖² over all measurements, of which a distributed physics has each on one worker.
+        # By the anchor, one without measurements takes part in the backward pass of the sum, too.
         share = depending_on(x.real.new_zeros(()), anchor_of(image))
         for part in [image] if isinstance(image, Tensor) else list(image):
             share = share + torch.vdot(part.reshape(-1), part.reshape(-1)).real

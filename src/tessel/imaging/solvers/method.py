@@ -56,7 +56,7 @@ class Space:
         if isinstance(start, DistributedSignal):
             space = cls(start.layout, start.ctx.partition, differentiable)
         elif not isinstance(start, Tensor):
-            raise TypeError(f"a tensor or a DistributedSignal is needed, got {start!r}")
+            raise TypeError(f"expected a tensor or a DistributedSignal, got {start!r}")
         elif layout is None and world().size > 1:
             raise ValueError(
                 f"a tensor does not say how it lies on {world().size} workers; pass "
@@ -80,6 +80,8 @@ class Space:
     def inners(self, *pairs: Pair) -> Tensor:
         """Several inner products in one exchange, as one tensor."""
         if self.differentiable:
+            # One shared number, of which each part of the image uses a copy: the gradients of all
+            # uses are summed.
             shares = torch.stack([_real_inner(a, b) for a, b in pairs])
             return self._own(total(shares, self.layout.partition, self.layout.shared))
         return self.numbers(*pairs)

@@ -87,7 +87,7 @@ class RED(GradientDescent):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prior is None:
-            raise ValueError("RED: a prior with `prox`, the denoiser, is needed, got None")
+            raise ValueError("RED: expected a prior with `prox`, the denoiser, got None")
 
     def prior_gradient(self, x: Tensor, iteration: int) -> Tensor:
         """What the denoiser takes away."""
@@ -190,5 +190,5 @@ class FISTA(PGD):
 
     def iterate(self, values: Values, iteration: int, space: Space) -> Values:
         x = self.descend(values["ahead"], iteration)
-        momentum = iteration / (iteration + 1 + self.inertia)
+        momentum = iteration / (iteration + 1 + self.inertia)  # k = iteration + 1, from 1 on
         return {"x": x, "ahead": x + momentum * (x - values["x"])}

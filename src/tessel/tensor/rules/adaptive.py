@@ -25,8 +25,9 @@ from tessel.core.move import Move
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import AdaptiveWindow, reads
 from tessel.tensor.rules.pools import global_places
+from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import Arguments, Settings, made, opened, rule, to_keep
-from tessel.tensor.windowed import ReceptiveFields, Windowed, leading, outline
+from tessel.tensor.windowed import ReceptiveFields, Windowed, hashable, leading, outline
 from tessel.transport import kept_in_job
 
 Sizes = int | None | tuple[int | None, ...]
@@ -46,7 +47,7 @@ def average_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     """The mean of each window."""
     x, layout = opened(args[0])
     num_dims = int(name[-2])
-    sizes = _sizes(*args[1:], **kwargs)
+    sizes = hashable(argument(args, kwargs, 1, "output_size"))
     shape = _pooled_shape(_AVERAGES[num_dims - 1], layout.shape, x.dtype, sizes)
     return made(*average(x, layout, shape, num_dims))
 
@@ -61,7 +62,7 @@ def maximum_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     num_dims = int(name[len("adaptive_max_pool")])
     given = dict(zip(("output_size", "return_indices"), args[1:], strict=False)) | kwargs
     with_places = name.endswith("_with_indices") or given.get("return_indices", False)
-    sizes = _sizes(given["output_size"])
+    sizes = hashable(given["output_size"])
     pool = _MAXIMA[num_dims - 1]
     shape = _pooled_shape(pool, layout.shape, x.dtype, sizes)
     way = best_way(layout, shape, num_dims, (x.element_size(), _INDEX_BYTES))
@@ -71,15 +72,10 @@ def maximum_pool(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     else:
         values, places = _maximum(x, way, with_places)
     if any(way.partial):
-        values, places = _largest(*way.stack.gather(values, places), way.stack)
+        values, places = way.stack.largest(values, places)
     if not with_places:
         return made(values, way.target)
     return made(values, way.target), made(places, way.target)
-
-
-def _sizes(output_size: Any) -> Any:
-    """The argument as something that can be hashed."""
-    return tuple(output_size) if isinstance(output_size, list) else output_size
 
 
 @lru_cache(maxsize=1024)
@@ -465,9 +461,6 @@ class Stack:
     def move(self) -> Move:
         return Move(self.source, self.target)
 
-    def gather(self, values: Tensor, places: Tensor) -> Maxima:
-        return self.move.apply(values), self.move.apply(places)
-
     @cached_property
     def tables(self) -> tuple[tuple[Numbers, int] | None, ...]:
         """For each dimension, where in what was gathered the parts of each output lie.
@@ -495,6 +488,23 @@ class Stack:
                 x = x.unflatten(dim, (-1, most)).movedim(dim + 1, -1)
         return x.flatten(len(self.tables))
 
+    def largest(self, values: Tensor, places: Tensor) -> Maxima:
+        """Of the parts of each output, the one that torch would take of the whole window.
+
+        That is the first of equal values, and the last of those that are not a number.
+        """
+        values, places = self.move.apply(values), self.move.apply(places)
+        shape = self.outputs.local_shape
+        if not math.prod(shape):
+            return anchored_zeros(shape, values), places.new_empty(shape)
+        values, places = self.side_by_side(values), self.side_by_side(places)
+        with torch.no_grad():
+            missing = values.isnan()
+            first = places.where(values == values.amax(-1, keepdim=True), _MANY).argmin(-1, True)
+            last = places.where(missing, -1).argmax(-1, True)
+            winner = last.where(missing.any(-1, keepdim=True), first)
+        return values.gather(-1, winner).squeeze(-1), places.gather(-1, winner).squeeze(-1)
+
 
 def _positions(parts: Cut, outputs: Interval) -> list[list[int]]:
     """Where the parts of each output are when all parts are put one behind the other."""
@@ -504,20 +514,3 @@ def _positions(parts: Cut, outputs: Interval) -> list[list[int]]:
         [begin + output - start for (start, stop), (begin, _) in laid if start <= output < stop]
         for output in range(*outputs)
     ]
-
-
-def _largest(values: Tensor, places: Tensor, stack: Stack) -> Maxima:
-    """Of the parts of each output, the one that torch would take of the whole window.
-
-    That is the first of equal values, and the last of those that are not a number.
-    """
-    shape = stack.outputs.local_shape
-    if not math.prod(shape):
-        return anchored_zeros(shape, values), places.new_empty(shape)
-    values, places = map(stack.side_by_side, (values, places))
-    with torch.no_grad():
-        missing = values.isnan()
-        first = places.where(values == values.amax(-1, keepdim=True), _MANY).argmin(-1, True)
-        last = places.where(missing, -1).argmax(-1, True)
-        winner = last.where(missing.any(-1, keepdim=True), first)
-    return values.gather(-1, winner).squeeze(-1), places.gather(-1, winner).squeeze(-1)

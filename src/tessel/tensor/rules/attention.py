@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from inspect import signature
 from string import ascii_lowercase
 from typing import Any
 
@@ -19,7 +18,7 @@ from tessel.core.layout import Layout
 from tessel.tensor.rules.batched import applied, check_partition
 from tessel.tensor.rules.hosting import hosted, split_like
 from tessel.tensor.rules.products import planned
-from tessel.tensor.table import Arguments, Settings, gathered, made, outlines, rule
+from tessel.tensor.table import Arguments, Settings, arguments_of, gathered, made, outlines, rule
 from tessel.tensor.tensor import Tensor
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -44,8 +43,14 @@ def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             repeated.append(each.repeat_interleave(times, -3))
         return func(q, *repeated, mask, **{**given, "enable_gqa": False})
     found = outlines(partial(_attended, func, given, causal), operands, {})
-    if given.get("dropout_p", 0.0) > 0:
-        return _with_dropout(q, k, v, mask, given)
+    if given.get("dropout_p", 0.0) > 0:  # torch's dropout of the weights, which all draw alike
+        scale = given.get("scale")
+        weights = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.mT
+        mask = causal_mask((0, q.shape[-2]), k.shape[-2], q.device) if causal else mask
+        if mask is not None:
+            is_bool = mask.dtype == torch.bool
+            weights = weights.masked_fill(~mask, -math.inf) if is_bool else weights + mask
+        return F.dropout(weights.softmax(-1), given["dropout_p"]) @ v
     plan = _planned(name, operands)
     box = plan.inputs[0].box()
     assert box is not None
@@ -103,21 +108,6 @@ def _planned(name: str, operands: tuple[torch.Tensor, ...]) -> Any:
     return planned(partition, indices, batch + "XV", shapes, tuple(layouts))
 
 
-def _with_dropout(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, given: Settings
-) -> torch.Tensor:
-    """The same with dropout of the weights, which all layouts draw alike."""
-    scale = given.get("scale")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    weights = (q * scale) @ k.transpose(-2, -1)
-    if given.get("is_causal", False):
-        mask = causal_mask((0, q.shape[-2]), k.shape[-2], q.device)
-    if mask is not None:
-        is_bool = mask.dtype == torch.bool
-        weights = weights.masked_fill(~mask, -math.inf) if is_bool else weights + mask
-    return F.dropout(weights.softmax(-1), given["dropout_p"]) @ v
-
-
 @rule("_nested_tensor_from_mask_left_aligned")
 def is_left_aligned(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
     """Whether padding may be left out, as `torch.nn.TransformerEncoder` asks: spread, it stays."""
@@ -133,9 +123,7 @@ def multi_head_attention(name: str, func: Any, args: Arguments, kwargs: Settings
 
     Torch merges them into one, which would make a split batch whole.
     """
-    bound = signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given: Settings = dict(bound.arguments)
+    given = arguments_of(name, func, args, kwargs)
     q, k, v = given["query"], given["key"], given["value"]
     padding, mask = given["key_padding_mask"], given["attn_mask"]
     check: Any = F._mha_shape_check  # type: ignore[attr-defined]
@@ -143,17 +131,7 @@ def multi_head_attention(name: str, func: Any, args: Arguments, kwargs: Settings
     if not is_batched:
         q, k, v = (each.unsqueeze(1) for each in (q, k, v))
         padding = None if padding is None else padding.unsqueeze(0)
-    _check_attention(q, k, v, mask, given)
-    found, weights = _heads_attended(q, k, v, padding, mask, given)
-    if is_batched:
-        return found, weights
-    return found.squeeze(1), None if weights is None else weights.squeeze(0)
-
-
-def _check_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, given: Settings
-) -> None:
-    """Torch's conditions on the shapes."""
+    # torch's conditions on the shapes
     width, heads = q.shape[-1], given["num_heads"]
     if width != given["embed_dim_to_check"]:
         expected = given["embed_dim_to_check"]
@@ -171,6 +149,10 @@ def _check_attention(
         raise RuntimeError(
             f"The shape of the attn_mask is {tuple(mask.shape)}, but should be {expected}."
         )
+    found, weights = _heads_attended(q, k, v, padding, mask, given)
+    if is_batched:
+        return found, weights
+    return found.squeeze(1), None if weights is None else weights.squeeze(0)
 
 
 def _heads_attended(q: Any, k: Any, v: Any, padding: Any, mask: Any, given: Settings) -> Any:

@@ -1,11 +1,18 @@
-"""Convolutions: each worker fetches what its outputs read, and torch convolves that."""
+"""Convolutions: each worker fetches what its outputs read, and torch convolves that.
+
+A convolution is a product of inputs and weights, summed over the channels of the input, whose
+indices of space are read through windows. So with a weight in blocks it is planned as products are:
+each index is split as in the largest operand that has it, and what is summed over a split index is
+added by one movement.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F  # noqa: N812
@@ -17,10 +24,12 @@ from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, Mirrored, ReceptiveField, Window
 from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
-from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
-from tessel.tensor.rules.spread_weights import convolve_with
-from tessel.tensor.table import Arguments, Settings, rule
-from tessel.tensor.windowed import Windowed, outline, tuple_of
+from tessel.tensor.rules.products import Contraction, bias_of, operand, summed
+from tessel.tensor.rules.products import planned as planned_product
+from tessel.tensor.table import Arguments, Settings, check_dtypes, is_whole, rule, whole_part
+from tessel.tensor.tensor import Tensor as SpreadTensor
+from tessel.tensor.tensor import made, opened
+from tessel.tensor.windowed import Windowed, hashable, outline, tuple_of
 from tessel.transport import kept_in_job
 
 Numbers = tuple[int, ...]
@@ -34,14 +43,99 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
     layout = args[0]._layout
     weight, bias = given.pop("weight"), given.pop("bias", None)
-    settings = settings_of(
-        tuple(weight.shape), **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    )
+    sizes = {key: hashable(value) for key, value in given.items()}
+    settings = settings_of(tuple(weight.shape), **sizes)
     shape = convolved(layout.shape, settings)
     return convolve_with(weight, bias, args[0], shape, convolve_parts, settings)
 
 
 _ARGUMENTS = ("weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+@kept_in_job
+def _blocks_planned(
+    x: Layout, weight: Layout, shape: Shape, groups: int, outputs_first: bool
+) -> Contraction | None:
+    """How a convolution is computed in blocks; None where each worker takes all of the weight.
+
+    Args:
+        x: how the input lies.
+        weight: how the weight lies.
+        shape: of the whole output.
+        groups: of channels.
+        outputs_first: whether the weight is (outputs, inputs, *kernel), or the inputs come first.
+    """
+    if x.partition != weight.partition:
+        return None
+    num_dims = len(weight.shape) - 2
+    channel = len(shape) - num_dims - 1
+    inputs = "Z"
+    weight = weight.gathered(range(2, len(weight.shape)))  # windows need all of a kernel
+    if groups > 1:
+        size = weight.shape[0] // groups
+        ends = [end for interval in weight.cuts[0].intervals for end in interval]
+        if not outputs_first or any(end % size for end in ends):  # a block has parts of groups
+            return None
+        # Outputs read the inputs of their groups: those are no index of the weight.
+        x, weight, inputs = x.gathered([channel]), weight.gathered([1]), "G"
+    lengths = (*x.shape[: channel + 1], *shape[channel + 1 :])
+    cuts = (*x.cuts[: channel + 1], *x.resized(lengths).cuts[channel + 1 :])
+    lead, space = ascii_lowercase[:channel], ascii_lowercase[channel : channel + num_dims]
+    kernel = ascii_lowercase[-num_dims:]
+    plan = planned_product(
+        x.partition,
+        (lead + inputs + space, ("YZ" if outputs_first else "ZY") + kernel),
+        lead + "Y" + space,
+        (lengths, weight.shape),
+        (Layout(x.partition, lengths, cuts, x.shared), weight),
+    )
+    splits = any(map(plan.inputs[1].is_split, range(2)))
+    return plan if splits else None  # none of its axes is free: x keeps them for space and batch
+
+
+def convolve_with(
+    weight: Tensor,
+    bias: Tensor | None,
+    x: SpreadTensor,
+    shape: Shape,
+    convolve_parts: Callable[..., tuple[Tensor, Layout]],
+    settings: Any,
+    outputs_first: bool = True,
+) -> SpreadTensor:
+    """What the rule of a convolution gives: with a weight in blocks where they lie, else with all.
+
+    Args:
+        weight: spread or plain.
+        bias: the same.
+        x: the input.
+        shape: of the whole output.
+        convolve_parts: computes this worker's part, or with a plan its term of a sum.
+        settings: of the convolution.
+        outputs_first: whether the weight is (outputs, inputs, *kernel), or the inputs come first.
+    """
+    part, layout = opened(x)
+    plan = None
+    if isinstance(weight, SpreadTensor) and not is_whole(weight._layout):
+        plan = _blocks_planned(layout, weight._layout, shape, settings.groups, outputs_first)
+    outputs = settings.channels.outputs
+    if bias is not None and tuple(bias.shape) != (outputs,):  # of which a worker may see a part
+        raise RuntimeError(
+            f"Given weight of size {list(weight.shape)}, expected bias to be 1-dimensional with "
+            f"{outputs} elements, but got bias of size {list(bias.shape)} instead"
+        )
+    if plan is None:
+        parameters = (
+            whole_part(each, layout) if isinstance(each, SpreadTensor) else each
+            for each in (weight, bias)
+        )
+        return made(*convolve_parts(part, layout, *parameters, settings))
+    if bias is None or plan.terms is plan.result:
+        return summed(convolve_parts(part, layout, weight, bias, settings, plan)[0], plan)
+    # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
+    y = summed(convolve_parts(part, layout, weight, None, settings, plan)[0], plan)
+    found = y + bias.reshape(-1, *[1] * settings.num_dims).to(y.dtype)
+    assert isinstance(found, SpreadTensor)
+    return found
 
 
 def check_numbers(
@@ -215,10 +309,19 @@ def convolve_parts(
     """
     check_dtypes(x, weight, bias)
     if plan is not None:
-        return _in_blocks(x, layout, weight, bias, settings, plan), plan.terms
+        own, terms = operand(weight, plan.inputs[1]), plan.terms
+        added = None if bias is None else bias_of(bias, terms, -settings.num_dims - 1)
+        # Outputs of groups read the inputs of theirs; else the plan says where the inputs meet.
+        in_groups = settings.groups > 1
+        read_by = terms if in_groups else plan.inputs[0]
+        there = planned(layout, read_by, settings.channels if in_groups else None, settings)
+        part = there.fetch(x)
+        if terms.is_outside:
+            return anchored_zeros((0,), part, own, added), terms
+        return of_read(part, own, added, there.padding, terms, settings, in_blocks=True), terms
     # numbers that tests change: what is kept of a layout must follow them
     strips = overlapped_convolution
-    way = _way(layout, settings, strips.LEAST_VALUES, strips.LEAST_RATIO, strips.LARGEST_SHARE)
+    way = _Way.of(layout, settings, strips.LEAST_VALUES, strips.LEAST_RATIO, strips.LARGEST_SHARE)
     target, reads = way.target, way.reads
     weight, bias = used(weight, layout), used(bias, layout)
     if layout.is_outside:
@@ -249,48 +352,29 @@ class _Way:
     reads: ConvolutionPlan | None
     strips: overlapped_convolution.Stripped | None
 
-
-@kept_in_job
-def _way(
-    layout: Layout,
-    settings: ConvolutionSettings,
-    least_values: int,
-    least_ratio: int,
-    largest_share: float,
-) -> _Way:
-    shape = convolved(layout.shape, settings)
-    target = layout.resized(shape)
-    channel = len(shape) - settings.num_dims - 1
-    only_batch = not any(map(layout.is_split, range(channel, len(shape))))
-    if layout.is_outside or (only_batch and layout.cuts[0] == target.cuts[0]):
-        return _Way(target, None, None)
-    strips = None
-    if settings.mode == "zeros" and all(before == after for before, after in settings.widths):
-        windows = settings.windows(tuple(before for before, _ in settings.widths))
-        least = least_values and max(least_values, least_ratio * prod(settings.weight))
-        strips = overlapped_convolution.stripped(layout, target, windows, least, largest_share)
-    return _Way(target, planned(layout, target, settings.channels, settings), strips)
-
-
-def _in_blocks(
-    x: Tensor,
-    layout: Layout,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: ConvolutionSettings,
-    plan: Contraction,
-) -> Tensor:
-    """This worker's part of the result, or a term of the sum that it is, by its block."""
-    own = operand(weight, plan.inputs[1])
-    added = None if bias is None else bias_of(bias, plan.terms, -settings.num_dims - 1)
-    if settings.groups > 1:
-        reads = planned(layout, plan.terms, settings.channels, settings)
-    else:
-        reads = planned(layout, plan.inputs[0], None, settings)
-    part = reads.fetch(x)
-    if plan.terms.is_outside:
-        return anchored_zeros((0,), part, own, added)
-    return of_read(part, own, added, reads.padding, plan.terms, settings, in_blocks=True)
+    @staticmethod
+    @kept_in_job
+    def of(
+        layout: Layout,
+        settings: ConvolutionSettings,
+        least_values: int,
+        least_ratio: int,
+        largest_share: float,
+    ) -> _Way:
+        shape = convolved(layout.shape, settings)
+        target = layout.resized(shape)
+        channel = len(shape) - settings.num_dims - 1
+        only_batch = not any(map(layout.is_split, range(channel, len(shape))))
+        if layout.is_outside or (only_batch and layout.cuts[0] == target.cuts[0]):
+            return _Way(target, None, None)
+        strips = None
+        if settings.mode == "zeros" and all(before == after for before, after in settings.widths):
+            windows = settings.windows(tuple(before for before, _ in settings.widths))
+            # The gradient of the weight is summed over the part and its strips, so a part has to
+            # be large beside the weight. With a least of 0, as in tests, strips are always taken.
+            least = least_values and max(least_values, least_ratio * prod(settings.weight))
+            strips = overlapped_convolution.stripped(layout, target, windows, least, largest_share)
+        return _Way(target, planned(layout, target, settings.channels, settings), strips)
 
 
 def _convolved(
@@ -327,26 +411,20 @@ def _by_strips(
 
     def of_strip(strip: Tensor, padding: Numbers, dim: int, taps: Interval) -> Tensor:
         some = weight.narrow(dim, taps[0], taps[1] - taps[0])
-        if settings.num_dims > 1 and strip.shape[dim] == some.shape[dim] == 1:
-            return _convolve_flat(strip, some, padding, dim, settings)
-        return _convolved(strip, some, None, padding, settings)
+        if settings.num_dims == 1 or strip.shape[dim] > 1 or some.shape[dim] > 1:
+            return _convolved(strip, some, None, padding, settings)
+        # one layer with one layer of the kernel: quicker with a dimension less
+        place = settings.num_dims + dim
+        stride, padding, dilation = (
+            (*each[:place], *each[place + 1 :])
+            for each in (settings.stride, padding, settings.dilation)
+        )
+        flat = strip.squeeze(dim), some.squeeze(dim)
+        convolve = _CONVOLUTIONS[settings.num_dims - 2]
+        y: Tensor = convolve(*flat, None, stride, padding, dilation, settings.groups)
+        return y.unsqueeze(dim)
 
     return plan.apply(x, of_part, of_strip)
-
-
-def _convolve_flat(
-    x: Tensor, weight: Tensor, padding: Numbers, dim: int, settings: ConvolutionSettings
-) -> Tensor:
-    """The convolution of one layer with one: quicker with a dimension less."""
-    place = settings.num_dims + dim
-    stride, padding, dilation = (
-        (*each[:place], *each[place + 1 :])
-        for each in (settings.stride, padding, settings.dilation)
-    )
-    convolve = _CONVOLUTIONS[settings.num_dims - 2]
-    flat = x.squeeze(dim), weight.squeeze(dim)
-    y: Tensor = convolve(*flat, None, stride, padding, dilation, settings.groups)
-    return y.unsqueeze(dim)
 
 
 def of_read(
@@ -373,7 +451,7 @@ def of_read(
     if 0 in target.local_shape or 0 in x.shape:  # outputs that read no inputs
         y = anchored_zeros(target.local_shape, x, weight, bias)
         return y if bias is None or 0 in y.shape else y + bias.reshape(-1, *[1] * D)
-    own = _own_channels(target, settings)
+    own = _Channels.of(target, settings)
     if not in_blocks and own.groups < settings.groups:
         weight, bias = weight[own.rows], None if bias is None else bias[own.rows]
     y = _convolved(x, weight, bias, padding, settings, own.groups)
@@ -397,12 +475,12 @@ class _Channels(NamedTuple):
     groups: int
     rows: slice
 
-
-@kept_in_job
-def _own_channels(target: Layout, settings: ConvolutionSettings) -> _Channels:
-    box = target.box()
-    assert box is not None
-    start, stop = box[-settings.num_dims - 1]
-    size = settings.channels.size
-    first, last = settings.channels.touched((start, stop))
-    return _Channels(start, stop - start, last - first, slice(first * size, last * size))
+    @staticmethod
+    @kept_in_job
+    def of(target: Layout, settings: ConvolutionSettings) -> _Channels:
+        box = target.box()
+        assert box is not None
+        start, stop = box[-settings.num_dims - 1]
+        size = settings.channels.size
+        first, last = settings.channels.touched((start, stop))
+        return _Channels(start, stop - start, last - first, slice(first * size, last * size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut
 from tessel.tensor.rules.hosting import hosted
 from tessel.tensor.rules.pointwise import changed, check_change
 from tessel.tensor.rules.reductions import argument
@@ -16,12 +16,12 @@ from tessel.tensor.table import (
     made,
     moved,
     note_view,
+    of_cuts,
     opened,
     outlines,
     rule,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.transport import kept_in_job
 
 
 @rule("tril", "triu", "tril_", "triu_")
@@ -62,24 +62,14 @@ def diagonal(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     part, box = moved(x, there), there.box()
     assert box is not None
     y = computed(lambda z: z.diagonal(offset + box[rows][0], rows, columns), part)
-    target = _without_columns(there, rows, columns, shape[-1], max(0, -offset))
-    return note_view(made(y, target), x, copied=there is not layout or name == "diag")
-
-
-@kept_in_job
-def _without_columns(layout: Layout, rows: int, columns: int, length: int, first: int) -> Layout:
-    """The layout of a diagonal that begins in row `first`, as the last dimension."""
-    kept = [dim for dim in range(len(layout.shape)) if dim not in (rows, columns)]
-    cut = layout.cuts[rows]
+    # The diagonal is the last dimension, and lies as the rows do, from the one that it begins in.
+    cut, first, length = there.cuts[rows], max(0, -offset), shape[-1]
     entries = tuple(
         (min(max(a - first, 0), length), min(max(b - first, 0), length)) for a, b in cut.intervals
     )
-    return replace(
-        layout,
-        shape=(*(layout.shape[dim] for dim in kept), length),
-        cuts=(*(layout.cuts[dim] for dim in kept), Cut(cut.axes, entries)),
-        shared=tuple(sorted({*layout.shared, *layout.cuts[columns].axes})),
-    )
+    kept = [each for dim, each in enumerate(there.cuts) if dim not in (rows, columns)]
+    target = of_cuts(there.partition, shape, (*kept, Cut(cut.axes, entries)))
+    return note_view(made(y, target), x, copied=there is not layout or name == "diag")
 
 
 @rule("diag_embed")

@@ -12,14 +12,14 @@ import torch.nn.functional as F  # noqa: N812
 from tessel.core.layout import Cut
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.batched import batched, holds_anywhere, part_of, whole_of
-from tessel.tensor.rules.losses import arguments_of
 from tessel.tensor.rules.pointwise import pointwise
-from tessel.tensor.rules.products import multiply, planned
+from tessel.tensor.rules.products import contraction_of, operand, summed
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.rules.split_tables import EmbeddingOptions, look_up
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    arguments_of,
     as_spread,
     held_layouts,
     is_whole,
@@ -75,11 +75,7 @@ def _of_rows(name: str, equation: Any, indices: Tensor, weight: Tensor, given: S
 
     This is the product of the table with ones in the places of the indices.
     """
-    operands = indices, weight
-    layouts = tuple(each._layout for each in operands)
-    shapes = tuple(layout.shape for layout in layouts)
-    indices_of, output = equation
-    plan = planned(weight._layout.partition, indices_of, output, shapes, layouts)
+    plan = contraction_of(name, equation, (indices, weight))
     box = plan.inputs[1].box()
     assert box is not None
     start, stop = box[0]
@@ -94,7 +90,7 @@ def _of_rows(name: str, equation: Any, indices: Tensor, weight: Tensor, given: S
         found = F.embedding(torch.where(inside, i - start, 0), rows, own)
         return torch.where(inside.unsqueeze(-1), found, 0)
 
-    return multiply(name, equation, operands, look_up)
+    return summed(look_up(*map(operand, (indices, weight), plan.inputs)), plan)
 
 
 @rule("embedding_bag", plain=True)

@@ -7,7 +7,6 @@ transformed where they are; one that is split goes to its hosts, and comes back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -60,7 +59,16 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
     steps = list(zip(dims, sizes, strict=True))
     if is_first:
         x = _along_one(last, x, *steps[-1], norm)
-    x = _along_several(most, x, steps[:-1], norm)
+    # The others commute: whole dimensions at once, then split ones, one after the other.
+    whole = [(dim, n) for dim, n in steps[:-1] if not x._layout.is_split(dim)]
+    if whole:
+        function = getattr(torch.fft, f"{most}n")
+        at = [dim for dim, _ in whole]
+        sizes = [x.shape[dim] if n is None else n for dim, n in whole]
+        x = along(x, at, partial(_of_part, function, s=sizes, dim=at, norm=norm))
+    for dim, n in steps[:-1]:
+        if x._layout.is_split(dim):
+            x = _along_one(most, x, dim, n, norm)
     return x if is_first else _along_one(last, x, *steps[-1], norm)
 
 
@@ -68,22 +76,6 @@ def _along_one(kind: str, x: Tensor, dim: int, n: int | None, norm: str | None) 
     function = getattr(torch.fft, kind)
     found: Tensor = along(x, (dim,), partial(_of_part, function, n=n, dim=dim, norm=norm))
     return found
-
-
-def _along_several(
-    kind: str, x: Tensor, steps: Sequence[tuple[int, int | None]], norm: str | None
-) -> Tensor:
-    """Whole dimensions at once, then split ones, one after the other."""
-    whole = [(dim, n) for dim, n in steps if not x._layout.is_split(dim)]
-    if whole:
-        function = getattr(torch.fft, f"{kind}n")
-        dims = [dim for dim, _ in whole]
-        sizes = [x.shape[dim] if n is None else n for dim, n in whole]
-        x = along(x, dims, partial(_of_part, function, s=sizes, dim=dims, norm=norm))
-    for dim, n in steps:
-        if x._layout.is_split(dim):
-            x = _along_one(kind, x, dim, n, norm)
-    return x
 
 
 def _of_part(function: Any, part: torch.Tensor, **settings: Any) -> torch.Tensor:

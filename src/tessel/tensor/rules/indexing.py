@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import index as as_int
 from typing import Any
 
 import torch
 
 from tessel.core import boxes
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Cut, Layout
 from tessel.tensor.rules.batched import whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import (
@@ -44,6 +44,7 @@ from tessel.tensor.table import (
     outlines,
     outlining,
     parts,
+    recut,
     rule,
     shared_whole,
     unsupported,
@@ -78,8 +79,27 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
     at = dots[0] if dots else len(items)
     rest = [slice(None)] * (len(layout.shape) - named)
     items = [*items[:at], *rest, *items[at + 1 :]]
-    lengths = iter(enumerate(layout.shape))
-    return [each if each is None else _bounded(each, *next(lengths)) for each in items]
+    found: list[Any] = []
+    dims = iter(enumerate(layout.shape))
+    for item in items:
+        if item is None:
+            found.append(None)
+            continue
+        dim, length = next(dims)
+        if isinstance(item, slice):
+            start, stop, step = item.indices(length)
+            if step < 1:
+                raise ValueError("step must be greater than zero")
+            item = start, max(start, stop), step
+        elif not isinstance(item, torch.Tensor):
+            item = as_int(item)
+            if not -length <= item < length:
+                raise IndexError(
+                    f"index {item} is out of bounds for dimension {dim} with size {length}"
+                )
+            item %= length
+        found.append(item)
+    return found
 
 
 def _item(name: str, item: Any, layout: Layout) -> Any:
@@ -91,20 +111,6 @@ def _item(name: str, item: Any, layout: Layout) -> Any:
     if not is_index:
         raise unsupported(name, f"an index of type {type(item).__name__} is not known", layout)
     return item
-
-
-def _bounded(item: Any, dim: int, length: int) -> Any:
-    if isinstance(item, slice):
-        start, stop, step = item.indices(length)
-        if step < 1:
-            raise ValueError("step must be greater than zero")
-        return start, max(start, stop), step
-    if isinstance(item, torch.Tensor):
-        return item
-    place = as_int(item)
-    if not -length <= place < length:
-        raise IndexError(f"index {place} is out of bounds for dimension {dim} with size {length}")
-    return place % length
 
 
 def _check_range(index: torch.Tensor, dim: int, length: int, negative: bool = False) -> None:
@@ -125,8 +131,14 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Slices, numbers and new dimensions first, then masks or tensors of indices."""
     base, key = args
     given = key if isinstance(key, tuple) else (key,)
-    if any(map(is_mask, given)):
-        return _at_mask(name, base, given)
+    masks = [k for k, each in enumerate(given) if is_mask(each)]
+    if len(masks) > 1 or (masks and any(_is_index(each) for each in given)):
+        # Several tensors are broadcast against each other: masks become the indices that they name.
+        lists = (places_of([each]) if is_mask(each) else [each] for each in given)
+        return base[tuple(chain.from_iterable(lists))]
+    if masks:
+        rest, at = _beside_mask(given, masks[0], base.dim())
+        return masked_values(name, base if rest is None else base[rest], given[masks[0]], at)
     items = _items(name, key, base._layout)
     picks = [
         (0, n, 1) if isinstance(each, torch.Tensor) else each
@@ -140,19 +152,6 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return _looked_up(
         name, y, {k: each for k, each in enumerate(left) if isinstance(each, torch.Tensor)}
     )
-
-
-def _at_mask(name: str, x: Tensor, given: Sequence[Any]) -> Any:
-    """What a key picks that has a mask, or several tensors of which some are masks."""
-    places = [k for k, each in enumerate(given) if is_mask(each)]
-    if len(places) > 1 or any(_is_index(each) for each in given):
-        key: list[Any] = []
-        for each in given:
-            key += places_of([each]) if is_mask(each) else [each]
-        return x[tuple(key)]
-    rest, at = _beside_mask(given, places[0], x.dim())
-    base: Any = x if rest is None else x[rest]
-    return masked_values(name, base, given[places[0]], at)
 
 
 def _is_index(item: Any) -> bool:
@@ -349,10 +348,24 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
         _assign_at_mask(name, x, given, value)
         return
     items = _items(name, key, x._layout)
-    if any(isinstance(each, torch.Tensor) for each in items):
-        _assign_at(name, x, items, value)
-    else:
+    if not any(isinstance(each, torch.Tensor) for each in items):
         _assign(x, items, value)
+        return
+    layout = x._layout
+    if any(each is None for each in items):
+        raise unsupported(name, "new dimensions beside tensors of indices are not known", layout)
+    there, region, at = _places(x, items)
+    if isinstance(value, torch.Tensor):
+        value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
+    else:
+        value = x._part.new_empty(()).fill_(value)  # torch's own error, on all workers
+    if there is layout:
+        x._part[at] = value
+        changed(x)
+        return
+    part = moved(x, there).clone()
+    part[at] = value
+    _replaced("__setitem_", x, made(part, there))
 
 
 def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> None:
@@ -398,7 +411,13 @@ def _assign(x: Tensor, items: list[Any], value: Any) -> None:
         )
     if not isinstance(value, torch.Tensor):
         value = part.new_empty(()).fill_(value)  # torch's own error, on all workers
-    new = fitted(_like_region(value, items), region)
+    # values with a dimension for each number, and none for new ones: as the region is
+    kept = [each for each in items if not isinstance(each, int)]
+    lengths = indexed_lengths(value, [1 if each is None else len(range(*each)) for each in kept])
+    lengths = [1] * (len(kept) - len(lengths)) + lengths
+    named = iter(n for n, each in zip(lengths, kept, strict=True) if each is not None)
+    like_region = [1 if isinstance(each, int) else next(named) for each in picks]
+    new = fitted(value.reshape(like_region), region)
     if not (part.requires_grad and torch.is_grad_enabled()):
         part[tuple(local)].copy_(new)
     else:
@@ -423,37 +442,6 @@ def _region(layout: Layout, picks: tuple[Pick, ...]) -> Layout:
         cuts.append(Cut(cut.axes, tuple((a, b) for a, b in counts)))
         lengths.append(length)
     return replace(layout, shape=tuple(lengths), cuts=tuple(cuts))
-
-
-def _like_region(value: torch.Tensor, items: list[Any]) -> torch.Tensor:
-    """Values with a dimension for each number, and none for new ones: as the region is."""
-    kept = [each for each in items if not isinstance(each, int)]
-    expected = [1 if each is None else len(range(*each)) for each in kept]
-    given = indexed_lengths(value, expected)
-    given = [1] * (len(kept) - len(given)) + given
-    lengths = iter(n for n, each in zip(given, kept, strict=True) if each is not None)
-    return value.reshape(
-        [1 if isinstance(each, int) else next(lengths) for each in items if each is not None]
-    )
-
-
-def _assign_at(name: str, x: Tensor, items: list[Any], value: Any) -> None:
-    """At indices of some dimensions, beside others that are taken as they are."""
-    layout = x._layout
-    if any(each is None for each in items):
-        raise unsupported(name, "new dimensions beside tensors of indices are not known", layout)
-    there, region, key = _places(x, items)
-    if isinstance(value, torch.Tensor):
-        value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
-    else:
-        value = x._part.new_empty(()).fill_(value)  # torch's own error, on all workers
-    if there is layout:
-        x._part[key] = value
-        changed(x)
-        return
-    part = moved(x, there).clone()
-    part[key] = value
-    _replaced("__setitem_", x, made(part, there))
 
 
 def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...]]:
@@ -490,7 +478,7 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
     neighbours = picked == list(range(picked[0], picked[-1] + 1))
     at = picked[0] if neighbours else 0
     found = [*kept[:at], *((n, Cut.whole(n)) for n in shape), *kept[at:]]
-    region = of_cuts(layout.partition, [n for n, _ in found], [cut for _, cut in found])
+    region = of_cuts(layout.partition, tuple(n for n, _ in found), tuple(cut for _, cut in found))
     return there, region, key
 
 
@@ -634,25 +622,16 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     _check_range(index, dim, layout.shape[dim])
     there = hosted(x._layout, (dim,))
     shape = tuple(index.shape)
-    places = _corner(there, dim, shape)
+    places = there  # of the first indices, where they are; along `dim`, as many as there are
+    for d, (cut, n) in enumerate(zip(there.cuts, shape, strict=True)):
+        clipped = tuple((min(a, n), min(b, n)) for a, b in cut.intervals)
+        places = recut(places, d, Cut(cut.axes, ((0, n),) if d == dim else clipped), n)
     chosen = moved(as_spread(index, there.partition), places)
     if isinstance(source, torch.Tensor):
         corner = source[tuple(slice(n) for n in shape)]
         source = moved(as_spread(corner, there.partition), places)
     y = made(function(_origin(name, x, there), dim, chosen, source, **given), there)
     return _replaced(name, x, y.move_to(layout))
-
-
-@kept_in_job
-def _corner(layout: Layout, dim: int, shape: Shape) -> Layout:
-    """The first indices of a tensor, where they are; along `dim`, as many as there are."""
-    cuts = tuple(
-        Cut(cut.axes, ((0, n),))
-        if d == dim
-        else Cut(cut.axes, tuple((min(a, n), min(b, n)) for a, b in cut.intervals))
-        for d, (cut, n) in enumerate(zip(layout.cuts, shape, strict=True))
-    )
-    return replace(layout, shape=shape, cuts=cuts)
 
 
 @rule(

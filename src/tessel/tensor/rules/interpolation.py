@@ -99,7 +99,7 @@ def of_read(
         return _interpolated(x, settings)
     box, read = plan.target.box(), plan.read.box()
     assert box is not None and read is not None
-    lines = _lines(fields, read[2:], box[2:])
+    lines = Line.of_box(fields, read[2:], box[2:])
     dtype = x.dtype
     # by tables where the positions are no others, then by torch's own function
     if any(line.length is None for line in lines):
@@ -209,6 +209,19 @@ class Line:
         scale = None if field.scale is None else float(factor)
         return cls(field, read, outputs, factor * length, scale, outputs[0] - factor * read[0])
 
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of_box(
+        fields: tuple[Interpolation, ...], read: tuple[Interval, ...], box: tuple[Interval, ...]
+    ) -> tuple[Line, ...]:
+        """Those along all dimensions."""
+        lines = tuple(Line.of(*each) for each in zip(fields, read, box, strict=True))
+        cubic = any(isinstance(field, Cubic) for field in fields)
+        if cubic and any(line.length is None for line in lines):
+            # torch's cubic function reads again what stays: along all dimensions by tables, then
+            return tuple(Line(line.field, line.read, line.outputs) for line in lines)
+        return lines
+
     @property
     def stays(self) -> bool:
         """Whether torch's own function has nothing to do; the cubic one always has."""
@@ -220,17 +233,6 @@ class Line:
         """Where the outputs lie in what torch's own function gives."""
         start, stop = self.outputs
         return slice(self.skipped, self.skipped + stop - start)
-
-
-@lru_cache(maxsize=1024)
-def _lines(
-    fields: tuple[Interpolation, ...], read: tuple[Interval, ...], box: tuple[Interval, ...]
-) -> tuple[Line, ...]:
-    lines = tuple(Line.of(*each) for each in zip(fields, read, box, strict=True))
-    cubic = any(isinstance(field, Cubic) for field in fields)
-    if cubic and any(line.length is None for line in lines):  # one that stays would be read again
-        return tuple(Line(line.field, line.read, line.outputs) for line in lines)
-    return lines
 
 
 def _shifts(field: Interpolation, factor: int, read: Interval, outputs: Interval) -> bool:
@@ -256,8 +258,16 @@ def _by_tables(x: Tensor, lines: tuple[Line, ...]) -> Tensor:
     each.sort(key=lambda entry: (entry[1].field.outputs / entry[1].field.inputs, -entry[0]))
     for dim, line in each:
         taps = _taps(line.field, line.outputs, line.read, x.dtype, x.device)
-        if taps:
-            x = _weighted(x, dim, taps)
+        result = None if taps else x
+        for indices, weights in taps:  # Σ_t w_t · x[index_t] along this dimension
+            values = x.index_select(dim, indices)
+            if weights is None:
+                result = values
+                break
+            along = weights.view([-1 if each == dim else 1 for each in range(x.ndim)])
+            result = values * along if result is None else torch.addcmul(result, values, along)
+        assert result is not None
+        x = result
     return x
 
 
@@ -283,16 +293,3 @@ def _taps(
             )
             for index, weight in zip(indices, weights, strict=True)
         )
-
-
-def _weighted(x: Tensor, dim: int, taps: Taps) -> Tensor:
-    """Σ_t w_t · x[index_t] along one dimension."""
-    result = None
-    for indices, weights in taps:
-        values = x.index_select(dim, indices)
-        if weights is None:
-            return values
-        along = weights.view([-1 if each == dim else 1 for each in range(x.ndim)])
-        result = values * along if result is None else torch.addcmul(result, values, along)
-    assert result is not None
-    return result

@@ -7,16 +7,13 @@ interval, so that a `Move` brings just that, and the runs are joined where they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from tessel.core.boxes import Interval
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.hosting import reshaped_along, split_like
 from tessel.tensor.rules.reductions import argument, dims_of
@@ -31,10 +28,10 @@ from tessel.tensor.table import (
     opened,
     outlines,
     parts,
+    recut,
     rule,
 )
 from tessel.tensor.tensor import Tensor
-from tessel.transport import kept_in_job
 
 Strip = tuple[Tensor, int, int]  # a tensor, and from where to where along a dimension
 
@@ -47,25 +44,17 @@ def joined(strips: Sequence[Strip], dim: int, target: Layout) -> Tensor:
         dim: the dimension.
         target: how the result lies.
     """
-    starts = accumulate((stop - start for _, start, stop in strips), initial=0)
-    runs = [
-        moved(x, _run(x._layout.shape, dim, target, (start, stop), offset))
-        for (x, start, stop), offset in zip(strips, starts, strict=False)
-    ]
-    return made(torch.cat(runs, dim), target)
-
-
-@kept_in_job
-def _run(shape: Shape, dim: int, target: Layout, bounds: Interval, offset: int) -> Layout:
-    """What each worker reads of a strip that begins at `offset` in the result."""
-    start, stop = bounds
     cut = target.cuts[dim]
-    reads = tuple(
-        (min(max(a - offset, 0) + start, stop), min(max(b - offset, 0) + start, stop))
-        for a, b in cut.intervals
-    )
-    cuts = (*target.cuts[:dim], Cut(cut.axes, reads), *target.cuts[dim + 1 :])
-    return replace(target, shape=shape, cuts=cuts)
+    runs, offset = [], 0  # the offset is where a strip begins in the result
+    for x, start, stop in strips:
+        # What a worker reads of the strip, clipped to it: nothing where its part lies elsewhere.
+        reads = tuple(
+            (min(max(a - offset, 0) + start, stop), min(max(b - offset, 0) + start, stop))
+            for a, b in cut.intervals
+        )
+        runs.append(moved(x, recut(target, dim, Cut(cut.axes, reads), x._layout.shape[dim])))
+        offset += stop - start
+    return made(torch.cat(runs, dim), target)
 
 
 @rule("cat", "concat", "concatenate")
@@ -147,18 +136,12 @@ def flip(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     dims = {"fliplr": (1,), "flipud": (0,)}.get(name) or tuple(
         dim % max(1, len(layout.shape)) for dim in named
     )
-    return made(moved(x, _opposite(layout, dims)).flip(dims), layout)
-
-
-@kept_in_job
-def _opposite(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    cuts = tuple(
-        Cut(cut.axes, tuple((length - b, length - a) for a, b in cut.intervals))
-        if dim in dims
-        else cut
-        for dim, (cut, length) in enumerate(zip(layout.cuts, layout.shape, strict=True))
-    )
-    return replace(layout, cuts=cuts)
+    opposite = layout
+    for dim in dims:
+        length, cut = layout.shape[dim], layout.cuts[dim]
+        mirrored = tuple((length - b, length - a) for a, b in cut.intervals)
+        opposite = recut(opposite, dim, Cut(cut.axes, mirrored))
+    return made(moved(x, opposite).flip(dims), layout)
 
 
 # -- padding --------------------------------------------------------------------------------------
@@ -181,36 +164,26 @@ def pad(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             return made(anchored_zeros(target.local_shape, part), target)
         return made(func(part, *args[1:], **kwargs), target)
     mode = given.get("mode", "constant")
-    if mode == "constant":
-        return _padded(x, tuple(pairs), given.get("value") or 0)
-    for dim in touched:
-        x = _BORDERS[mode](x, dim, *pairs[dim])
-    return x
-
-
-def _padded(x: Tensor, pairs: tuple[Interval, ...], value: float) -> Tensor:
-    """With one value beyond the border; negative widths cut off."""
-    reads, target = _inside(x._layout, pairs)
-    part = moved(x, reads)
-    box, own = target.box(), reads.box()
+    if mode != "constant":
+        for dim in touched:
+            x = _BORDERS[mode](x, dim, *pairs[dim])
+        return x
+    reads, target = layout, split_like(layout, shape)
+    for dim in touched:  # what each worker reads for its part of the padded tensor
+        (before, _), n, cut = pairs[dim], layout.shape[dim], target.cuts[dim]
+        inside = (
+            (min(max(a - before, 0), n), min(max(b - before, 0), n)) for a, b in cut.intervals
+        )
+        reads = recut(reads, dim, Cut(cut.axes, tuple(inside)))
+    part, box, own = moved(x, reads), target.box(), reads.box()
     assert box is not None and own is not None
-    widths: list[int] = []
-    for (a, b), (lo, hi), (before, _) in zip(box, own, pairs, strict=True):
+    widths = []
+    # Each worker pads what it read up to its part of the result; negative widths cut off. From the
+    # last dimension to the first, as `F.pad` takes them.
+    for (a, b), (lo, hi), (before, _) in reversed(list(zip(box, own, pairs, strict=True))):
         left = lo + before - a if lo < hi else b - a
-        widths = [left, b - a - left - (hi - lo), *widths]
-    return made(torch.nn.functional.pad(part, widths, value=value), target)
-
-
-@kept_in_job
-def _inside(layout: Layout, pairs: tuple[Interval, ...]) -> tuple[Layout, Layout]:
-    """What each worker reads of a tensor for its part of the padded one, and how that lies."""
-    shape = tuple(a + n + b for n, (a, b) in zip(layout.shape, pairs, strict=True))
-    target = split_like(layout, shape)
-    reads = []
-    for cut, n, (before, _) in zip(target.cuts, layout.shape, pairs, strict=True):
-        bounds = ((min(max(k - before, 0), n) for k in part) for part in cut.intervals)
-        reads.append(Cut(cut.axes, tuple((a, b) for a, b in bounds)))
-    return replace(layout, cuts=tuple(reads)), target
+        widths += [left, b - a - left - (hi - lo)]
+    return made(func(part, widths, value=given.get("value") or 0), target)
 
 
 def _in_a_circle(x: Tensor, dim: int, before: int, after: int) -> Tensor:
@@ -242,8 +215,7 @@ def _by_places(places: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[
                 (int(found[a:b].min()), int(found[a:b].max()) + 1) if a < b else (0, 0)
                 for a, b in cut.intervals
             )
-        cuts = (*layout.cuts[:dim], Cut(cut.axes, reads), *layout.cuts[dim + 1 :])
-        there = replace(layout, cuts=cuts)
+        there = recut(layout, dim, Cut(cut.axes, reads))
         part = moved(x, there)
         box, own = target.box(), there.box()
         assert box is not None and own is not None

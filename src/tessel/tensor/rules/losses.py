@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from inspect import signature
 from math import prod
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    arguments_of,
     as_spread,
     gathered,
     held_layouts,
@@ -50,29 +50,11 @@ from tessel.tensor.table import (
     shared_whole,
     spread_among,
     unsupported,
+    widened,
     with_whole,
 )
 from tessel.tensor.tensor import Tensor, move
 from tessel.tensor.windowed import outline
-
-
-@lru_cache(maxsize=64)
-def _defaults(func: Any) -> Settings:
-    """The arguments of a function in their order, with their default values."""
-    return {name: each.default for name, each in signature(func).parameters.items()}
-
-
-def arguments_of(name: str, func: Any, args: Arguments, kwargs: Settings) -> Settings:
-    """All arguments of a function of `torch.nn.functional` by their names."""
-    if func is not getattr(F, name):
-        raise unsupported(
-            name,
-            f"only torch.nn.functional.{name} is known, and the arguments of this function are "
-            f"others",
-            *held_layouts(args, kwargs),
-        )
-    defaults = _defaults(func)
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def _reduction_of(given: Settings) -> str:
@@ -149,11 +131,6 @@ def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     elif reduction == "batchmean" and layout.shape:
         share = share / operands["input"].shape[0]
     return _one_number(_total(share, layout).to(loss.dtype), layout)
-
-
-def widened(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least, in which torch sums short numbers, too."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _total(share: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -349,7 +326,14 @@ def ctc_loss(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         lengths = [each.reshape(1) for each in lengths]
         targets = targets.reshape(1, -1)
     elif targets.dim() == 1:  # those of all samples, one after the other
-        targets = _in_rows(whole_of(targets), lengths[1])
+        targets, count = whole_of(targets), int(lengths[1].sum())
+        if count != len(targets):
+            raise RuntimeError(
+                f"Expected targets of {count} values, the sum of target_lengths, got {len(targets)}"
+            )
+        # as rows that end with zeros, so that samples can be split
+        rows = targets.split(lengths[1].tolist())
+        targets = torch.nn.utils.rnn.pad_sequence(list(rows), True)
     _check_times(given["blank"], x, targets, *lengths)
     settings = {key: given[key] for key in ("blank", "zero_infinity")} | {"reduction": "none"}
     operands = x, targets, *lengths
@@ -385,16 +369,6 @@ def _check_times(
     is_used = torch.arange(targets.shape[1]) < lengths[:, None]
     if holds_anywhere(((targets < 0) | (targets >= classes)) & is_used.to(targets.device)):
         raise RuntimeError(f"ctc_loss: a target is none of the {classes} classes")
-
-
-def _in_rows(targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Targets of samples, one after the other, as rows that end with zeros."""
-    if int(lengths.sum()) != len(targets):
-        raise RuntimeError(
-            f"Expected targets of {int(lengths.sum())} values, the sum of target_lengths, got "
-            f"{len(targets)}"
-        )
-    return torch.nn.utils.rnn.pad_sequence(list(targets.split(lengths.tolist())), True)
 
 
 # -- of classes -----------------------------------------------------------------------------------
@@ -477,13 +451,27 @@ def _weight_of(target: torch.Tensor, weight: torch.Tensor | None, ignore: int) -
 def _of_split_scores(
     x: Tensor, target: torch.Tensor, dim: int, given: Settings, reduction: str
 ) -> Any:
-    """`nll_loss` where no worker has all classes: the score of each target travels."""
-    weight = given["weight"]
-    target = target.long()
-    ignored = target == given["ignore_index"]
-    factors = ~ignored if weight is None else torch.where(ignored, 0, _looked_up(weight, target))
-    losses = torch.where(ignored, 0, -_picked(x, target, dim))
-    losses = losses if weight is None else losses * factors
+    """`nll_loss` where no worker has all classes: the score of each target travels.
+
+    Each worker picks x[n, target[n]] from its own classes, and the sum has them all.
+    """
+    part, layout = opened(x)
+    separate, shared = without(layout, (dim,), False)
+    chosen = part_of(target, shared).long()
+    box = layout.box()
+    assert box is not None
+    start, stop = box[dim]
+    rows = filled(part, (dim,))
+    place = (chosen - start).clamp(0, rows.shape[dim] - 1).unsqueeze(dim)
+    own = torch.where((chosen >= start) & (chosen < stop), rows.gather(dim, place).squeeze(dim), 0)
+    scores = made(move(separate, shared).apply(own), shared)
+    ignored = made(chosen == given["ignore_index"], shared)
+    losses, factors, weight = torch.where(ignored, 0, -scores), ~ignored, given["weight"]
+    if weight is not None:
+        # the weight of the class of each target; of any for targets that are ignored
+        each = used(weight, shared)[chosen.clamp(0, len(weight) - 1)]
+        factors = torch.where(ignored, 0, made(each, shared))
+        losses = losses * factors
     return losses.sum() / factors.sum() if reduction == "mean" else _reduced(losses, reduction)
 
 
@@ -495,33 +483,6 @@ def _beside(x: torch.Tensor, target: torch.Tensor, dim: int) -> Tensor:
     if target.dim() == x.dim():
         return x.move_to(target._layout)
     return x.move_to(with_whole(target._layout, dim, x._layout.shape[dim]))
-
-
-def _picked(x: Tensor, target: torch.Tensor, dim: int) -> Tensor:
-    """x[n, target[n]]: each worker picks from its own classes, and the sum has them all."""
-    part, layout = opened(x)
-    separate, shared = without(layout, (dim,), False)
-    chosen = part_of(target, shared)
-    box = layout.box()
-    assert box is not None
-    start, stop = box[dim]
-    rows = filled(part, (dim,))
-    place = (chosen - start).clamp(0, rows.shape[dim] - 1).unsqueeze(dim)
-    found = rows.gather(dim, place).squeeze(dim)
-    if not layout.is_split(dim):
-        return made(found, shared)
-    found = torch.where((chosen >= start) & (chosen < stop), found, 0)
-    return made(move(separate, shared).apply(found), shared)
-
-
-def _looked_up(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The weight of the class of each target; of any for targets that are ignored."""
-    if not isinstance(target, Tensor):
-        return weight[target.clamp(0, len(weight) - 1)]
-    part, layout = opened(target)
-    mine = used(weight, layout)
-    assert mine is not None
-    return made(mine[part.clamp(0, len(weight) - 1)], layout)
 
 
 # -- of rows --------------------------------------------------------------------------------------

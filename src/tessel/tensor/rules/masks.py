@@ -20,10 +20,12 @@ from tessel.core.layout import Cut, Layout
 from tessel.tensor.rules.pointwise import changed, check_change, common_layout, fitted, pointwise
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
+    ApartError,
     Arguments,
     Settings,
     as_spread,
     computed,
+    gathered,
     is_whole,
     made,
     moved,
@@ -86,29 +88,7 @@ def _in_runs(layout: Layout, mask: Layout | None, at: int, count: int) -> Layout
         parts = prod(layout.partition.shape[axis] for axis in axes)
         cuts[masked] = [Cut.whole(length) for length in layout.shape[masked]]
         cuts[at] = Cut(axes, boxes.balanced(layout.shape[at], parts))
-    return of_cuts(layout.partition, layout.shape, cuts)
-
-
-@kept_in_job
-def _of_mask(there: Layout, at: int, count: int) -> Layout:
-    """How the mask lies beside the tensor: one shared value along axes that split other dims."""
-    masked = slice(at, at + count)
-    return of_cuts(there.partition, there.shape[masked], there.cuts[masked])
-
-
-def _lengths(mask: torch.Tensor, part: torch.Tensor, cut: Cut, partition: Any) -> list[int]:
-    """How many values each interval of the first masked dimension picks, on all workers."""
-    if len(cut.intervals) == 1:
-        return [int(part.sum())]
-    if not isinstance(mask, Tensor) or is_whole(mask._layout):
-        whole = mask._part if isinstance(mask, Tensor) else mask
-        return [int(whole[start:stop].sum()) for start, stop in cut.intervals]
-    num_parts = len(cut.intervals)
-    own = Cut(cut.axes, tuple((k, k + 1) for k in range(num_parts)))
-    source = of_cuts(partition, (num_parts,), (own,))
-    target = Layout.whole(partition, (num_parts,), shared=True)
-    found: list[int] = move(source, target).apply(part.sum().reshape(1)).tolist()
-    return found
+    return of_cuts(layout.partition, layout.shape, tuple(cuts))
 
 
 @torch.no_grad()
@@ -134,18 +114,28 @@ def chosen(name: str, layout: Layout, mask: Any, at: int = 0) -> MaskedChoice:
         raise IndexError(f"too many indices for tensor of dimension {len(layout.shape)}")
     lies = mask._layout if isinstance(mask, Tensor) and not is_whole(mask._layout) else None
     if isinstance(mask, Tensor) and mask._layout.partition != layout.partition:
-        raise ValueError(
-            f"`{name}` of a tensor and a mask on different workers or grids: {layout}, "
-            f"{mask._layout}; bring them together by x.move_to(...)"
-        )
+        raise ApartError(name, (layout, mask._layout))
     there = _in_runs(layout, lies, at, mask.dim())
-    part = moved(as_spread(mask.detach(), layout.partition), _of_mask(there, at, mask.dim()))
-    runs = boxes.consecutive(_lengths(mask.detach(), part, there.cuts[at], layout.partition))
-    masked = slice(at, at + mask.dim())
+    masked, cut, partition = slice(at, at + mask.dim()), there.cuts[at], layout.partition
+    # The mask lies as the tensor: one shared value along axes that split other dimensions.
+    beside = of_cuts(partition, there.shape[masked], there.cuts[masked])
+    part = moved(as_spread(mask.detach(), partition), beside)
+    # how many values each interval of the first masked dimension picks, on all workers
+    if len(cut.intervals) == 1:
+        counts = [int(part.sum())]
+    elif lies is None:  # all workers have the whole mask
+        whole = mask._part if isinstance(mask, Tensor) else mask
+        counts = [int(whole[start:stop].sum()) for start, stop in cut.intervals]
+    else:
+        own = Cut(cut.axes, tuple((k, k + 1) for k in range(len(cut.intervals))))
+        source = of_cuts(partition, (len(cut.intervals),), (own,))
+        told = move(source, gathered(source, (0,))).apply(part.sum().reshape(1))
+        counts = told.tolist()
+    runs = boxes.consecutive(counts)
     shape, cuts = list(there.shape), list(there.cuts)
     shape[masked], cuts[masked] = [runs[-1][1]], [Cut(there.cuts[at].axes, runs)]
     # axes of masked dimensions of one part, beside the first, split nothing any more
-    return MaskedChoice(there, part, of_cuts(layout.partition, shape, cuts), at)
+    return MaskedChoice(there, part, of_cuts(layout.partition, tuple(shape), tuple(cuts)), at)
 
 
 def masked_values(name: str, x: Tensor, mask: Any, at: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.rules.batched import batched
 from tessel.tensor.rules.hosting import hosted
@@ -24,7 +24,6 @@ from tessel.tensor.table import (
     rule,
     unsupported,
 )
-from tessel.transport import kept_in_job
 
 
 @rule(
@@ -42,7 +41,11 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     there = hosted(layout, (last, last + 1))
     part = moved(x, there)
     members = whole if isinstance(whole, tuple) else (whole,)
-    targets = [_target(there, tuple(each.shape), last) for each in members]
+    # Each result belongs to a matrix of the batch, and lies where that does.
+    targets = [
+        of_cuts(there.partition, shape, (*there.cuts[:last], *map(Cut.whole, shape[last:])))
+        for shape in (tuple(each.shape) for each in members)
+    ]
     if part.numel():
         result = func(part, *args[1:], **kwargs)
     else:  # not all functions have derivatives for no matrices
@@ -54,13 +57,6 @@ def of_matrices(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not isinstance(whole, tuple):
         return made(result, targets[0])
     return type(result)([made(each, target) for each, target in zip(result, targets, strict=True)])
-
-
-@kept_in_job
-def _target(layout: Layout, shape: tuple[int, ...], num_batch: int) -> Layout:
-    """The layout of results, of which each belongs to a matrix of the batch."""
-    cuts = (*layout.cuts[:num_batch], *(Cut.whole(n) for n in shape[num_batch:]))
-    return of_cuts(layout.partition, shape, cuts)
 
 
 @rule("linalg_solve", plain=True)

@@ -32,13 +32,13 @@ from tessel.tensor.table import (
     opened,
     rule,
     whole_part,
+    widened,
 )
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
 
 Pair = tuple[Tensor | None, Tensor | None]
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class ChannelGroups(Gathering):
 
 def _local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and variance over all dimensions but the second; zeros where there is no value."""
-    x = _widened(x)
+    x = widened(x)
     mean = x.sum(_all_but_second(x)) / max(1, _count(x))
     centre = mean.detach()
     # v = mean (x − c)² − (m − c)² for every constant c, and c = m rounds least. The second term is
@@ -203,11 +203,6 @@ def _mean_square(x: Tensor, centre: Tensor) -> Tensor:
     target = centre.reshape(-1, *[1] * (x.dim() - 2)).expand_as(x)
     squares = F.mse_loss(x, target, reduction="none")
     return squares.sum(_all_but_second(x)) / max(1, _count(x))
-
-
-def _widened(x: Tensor) -> Tensor:
-    """In float32 at least, as torch's own norms compute."""
-    return x.to(_WIDER.get(x.dtype, x.dtype))
 
 
 def _all_but_second(x: Tensor) -> tuple[int, ...]:
@@ -339,6 +334,17 @@ class Norm:
         return local_running(
             self.given["running_mean"], self.given["running_var"], self.layout, self.dims
         )
+
+    @torch.no_grad()
+    def collect_running(self) -> None:
+        """Learn the new statistics of other workers' channels."""
+        if _collecting(self.layout, (1,)) is None:
+            return
+        mean, variance = self.running()
+        assert mean is not None and variance is not None
+        means, variances = _collected(mean, variance, self.layout, (1,))
+        self.given["running_mean"].copy_(means)
+        self.given["running_var"].copy_(variances)
 
     @property
     def tracks(self) -> bool:
@@ -477,8 +483,18 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             normalize_by_running(norm.x, norm.running(), *norm.parameters(), given["eps"])
         )
     gathering = Gathering.over(norm.layout, (0, *range(2, norm.x.dim())), is_shared=True)
-    if gathering.stays:
-        y = _of_own_channels(norm)
+    if gathering.stays:  # each worker has all values of its channels: this is torch's own
+        weight, bias = norm.parameters()
+        if not norm.x.numel():
+            y = norm.anchored_zeros(weight, bias)
+        else:
+            running, numbers = norm.running(), (given["momentum"], given["eps"])
+            # torch changes copies, which autograd keeps: what it keeps must not change any more
+            mean, variance = (None if each is None else each.clone() for each in running)
+            y = F.batch_norm(norm.x, mean, variance, weight, bias, True, *numbers)
+            for each, new in zip(running, (mean, variance), strict=True):
+                if each is not None and new is not None:
+                    each.copy_(new)
     else:
         means, variances = gathering.gather(*_local_moments(norm.x))
         mean, variance = _combined(means, variances, gathering.shares(means))
@@ -487,24 +503,8 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         both = norm.parameters(gathering.axes)
         y = _normalized(norm.x, mean, variance, *both, given["eps"], gathering)
     if norm.tracks:
-        _collect_running(norm)
+        norm.collect_running()
     return norm.result(y)
-
-
-def _of_own_channels(norm: Norm) -> Tensor:
-    """Each worker has all values of its channels: this is torch's own."""
-    weight, bias = norm.parameters()
-    if not norm.x.numel():
-        return norm.anchored_zeros(weight, bias)
-    running = norm.running()
-    mean, variance = (None if each is None else each.clone() for each in running)
-    y = F.batch_norm(
-        norm.x, mean, variance, weight, bias, True, norm.given["momentum"], norm.given["eps"]
-    )
-    for each, new in zip(running, (mean, variance), strict=True):
-        if each is not None and new is not None:  # autograd keeps the new one: it must stay
-            each.copy_(new)
-    return y
 
 
 def _unbiased(variance: Tensor, gathering: Gathering) -> Tensor:
@@ -518,18 +518,6 @@ def _update(running: Pair, mean: Tensor, variance: Tensor, rate: float) -> None:
     for each, new in zip(running, (mean, variance), strict=True):
         assert each is not None
         each.mul_(1.0 - rate).add_(new, alpha=rate)
-
-
-@torch.no_grad()
-def _collect_running(norm: Norm) -> None:
-    """Learn the new statistics of other workers' channels."""
-    if _collecting(norm.layout, (1,)) is None:
-        return
-    mean, variance = norm.running()
-    assert mean is not None and variance is not None
-    means, variances = _collected(mean, variance, norm.layout, (1,))
-    norm.given["running_mean"].copy_(means)
-    norm.given["running_var"].copy_(variances)
 
 
 # -- of instances ---------------------------------------------------------------------------------
@@ -588,8 +576,13 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
     members = torch.tensor(groups.members, dtype=torch.long, device=x.device)
     means, variances = (each.reshape(x.shape[:2]) for each in _local_moments(rows))
-    local = _grouped(means, variances, members, groups.local_shape)
-    means, variances = groups.gather(*local)
+    # the moments of groups from those of channels; zeros for a group without a channel
+    like = groups.local_shape
+    sizes = torch.bincount(members, minlength=like[1]).clamp(min=1).to(means.dtype)
+    own = means.new_zeros(like).index_add(1, members, means) / sizes
+    around = variances + (means - own.index_select(1, members)).square()
+    spread = variances.new_zeros(like).index_add(1, members, around) / sizes
+    means, variances = groups.gather(own, spread)
     mean, variance = (
         each.index_select(1, members).reshape(-1)
         for each in _combined(means, variances, groups.shares(means))
@@ -598,20 +591,6 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         None if each is None else each.expand(x.shape[:2]).reshape(-1) for each in (weight, bias)
     )
     return norm.result(_normalized(rows, mean, variance, weight, bias, given["eps"]))
-
-
-def _grouped(
-    means: Tensor, variances: Tensor, members: Tensor, shape: Shape
-) -> tuple[Tensor, Tensor]:
-    """The moments of groups from those of channels; zeros for a group without a channel."""
-    sizes = torch.bincount(members, minlength=shape[1]).clamp(min=1).to(means.dtype)
-
-    def averaged(values: Tensor) -> Tensor:
-        return values.new_zeros(shape).index_add(1, members, values) / sizes
-
-    mean = averaged(means)
-    offsets = means - mean.index_select(1, members)
-    return mean, averaged(variances + offsets.square())
 
 
 # -- of rows --------------------------------------------------------------------------------------
@@ -643,7 +622,7 @@ def layer_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         mean, variance = _combined(means, variances, gathering.shares(means))
         y = _normalized(rows, mean.reshape(-1), variance.reshape(-1), None, None, given["eps"])
     else:
-        wide = _widened(rows)
+        wide = widened(rows)
         (squares,) = gathering.gather(_mean_square(wide, wide.new_zeros(rows.shape[1])))
         square = (gathering.shares(squares) * squares).sum(0).reshape(-1)
         least = torch.finfo(square.dtype).eps if given["eps"] is None else given["eps"]

@@ -91,9 +91,17 @@ def is_in_place(name: str) -> bool:
 
 def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """All operands in the layout of the result, which that of the largest is."""
-    in_place = is_in_place(name) or bool(kwargs.get("inplace"))
-    if in_place:
-        return _in_place(name, func, args, kwargs)
+    if is_in_place(name) or bool(kwargs.get("inplace")):  # the others lie as the first does
+        first, layouts = args[0], held_layouts(args, kwargs)
+        if not isinstance(first, Tensor):
+            if not all(map(is_whole, layouts)):
+                raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
+            return func(*parts(args), **parts(kwargs))
+        check_change(name, first, layouts)
+        others = [fitted(each, first._layout) for each in args[1:]]
+        settings = {key: fitted(each, first._layout) for key, each in kwargs.items()}
+        func(first._part, *others, **settings)
+        return changed(first)
     target = common_layout(name, [*args, *kwargs.values()] if kwargs else args)
     result = func(
         *[fitted(each, target) for each in args],
@@ -106,24 +114,6 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not isinstance(result, torch.Tensor):
         raise unsupported(name, "it does not give one tensor", target)
     return made(result, target)
-
-
-def _in_place(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """The first operand, changed; the others lie as it does."""
-    target, *others = args
-    layouts = held_layouts(args, kwargs)
-    if not isinstance(target, Tensor):
-        if not all(map(is_whole, layouts)):
-            raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
-        return func(*parts(args), **parts(kwargs))
-    check_change(name, target, layouts)
-    layout = target._layout
-    func(
-        target._part,
-        *[fitted(each, layout) for each in others],
-        **{key: fitted(each, layout) for key, each in kwargs.items()},
-    )
-    return changed(target)
 
 
 def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
@@ -173,7 +163,7 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
             if len(cut.intervals) > 1 and layout.shape[dim - first] == shape[dim] and is_free:
                 cuts[dim] = cut
                 taken |= {*cut.axes}
-    return of_cuts(layouts[0].partition, shape, cuts)
+    return of_cuts(layouts[0].partition, shape, tuple(cuts))
 
 
 def fitted(value: Any, target: Layout) -> Any:

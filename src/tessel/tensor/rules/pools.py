@@ -22,7 +22,15 @@ from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Window
 from tessel.tensor import interior_border
 from tessel.tensor.table import Arguments, Settings, made, opened, rule
-from tessel.tensor.windowed import Windowed, leading, outline, overhang, tuple_of, windowed
+from tessel.tensor.windowed import (
+    Windowed,
+    hashable,
+    leading,
+    outline,
+    overhang,
+    tuple_of,
+    windowed,
+)
 from tessel.transport import kept_in_job
 
 Numbers = tuple[int, ...]
@@ -70,6 +78,12 @@ class Pool(ABC):
             self.function(torch.ones(least, dtype=kind[0], device=kind[1]), kernel)
         return tuple(self.function(outline(shape), *self.arguments).shape)
 
+    @kept_in_job
+    def plan(self, layout: Layout, kind: Kind) -> Windowed:
+        """What each worker reads for its balanced part of the output."""
+        shape = self.output_shape(layout.shape, kind)
+        return windowed(layout, shape, leading(len(shape), self.windows))
+
     def of_read(self, x: Tensor, plan: Windowed) -> Any:
         """This worker's outputs from exactly what its windows read."""
         if plan.stays_whole:
@@ -87,16 +101,10 @@ class Pool(ABC):
         return anchored_zeros(shape, x)
 
 
-@kept_in_job
-def _planned(pool: Pool, layout: Layout, kind: Kind) -> Windowed:
-    shape = pool.output_shape(layout.shape, kind)
-    return windowed(layout, shape, leading(len(shape), pool.windows))
-
-
 def pooled(x: Any, pool: Pool) -> Any:
     """A pool of a spread tensor."""
     part, layout = opened(x)
-    plan = _planned(pool, layout, (part.dtype, part.device.type))
+    plan = pool.plan(layout, (part.dtype, part.device.type))
     y = pool.without_copy(part, plan)
     y = pool.of_read(plan.fetch(part), plan) if y is None else y
     if isinstance(y, tuple):
@@ -180,10 +188,6 @@ def _windows(num_dims: int, *settings: int | Numbers) -> tuple[Window, ...]:
     return tuple(Window(*numbers) for numbers in each)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 @dataclass(frozen=True)
 class AveragePool(Pool):
     """The mean of each window."""
@@ -204,7 +208,7 @@ class AveragePool(Pool):
     ) -> AveragePool:
         """That of torch's arguments."""
         stride = kernel_size if stride is None or stride == [] else stride
-        sizes = _hashable(kernel_size), _hashable(stride), 1, _hashable(padding)
+        sizes = hashable(kernel_size), hashable(stride), 1, hashable(padding)
         return cls(_windows(num_dims, *sizes), ceil_mode, count_include_pad, divisor_override)
 
     @property
@@ -231,28 +235,21 @@ class AveragePool(Pool):
         else:
             sums = self.function(x, kernel, stride, padding, True, True, 1)
         sums = sums[frame.outputs]
-        divisor = self._divisor(plan, frame, x)
+        # how many values each output is the mean of, as a number if that is the same for all
+        divisor: Any = self.divisor_override
+        if divisor is None:
+            D, box = len(self.windows), plan.target.box()
+            assert box is not None
+            sides = zip(frame.windows, box[-D:], plan.source.shape[-D:], strict=True)
+            counts = [_counts(*side, self.count_include_pad) for side in sides]
+            if all(len(set(each)) == 1 for each in counts):
+                divisor = math.prod(each[0] for each in counts)
+            else:
+                tensors = [torch.tensor(each, dtype=x.dtype, device=x.device) for each in counts]
+                divisor = math.prod(torch.meshgrid(*tensors, indexing="ij"))
         if sums.is_floating_point():
             return sums / divisor
         return torch.div(sums, divisor, rounding_mode="trunc")
-
-    def _divisor(self, plan: Windowed, frame: Frame, x: Tensor) -> Tensor | int:
-        """How many values each output is the mean of, as a number if that is the same for all."""
-        if self.divisor_override is not None:
-            return self.divisor_override
-        D = len(self.windows)
-        box = plan.target.box()
-        assert box is not None
-        counts = [
-            _counts(window, part, length, self.count_include_pad)
-            for window, part, length in zip(
-                frame.windows, box[-D:], plan.source.shape[-D:], strict=True
-            )
-        ]
-        if all(len(set(each)) == 1 for each in counts):
-            return math.prod(each[0] for each in counts)
-        tensors = [torch.tensor(each, dtype=x.dtype, device=x.device) for each in counts]
-        return math.prod(torch.meshgrid(*tensors, indexing="ij"))
 
 
 @lru_cache(maxsize=1024)
@@ -296,7 +293,7 @@ class MaximumPool(Pool):
     ) -> MaximumPool:
         """That of torch's arguments."""
         stride = kernel_size if stride is None or stride == [] else stride
-        sizes = map(_hashable, (kernel_size, stride, dilation, padding))
+        sizes = map(hashable, (kernel_size, stride, dilation, padding))
         return cls(_windows(num_dims, *sizes), ceil_mode, return_indices)
 
     @property

@@ -20,17 +20,19 @@ from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.overlapped_linear import can_overlap, multiply_overlapping
-from tessel.tensor.rules.reductions import argument
+from tessel.tensor.rules.hosting import reshaped_along
+from tessel.tensor.rules.reductions import argument, without
 from tessel.tensor.table import (
+    ApartError,
     Arguments,
     Settings,
+    check_dtypes,
     gathered,
     held_layouts,
     is_whole,
     made,
     moved,
     of_dim,
-    opened,
     parts,
     rule,
     unsupported,
@@ -155,7 +157,7 @@ def contraction_of(name: str, equation: Equation, operands: Sequence[torch.Tenso
     layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
     partition = next(layout for layout in layouts if layout is not None).partition
     if any(layout is not None and layout.partition != partition for layout in layouts):
-        raise ValueError(f"{name}: tensors on different partitions: {layouts}; use x.move_to(...)")
+        raise ApartError(name, layouts)
     return planned(partition, indices, output, tuple(map(_shape, operands)), layouts)
 
 
@@ -189,29 +191,23 @@ def einsum(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The product that the equation says."""
     text, *operands = args
     if isinstance(text, torch.Tensor) or not isinstance(text, str):
-        raise unsupported(name, "the equation must be text", *_layouts(args))
+        raise unsupported(name, "the equation must be text", *held_layouts(args))
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
-    indices, output = _parsed(text, tuple(each.dim() for each in operands))
-    pairs = [_with_diagonals(*each) for each in zip(operands, indices, strict=True)]
-    operands, indices = [x for x, _ in pairs], tuple(letters for _, letters in pairs)
+    given, output = _parsed(text, tuple(each.dim() for each in operands))
+    indices = list(given)
+    for k, letters in enumerate(indices):
+        # An index that an operand has twice stands for a diagonal; plans have each index once.
+        for letter in dict.fromkeys(letters):
+            while letters.count(letter) > 1:
+                first = letters.index(letter)
+                second = letters.index(letter, first + 1)
+                operands[k] = operands[k].diagonal(0, first, second)
+                rest = letters[:first] + letters[first + 1 : second] + letters[second + 1 :]
+                letters = rest + letter  # torch has a diagonal as the last dimension
+        indices[k] = letters
     plain = f"{','.join(indices)}->{output}"
-    return multiply(name, (indices, output), operands, lambda *parts: func(plain, *parts))
-
-
-def _with_diagonals(x: torch.Tensor, letters: str) -> tuple[torch.Tensor, str]:
-    """An operand with every index once: one that is there twice stands for a diagonal."""
-    for letter in dict.fromkeys(letters):
-        while letters.count(letter) > 1:
-            first = letters.index(letter)
-            second = letters.index(letter, first + 1)
-            x = x.diagonal(0, first, second)
-            letters = letters[:first] + letters[first + 1 : second] + letters[second + 1 :] + letter
-    return x, letters
-
-
-def _layouts(values: Any) -> list[Layout]:
-    return [each._layout for each in values if isinstance(each, Tensor)]
+    return multiply(name, (tuple(indices), output), operands, lambda *parts: func(plain, *parts))
 
 
 def _parsed(text: str, ndims: tuple[int, ...]) -> Equation:
@@ -250,27 +246,23 @@ def matmul(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if name == "__rmatmul__":
         a, b, func, name = b, a, torch.matmul, "matmul"
     if not isinstance(b, torch.Tensor):
-        raise unsupported(name, "two tensors are needed", *_layouts(args))
-    equation = _equation(name, a.dim(), b.dim())
-    if equation is None:
-        raise unsupported(name, f"tensors of {a.dim()} and {b.dim()} dimensions", *_layouts((a, b)))
+        raise unsupported(name, "two tensors are needed", *held_layouts(args))
+    m, n = a.dim(), b.dim()
+    if name in ("outer", "ger"):
+        equation: Equation = ("i", "j"), "ij"
+    elif not m or not n:
+        raise unsupported(name, f"tensors of {m} and {n} dimensions", *held_layouts(a, b))
+    elif name == "inner":
+        left, right = ascii_letters[: m - 1], ascii_letters[m - 1 : m + n - 2]
+        equation = (left + "Z", right + "Z"), left + right
+    else:
+        # Dimensions before the last two are a batch, and broadcast from the last of them on.
+        batch = ascii_letters[: max(0, m - 2, n - 2)]
+        left = "Z" if m == 1 else batch[len(batch) - (m - 2) :] + "XZ"
+        right = "Z" if n == 1 else batch[len(batch) - (n - 2) :] + "ZY"
+        equation = (left, right), batch + ("" if m == 1 else "X") + ("" if n == 1 else "Y")
     shape_of(getattr(torch, name.strip("_")), _shape(a), _shape(b))  # torch's own error
     return multiply(name, equation, (a, b), func)
-
-
-def _equation(name: str, m: int, n: int) -> Equation | None:
-    """The letters of a matrix product of tensors with so many dimensions."""
-    if name in ("outer", "ger"):
-        return (("i", "j"), "ij")
-    if name == "inner":
-        left, right = ascii_letters[: m - 1], ascii_letters[m - 1 : m + n - 2]
-        return ((left + "Z", right + "Z"), left + right) if m and n else None
-    if not m or not n:
-        return None
-    batch = ascii_letters[: max(m, n) - 2] if max(m, n) > 2 else ""
-    left = "Z" if m == 1 else batch[len(batch) - (m - 2) :] + "XZ" if m > 2 else "XZ"
-    right = "Z" if n == 1 else batch[len(batch) - (n - 2) :] + "ZY" if n > 2 else "ZY"
-    return (left, right), batch + ("" if m == 1 else "X") + ("" if n == 1 else "Y")
 
 
 @rule("tensordot", plain=True)
@@ -342,41 +334,6 @@ def linear_terms(
     return F.linear(part, own, added)
 
 
-def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise as torch does, also on workers that have nothing to compute."""
-    if torch.is_autocast_enabled(x.device.type):
-        return
-    for name, each in (("weight", weight), ("bias", bias)):
-        if each is not None and each.dtype != x.dtype:
-            raise RuntimeError(
-                f"input and {name} must have the same dtype, got {x.dtype} and {each.dtype}"
-            )
-
-
-def _linear_in_parts(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """y[…, o] = Σ w[o, i] x[…, i] + bias[o] of a weight in parts: of its rows, or of its columns.
-
-    Parts of the rows give parts of the outputs; parts of the columns meet those of the inputs, and
-    their products are terms of a sum.
-    """
-    shape, of_weight = _shape(x), _shape(weight)
-    if shape[-1:] != of_weight[-1:]:  # a product would broadcast a length of 1
-        raise RuntimeError(
-            f"`linear`: an input of shape {shape} and a weight of shape {of_weight} do not fit"
-        )
-    check_dtypes(x, weight, bias)
-    batch, output = ascii_letters[: len(shape) - 1], "Y" * (len(of_weight) - 1)
-    equation = (f"{batch}Z", f"{output}Z"), batch + output
-    plan = contraction_of("linear", equation, (x, weight))
-    if bias is not None and (plan.terms is not plan.result or _shape(bias) != of_weight[:1]):
-        # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
-        y = summed(linear_terms(x, weight, None, plan), plan)
-        return y + bias.to(y.dtype)
-    return summed(linear_terms(x, weight, bias, plan), plan)
-
-
 @rule("bilinear", plain=True)
 def bilinear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """y[…, o] = Σ a[…, i] w[o, i, j] b[…, j] + bias[o]."""
@@ -388,26 +345,36 @@ def bilinear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("linear")
 def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """All features of a row on one worker; those who have the same row do the same."""
+    """y[…, o] = Σ w[o, i] x[…, i] + b[o]: all features of a row on one worker, if w is whole.
+
+    Parts of the rows of a weight give parts of the outputs; parts of its columns meet those of the
+    inputs, and their products are terms of a sum.
+    """
     given = dict(zip(("weight", "bias"), args[1:], strict=False)) | kwargs
-    if not all(map(is_whole, held_layouts(given))):
-        return _linear_in_parts(args[0], **given)
-    x, layout = opened(args[0])
+    x, weight, bias = args[0], given["weight"], given.get("bias")
+    layout = x._layout
     last = len(layout.shape) - 1
+    if not all(map(is_whole, held_layouts(given))):
+        of_weight = _shape(weight)
+        if layout.shape[-1:] != of_weight[-1:]:  # a product would broadcast a length of 1
+            raise RuntimeError(
+                f"`linear`: an input of shape {layout.shape} and a weight of shape {of_weight} do "
+                f"not fit"
+            )
+        check_dtypes(x, weight, bias)
+        batch, output = ascii_letters[:last], "Y" * (len(of_weight) - 1)
+        plan = contraction_of(name, ((f"{batch}Z", f"{output}Z"), batch + output), (x, weight))
+        if bias is None or (plan.terms is plan.result and _shape(bias) == of_weight[:1]):
+            return summed(linear_terms(x, weight, bias, plan), plan)
+        # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
+        y: Any = summed(linear_terms(x, weight, None, plan), plan)
+        return y + bias.to(y.dtype)
+    part = open_part(x)
     if layout.is_split(last):
         layout = gathered(layout, (last,))
-        x = moved(args[0], layout)
-    given = parts(given)
-    weight, bias = used(given["weight"], layout), used(given.get("bias"), layout)
-    y = torch.nn.functional.linear(x, weight, bias)
-    return made(y, _outputs(layout, weight.shape[:-1]))
-
-
-@kept_in_job
-def _outputs(layout: Layout, last: tuple[int, ...]) -> Layout:
-    """The layout of rows that have another last dimension, or none, if the weight is a vector."""
-    kept = layout.resized((*layout.shape[:-1], *last, *[1] * (1 - len(last))))
-    cuts = (*layout.cuts[:-1], *kept.cuts[-1:])[: len(layout.shape) - 1 + len(last)]
-    shape = kept.shape[: len(cuts)]
-    lost = () if last else layout.cuts[-1].axes
-    return Layout(layout.partition, shape, cuts, tuple(sorted({*layout.shared, *lost})))
+        part = moved(x, layout)
+    weight, bias = used(parts(weight), layout), used(parts(bias), layout)
+    y = F.linear(part, weight, bias)
+    if weight.dim() == 1:  # one output for each row, without a dimension
+        return made(y, without(layout, (last,), False)[1])
+    return made(y, reshaped_along(layout, (*layout.shape[:-1], len(weight)), (last,)))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
@@ -28,6 +29,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     as_spread,
+    held_layouts,
     is_whole,
     made,
     moved,
@@ -383,3 +385,27 @@ def _like_operand(result: Any, layout: Layout) -> Any:
         return tuple(_like_operand(each, layout) for each in result)
     found = as_spread(result, layout.partition)
     return found.move_to(layout) if found.shape == layout.shape else found
+
+
+# -- torch.nn.init --------------------------------------------------------------------------------
+
+
+def initialize(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What `torch.nn.init` hands on to other kinds of tensors, by name: torch's own steps."""
+    given = dict(kwargs)
+    x, generator = given.pop("tensor"), given.pop("generator", None)
+    with torch.no_grad():
+        if name == "init constant_":
+            return x.fill_(given["val"])
+        if name == "init normal_":
+            return x.normal_(given["mean"], given["std"], generator=generator)
+        if name == "init uniform_":
+            return x.uniform_(given["a"], given["b"], generator=generator)
+        if name == "init kaiming_uniform_":
+            if 0 in x.shape:  # torch does not draw for it
+                return x
+            fan = nn.init._calculate_correct_fan(x, given["mode"])
+            gain = nn.init.calculate_gain(given["nonlinearity"], given["a"])
+            bound = math.sqrt(3 / fan) * gain
+            return x.uniform_(-bound, bound, generator=generator)
+    raise unsupported(name, "it has no rule", *held_layouts(kwargs))

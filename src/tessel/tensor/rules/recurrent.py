@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.shared import anchored_zeros, used
-from tessel.tensor.gathering import gathered, may_gather, say, shared
+from tessel.tensor.gathering import may_gather, of_whole
 from tessel.tensor.rules.batched import part_of, plan_of
 from tessel.tensor.rules.hosting import split_like
 from tessel.tensor.table import (
@@ -28,7 +28,6 @@ from tessel.tensor.table import (
     made,
     parts,
     rule,
-    spread_among,
     unsupported,
 )
 from tessel.tensor.tensor import Tensor
@@ -115,7 +114,12 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if given["dropout"] > 0 and given["train"] and given["num_layers"] > 1:
         return _layer_by_layer(func, given, is_packed)
     if is_packed:
-        return _of_packed(name, func, args, kwargs)
+        # Sequences of different length, moment by moment: every worker computes with all of them.
+        # Not by `without_rule`: torch takes this for a random function, even without dropout.
+        layouts = held_layouts(args, kwargs)
+        if not may_gather() and not all(map(is_whole, layouts)):
+            raise unsupported(name, "sequences of different length have to be whole", *layouts)
+        return of_whole(name, func, args, kwargs)
     x, params, states = given["input"], given["params"], _as_list(given["hx"])
     if x.dim() != 3:
         raise unsupported(
@@ -140,18 +144,6 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if isinstance(x, Tensor):  # results lie as the input did
         y = y.move_to(split_like(x._layout, shape))
     return (y, *last)
-
-
-def _of_packed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Sequences of different length, moment by moment: every worker computes with all of them.
-
-    Torch takes the function for a random one, which it is not without dropout.
-    """
-    layouts = held_layouts(args, kwargs)
-    if not may_gather() and not all(map(is_whole, layouts)):
-        raise unsupported(name, "sequences of different length have to be whole", *layouts)
-    say(name, list(spread_among(args, kwargs)))
-    return shared(func(*gathered(args), **gathered(kwargs)), layouts[0].partition)
 
 
 def _layer_by_layer(func: Any, given: Settings, is_packed: bool) -> Any:

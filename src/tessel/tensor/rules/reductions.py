@@ -193,19 +193,15 @@ def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) ->
             keepdim,
         )
 
-    if name in ("amax", "amin") and x.requires_grad and torch.is_grad_enabled():
-        return _shared_by_ties(args[0], in_stages(x.detach()), dims, keepdim)
-    return in_stages(x)
-
-
-def _shared_by_ties(x: Tensor, extreme: Tensor, dims: tuple[int, ...], keepdim: bool) -> Any:
-    """An extreme value whose gradient goes, in equal shares, to all places that have it.
-
-    So torch has it. In stages it would go to all parts that have it, in equal shares.
-    """
-    shape = tuple(1 if dim in dims else length for dim, length in enumerate(x._layout.shape))
-    ties = x.detach() == extreme.reshape(shape)
-    mean = torch.where(ties, x, 0).sum(dims, keepdim) / ties.sum(dims, keepdim)
+    if name not in ("amax", "amin") or not (x.requires_grad and torch.is_grad_enabled()):
+        return in_stages(x)
+    # The gradient of an extreme value goes in equal shares to all places that have it, as torch has
+    # it; in stages it would go in equal shares to all parts that have it.
+    extreme, shape = in_stages(x.detach()), list(layout.shape)
+    for dim in dims:
+        shape[dim] = 1
+    ties = args[0].detach() == extreme.reshape(shape)
+    mean = torch.where(ties, args[0], 0).sum(dims, keepdim) / ties.sum(dims, keepdim)
     # a mean of equal numbers may be rounded: only its derivative is wanted
     return torch.where(extreme.isfinite(), extreme + (mean - mean.detach()), mean)
 

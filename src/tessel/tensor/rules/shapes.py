@@ -28,9 +28,11 @@ from tessel.tensor.table import (
     of_cuts,
     opened,
     outlines,
+    recut,
     rule,
     shared_whole,
     unsupported,
+    with_whole,
 )
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.windowed import outline
@@ -73,26 +75,18 @@ def _blocks(before: Shape, after: Shape) -> tuple[Block, ...]:
 def reshape(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Parts stay where they are if they are parts of the result, too; else, the least is moved."""
     x, layout = args[0], args[0]._layout
-    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
-        return _as_type(name, func, args, kwargs)
     after = tuple(outlines(func, args, kwargs).shape)
+    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+        # As values of another type; if these are shorter or longer, the last dimension is whole.
+        last = len(after) - 1
+        if after != layout.shape and layout.is_split(last):
+            y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
+            return note_view(y, x, copied=True)
+        same = layout if after == layout.shape else reshaped_along(layout, after, (last,))
+        return note_view(made(func(opened(x)[0], *args[1:], **kwargs), same), x)
     loose, target = _reshaped(layout, after)
     y = made(moved(x, loose).reshape(target.local_shape), target)
     return note_view(y, x, copied=loose != layout)
-
-
-def _as_type(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """Values as those of another type; if it is shorter or longer, the last dimension is whole."""
-    x, layout = args[0], args[0]._layout
-    shape = tuple(outlines(func, args, kwargs).shape)
-    if shape == layout.shape:
-        return note_view(made(func(opened(x)[0], *args[1:], **kwargs), layout), x)
-    last = len(shape) - 1
-    if not layout.is_split(last):
-        y = func(opened(x)[0], *args[1:], **kwargs)
-        return note_view(made(y, reshaped_along(layout, shape, (last,))), x)
-    y = along(x, (last,), lambda part: func(part.contiguous(), *args[1:], **kwargs))
-    return note_view(y, x, copied=True)
 
 
 @dataclass
@@ -142,8 +136,14 @@ class _Slot:
         self.axes += (axis,)
         self.intervals = boxes.balanced(self.num_units, len(self.intervals) * size)
 
-    def stay(self, axis: int, size: int, owner: int) -> None:
-        """Let one more axis split this block so that its worker `owner` alone has values."""
+    def stay(self, axis: int, size: int, partition: Partition, cut: Cut) -> None:
+        """Let one more axis split this block so that the one worker keeps it that has values now.
+
+        The cut is of a dimension of length one: one of its intervals is not empty.
+        """
+        index = next(index for index, (a, b) in enumerate(cut.intervals) if a < b)
+        places = boxes.unravel(index, [partition.shape[each] for each in cut.axes])
+        owner = places[cut.axes.index(axis)]
         self.axes += (axis,)
         self.intervals = tuple(
             (a if k <= owner else b, b if k >= owner else a)
@@ -183,7 +183,7 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
             roomiest = max(hosts, key=lambda slot: slot.num_units / len(slot.intervals))
             host = own if own in hosts else roomiest
             if is_short:
-                host.stay(axis, size, _owner(partition, layout.cuts[dim], axis))
+                host.stay(axis, size, partition, layout.cuts[dim])
             else:
                 host.take(axis, size)
     before = [Cut.whole(length) for length in layout.shape]
@@ -191,23 +191,14 @@ def _reshaped(layout: Layout, after: Shape) -> tuple[Layout, Layout]:
     for slot in slots.values():
         before[slot.before] = slot.cut(slot.before_step)
         behind[slot.after] = slot.cut(slot.after_step)
-    loose, target = of_cuts(partition, layout.shape, before), of_cuts(partition, after, behind)
-    # The result is a view where no worker has other values than before.
-    return (layout if _hold_the_same(layout, loose) else loose), target
-
-
-def _owner(partition: Partition, cut: Cut, axis: int) -> int:
-    """Which worker along an axis has values, where the cut has one interval that is not empty."""
-    index = next(index for index, (a, b) in enumerate(cut.intervals) if a < b)
-    places = boxes.unravel(index, [partition.shape[each] for each in cut.axes])
-    return places[cut.axes.index(axis)]
-
-
-def _hold_the_same(layout: Layout, other: Layout) -> bool:
-    """Whether each worker has the same box in both layouts, or nothing in either."""
-    workers = layout.partition.ranks
-    pairs = ((layout.box(worker), other.box(worker)) for worker in workers)
-    return all(a == b or not (boxes.volume(a) or boxes.volume(b)) for a, b in pairs if a and b)
+    loose, target = (
+        of_cuts(partition, shape, tuple(cuts))
+        for shape, cuts in ((layout.shape, before), (after, behind))
+    )
+    # The result is a view where each worker has the same box as before, or nothing in either.
+    pairs = ((layout.box(worker), loose.box(worker)) for worker in partition.ranks)
+    stays = all(a == b or not (boxes.volume(a) or boxes.volume(b)) for a, b in pairs if a and b)
+    return (layout if stays else loose), target
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
@@ -327,8 +318,7 @@ def _scaled(layout: Layout, dim: int, factor: int) -> Layout:
     """The layout of a tensor in which a dimension is some times as long, as are its parts."""
     old = layout.cuts[dim]
     cut = Cut(old.axes, tuple((factor * a, factor * b) for a, b in old.intervals))
-    shape = (*layout.shape[:dim], factor * layout.shape[dim], *layout.shape[dim + 1 :])
-    return replace(layout, shape=shape, cuts=(*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :]))
+    return recut(layout, dim, cut, factor * layout.shape[dim])
 
 
 @rule("rot90")
@@ -380,9 +370,7 @@ def channel_shuffle(name: str, func: Any, args: Arguments, kwargs: Settings) -> 
 def view_as_real(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """A new last dimension, which is whole."""
     x, layout = opened(args[0])
-    cuts = (*layout.cuts, Cut.whole(2))
-    y = made(func(x), replace(layout, shape=(*layout.shape, 2), cuts=cuts))
-    return note_view(y, args[0])
+    return note_view(made(func(x), with_whole(layout, len(layout.shape), 2)), args[0])
 
 
 @rule("view_as_complex")
@@ -412,32 +400,17 @@ def unfold(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             func(moved(x, layout), *args[1:], **kwargs), shared_whole(layout.partition, shape)
         )
     (dim,) = dims_of(given["dimension"], layout)
-    reads, target = _windows(layout, dim, shape, given["step"])
+    size, step, count, old = given["size"], given["step"], shape[dim], layout.cuts[dim]
+    reads, cut = layout, Cut(old.axes, ((0, count),))
+    if layout.is_split(dim):  # windows in balanced parts, and what those of each worker read
+        cut = Cut(old.axes, boxes.balanced(count, len(old.intervals)))
+        wide = ((step * a, step * (b - 1) + size) if a < b else (0, 0) for a, b in cut.intervals)
+        reads = recut(layout, dim, Cut(old.axes, tuple(wide)))
+    target = with_whole(recut(layout, dim, cut, count), len(layout.shape), size)
     part = moved(x, reads)
     if 0 in target.local_shape:  # torch has no windows of what is too short
         return made(anchored_zeros(target.local_shape, part), target)
-    y = made(part.unfold(dim, given["size"], given["step"]), target)
-    return note_view(y, x, copied=reads != layout)
-
-
-@kept_in_job
-def _windows(layout: Layout, dim: int, shape: Shape, step: int) -> tuple[Layout, Layout]:
-    """What the windows of each worker read, and how they lie: in balanced parts."""
-    *counts, size = shape
-    window = Cut.whole(size)
-    if not layout.is_split(dim):
-        cut = Cut(layout.cuts[dim].axes, ((0, counts[dim]),))
-        reads = layout
-    else:
-        old = layout.cuts[dim]
-        cut = Cut(old.axes, boxes.balanced(counts[dim], len(old.intervals)))
-        wide = tuple(
-            (step * a, step * (b - 1) + size) if a < b else (0, 0) for a, b in cut.intervals
-        )
-        cuts = (*layout.cuts[:dim], Cut(old.axes, wide), *layout.cuts[dim + 1 :])
-        reads = replace(layout, cuts=cuts)
-    cuts = (*layout.cuts[:dim], cut, *layout.cuts[dim + 1 :], window)
-    return reads, replace(layout, shape=shape, cuts=cuts)
+    return note_view(made(part.unfold(dim, size, step), target), x, copied=reads != layout)
 
 
 def _image_windows(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

@@ -218,8 +218,15 @@ def facts_of_classes(
     start = shard.own[0]
     for x, w in shard.pieces(_along(weight, shard)):
         assert x is not None
-        picked = _picked(x, dim, target - start, peak)
-        start += x.shape[dim]
+        # the logit of the target, less the peak, or zero where it is not one of these logits
+        index, length = target - start, x.shape[dim]
+        if length:
+            owned = (index >= 0) & (index < length)
+            place = torch.where(owned, index, 0).unsqueeze(dim)
+            picked = torch.where(owned, x.gather(dim, place).squeeze(dim) - peak, 0)
+        else:
+            picked = anchored_zeros(tuple(peak.shape), x.to(peak.dtype))
+        start += length
         below = x - peak.unsqueeze(dim)
         smooth = [(below if w is None else below * w).sum(dim)] if smooths else []
         # in place: a second array of the size of the logits would be the peak of memory
@@ -290,15 +297,6 @@ class Merged:
     def _shifted(self, sums: Tensor, masses: Tensor) -> Tensor:
         """Σ a·(x − M) from each worker's Σ a·(x − m_r) and Σ a."""
         return (sums + masses * self.shift).sum(0)
-
-
-def _picked(x: Tensor, dim: int, index: Tensor, peak: Tensor) -> Tensor:
-    """The logit at `index`, less the peak, or zero where the index is not one of these logits."""
-    if not x.shape[dim]:
-        return anchored_zeros(tuple(peak.shape), x.to(peak.dtype))
-    owned = (index >= 0) & (index < x.shape[dim])
-    index = torch.where(owned, index, 0).unsqueeze(dim)
-    return torch.where(owned, x.gather(dim, index).squeeze(dim) - peak, 0)
 
 
 def _along(weight: Tensor | None, shard: ClassShard) -> Tensor | None:

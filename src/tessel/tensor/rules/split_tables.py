@@ -10,12 +10,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from tessel.core import boxes
 from tessel.core.agreement import TensorMeta
-from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.layout import Cut, Layout
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.table import outlining
+from tessel.tensor.rules.reductions import without
+from tessel.tensor.table import outlining, with_whole
 from tessel.tensor.tensor import move
-from tessel.transport import kept_in_job
 
 EPSILON = 1e-7  # what torch adds to a norm before it divides by it
 
@@ -60,7 +61,10 @@ def look_up(
         meta: what the workers agreed on, if they did.
     """
     flat = ids.reshape(-1)
-    separate, result = _lies(layout, tuple(ids.shape))
+    # The rows of the table become those of the ids. Workers that split them have terms of a sum.
+    separate, result = without(layout, (0,), False)
+    for dim, length in enumerate(ids.shape):
+        separate, result = with_whole(separate, dim, length), with_whole(result, dim, length)
     if layout.is_split(1) and options.max_norm is not None:
         if not outlining.get():  # there is no row to scale
             _renormalise(flat, weight, layout, options.max_norm, options.norm_type)
@@ -79,15 +83,6 @@ def look_up(
     rows = _rows(flat[mine] - start, weight, replace(options, padding_idx=padding))
     share = rows.new_zeros((flat.numel(), rows.shape[1])).index_copy(0, mine, rows)
     return move(separate, result).apply(share.view(separate.local_shape), meta), result
-
-
-@kept_in_job
-def _lies(layout: Layout, ids: Shape) -> tuple[Layout, Layout]:
-    """How what workers add up lies, and its sum."""
-    cuts = (*(Cut((), ((0, length),)) for length in ids), layout.cuts[1])
-    separate = replace(layout, shape=(*ids, layout.shape[1]), cuts=cuts)
-    shared = tuple(sorted({*layout.shared, *layout.cuts[0].axes}))
-    return separate, replace(separate, shared=shared)
 
 
 def _rows(ids: Tensor, weight: Tensor, options: EmbeddingOptions) -> Tensor:
@@ -121,7 +116,19 @@ def _renormalise(
             mine = rows.new_full((len(rows),), 0.0 if norm_type >= 0 else float("inf"))
         told = mine.new_zeros(len(flat))
         told[inside] = mine
-        parts = move(*_norms(layout, len(flat))).apply(told[:, None])[inside]
+        # Of each id, the norms of the columns of each worker go to all; where rows are split, too,
+        # workers that have others tell zeros, which are added.
+        columns = layout.cuts[1]
+        one_each = Cut(columns.axes, boxes.consecutive([1] * len(columns.intervals)))
+        norms = Layout(
+            layout.partition,
+            (len(flat), len(columns.intervals)),
+            (Cut.whole(len(flat)), one_each),
+            layout.shared,
+        )
+        whole = norms.gathered((1,))
+        added = tuple(sorted({*whole.shared, *layout.cuts[0].axes}))
+        parts = move(norms, replace(whole, shared=added)).apply(told[:, None])[inside]
         # the norms of p = 0 are counts, which add
         norm = parts.sum(1) if norm_type == 0 else vector_norm(parts, norm_type, dim=1)
         norm = norm.to(table.dtype)
@@ -129,17 +136,3 @@ def _renormalise(
         scaled = (rows * scale.to(wide)[:, None]).to(table.dtype)
         kept = torch.where((norm.double() > max_norm)[:, None], scaled, table[flat[inside]])
         table[flat[inside]] = kept
-
-
-@kept_in_job
-def _norms(layout: Layout, ids: int) -> tuple[Layout, Layout]:
-    """Of each id, the norms of the columns of each worker, and how all workers have them.
-
-    Where rows are split, too, workers that have others tell zeros, which are added.
-    """
-    columns = layout.cuts[1]
-    count = len(columns.intervals)
-    cuts = (Cut((), ((0, ids),)), Cut(columns.axes, tuple((k, k + 1) for k in range(count))))
-    norms = replace(layout, shape=(ids, count), cuts=cuts)
-    whole = norms.gathered((1,))
-    return norms, replace(whole, shared=tuple(sorted({*whole.shared, *layout.cuts[0].axes})))

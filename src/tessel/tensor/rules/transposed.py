@@ -16,11 +16,10 @@ from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
 from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, TransposedWindow
-from tessel.tensor.rules.convolution import check_numbers
-from tessel.tensor.rules.products import Contraction, bias_of, check_dtypes, operand
-from tessel.tensor.rules.spread_weights import convolve_with
-from tessel.tensor.table import Arguments, Settings, rule
-from tessel.tensor.windowed import Windowed, outline, tuple_of
+from tessel.tensor.rules.convolution import check_numbers, convolve_with
+from tessel.tensor.rules.products import Contraction, bias_of, operand
+from tessel.tensor.table import Arguments, Settings, check_dtypes, rule
+from tessel.tensor.windowed import Windowed, hashable, outline, tuple_of
 from tessel.transport import kept_in_job
 
 Numbers = tuple[int, ...]
@@ -33,7 +32,7 @@ def convolve(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | kwargs
     layout = args[0]._layout
     weight, bias = given.pop("weight"), given.pop("bias", None)
-    sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    sizes = {key: hashable(value) for key, value in given.items()}
     settings = settings_of(tuple(weight.shape), **sizes)
     shape = convolved(layout.shape, settings)
     return convolve_with(

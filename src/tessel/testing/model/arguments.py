@@ -48,16 +48,17 @@ class Arguments:
 
     def layouts(self) -> list[Layout | None]:
         """How each tensor is spread; None for one that stays whole."""
-        return [self._layout(value) for _, value in self.tensors()]
-
-    def _layout(self, value: Tensor) -> Layout | None:
-        if isinstance(value, SpreadTensor):
-            return value.layout
-        if value.dim() != self.partition.dim:
-            return None
-        if isinstance(self.where, Layout) and self.where.shape == tuple(value.shape):
-            return self.where
-        return layout_on(self.partition, value.shape)
+        found: list[Layout | None] = []
+        for _, value in self.tensors():
+            if isinstance(value, SpreadTensor):
+                found.append(value.layout)
+            elif value.dim() != self.partition.dim:
+                found.append(None)
+            elif isinstance(self.where, Layout) and self.where.shape == tuple(value.shape):
+                found.append(self.where)
+            else:
+                found.append(layout_on(self.partition, value.shape))
+        return found
 
     def with_tensors(self, change: Callable[[int, Tensor], Tensor]) -> tuple[Any, Any]:
         """Arguments and keyword arguments, with something else in the places of tensors."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessel import transport
+from tessel.core.context import setting
 from tessel.core.partition import Partition
 from tessel.errors import WorkerLost
 from tessel.tensor.call_site import is_library
@@ -67,7 +68,7 @@ def attempt_together(
     groups = [partition.prepare(), everyone] if partition.active else [everyone]
     groups = list(dict.fromkeys(groups))  # which are one, if all workers take part
     try:
-        with comparing():
+        with comparing(), setting(transport.tells_errors, True):
             if partition.active:
                 result = act()
             for group in groups:

@@ -92,6 +92,7 @@ def check_model(
         raise ValueError(f"calls must be at least 1, got {calls}")
     everyone = transport.group_of(range(transport.num_workers()))
     with generators_restored(seed):
+        # A model that cannot be copied on one worker is told to all in the agreement.
         copied = attempt(lambda: plain_copy(model, dtype))
         settings = (fallback, calls, seed, rtol, atol, str(dtype), loss is None)
         _agree(everyone, model, given, settings, copied.text)
@@ -200,9 +201,9 @@ def _merged(
     values = [worst(v.name, [each.values[k] for each in told]) for k, v in enumerate(first.values)]
     gradients = [each.scale for each in values if each.name.startswith("gradient")]
     largest = max(gradients, default=0.0)
+    kinds = {str(dtype): value for dtype, value in TOLERANCES.items()}
 
     def allowed(each: Difference) -> Difference:
-        kinds = {str(dtype): value for dtype, value in TOLERANCES.items()}
         usual = kinds.get(each.dtype, 0.0)
         is_exact = usual == 0.0  # whole numbers
         usual_scale = largest if each.name.startswith("gradient") else 1.0
@@ -212,16 +213,9 @@ def _merged(
 
     modules = []
     for k, module in enumerate(first.modules):
-        several = [each.modules[k] for each in told]
-        modules.append(
-            ModuleUse(
-                allowed(worst(module.name, [each.output for each in several])),
-                module.kind,
-                max(each.bytes_sent for each in several),
-                max(each.bytes_kept for each in several),
-                max(each.bytes_stored for each in several),
-            )
-        )
+        uses = [each.modules[k] for each in told]
+        output = allowed(worst(module.name, [each.output for each in uses]))
+        modules.append(ModuleUse.merged(output, uses))
     remarks = []
     wrong = any(each.differs for each in (*map(allowed, values), *(m.output for m in modules)))
     if wrong and all(each.dtype != "torch.float64" for each in values):

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tessel.encoding import encodable
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.testing.drawing import plain
 
 _EXACT = (int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+@encodable
 @dataclass(frozen=True)
 class Difference:
     """By how much a tensor of the converted model differs from that of one process.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tessel.encoding import encodable
 from tessel.tensor.gathering import Gather
 from tessel.testing.model.difference import Difference
 
@@ -24,6 +25,7 @@ TOLERANCES = {
 MOST = 5  # modules that are named as the first ones that differ
 
 
+@encodable
 @dataclass(frozen=True)
 class ModuleUse:
     """What a module did in the converted model, on the worker that did most.
@@ -46,6 +48,17 @@ class ModuleUse:
     def name(self) -> str:
         """Its name in the model; the model itself has none."""
         return self.output.name
+
+    @classmethod
+    def merged(cls, output: Difference, uses: Sequence[ModuleUse]) -> ModuleUse:
+        """One for several workers: of each figure the largest."""
+        return cls(
+            output,
+            uses[0].kind,
+            max(each.bytes_sent for each in uses),
+            max(each.bytes_kept for each in uses),
+            max(each.bytes_stored for each in uses),
+        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tessel import transport
+from tessel.encoding import encodable
 from tessel.nn.convert import Entrance
 from tessel.nn.region import HaloRegion
 from tessel.tensor.gathering import Gather, noted_gathers
@@ -43,6 +44,7 @@ class OneProcess:
     draws: bool
 
 
+@encodable
 @dataclass
 class Findings:
     """What one worker has to say: it is put together with what the others say."""
@@ -228,6 +230,7 @@ def _derived(result: Any, loss: Loss) -> Outputs:
 
 def _weights(like: Tensor, number: int) -> Tensor:
     """Fixed random numbers for an output, the same on all workers."""
+    # In a function of its own: what it draws is freed before the backward pass, whose peak counts.
     generator = torch.Generator().manual_seed(number)
     kind = torch.complex128 if like.dtype.is_complex else torch.float64
     weights = torch.randn(tuple(like.shape), generator=generator, dtype=kind)

@@ -1,9 +1,9 @@
-"""Outlines: what the table of rules says of a call on shards, without their values and messages.
+"""Trials: what the table of rules says about a call on shards, found without sending anything.
 
 A rule that sends nothing may still do something else with a part than the function itself does: it
 may know where the part lies, as `tril` must, or leave out what only others need. So the rule is
-followed with numbers that are drawn, in the place of several workers, and the sharding is kept if
-the function of the part gives the same there.
+tried with random numbers, in the places of several workers, and the sharding is kept if the
+function of the part gives the same there.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def layouts_after(call: TorchCall) -> Answer:
         if key in memory:
             return memory[key]
     except TypeError:  # an argument that cannot be remembered
-        return _asked(call, given, layouts)
+        return _tried(call, given, layouts)
     if len(memory) > 4096:  # of arguments that are others in each step, as `x[k]`, there is no end
         memory.clear()
-    memory[key] = found = _asked(call, given, layouts)
+    memory[key] = found = _tried(call, given, layouts)
     return found
 
 
@@ -81,7 +81,7 @@ def _key(value: Any, layouts: dict[int, Layout | None]) -> Any:
     return type(value), repr(value) if type(value) is slice else value
 
 
-def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | None]) -> Answer:
+def _tried(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | None]) -> Answer:
     """Follow the rule in the places of several workers, the same ones on all of them.
 
     These are all of few, and of many the first, the one in the middle and the last that have parts
@@ -103,7 +103,7 @@ def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
     found = None
     for place in places:
         try:
-            at_place = _at(place, call, given, layouts)
+            at_place = _tried_at(place, call, given, layouts)
         except _REFUSALS:  # the rule would send, or finds that a length is that of a part
             if len(known) < len(layouts) and shapes[place] != shapes[here]:
                 continue  # what is plain may be this worker's part, and fits no other
@@ -116,7 +116,7 @@ def _asked(call: TorchCall, given: dict[str, Any], layouts: dict[int, Layout | N
     return tuple(replace(each, partition=_supposed(each.partition.size, here)) for each in found)
 
 
-def _at(
+def _tried_at(
     place: int,
     call: TorchCall,
     given: dict[str, Any],
@@ -129,7 +129,7 @@ def _at(
     # by the place: all workers draw the same, and come to the same answer
     draws = torch.Generator().manual_seed(place)
 
-    def outline(each: Tensor) -> tuple[Tensor, Tensor]:
+    def stand_in(each: Tensor) -> tuple[Tensor, Tensor]:
         layout = layouts.get(id(each))
         if layout is not None:
             layout = replace(layout, partition=_supposed(layout.partition.size, place))
@@ -143,7 +143,7 @@ def _at(
             part = torch.zeros(shape, dtype=each.dtype)
         return part, part if layout is None else tensor.Tensor(part.clone(), layout)
 
-    drawn = {id(each): outline(each) for each in tensors_in((call.args, given))}
+    drawn = {id(each): stand_in(each) for each in tensors_in((call.args, given))}
     args, settings = (mapped(lambda each: drawn[id(each)][1], x) for x in (call.args, given))
     with torch._C._EnableTorchFunction(), fallback("raise"), torch.no_grad():
         with setting(outlining, True):  # values of others are not asked for

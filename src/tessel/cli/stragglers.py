@@ -1,0 +1,68 @@
+"""Stragglers: workers that do not end when the launcher asks them to.
+
+When a worker has failed, elastic sends SIGTERM to the others and gives each half of a minute. A
+worker that is stopped, by a signal or a debugger, does not even see it; one whose signals are
+blocked, or that the system keeps in a call, neither. Nothing is left to wait for in either case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+TICK = 0.2  # seconds between two looks
+PATIENCE = 5.0  # seconds for which a worker may leave the signal unseen
+
+
+class Stragglers(threading.Thread):
+    """Watches the children of this process while a `with` block runs.
+
+    Attributes:
+        killed: the processes that were ended here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="tessel stragglers", daemon=True)
+        self.killed: set[int] = set()
+        self._since: dict[int, float] = {}  # when a signal was first seen to wait
+        self._over = threading.Event()
+
+    def __enter__(self) -> Stragglers:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.wait(TICK):
+            for pid in _children():
+                with contextlib.suppress(OSError, ValueError, KeyError):  # it may have ended
+                    self._look_after(pid)
+
+    def _look_after(self, pid: int) -> None:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+        if not pending >> (signal.SIGTERM - 1) & 1:
+            self._since.pop(pid, None)
+            return
+        since = self._since.setdefault(pid, time.monotonic())
+        if status["State"][0] in "Tt":
+            os.kill(pid, signal.SIGCONT)  # and it sees the other signal
+        if time.monotonic() - since > PATIENCE:
+            self.killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> Iterator[int]:
+    """The children of this process, where the system lists them."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, path.read_text().split())

@@ -1,0 +1,290 @@
+"""Encoding: values as bytes in a fixed form, which can say nothing but values.
+
+Workers send each other their values in it, and checkpoints keep theirs in it. Unlike a pickle it
+names no functions to be called: whoever decodes bytes of a stranger gets values, or `ValueError`.
+
+A value is one byte for its kind and what follows from that: numbers have eight bytes, or a length
+and digits; everything with a length says it first. Named tuples and dataclasses travel if their
+class was registered with `encodable`: both sides know it by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+C = TypeVar("C", bound=type)
+MAX_DEPTH = 64  # of containers in containers; Python's own stack ends later
+_LENGTH = struct.Struct("<Q")
+_FLOAT = struct.Struct("<d")
+_COMPLEX = struct.Struct("<dd")
+_CONSTANTS: dict[bytes, Any] = {b"N": None, b"T": True, b"F": False, b"E": ...}
+_CONTAINERS: dict[bytes, Callable[[list[Any]], Any]] = {
+    b"t": tuple,
+    b"l": list,
+    b"S": set,
+    b"Z": frozenset,
+    b"z": torch.Size,
+}
+_MAPPINGS: dict[bytes, type[dict[Any, Any]]] = {b"d": dict, b"O": OrderedDict}
+_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_DEVICES = ("cpu", "cuda", "meta", "xpu", "mps")
+_classes: dict[str, type] = {}
+
+
+def encodable(cls: C) -> C:
+    """Let instances of a named tuple or a dataclass be encoded, by the name of the class.
+
+    >>> from typing import NamedTuple
+    >>> from tessel.encoding import decode, encodable, encode
+    >>> @encodable
+    ... class Point(NamedTuple):
+    ...     x: int
+    >>> decode(encode(Point(3)))
+    Point(x=3)
+    """
+    _classes[f"{cls.__module__}.{cls.__qualname__}"] = cls
+    return cls
+
+
+def encode(value: Any) -> bytes:
+    """A value as bytes; TypeError if there is something in it that has no form.
+
+    >>> from tessel.encoding import decode, encode
+    >>> decode(encode({"shape": (3, 4), "scale": 0.5}))
+    {'shape': (3, 4), 'scale': 0.5}
+    """
+    pieces: list[bytes] = []
+    _write(value, pieces, 0)
+    return b"".join(pieces)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """The value that was encoded; ValueError if these bytes are not one."""
+    reader = _Reader(memoryview(data).cast("B"))
+    value = reader.value(0)
+    if reader.place != len(reader.data):
+        raise ValueError(f"{len(reader.data) - reader.place} bytes are left after the value")
+    return value
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that prints so; ValueError if there is none."""
+    if name not in _DTYPES:
+        raise ValueError(f"there is no dtype {name!r}")
+    return _DTYPES[name]
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The numbers of a dense tensor, in the order of its indices, without a copy if possible."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # one element, or none, may have any stride and be contiguous, but not be viewed as bytes
+    flat = plain.as_strided((plain.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def tensor_of(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: Any) -> Tensor:
+    """A new tensor of these bytes, whose number must be right."""
+    shape = tuple(shape)
+    if any(not isinstance(n, int) or n < 0 for n in shape):
+        raise ValueError(f"{shape} is not a shape")
+    count = 1
+    for n in shape:  # not math.prod of the tensor: 0 × 2**80 is a shape, too, that torch refuses
+        count *= n
+    if max(shape, default=0) >= 2**62 or count * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} and {dtype}")
+    raw = np.frombuffer(data, np.uint8).copy()  # which a tensor may write to
+    try:
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(raw).view(dtype).reshape(shape)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"there is no tensor of shape {shape} and {dtype}: {error}") from error
+
+
+def _write(value: Any, pieces: list[bytes], depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise TypeError(f"a value of more than {MAX_DEPTH} containers in each other has no form")
+    kind = type(value)
+    if value is None or value is ... or kind is bool:
+        pieces.append(next(tag for tag, each in _CONSTANTS.items() if each is value))
+    elif isinstance(value, Tensor):
+        _write_tensor(value, pieces)
+    elif f"{kind.__module__}.{kind.__qualname__}" in _classes:
+        fields: Iterable[str] = getattr(kind, "_fields", ())
+        if dataclasses.is_dataclass(kind):
+            fields = [field.name for field in dataclasses.fields(kind)]
+        _run(b"C", f"{kind.__module__}.{kind.__qualname__}".encode(), pieces)
+        _write(tuple(getattr(value, name) for name in fields), pieces, depth + 1)
+    elif isinstance(value, torch.dtype):
+        _run(b"D", str(value).encode(), pieces)
+    elif isinstance(value, torch.device):
+        _run(b"V", str(value).encode(), pieces)
+    elif isinstance(value, str):
+        _run(b"s", value.encode("utf-8", "surrogatepass"), pieces)
+    elif isinstance(value, bytes | bytearray | memoryview):
+        _run(b"b", bytes(value), pieces)
+    elif isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        _write(value.item(), pieces, depth)  # before Python's numbers, which some of them are
+    elif isinstance(value, int):
+        number = int(value)  # not a subclass, as of enumerations
+        _run(b"i", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True), pieces)
+    elif isinstance(value, float):
+        pieces.append(b"f" + _FLOAT.pack(value))
+    elif isinstance(value, complex):
+        pieces.append(b"c" + _COMPLEX.pack(value.real, value.imag))
+    elif isinstance(value, slice):
+        pieces.append(b":")
+        _write((value.start, value.stop, value.step), pieces, depth + 1)
+    elif isinstance(value, dict):
+        tag = b"O" if isinstance(value, OrderedDict) else b"d"
+        pieces.append(tag + _LENGTH.pack(len(value)))
+        for key, each in value.items():
+            _write(key, pieces, depth + 1)
+            _write(each, pieces, depth + 1)
+    elif isinstance(value, tuple | list | set | frozenset) and not hasattr(kind, "_fields"):
+        kinds = ((torch.Size, b"z"), (tuple, b"t"), (list, b"l"), (frozenset, b"Z"), (set, b"S"))
+        tag = next(tag for each, tag in kinds if isinstance(value, each))
+        pieces.append(tag + _LENGTH.pack(len(value)))
+        for each in value:
+            _write(each, pieces, depth + 1)
+    else:
+        raise TypeError(
+            f"a value of type {kind.__module__}.{kind.__qualname__} has no form in which it can be "
+            f"sent or kept; numbers, text, bytes, dense tensors and containers of these have"
+        )
+
+
+def _write_tensor(value: Tensor, pieces: list[bytes]) -> None:
+    kind = type(value)
+    if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise TypeError(f"a tensor of type {kind.__qualname__} has no form, a plain one has")
+    if value.layout is not torch.strided or value.is_quantized:
+        raise TypeError(f"a tensor of the layout {value.layout} has no form, a dense one has")
+    pieces.append(b"x")
+    described = (str(value.dtype), tuple(value.shape), value.device.type)
+    _write(described, pieces, 0)
+    if not value.is_meta:
+        _run(b"b", tensor_bytes(value), pieces)
+
+
+def _run(tag: bytes, data: bytes | memoryview, pieces: list[bytes]) -> None:
+    pieces.append(tag + _LENGTH.pack(len(data)))
+    pieces.append(data)  # type: ignore[arg-type]  # join takes any buffer
+
+
+class _Reader:
+    """Takes values from bytes, from the left; ValueError for whatever does not fit."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.place = data, 0
+
+    def take(self, count: int) -> memoryview:
+        if count > len(self.data) - self.place:
+            raise ValueError(f"{count} bytes are missing after byte {self.place}")
+        self.place += count
+        return self.data[self.place - count : self.place]
+
+    def length(self) -> int:
+        (count,) = _LENGTH.unpack(self.take(_LENGTH.size))
+        if count > len(self.data) - self.place:  # each thing that is counted has a byte at least
+            raise ValueError(f"{count} things cannot follow byte {self.place}")
+        return int(count)
+
+    def value(self, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} containers in each other")
+        tag = bytes(self.take(1))
+        if tag in _CONSTANTS:
+            return _CONSTANTS[tag]
+        if tag == b"i":
+            return int.from_bytes(self.take(self.length()), "little", signed=True)
+        if tag == b"f":
+            return _FLOAT.unpack(self.take(_FLOAT.size))[0]
+        if tag == b"c":
+            return complex(*_COMPLEX.unpack(self.take(_COMPLEX.size)))
+        if tag == b"b":
+            return bytes(self.take(self.length()))
+        if tag == b"s":
+            return str(self.take(self.length()), "utf-8", "surrogatepass")
+        if tag == b"D":
+            return dtype_named(str(self.take(self.length()), "utf-8"))
+        if tag == b"V":
+            name = str(self.take(self.length()), "utf-8")
+            try:
+                return torch.device(name)
+            except RuntimeError as error:
+                raise ValueError(f"there is no device {name!r}") from error
+        if tag in _MAPPINGS:
+            entries = _MAPPINGS[tag]()
+            for _ in range(self.length()):
+                key = self.value(depth + 1)
+                entries[self._hashed(key)] = self.value(depth + 1)
+            return entries
+        if tag in _CONTAINERS:
+            items = [self.value(depth + 1) for _ in range(self.length())]
+            return self._contained(tag, items)
+        if tag == b":":
+            return slice(*self._several(3, depth))
+        if tag == b"C":
+            return self._instance(depth)
+        if tag == b"x":
+            return self._tensor(depth)
+        raise ValueError(f"byte {self.place - 1} begins no value: {tag!r}")
+
+    def _hashed(self, key: Any) -> Any:
+        try:
+            hash(key)
+        except TypeError as error:
+            raise ValueError(f"a {type(key).__name__} cannot be a key: {error}") from error
+        return key
+
+    def _contained(self, tag: bytes, items: list[Any]) -> Any:
+        try:
+            return _CONTAINERS[tag](items)
+        except (TypeError, OverflowError) as error:  # of what has no hash, or is no length
+            raise ValueError(f"these items make no container: {error}") from error
+
+    def _several(self, count: int, depth: int) -> tuple[Any, ...]:
+        items = self.value(depth + 1)
+        if not isinstance(items, tuple) or len(items) != count:
+            raise ValueError(f"{count} values were expected before byte {self.place}")
+        return items
+
+    def _instance(self, depth: int) -> Any:
+        name = str(self.take(self.length()), "utf-8")
+        cls = _classes.get(name)
+        items = self.value(depth + 1)
+        if cls is None or not isinstance(items, tuple):
+            raise ValueError(f"{name!r} is no class that can be sent")
+        try:
+            return cls(*items)
+        except TypeError as error:
+            raise ValueError(f"{items} are not the values of a {name}: {error}") from error
+
+    def _tensor(self, depth: int) -> Tensor:
+        name, shape, device = self._several(3, depth)
+        dtype = dtype_named(name) if isinstance(name, str) else None
+        if dtype is None or device not in _DEVICES or not isinstance(shape, tuple):
+            raise ValueError(f"there is no tensor of {name}, shape {shape} on {device}")
+        if device == "meta":
+            return _on_meta(shape, dtype)
+        data = self.value(depth + 1)
+        if not isinstance(data, bytes):
+            raise ValueError("the numbers of a tensor are missing")
+        tensor = tensor_of(data, dtype, shape)
+        return tensor if device == "cpu" else tensor.to(device)
+
+
+def _on_meta(shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{shape} is not a shape: {error}") from error

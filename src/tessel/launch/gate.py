@@ -1,0 +1,374 @@
+"""Gate: the only door between the hosts of a job, which opens to those who know its token.
+
+Torch's store, through which workers find each other, asks nobody who they are. So it listens on the
+loopback interface of one host alone. The launcher of that host has a gate on the address that the
+hosts were told; the launchers of the others have a tunnel, a port of their own loopback interface
+which leads through the gate. Both sides prove that they know the token, by an HMAC over numbers
+that the other has just drawn, before a single byte goes through. What goes through is not
+encrypted.
+
+    gate:    GREETING, 32 random bytes
+    tunnel:  GREETING, 32 random bytes, HMAC("tunnel", job, both numbers)
+    gate:    HMAC("gate", job, both numbers)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from tessel.settings import text
+
+GREETING = b"tessel 1"
+_NONCE, _PROOF = 32, 32
+_SECONDS_TO_PROVE = 10.0
+_SECONDS_BETWEEN_ATTEMPTS = 0.2
+_MOST_STRANGERS = 64  # connections at a time that have proved nothing yet
+_FEWEST_LETTERS = 16  # of a token
+_SIOCGIFADDR = 0x8915
+
+
+class GateError(OSError):
+    """A gate or a tunnel cannot be had; the text says why."""
+
+
+class Endpoint:
+    """An address that was given as HOST:PORT.
+
+    >>> from tessel.launch.gate import Endpoint
+    >>> Endpoint("[::1]:29400").host, Endpoint("host0:29400").port
+    ('::1', 29400)
+    """
+
+    def __init__(self, text: str) -> None:
+        host, _, port = text.rpartition(":")
+        self.host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        is_port = port.isascii() and port.isdigit() and 0 < int(port) < 2**16
+        if not self.host or not is_port or any(c in self.host for c in " /[]"):
+            raise ValueError(f"expected HOST:PORT, as host0:29400, got {text!r}")
+        self.port = int(port)
+
+    def addresses(self) -> list[tuple[Any, str]]:
+        """Families and addresses of the host, as this one looks them up; GateError if none."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise GateError(f"the address of {self.host!r} cannot be found: {error}") from error
+        return [(family, str(address[0])) for family, _, _, _, address in found]
+
+    def listen(self) -> socket.socket | None:
+        """A listening socket if this is an address of this host, and nobody listens there."""
+        for family, address in self.addresses():
+            try:
+                return socket.create_server((address, self.port), family=family, backlog=128)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EAFNOSUPPORT):
+                    raise GateError(f"cannot listen on {address}: {error}") from error
+        return None
+
+
+def read_token(path: str | os.PathLike[str] | None = None) -> bytes:
+    """The token of this user: TESSEL_TOKEN, else that of a file, made if it is the usual one.
+
+    Args:
+        path: the file; None for `$XDG_CONFIG_HOME/tessel/token`.
+
+    Raises:
+        GateError: if there is none, others can read it, or it is too short.
+    """
+    given = text("TESSEL_TOKEN")
+    if given is not None and path is None:
+        return _checked_token(given.strip().encode(), "TESSEL_TOKEN")
+    config = text("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    file = Path(config, "tessel", "token") if path is None else Path(path)
+    try:
+        if path is None:
+            _make_token(file)
+        with open(file, "rb") as opened:
+            status = os.fstat(opened.fileno())
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise GateError(
+                    f"the token in {file} must belong to this user and be readable by nobody else; "
+                    f"chmod 600 {file}"
+                )
+            return _checked_token(opened.read(4096).strip(), str(file))
+    except GateError:
+        raise
+    except OSError as error:
+        raise GateError(f"the token in {file} cannot be read: {error.strerror}") from error
+
+
+def _make_token(file: Path) -> None:
+    """A new token for this user, if there is none; of several who make it the first counts."""
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = file.with_name(f"token.{secrets.token_hex(8)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as opened:
+        opened.write(secrets.token_hex(32) + "\n")
+    with contextlib.suppress(FileExistsError):
+        os.link(fresh, file)  # whole, or not at all
+    fresh.unlink()
+
+
+def _checked_token(token: bytes, source: str) -> bytes:
+    if len(token) < _FEWEST_LETTERS:
+        raise GateError(
+            f"the token in {source} must have {_FEWEST_LETTERS} letters or more, got {len(token)}"
+        )
+    return token
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this host's network interface that has an address, if it is known."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            number, *_, name = line.split()
+            if int(number, 16) == int(wanted):
+                return name
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(query.fileno(), _SIOCGIFADDR, request)[20:24]
+                if found == wanted.packed:
+                    return name
+    return loopback() if wanted.is_loopback else None  # which has all of 127.0.0.0/8
+
+
+def loopback() -> str | None:
+    """The name of the loopback interface, if this host has one."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+class _Secret:
+    """The token of a job, and the proofs that one knows it."""
+
+    def __init__(self, token: bytes, job: str) -> None:
+        self._token, self._job = token, job.encode("utf-8", "surrogateescape")
+
+    def proof(self, side: bytes, gates: bytes, tunnels: bytes) -> bytes:
+        return hmac.digest(self._token, side + self._job + gates + tunnels, "sha256")
+
+
+class _Forwarder:
+    """Connections in pairs, whose bytes go from one to the other, in a thread of their own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._open = 0  # pairs
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def listen(self, listener: socket.socket, serve: Any) -> None:
+        """Call `serve(reader, writer)` for each connection."""
+
+        async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await serve(reader, writer)
+            except asyncio.CancelledError:  # by `close`; asyncio would report it as a failure
+                pass
+            finally:
+                writer.close()
+
+        async def start() -> None:
+            await asyncio.start_server(served, sock=listener)
+
+        self._run(start())
+
+    def close(self, seconds: float) -> None:
+        """End, after so many seconds at most in which open connections may end by themselves."""
+        deadline = time.monotonic() + seconds
+        while self._open and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+        async def stop() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self._run(stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10.0)
+
+    async def join(
+        self,
+        one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        """Carry bytes both ways until both sides have ended."""
+        self._open += 1
+        try:
+            await asyncio.gather(_carry(one[0], other[1]), _carry(other[0], one[1]))
+        finally:
+            self._open -= 1
+            other[1].close()  # who has called closes the first
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):  # a side that is gone has nothing more to say or hear
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+
+
+class Gate:
+    """Lets those who know the token through to a port of this host's loopback interface.
+
+    Args:
+        listener: where hosts knock.
+        port: to which they get.
+        token: the secret of the job.
+        job: its name; hosts of another job with the same token do not get in.
+    """
+
+    def __init__(self, listener: socket.socket, port: int, token: bytes, job: str) -> None:
+        self.address = listener.getsockname()[0]
+        self._port, self._secret = port, _Secret(token, job)
+        self._strangers = 0
+        self._forwarder = _Forwarder()
+        self._forwarder.listen(listener, self._serve)
+
+    def close(self, seconds: float = 0.0) -> None:
+        self._forwarder.close(seconds)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._strangers >= _MOST_STRANGERS:
+            return
+        self._strangers += 1
+        try:
+            is_known = await asyncio.wait_for(self._admits(reader, writer), _SECONDS_TO_PROVE)
+        except (OSError, EOFError):  # a timeout is an OSError, too
+            is_known = False
+        finally:
+            self._strangers -= 1
+        if not is_known:
+            return
+        try:
+            inside = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:  # the store is gone: so is the job
+            return
+        await self._forwarder.join((reader, writer), inside)
+
+    async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        mine = secrets.token_bytes(_NONCE)
+        writer.write(GREETING + mine)
+        await writer.drain()
+        if await reader.readexactly(len(GREETING)) != GREETING:
+            return False
+        theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
+        if not hmac.compare_digest(proof, self._secret.proof(b"tunnel", mine, theirs)):
+            return False
+        writer.write(self._secret.proof(b"gate", mine, theirs))
+        await writer.drain()
+        return True
+
+
+class Tunnel:
+    """A port of this host's loopback interface that leads through the gate of another host.
+
+    Args:
+        endpoint: of the gate.
+        token: the secret of the job.
+        job: its name.
+        seconds: how long to knock until somebody is there.
+
+    Raises:
+        GateError: if nobody is there, or it is no gate, or the token or the job is another one.
+    """
+
+    def __init__(self, endpoint: Endpoint, token: bytes, job: str, seconds: float) -> None:
+        self._endpoint, self._secret = endpoint, _Secret(token, job)
+        # Once before all else: whoever has the wrong token is told so, and not a worker of his.
+        with self._knock(seconds) as probe:
+            self.address = probe.getsockname()[0]
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = listener.getsockname()[1]
+        self._forwarder = _Forwarder()
+        self._forwarder.listen(listener, self._serve)
+
+    def close(self, seconds: float = 0.0) -> None:
+        self._forwarder.close(seconds)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            outside = await asyncio.get_running_loop().run_in_executor(None, self._knock, 5.0)
+            there = await asyncio.open_connection(sock=outside)
+        except OSError:  # who has connected here finds the connection closed
+            return
+        await self._forwarder.join((reader, writer), there)
+
+    def _knock(self, seconds: float) -> socket.socket:
+        """A connection through the gate."""
+        where = f"{self._endpoint.host}:{self._endpoint.port}"
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                host = self._endpoint.host, self._endpoint.port
+                connection = socket.create_connection(host, timeout=_SECONDS_TO_PROVE)
+                break
+            except (OSError, UnicodeError) as error:
+                if time.monotonic() > deadline:
+                    raise GateError(
+                        f"nobody answered at {where} for {seconds:.0f} s ({error}); it must be an "
+                        f"address of one of the hosts, on which `tessel run` was started, too"
+                    ) from error
+                time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+        try:
+            self._prove(connection, where)
+        except OSError as error:
+            connection.close()
+            if isinstance(error, GateError):
+                raise
+            raise GateError(f"the connection to {where} failed: {error}") from error
+        connection.settimeout(None)
+        return connection
+
+    def _prove(self, connection: socket.socket, where: str) -> None:
+        connection.settimeout(_SECONDS_TO_PROVE)
+        if _exactly(connection, len(GREETING)) != GREETING:
+            raise GateError(
+                f"what listens at {where} is not this version of `tessel run`; take another port, "
+                f"and the same version on all hosts"
+            )
+        theirs, mine = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
+        connection.sendall(GREETING + mine + self._secret.proof(b"tunnel", theirs, mine))
+        proof = _exactly(connection, _PROOF)
+        if not hmac.compare_digest(proof, self._secret.proof(b"gate", theirs, mine)):
+            raise GateError(
+                f"the host at {where} has another token or --rdzv-id than this one; both must be "
+                f"the same on all hosts: set TESSEL_TOKEN, or copy the file with the token"
+            )
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, or zeros in the place of those that do not come: no proof is all zeros."""
+    data = b""
+    while len(data) < count and (chunk := connection.recv(count - len(data))):
+        data += chunk
+    return data.ljust(count, b"\0")

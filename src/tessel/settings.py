@@ -1,0 +1,80 @@
+"""Settings: the environment variables that Tessel reads, and what they may say.
+
+Every other module asks this one. A value that makes no sense raises ValueError with one sentence
+that names the variable, what it may be, and what it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import math
+import os
+import warnings
+
+PREFIX = "TESSEL_"
+KNOWN = (
+    *("TESSEL_ALLOCATOR", "TESSEL_CHECK", "TESSEL_DEBUG", "TESSEL_ENGINE", "TESSEL_LOG"),
+    *("TESSEL_MACHINE", "TESSEL_TIMEOUT", "TESSEL_TOKEN", "TESSEL_TRANSPORT"),
+)
+_FOR_TESTS = "TESSEL_TEST_"  # names that tests may give to variables of their own
+_SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; torch counts milliseconds
+_warned: set[str] = set()
+
+
+def text(variable: str) -> str | None:
+    """What a variable says; None if it is not set, or empty."""
+    return os.environ.get(variable) or None
+
+
+def chosen(variable: str, options: tuple[str, ...]) -> str:
+    """Which of the options a variable names; the first if it is not set.
+
+    >>> import os
+    >>> from tessel.settings import chosen
+    >>> chosen("TESSEL_EXAMPLE", ("one", "other"))
+    'one'
+    """
+    choice = text(variable) or options[0]
+    if choice not in options:
+        raise ValueError(f"{variable} must be one of {', '.join(options)}, got {choice!r}")
+    return choice
+
+
+def whole_number(variable: str, default: int) -> int:
+    """The number that a launcher gives, as LOCAL_RANK: 0 or more."""
+    said = text(variable)
+    if said is None:
+        return default
+    if not (said.isascii() and said.isdigit() and len(said) < 10):
+        raise ValueError(f"{variable} must be a whole number of 0 or more, got {said!r}")
+    return int(said)
+
+
+def time_limit() -> datetime.timedelta | None:
+    """How long a worker waits for the others: TESSEL_TIMEOUT, in seconds; None for torch's own."""
+    said = text("TESSEL_TIMEOUT")
+    if said is None:
+        return None
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not _SHORTEST <= seconds <= _LONGEST:  # which no NaN is
+        raise ValueError(
+            f"TESSEL_TIMEOUT must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got "
+            f"{said!r}"
+        )
+    return datetime.timedelta(seconds=seconds)
+
+
+def warn_of_unknown() -> None:
+    """Warn, once and on the first worker alone, of variables that look like ours and are not."""
+    found = [name for name in os.environ if name.startswith(PREFIX) and name not in KNOWN]
+    for name in sorted(found):
+        if name in _warned or name.startswith(_FOR_TESTS) or os.environ.get("RANK", "0") != "0":
+            continue
+        _warned.add(name)
+        like = difflib.get_close_matches(name, KNOWN, 1)
+        hint = f"; did you mean {like[0]}?" if like else f"; there are {', '.join(KNOWN)}"
+        warnings.warn(f"Tessel knows no environment variable {name}{hint}", stacklevel=3)

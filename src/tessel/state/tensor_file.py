@@ -1,0 +1,311 @@
+"""Tensor files: named tensors in one file, in the format of safetensors, with checksums.
+
+    8 bytes       the length of the header
+    header        JSON: for each tensor its dtype, its shape and where its bytes are; and notes
+    bytes         of one tensor after the other
+
+Nothing in it is executed, and everything is checked before it is used: lengths against the size of
+the file, the header against its own checksum, bytes against a checksum for each block of them.
+Files of others have no checksums and are read without. The notes of ours are text, under names that
+begin with "tessel."; other programs pass over them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessel.encoding import tensor_bytes, tensor_of
+
+Interval = tuple[int, int]
+FORMAT = "1"  # of our notes
+_BLOCK = 1 << 20  # bytes that have one checksum
+_LONGEST_HEADER = 100 << 20  # as safetensors has it
+_NO_CHECKSUM = "0" * 64
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "C128",  # which safetensors does not have; of solvers' images
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file: what it is, and where its bytes begin after the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFileWriter:
+    """Writes a tensor file, tensor by tensor, so that none but one has to be in memory.
+
+    The file has its name once all of it is on the disk; an interrupted one is never found.
+
+    Args:
+        path: of the file.
+        kinds: dtype and shape of each tensor, in the order in which they come.
+        notes: text by name.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        notes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.unfinished = self.path.with_name(self.path.name + ".unfinished")
+        self._entries: dict[str, TensorEntry] = {}
+        place = 0
+        for name, (dtype, shape) in kinds.items():
+            if dtype not in _NAMES:
+                raise TypeError(f"{name} has the dtype {dtype}, which tensor files do not have")
+            self._entries[name] = entry = TensorEntry(dtype, tuple(shape), place)
+            place += entry.num_bytes
+        self._notes = dict(notes or {})
+        self._sums = {name: "0" * 8 * _num_blocks(e) for name, e in self._entries.items()}
+        self._waiting = list(self._entries)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.unfinished, "wb")  # noqa: SIM115  # closed by `finish` or `drop`
+        self._file.write(self._header())
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor."""
+        entry = self._entries[name]
+        assert self._waiting.pop(0) == name and tuple(tensor.shape) == entry.shape
+        assert tensor.dtype == entry.dtype
+        data, sums = tensor_bytes(tensor), []
+        for start in range(0, len(data), _BLOCK):
+            block = data[start : start + _BLOCK]
+            sums.append(f"{zlib.crc32(block):08x}")
+            self._file.write(block)
+        self._sums[name] = "".join(sums)
+
+    def finish(self, rename: bool = True) -> None:
+        """Wait until all of it is on the disk, and give it its name, unless others do that."""
+        assert not self._waiting
+        self._file.seek(0)
+        self._file.write(self._header())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if rename:
+            self.rename()
+
+    def rename(self) -> None:
+        """Give the finished file its name."""
+        commit(self.unfinished, self.path)
+
+    def drop(self) -> None:
+        """Remove what was written."""
+        self._file.close()
+        self.unfinished.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.drop()
+
+    def _header(self) -> bytes:
+        """Length and header; it is as long with all checksums as without."""
+        entries: dict[str, Any] = {
+            name: {
+                "dtype": _NAMES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": [entry.start, entry.start + entry.num_bytes],
+            }
+            for name, entry in self._entries.items()
+        }
+        own = {
+            "tessel.checksum": _NO_CHECKSUM,
+            "tessel.format": FORMAT,
+            "tessel.blocks": json.dumps(self._sums),
+        }
+        text = json.dumps({"__metadata__": {**own, **self._notes}, **entries}).encode()
+        text += b" " * (-len(text) % 8)
+        checksum = hashlib.sha256(text).hexdigest()
+        text = text.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1)
+        return len(text).to_bytes(8, "little") + text
+
+
+def commit(unfinished: Path, path: Path) -> None:
+    """Give a file its name, so that neither a crash nor a loss of power can undo it."""
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class TensorFile:
+    """A tensor file that was opened: its notes, and its tensors, which are read when asked for.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: if it is no tensor file, or a damaged one; the text names it.
+        OSError: if it cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            self._check(
+                size >= 8 and 2 <= length <= min(size - 8, _LONGEST_HEADER),
+                f"it has {size} bytes, and the header of a tensor file would need {length}",
+            )
+            text = file.read(length)
+        self._begin = 8 + length
+        try:
+            header = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"its header is no JSON: {error}") from error
+        self._check(isinstance(header, dict), "its header is no table")
+        self.notes = self._notes(header.pop("__metadata__", {}), text)
+        self.entries = {name: self._entry(name, value) for name, value in header.items()}
+        self._check_places(size - self._begin)
+        self._blocks = self._block_sums()
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether it has checksums."""
+        return self._blocks is not None
+
+    def read(self, name: str, box: Sequence[Interval] | None = None) -> Tensor:
+        """A tensor, or a box of it: only the blocks from its first to its last number are read."""
+        entry = self._known(name)
+        box = [(0, n) for n in entry.shape] if box is None else list(box)
+        shape = tuple(max(0, stop - start) for start, stop in box)
+        if not prod(shape):
+            return torch.empty(shape, dtype=entry.dtype)
+        # Along the first dimension the box is one run of bytes; of others all is read, and cut.
+        (first, last), *others = box or [(0, 1)]
+        row = prod(entry.shape[1:]) * entry.dtype.itemsize
+        data = self._bytes(name, entry, first * row, last * row)
+        rows = tensor_of(data, entry.dtype, (last - first, *entry.shape[1:]) if box else ())
+        part = rows[(slice(None), *(slice(*each) for each in others))] if box else rows
+        return part.contiguous()
+
+    def _bytes(self, name: str, entry: TensorEntry, start: int, stop: int) -> memoryview:
+        """Some bytes of a tensor, whose blocks are right."""
+        first = start - start % _BLOCK
+        last = min(entry.num_bytes, stop + -stop % _BLOCK)
+        with open(self.path, "rb") as file:
+            file.seek(self._begin + entry.start + first)
+            data = memoryview(file.read(last - first))
+        self._check(len(data) == last - first, f"it ends within {name!r}")
+        if self._blocks is not None:
+            sums = self._blocks[name]
+            for place in range(0, len(data), _BLOCK):
+                at = 8 * ((first + place) // _BLOCK)
+                found = f"{zlib.crc32(data[place : place + _BLOCK]):08x}"
+                self._check(
+                    found == sums[at : at + 8],
+                    f"the bytes of {name!r} are not those that were written: they have the "
+                    f"checksum {found}, not {sums[at : at + 8]}",
+                )
+        return data[start - first : stop - first]
+
+    def _known(self, name: str) -> TensorEntry:
+        if name not in self.entries:
+            raise self._error(f"it has no {name!r}, but {', '.join(sorted(self.entries)[:8])}")
+        return self.entries[name]
+
+    def _notes(self, notes: Any, text: bytes) -> dict[str, str]:
+        is_text = isinstance(notes, dict) and all(isinstance(v, str) for v in notes.values())
+        self._check(is_text, "its notes are not text")
+        if (checksum := notes.get("tessel.checksum")) is not None:
+            blank = text.replace(checksum.encode("utf-8", "replace"), _NO_CHECKSUM.encode(), 1)
+            is_right = len(checksum) == len(_NO_CHECKSUM)
+            is_right = is_right and hashlib.sha256(blank).hexdigest() == checksum
+            self._check(is_right, "its header is not the one that was written")
+            self._check(
+                notes.get("tessel.format") == FORMAT,
+                f"it has the format {notes.get('tessel.format')}, and this version of Tessel "
+                f"reads {FORMAT}",
+            )
+        return dict(notes)
+
+    def _entry(self, name: str, value: Any) -> TensorEntry:
+        try:
+            dtype = _DTYPES[value["dtype"]]
+            shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
+            is_right = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, stop))
+            entry = TensorEntry(dtype, shape, start)
+            is_right = is_right and entry.num_bytes == stop - start
+        except (KeyError, TypeError, ValueError):
+            is_right = False
+        self._check(is_right, f"what it says of {name!r} is no tensor")
+        return entry
+
+    def _check_places(self, size: int) -> None:
+        """Tensors come one after the other, without gaps, to the end of the file."""
+        place = 0
+        for entry in sorted(self.entries.values(), key=lambda each: (each.start, each.num_bytes)):
+            self._check(entry.start == place, "its tensors overlap, or there is something between")
+            place += entry.num_bytes
+        self._check(place == size, f"it has {size} bytes of tensors and says that it has {place}")
+
+    def _block_sums(self) -> dict[str, str] | None:
+        if "tessel.checksum" not in self.notes:
+            return None
+        try:
+            sums = json.loads(self.notes.get("tessel.blocks", ""))
+            is_right = sums.keys() == self.entries.keys() and all(
+                len(sums[name]) == 8 * _num_blocks(entry) for name, entry in self.entries.items()
+            )
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            is_right = False
+        self._check(is_right, "it lacks checksums")
+        return {name: str(each) for name, each in sums.items()}
+
+    def _check(self, is_right: bool, problem: str) -> None:
+        if not is_right:
+            raise self._error(problem)
+
+    def _error(self, problem: str) -> ValueError:
+        return ValueError(f"{self.path} is damaged, or no tensor file: {problem}")
+
+
+def _num_blocks(entry: TensorEntry) -> int:
+    return int(np.ceil(entry.num_bytes / _BLOCK))

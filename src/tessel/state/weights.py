@@ -1,0 +1,150 @@
+"""Weights in files of safetensors: whole for other programs, of which workers read their parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from tessel.core.agreement import tell
+from tessel.core.partition import Partition
+from tessel.state.parts import StateCollector, kinds, local_problem
+from tessel.state.places import Places
+from tessel.state.tensor_file import TensorFile, TensorFileWriter
+
+
+def save_weights(
+    module: Module, path: str | os.PathLike[str], *, partition: Partition | None = None
+) -> None:
+    """Write parameters and buffers as a file of safetensors, which holds nothing but tensors.
+
+    All workers call this. The file has the names and whole tensors of the model of plain torch,
+    and checksums, which other programs pass over. The first worker writes it, one tensor after the
+    other: no worker needs memory for more than one that is whole. The file has its name once it is
+    on the disk.
+
+    Args:
+        module: the model, also one in `DistributedDataParallel`.
+        path: of the file, as "model.safetensors".
+        partition: the workers that hold one copy of it; None for those of its shards.
+
+    >>> import tempfile, tessel
+    >>> model = tessel.nn.ParallelLinear(3, 2, dim=-1)
+    >>> path = tempfile.mkdtemp() + "/model.safetensors"
+    >>> tessel.nn.save_weights(model, path)
+    >>> tessel.nn.load_weights(model, path)
+    """
+    call = "save_weights"
+    module = _inner(module)
+    places = Places.of(module, partition, call)
+    if not places.row.active:
+        return
+    state = module.state_dict(keep_vars=True)
+    problems = [
+        text
+        for name, layout in places.layouts.items()
+        if name in state and (text := local_problem(name, state[name], layout))
+    ]
+    problems += [
+        f"the value {name} is a {type(value).__name__}, and a file of weights has tensors only"
+        for name, value in state.items()
+        if not isinstance(value, Tensor)
+    ]
+    places.agree(call, kinds(state), problems)
+    whole = {
+        name: (value.dtype, places.layouts[name].shape if name in places.layouts else value.shape)
+        for name, value in state.items()
+    }
+
+    def whole_tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, value in state.items():
+            collect = StateCollector(places, rank0_only=True, cpu_offload=True)
+            yield name, collect(value, places.layouts.get(name))
+
+    problem, tensors = "", whole_tensors()
+    if places.first.active:
+        try:
+            with TensorFileWriter(path, whole) as writer:
+                for name, tensor in tensors:
+                    writer.put(name, tensor)
+        except (OSError, TypeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+    for _ in tensors:  # all workers go through all, also when the first cannot write any more
+        pass
+    _raise_together(places, f"save_weights: {path} cannot be written", problem)
+
+
+def load_weights(
+    module: Module, path: str | os.PathLike[str], *, partition: Partition | None = None
+) -> None:
+    """Read parameters and buffers from a file of safetensors, each worker what it holds.
+
+    All workers call this, and can read the file. It may be one of `save_weights`, for any `dim` and
+    any number of workers, or of another program, with the names of the model of plain torch. As in
+    `load_state_dict`, numbers are converted to the dtypes of the model. Of a tensor that is split
+    along its first dimension a worker reads its rows alone. Checksums are verified if the file has
+    them. If a worker cannot read what it needs all of them raise, and the model stays as it was.
+
+    Args:
+        module: the model, also one in `DistributedDataParallel`.
+        path: of the file.
+        partition: the workers that hold one copy of it; None for those of its shards.
+
+    >>> import tempfile, tessel
+    >>> model = tessel.nn.ParallelLinear(3, 2, dim=-1)
+    >>> path = tempfile.mkdtemp() + "/model.safetensors"
+    >>> tessel.nn.save_weights(model, path)
+    >>> tessel.nn.load_weights(model, path)
+    """
+    module = _inner(module)
+    places = Places.of(module, partition, "load_weights")
+    if not places.row.active:
+        return
+    state = module.state_dict(keep_vars=True)
+    problem, found = "", dict[str, Any]()
+    try:
+        file = TensorFile(path)
+        wrong = _difference(file, state, places)
+        if wrong:
+            problem = f"{path} is of another model: {wrong}"
+        else:
+            found = {name: _own_part(file, name, places) for name in state}
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    _raise_together(places, "load_weights", problem)
+    module.load_state_dict(found)
+
+
+def _difference(file: TensorFile, state: dict[str, Any], places: Places) -> str:
+    """The first thing in which a file is not one of this model; empty if it is."""
+    for name in sorted({*state} ^ {*file.entries}):
+        who = "the model" if name in state else "the file"
+        return f"only {who} has {name}"
+    for name, value in state.items():
+        layout, entry = places.layouts.get(name), file.entries[name]
+        shape = tuple(value.shape) if layout is None else tuple(layout.shape)
+        if entry.shape != shape:
+            return f"{name} has the shape {entry.shape} in the file and {shape} in the model"
+    return ""
+
+
+def _own_part(file: TensorFile, name: str, places: Places) -> Tensor:
+    layout = places.layouts.get(name)
+    if layout is None or not places.is_apart(layout):
+        return file.read(name)
+    box = layout.box()
+    return file.read(name, [(0, 0)] * len(layout.shape) if box is None else box)
+
+
+def _raise_together(places: Places, what: str, problem: str) -> None:
+    for worker, told in tell(places.row, problem).items():
+        if told:
+            raise ValueError(f"{what}: on worker {worker}, {told}")
+
+
+def _inner(module: Module) -> Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module

@@ -1,0 +1,93 @@
+"""Operands on different grids of the same workers, which are brought to one of the grids."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import Any
+
+from tessel.core import boxes
+from tessel.core.boxes import Box
+from tessel.core.layout import Cut, Layout
+from tessel.core.partition import Partition
+from tessel.tensor.rules.pointwise import is_in_place
+from tessel.tensor.table import Arguments, Settings, mapped, of_cuts, spread_among
+from tessel.tensor.tensor import Tensor
+from tessel.transport import kept_in_job
+
+
+def on_one_grid(name: str, args: Arguments, kwargs: Settings) -> tuple[Arguments, Settings] | None:
+    """The arguments with all spread tensors on the grid of the largest, which stays where it is.
+
+    None if there is one grid already, or if other workers have some of the tensors: what those
+    do is for the user to say. What a function writes into stays, too: it is no copy that changes.
+    """
+    if name in _WRITE_OTHERS or kwargs.get("out") is not None:
+        return None
+    in_place = is_in_place(name) or bool(kwargs.get("inplace"))
+    found = list(spread_among(args, kwargs))
+    partitions = {each._layout.partition for each in found}
+    if len(partitions) == 1 or len({frozenset(each.ranks) for each in partitions}) > 1:
+        return None
+    if in_place and not isinstance(args[0], Tensor):
+        return None
+    first = args[0] if in_place else max(found, key=lambda each: prod(each._layout.shape))
+    partition = first._layout.partition
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value._layout.partition == partition:
+            return value
+        return value.move_to(nearest_on(partition, value._layout))
+
+    return mapped(moved, args), mapped(moved, kwargs)
+
+
+_WRITE_OTHERS = frozenset(("batch_norm", "instance_norm"))  # into running statistics
+
+
+@kept_in_job
+def nearest_on(partition: Partition, layout: Layout) -> Layout:
+    """The layout on another grid of the same workers for which the fewest values move.
+
+    None move where the other grid can say what this one does: a dimension in two parts is that
+    on any axis of two workers.
+
+    >>> import tessel
+    >>> row = tessel.world().create_cartesian_topology_partition([1, 1])
+    >>> nearest_on(row, tessel.Layout.balanced(tessel.world(), (6,))).local_shape
+    (6,)
+    """
+    axes = [axis for axis, size in enumerate(partition.shape) if size > 1]
+    dims = range(len(layout.shape))
+    options = []
+    for chosen in product((None, *dims), repeat=len(axes)):  # what each axis splits
+        along = [tuple(a for a, d in zip(axes, chosen, strict=True) if d == dim) for dim in dims]
+        cuts = tuple(_cut_like(layout, dim, partition, along[dim]) for dim in dims)
+        options.append(of_cuts(partition, layout.shape, cuts))
+    return min(options, key=lambda option: _difference(layout, option))
+
+
+def _cut_like(layout: Layout, dim: int, partition: Partition, axes: tuple[int, ...]) -> Cut:
+    """A dimension along other axes: in the same parts if there are as many, else in even ones."""
+    places = prod(partition.shape[axis] for axis in axes)
+    intervals = layout.cuts[dim].intervals
+    if len(intervals) != places:
+        intervals = boxes.balanced(layout.shape[dim], places)
+    return Cut(axes, intervals)
+
+
+def _difference(old: Layout, new: Layout) -> tuple[int, int]:
+    """How many values workers have in one layout and not yet in another, and not any more."""
+    gained = lost = 0
+    for worker in old.partition.ranks:
+        before, after = old.box(worker), new.box(worker)
+        assert before is not None and after is not None
+        kept = _shared_volume(before, after)
+        gained += boxes.volume(after) - kept
+        lost += boxes.volume(before) - kept
+    return gained, lost
+
+
+def _shared_volume(a: Box, b: Box) -> int:
+    overlaps = [boxes.overlap(*both) for both in zip(a, b, strict=True)]
+    return prod(0 if each is None else each[1] - each[0] for each in overlaps)

@@ -1,0 +1,169 @@
+"""The board: where each worker says what it does, for those who have waited long for it.
+
+Nothing is written here, or read, while messages come. There are two of them: the memory of a host,
+if it has all workers of the job, and else the store of `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple, Protocol
+
+from tessel.transport.segment import Segment
+from tessel.transport.wakeup import END as AFTER_WAKEUP
+from tessel.transport.wakeup import Wakeup
+
+START = AFTER_WAKEUP  # bytes from the start of a segment
+LENGTH = 4096  # bytes that a worker has for what it says, and as many for why the job broke
+_ALARM, _VERSION, _ALARM_LENGTH = (START // 8 + word for word in range(3))
+_TEXT = START + 64
+_ALARM_TEXT = _TEXT + LENGTH
+END = _ALARM_TEXT + LENGTH
+
+BUSY, WAITS, FINISHED, FAILED = "busy", "waits", "finished", "failed"
+
+
+class Status(NamedTuple):
+    """What a worker does.
+
+    Attributes:
+        state: BUSY, WAITS, FINISHED or FAILED.
+        text: where it waits, or how it failed.
+        needs: the workers without whom it cannot go on.
+        keys: of the messages that it waits for.
+        beats: how often it looked for them in vain, since it has said so.
+        wait: the number of its wait.
+        given_up: for groups, by their code, the number of exchanges before which it will make no
+            more, since an exception has left a call, and the exception.
+    """
+
+    state: str = BUSY
+    text: str = ""
+    needs: tuple[int, ...] = ()
+    keys: tuple[tuple[int, int], ...] = ()
+    beats: int = 0
+    wait: int = 0
+    given_up: tuple[tuple[int, int, str], ...] = ()
+
+    def packed(self) -> bytes:
+        """As text that others can read, which is cut where it is too long for them."""
+        for length in (1000, 100, 0):
+            short = self._replace(
+                text=self.text[:length],
+                keys=self.keys[:8],
+                given_up=tuple((*each[:2], each[2][:length]) for each in self.given_up[-4:]),
+            )
+            if len(said := json.dumps(short).encode()) <= LENGTH:
+                return said
+        return json.dumps(Status(self.state)).encode()
+
+    @classmethod
+    def unpacked(cls, said: bytes) -> Status:
+        state, text, needs, keys, beats, wait, given_up = json.loads(said)
+        pairs = tuple((int(group), int(call)) for group, call in keys)
+        notes = tuple((int(code), int(number), str(why)) for code, number, why in given_up)
+        return cls(state, text, tuple(map(int, needs)), pairs, int(beats), int(wait), notes)
+
+
+class Board(Protocol):
+    """Where workers say what they do, and that the job is broken."""
+
+    def post(self, status: Status) -> None:
+        """Say what this worker does."""
+        ...
+
+    def read(self, worker: int) -> Status:
+        """What another worker does; that it is busy if it has said nothing."""
+        ...
+
+    def break_job(self, why: str) -> None:
+        """Say that the job is broken, unless another worker has."""
+        ...
+
+    def why_broken(self) -> str:
+        """Why the job is broken; nothing as long as it is not."""
+        ...
+
+
+class MemoryBoard:
+    """A board in the segments of the workers of one host.
+
+    A status is written between two changes of a version, so that nobody reads half of it. The alarm
+    is a word in the segment of each worker, which it looks at before each exchange: 0, or one more
+    than the number of the worker in whose segment it is written why the job is broken.
+
+    Args:
+        worker: this one.
+        segments: of all workers of the job.
+        wakeups: of the others.
+    """
+
+    def __init__(
+        self, worker: int, segments: dict[int, Segment], wakeups: dict[int, Wakeup]
+    ) -> None:
+        self._worker, self._segments, self._wakeups = worker, segments, wakeups
+        own = segments[worker]
+        self.alarm = own.words[_ALARM : _ALARM + 1]
+
+    def post(self, status: Status) -> None:
+        words, said = self._segments[self._worker].words, status.packed()
+        words[_VERSION] += 1  # odd: it is being written
+        self._write(_TEXT, said.ljust(LENGTH))
+        words[_VERSION] += 1
+
+    def read(self, worker: int) -> Status:
+        words = self._segments[worker].words
+        for _ in range(100):  # it is written in microseconds
+            version = words[_VERSION]
+            said = words[_TEXT // 8 : _ALARM_TEXT // 8].tobytes()
+            if version % 2 == 0 and version == words[_VERSION]:
+                return Status.unpacked(said) if version else Status()
+        return Status()
+
+    def break_job(self, why: str) -> None:
+        words, said = self._segments[self._worker].words, why.encode()[:LENGTH]
+        if not words[_ALARM]:
+            self._write(_ALARM_TEXT, said.ljust(LENGTH))
+            words[_ALARM_LENGTH] = len(said)
+        for worker, segment in self._segments.items():
+            if not segment.words[_ALARM]:
+                segment.words[_ALARM] = words[_ALARM] or self._worker + 1
+            if worker in self._wakeups:
+                self._wakeups[worker].notify()
+
+    def why_broken(self) -> str:
+        if not self.alarm[0]:
+            return ""
+        words = self._segments[self.alarm[0] - 1].words
+        said = words[_ALARM_TEXT // 8 : END // 8].tobytes()
+        return said[: words[_ALARM_LENGTH]].decode(errors="replace")
+
+    def _write(self, start: int, said: bytes) -> None:
+        words = self._segments[self._worker].words
+        words[start // 8 : (start + LENGTH) // 8] = memoryview(said).cast("q")
+
+
+class StoreBoard:
+    """A board in the store of `torch.distributed`.
+
+    Args:
+        worker: this one.
+        store: of the job.
+    """
+
+    def __init__(self, worker: int, store: Any) -> None:
+        self._worker, self._store = worker, store
+
+    def post(self, status: Status) -> None:
+        self._store.set(f"tessel/status/{self._worker}", status.packed())
+
+    def read(self, worker: int) -> Status:
+        key = f"tessel/status/{worker}"
+        return Status.unpacked(self._store.get(key)) if self._store.check([key]) else Status()
+
+    def break_job(self, why: str) -> None:
+        self._store.compare_set("tessel/broken", "", why)
+
+    def why_broken(self) -> str:
+        key = "tessel/broken"
+        return self._store.get(key).decode() if self._store.check([key]) else ""

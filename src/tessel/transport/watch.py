@@ -1,0 +1,452 @@
+"""The watch: finds out when a worker waits for what will never come, and says so to all.
+
+A job in which an exchange was not completed is broken: what its messages belong to is not known
+any more. The worker that notices raises the alarm, and every later call on every worker raises.
+
+A thread looks twice a second at waits that have lasted some seconds. It puts on the board what this
+worker waits for, and reads there what the others do. Nobody will come if a worker that is needed
+has ended its program or given up the call, or if all workers that are needed, by this worker and by
+each other, wait, and not all for the same exchange. Others are waited for: slow is not wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from tessel.errors import WorkerLost
+from tessel.settings import chosen
+from tessel.transport.board import BUSY, FAILED, FINISHED, WAITS, Board, Status
+
+PATIENCE = 2.0  # seconds after which others are asked
+TICK = 0.5  # seconds between two looks
+# Looks in vain, of all who wait, between two looks of this worker at the board. Gloo may hold
+# messages that are on their way, for a short time.
+BEATS, BEATS_OF_WIRE = 2, 6
+MANY = 8  # workers that are looked at in each tick
+LEVELS = ("warning", "info")
+_HERE = str(Path(__file__).parents[1]) + os.sep
+_log = logging.getLogger("tessel")
+
+Key = tuple[int, int]
+
+
+def number_of(call: int) -> int | None:
+    """The number of an exchange that is not part of a backward pass: those have a call's number."""
+    return ~call >> 1 if call < 0 else None
+
+
+def call_of(number: int, is_agreement: bool) -> int:
+    """What messages carry of an exchange, or agreement, with this number: less than 0."""
+    return ~(number << 1 | is_agreement)
+
+
+@dataclass
+class Wait:
+    """A thread that waits for others.
+
+    Attributes:
+        key: of the messages.
+        needs: the workers without whom it cannot go on.
+        number: of the wait.
+        interrupt: what ends a wait in which this worker cannot look at the alarm itself.
+        beats: how often it looked in vain.
+    """
+
+    key: Key
+    needs: tuple[int, ...]
+    number: int
+    interrupt: Callable[[], object] | None = None
+    beats: int = 0
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether its thread sleeps, as far as the system says: else it may have what it needs."""
+        try:
+            path = Path(f"/proc/self/task/{self.thread.native_id}/stat")
+            return path.read_text().rpartition(")")[2].split()[0] == "S"
+        except OSError:
+            return True
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The call that it is in, and the line of the user's code."""
+        return _place(sys._current_frames().get(self.thread.ident or 0))
+
+
+class Counts(Protocol):
+    """What counts the calls of some workers: a group."""
+
+    num_calls: int
+    workers: tuple[int, ...]
+
+
+class Watch:
+    """What this worker knows of the state of its job.
+
+    Attributes:
+        worker: this one.
+        alarm: one word, not 0 when the job is broken.
+        groups: of the job, by their code.
+    """
+
+    def __init__(self) -> None:
+        self.worker = 0
+        self.workers: tuple[int, ...] = (0,)
+        self.alarm: Any = array("q", [0])
+        self.groups: dict[int, Counts] = {}
+        self._board: Board | None = None
+        self._why = ""
+        self._waits: dict[int, Wait] = {}  # by thread
+        self._threads: set[threading.Thread] = set()  # that have communicated
+        self._num_waits = 0
+        self._given_up: dict[int, tuple[int, int, str]] = {}
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        # what others did when it was first seen, and what this worker did then
+        self._seen: dict[int, tuple[Status, Status]] = {}
+        self._next_scan = 0.0  # when the statuses of others may be read again
+        self._told: float = 0.0  # seconds of a wait that was logged last
+        self._ended = threading.Event()
+        self._posted: Status | None = None
+        if chosen("TESSEL_LOG", LEVELS) == "info" and not _log.isEnabledFor(logging.INFO):
+            _log.setLevel(logging.INFO)
+            if not _log.hasHandlers():
+                _log.addHandler(logging.StreamHandler())
+        self._thread: threading.Thread | None = None  # until somebody waits
+
+    def attach(self, worker: int, workers: Iterable[int], board: Board, alarm: Any = None) -> None:
+        """Join the workers of a job.
+
+        Args:
+            worker: this one.
+            workers: of the job.
+            board: where they say what they do.
+            alarm: the word by which others tell this worker that the job is broken, if they can.
+        """
+        self.worker, self.workers, self._board = worker, tuple(workers), board
+        self.alarm = self.alarm if alarm is None else alarm
+
+    @property
+    def is_attached(self) -> bool:
+        return self._board is not None
+
+    # --- the alarm
+
+    def check(self) -> None:
+        """Raise WorkerLost if the job is broken."""
+        if self.alarm[0]:
+            self.raise_broken()
+
+    def is_broken(self) -> bool:
+        """Whether another worker says that the job is broken."""
+        if not self.alarm[0] and self._board is not None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self.alarm[0] = bool(self._board.why_broken())
+        return bool(self.alarm[0])
+
+    def raise_broken(self) -> NoReturn:
+        """Say why and when the job broke."""
+        raise WorkerLost(self.why())
+
+    def why(self) -> str:
+        """Why and when the job broke, for every later call."""
+        if not self._why and self._board is not None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self._why = self._board.why_broken()
+        return self._why or "this job is broken"
+
+    def break_job(self, why: str) -> None:
+        """Let every later call on every worker raise, unless it does already."""
+        if self.alarm[0] or os.getpid() != self._owner:  # not from a fork
+            return
+        at = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._why = (
+            f"this job is broken since {at}: {why}; an exchange was not completed, so that later "
+            f"ones would mix up messages. Destroy the process group and join a new job"
+        )
+        if self._board is not None:
+            with contextlib.suppress(RuntimeError):
+                self._board.break_job(self._why)
+        self.alarm[0] = self.alarm[0] or self.worker + 1
+
+    def give_up(self, groups: Iterable[tuple[int, int]], error: BaseException) -> None:
+        """Say that this worker makes no more exchanges before these, since a call was left."""
+        text = f"{type(error).__name__}: {error}"
+        for code, number in groups:
+            self._given_up.pop(code, None)
+            self._given_up[code] = code, number, text
+        self._post(Status())
+
+    def notes(self) -> str:
+        """What workers said of calls that others did not give up, for the text of an error."""
+        said: dict[tuple[int, int], dict[int, str]] = {}
+        for worker in self.workers if self._board is not None else ():
+            for code, number, why in self._board_of().read(worker).given_up:
+                said.setdefault((code, number), {})[worker] = why
+        found: dict[str, int] = {}
+        for (code, _), whys in said.items():
+            if code not in self.groups or len(whys) < len(self.groups[code].workers):
+                found |= {
+                    f"; worker {worker} left a call by {why}": 0 for worker, why in whys.items()
+                }
+        return "".join(found)
+
+    # --- the program of this worker
+
+    def begin_program(self) -> None:
+        """Let the others know that this worker takes part again."""
+        if self._posted is not None and self._posted.state in (FINISHED, FAILED):
+            self._post(Status())
+
+    def end_program(self, error: BaseException | None) -> None:
+        """Let the others know that this worker comes to no further exchange."""
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        self._post(Status(FINISHED if error is None else FAILED, text))
+
+    def how_it_ended(self, worker: int) -> str:
+        """How the program of a worker ended that takes no part any more."""
+        status = Status() if self._board is None else self._board.read(worker)
+        return _ending(status) or "it has left the job"
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+
+    # --- waits
+
+    def begin(
+        self,
+        key: Key,
+        needs: Sequence[int],
+        interrupt: Callable[[], object] | None = None,
+    ) -> Wait:
+        """Note that this thread waits."""
+        self._num_waits += 1
+        wait = Wait(key, tuple(needs), self._num_waits, interrupt)
+        self._waits[wait.thread.ident or 0] = wait
+        if self._thread is None and self._board is not None:
+            self._thread = threading.Thread(target=self._run, name="tessel watch", daemon=True)
+            self._thread.start()
+        return wait
+
+    def finish(self, wait: Wait) -> None:
+        """Note that it has what it waited for."""
+        self._waits.pop(wait.thread.ident or 0, None)
+
+    def describe(self, wait: Wait) -> str:
+        """Where a thread waits, in the words of the user."""
+        (what, line), (code, call) = wait.place, wait.key
+        if call < 0:  # of a backward pass it is the number of the call that it derives
+            call = self.groups[code].num_calls + 1 if code in self.groups else 0
+        return f"{what} (call {call}{', ' if line else ''}{line})"
+
+    def describe_this_thread(self, key: Key) -> str:
+        """The same for the thread that asks."""
+        return self.describe(Wait(key, (), 0))
+
+    def note_thread(self) -> None:
+        """Note that this thread communicates: as long as it runs others may wait for it."""
+        self._threads.add(threading.current_thread())
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether several threads communicate, so that the order of messages says little."""
+        return len(self._threads) > 1
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while not self._ended.wait(TICK):
+            # The store may be gone, and the process group: those who wait notice that themselves.
+            with contextlib.suppress(RuntimeError, ValueError, OSError):
+                self.look()
+
+    def look(self) -> None:
+        """Look after waits that last long."""
+        waits = [each for each in [*self._waits.values()] if each.seconds > PATIENCE]
+        if not waits:
+            self._seen.clear()
+            self._told = 0.0
+            if self._posted is not None and self._posted.state == WAITS:
+                self._post(Status())
+            return
+        if not self.is_broken() and (text := self._find_fault(waits)):
+            self.break_job(text)
+        if self.alarm[0]:
+            for each in waits:
+                if each.interrupt is not None:
+                    each.interrupt()
+
+    def _find_fault(self, waits: list[Wait]) -> str:
+        """Why nobody will come, if that is so."""
+        for each in waits:
+            if each.interrupt is not None and each.is_asleep:
+                each.beats += 1
+        mine = self._own_status(waits)
+        self._post(mine)
+        if time.monotonic() < self._next_scan:
+            return ""
+        # All who wait read of all others: the more there are the more rarely, for the store's sake.
+        self._next_scan = time.monotonic() + TICK * len(self.workers) / MANY
+        statuses, new = {self.worker: mine}, list(mine.needs)
+        while new:
+            worker = new.pop()
+            if worker not in statuses:
+                statuses[worker] = self._board_of().read(worker)
+                new += statuses[worker].needs
+        beats = BEATS if all(each.interrupt is None for each in waits) else BEATS_OF_WIRE
+        settled = {w for w, each in statuses.items() if self._is_settled(w, each, mine, beats)}
+        for each in waits:
+            for worker in settled.intersection(each.needs):
+                if fault := self._never_comes(worker, each, statuses[worker]):
+                    return fault
+        busy = [w for w, each in statuses.items() if each.state == BUSY and w != self.worker]
+        if busy:
+            self._log(waits, sorted(busy))
+        if len(settled) < len(statuses) or any(w.state != WAITS for w in statuses.values()):
+            return ""
+        # Who all wait for the same have sent what the others need: it is on its way.
+        if len({key for each in statuses.values() for key in each.keys}) == 1:
+            return ""
+        said = [f"worker {worker} waits in {statuses[worker].text}" for worker in sorted(statuses)]
+        both = f"all workers must make the same calls in the same order, but {', '.join(said)}"
+        return both + self.notes()
+
+    def _is_settled(self, worker: int, status: Status, mine: Status, beats: int) -> bool:
+        """Whether a worker does what it did when both had looked less often in vain.
+
+        All that was sent before its first look has then come, to this worker and to that one.
+        """
+        seen, own = self._seen.get(worker, (None, mine))
+        if seen is None or own.wait != mine.wait or not _is_same(seen, status):
+            self._seen[worker] = status, mine
+            return False
+        has_looked = status.state != WAITS or status.beats - seen.beats >= beats
+        return has_looked and mine.beats - own.beats >= beats
+
+    def _never_comes(self, worker: int, wait: Wait, status: Status) -> str:
+        """Why a worker will never do what a wait needs of it."""
+        here = f"worker {self.worker} waits in {self.describe(wait)} for worker {worker}"
+        if ending := _ending(status):
+            return f"{here}: {ending}"
+        number = number_of(wait.key[1])
+        for code, first, text in status.given_up:
+            if number is not None and code == wait.key[0] and number < first:
+                return f"{here}, which left the call by {text}"
+        return ""
+
+    def _own_status(self, waits: list[Wait]) -> Status:
+        """What this worker does: it waits if all threads that communicate do."""
+        waiting = {each.thread for each in waits}
+        # A thread of autograd's own computes gradients for one of Python's, which waits for it; and
+        # so does one that joins another.
+        free = {
+            each
+            for each in self._threads - waiting
+            if each.is_alive() and not _joins(each, waiting)
+        }
+        is_waiting = any(map(_is_foreign, waiting)) or all(map(_is_foreign, free))
+        return Status(
+            WAITS if is_waiting else BUSY,
+            " and in ".join(self.describe(each) for each in waits),
+            tuple(sorted({worker for each in waits for worker in each.needs})),
+            tuple(each.key for each in waits),
+            min(each.beats for each in waits),
+            max(each.number for each in waits),
+        )
+
+    def _board_of(self) -> Board:
+        assert self._board is not None
+        return self._board
+
+    def _post(self, status: Status) -> None:
+        """Say what this worker does, besides what it has given up."""
+        with self._lock:  # of two threads, the watch and the one that gives up a call
+            self._posted = status._replace(given_up=tuple(self._given_up.values()))
+            if self._board is not None and os.getpid() == self._owner:
+                with contextlib.suppress(RuntimeError):
+                    self._board.post(self._posted)
+
+    def _log(self, waits: list[Wait], busy: list[int]) -> None:
+        seconds = max(each.seconds for each in waits)
+        if seconds < 2 * self._told:  # ever more rarely
+            return
+        self._told = seconds
+        names = " and ".join(f"worker {each}" for each in busy)
+        for each in waits:
+            text = "worker %d has waited for %.0f s in %s: %s still computing"
+            be = "is" if len(busy) == 1 else "are"
+            _log.info(text, self.worker, each.seconds, self.describe(each), f"{names} {be}")
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    return isinstance(thread, threading._DummyThread)
+
+
+def _joins(thread: threading.Thread, others: set[threading.Thread]) -> bool:
+    """Whether a thread waits for the end of one of the others."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        if frame.f_code.co_name == "join" and frame.f_locals.get("self") in others:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _ending(status: Status) -> str:
+    if status.state == FAILED:
+        return f"its program ended by {status.text}"
+    return "its program has ended" if status.state == FINISHED else ""
+
+
+def _is_same(before: Status, now: Status) -> bool:
+    return before._replace(beats=0, text="") == now._replace(beats=0, text="")
+
+
+def _place(frame: FrameType | None) -> tuple[str, str]:
+    """What a thread does for its user: the call, and the line of the user's code."""
+    what, operator, line = "", "", ""
+    while frame is not None:
+        path, values = frame.f_code.co_filename, frame.f_locals
+        what = what or _call_in(frame.f_code.co_name, values)
+        if not operator and hasattr(values.get("self"), "codomain"):
+            operator = repr(values["self"])
+        if not line and not path.startswith(_HERE) and not _is_library(path):
+            line = f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return what or operator or "an exchange", line
+
+
+def _call_in(function: str, values: Mapping[str, Any]) -> str:
+    """Which call a function belongs to, if its variables say so."""
+    owner = values.get("self")
+    if function == "backward" and hasattr(ctx := values.get("ctx"), "call"):
+        return f"the backward of {getattr(ctx, 'operator', None) or getattr(ctx, 'product', '')}"
+    if function == "agree_on":
+        return str(getattr(owner, "label", ""))
+    if function == "agree":
+        return str(values.get("call", ""))
+    return type(owner).__name__ if isinstance(owner, torch.nn.Module) else ""
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith("<") or f"{os.sep}torch{os.sep}" in path or path == threading.__file__

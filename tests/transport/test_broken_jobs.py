@@ -1,0 +1,213 @@
+"""A job in which an exchange was not completed is broken: later calls raise, and none is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tessel
+from tessel import Layout, Move, nn, transport
+from tessel.transport import SendBuffer, job
+
+Run = Callable[..., list[Any]]
+SECONDS = 40
+WAYS = [("shared", "compiled"), ("shared", "python"), ("gloo", "compiled")]
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return nn.AllSumReduce(tessel.world(), [0])(x)
+
+
+def numbers(begin: int = 0) -> list[float | str]:
+    """A few sums that would show a shift by one call, or the errors in their places."""
+    found: list[float | str] = []
+    for step in range(begin, 3):
+        try:
+            found.append(float(summed(torch.tensor(10.0**step * (1 + tessel.world().rank)))))
+        except RuntimeError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def join_anew(port: int) -> None:
+    """Join a new job, with the time limit of the environment."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    tessel.world()
+
+
+def come_late(port: int) -> tuple[list[float | str], list[float | str]]:
+    """Worker 1 comes to a call after the time limit, and both catch what they hear."""
+    join_anew(port)
+    summed(torch.ones(2))
+    if tessel.world().rank == 1:
+        time.sleep(3.0)
+    found = numbers()
+    with torch.no_grad():
+        later = numbers(2)
+    dist.destroy_process_group()
+    return found, later
+
+
+@pytest.mark.parametrize(("way", "engine"), WAYS)
+def test_no_call_answers_another_after_a_time_limit(
+    run: Run, monkeypatch: pytest.MonkeyPatch, way: str, engine: str
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", way)
+    monkeypatch.setenv("TESSEL_ENGINE", engine)
+    monkeypatch.setenv("TESSEL_TIMEOUT", "1")
+    found = run(come_late, free_port(), nprocs=2, timeout=SECONDS)
+    for early, later in found:
+        assert all(str(each).startswith("WorkerLost") for each in (*early, *later)), found
+        assert all("this job is broken since" in str(each) for each in (*early[1:], *later)), found
+    assert "worker 0 lost contact with" in str(found[1][0][0]), found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def interrupt_soon() -> None:
+    """Let this worker get Ctrl-C, which those of a pool leave to its parent."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def interrupt_a_wait(moment: str) -> tuple[str, list[float | str]]:
+    """Worker 0 gets Ctrl-C while it waits for worker 1, and goes on."""
+    P = tessel.world()
+    summed(torch.ones(2))
+    said, x = "", torch.ones(2, requires_grad=True)
+    y = summed(x).sum() if moment == "backward" else None
+    if P.rank == 0:
+        interrupt_soon()
+    else:
+        time.sleep(1.0)
+    try:
+        if y is None:
+            summed(torch.ones(2))
+        else:
+            y.backward()
+    except KeyboardInterrupt:
+        said = "interrupted"
+    except RuntimeError as error:
+        said = str(error)
+    return said, numbers()
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("engine", ["compiled", "python"])
+def test_no_call_answers_another_after_an_interrupt(
+    run: Run, monkeypatch: pytest.MonkeyPatch, engine: str, moment: str
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
+    monkeypatch.setenv("TESSEL_ENGINE", engine)
+    run(transport.leave, nprocs=2)
+    (first, mine), (second, others) = run(interrupt_a_wait, moment, nprocs=2, timeout=SECONDS)
+    assert first == "interrupted" and "KeyboardInterrupt on worker 0" in second
+    assert all("this job is broken" in str(each) for each in (*mine, *others)), (mine, others)
+    assert run(numbers, nprocs=2) == [[3.0, 30.0, 300.0]] * 2  # the pool has a new job
+
+
+def break_a_smaller_group() -> list[float | str]:
+    """What breaks between two workers breaks the job of the third."""
+    W = tessel.world()
+    P = W.create_partition_inclusive([0, 1])
+    pair = nn.AllSumReduce(P, [0])
+    if P.active:
+        pair(torch.ones(1))
+    if W.rank == 0:
+        interrupt_soon()
+        with contextlib.suppress(KeyboardInterrupt):
+            pair(torch.ones(1))
+    else:
+        time.sleep(1.0)
+    return numbers()
+
+
+def test_a_broken_group_breaks_the_job(run: Run) -> None:
+    found = run(break_a_smaller_group, nprocs=3, timeout=SECONDS)
+    assert all("this job is broken" in str(each) for said in found for each in said), found
+
+
+def start_without_waiting() -> list[float | str]:
+    """A move that is started and never waited for: nothing that follows takes its messages."""
+    W = tessel.world()
+    rows = Layout.balanced(W.create_cartesian_topology_partition([W.size, 1]), (4, 4))
+    columns = Layout.balanced(W.create_cartesian_topology_partition([1, W.size]), (4, 4))
+    move, x = Move(rows, columns), torch.full((2, 4), 1.0 + W.rank)
+    move.apply(x)
+    with torch.no_grad():
+        started = move.start(100 * x)
+        if W.rank == 0:
+            started()
+        y = move.apply(x)
+    return [*numbers(), float(y.sum())]
+
+
+def test_an_exchange_that_is_never_waited_for(run: Run) -> None:
+    assert run(start_without_waiting, nprocs=2, timeout=SECONDS) == [[3.0, 30.0, 300.0, 12.0]] * 2
+
+
+def make_one_exchange_more() -> list[float | str]:
+    """Worker 0 sends once more than worker 1 expects, which the next agreement finds out."""
+    group, worker = tessel.world().group, transport.this_worker()
+    found: list[float | str] = []
+    device = torch.device("cpu")
+    place = torch.zeros(2)
+    try:
+        for step in range(3):
+            if worker == 0:
+                group.exchange([SendBuffer(1, torch.full((2,), float(step)))], [], device)()
+                if step == 0:  # once too often
+                    group.exchange([SendBuffer(1, torch.full((2,), -1.0))], [], device)()
+            else:
+                group.exchange([], [transport.ReceiveBuffer(0, place)], device)()
+                found.append(float(place[0]))
+        group.share_words([1])
+    except RuntimeError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("engine", ["compiled", "python"])
+def test_the_numbers_of_exchanges_are_compared(
+    run: Run, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setenv("TESSEL_ENGINE", engine)
+    run(transport.leave, nprocs=2)
+    for found in run(make_one_exchange_more, nprocs=2, timeout=SECONDS):
+        assert "WorkerLost" in str(found[-1]), found
+        assert "the same calls in the same order" in str(found[-1]), found
+
+
+def begin_anew(port: int) -> list[float | str]:
+    """Break a job, and join another one in the same processes."""
+    summed(torch.ones(2))
+    job._job().membership.watch.break_job("a test says so")
+    dist.barrier()
+    broken = numbers()
+    assert all("a test says so" in str(each) for each in broken), broken
+    join_anew(port)
+    return numbers()
+
+
+@pytest.mark.parametrize("way", ["shared", "gloo"])
+def test_the_next_job_of_a_process_is_whole(
+    run: Run, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", way)
+    run(transport.leave, nprocs=2)
+    assert run(begin_anew, free_port(), nprocs=2, timeout=SECONDS) == [[3.0, 30.0, 300.0]] * 2

@@ -1,0 +1,124 @@
+/* Several workers of the engine as threads of one process, so that ThreadSanitizer sees both ends of
+   every channel. Each thread sends a vector to every other one and takes theirs, call after call,
+   through slots or where the vector lies; values are checked.
+
+   Usage: engine_threads WORKERS CALLS BYTES MODE
+   MODE: "slots" or "direct". tools/sanitize.py builds and runs it; it defines ENGINE, the file with
+   the engine, which a test changes to see that mistakes are reported.  */
+
+#define _GNU_SOURCE
+#include <stddef.h>
+#include <string.h>
+
+/* ThreadSanitizer does not look into memcpy of every C library: copies that it follows. */
+static void *copy(void *to, const void *from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) ((volatile char *)to)[i] = ((const volatile char *)from)[i];
+    return to;
+}
+#define memcpy(to, from, bytes) copy(to, from, bytes)
+
+#include ENGINE
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { MOST_WORKERS = 8, CONTROL_BYTES = 2 * SIZE + 8 * HEADER * SLOTS };
+enum { WORDS_OF_ENTRY = DIMS, OWN_CODE = 7 };
+
+static int num_workers, num_calls, is_direct;
+static size_t num_bytes, slot_size;
+static sem_t wakeups[MOST_WORKERS];
+static word asleep[MOST_WORKERS];
+static char *controls[MOST_WORKERS][MOST_WORKERS], *slots[MOST_WORKERS][MOST_WORKERS];
+static word sent[MOST_WORKERS][MOST_WORKERS][LAST_DIRECT + 1], taken[MOST_WORKERS][MOST_WORKERS][2];
+
+static word *write_entry(word *at, int from, int to, int is_give, word offset) {
+    const int other = is_give ? to : from;
+    memset(at, 0, WORDS_OF_ENTRY * sizeof(word));
+    at[LENGTH] = WORDS_OF_ENTRY;
+    at[CONTROL] = (word)controls[from][to];
+    at[SLOT_START] = (word)slots[from][to];
+    at[SLOT_SIZE] = (word)slot_size;
+    at[WAKEUP] = (word)&wakeups[other];
+    at[ASLEEP] = (word)&asleep[other];
+    at[STATE] = (word)(is_give ? sent[from][to] : taken[from][to]);
+    at[DIRECT] = !is_direct ? 0 : is_give ? 1 : getpid();
+    at[BYTES] = at[RUN] = (word)num_bytes;
+    at[is_give ? X_OFFSET : Y_OFFSET] = offset;
+    at[KIND] = COPIES;
+    return at + WORDS_OF_ENTRY;
+}
+
+static void *work(void *argument) {
+    const int me = (int)(intptr_t)argument;
+    const int others = num_workers - 1;
+    word *program = calloc(ENTRIES + 2 * MOST_WORKERS * WORDS_OF_ENTRY, sizeof(word));
+    const size_t count = num_bytes / sizeof(word);
+    word *x = malloc(num_bytes), *y = malloc(num_bytes * (size_t)others);
+    program[CODE] = OWN_CODE;
+    program[NUM_GIVES] = program[NUM_TAKES] = others;
+    program[BACKOFF] = 2000, program[YIELDS] = 1; /* sleep soon: that is what is tried here */
+    program[NAP] = 60000000000;
+    program[OWN_WAKEUP] = (word)&wakeups[me];
+    program[OWN_ASLEEP] = (word)&asleep[me];
+    program[IS_LARGE] = is_direct;
+    word *at = program + ENTRIES;
+    for (int other = 0; other < num_workers; other++)
+        if (other != me) at = write_entry(at, me, other, 1, 0);
+    word offset = 0;
+    for (int other = 0; other < num_workers; other++)
+        if (other != me) {
+            at = write_entry(at, other, me, 0, offset);
+            offset += (word)num_bytes;
+        }
+    for (word call = 0; call < num_calls; call++) {
+        for (size_t i = 0; i < count; i++) x[i] = 1000 * call + 10 * me + (word)(i % 7);
+        long done;
+        while ((done = run(program, (char *)y, (const char *)x, call)) == NOTHING) sched_yield();
+        while (done == UNREAD && !await_readers(program, program + ENTRIES)) {}
+        if (done != UNREAD && done != others) {
+            fprintf(stderr, "worker %d took %ld of %d in call %ld\n", me, done, others, (long)call);
+            exit(2);
+        }
+        const word *row = y;
+        for (int other = 0; other < num_workers; other++) {
+            if (other == me) continue;
+            for (size_t i = 0; i < count; i++)
+                if (row[i] != 1000 * call + 10 * other + (word)(i % 7)) {
+                    fprintf(stderr, "worker %d got a wrong value in call %ld\n", me, (long)call);
+                    exit(3);
+                }
+            row += count;
+        }
+    }
+    free(program), free(x), free(y);
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    if (argc != 5) return 1;
+    num_workers = atoi(argv[1]), num_calls = atoi(argv[2]);
+    num_bytes = (size_t)atol(argv[3]);
+    is_direct = !strcmp(argv[4], "direct");
+    slot_size = num_bytes > 4096 ? num_bytes : 4096;
+    pthread_t threads[MOST_WORKERS];
+    for (int from = 0; from < num_workers; from++) {
+        sem_init(&wakeups[from], 1, 0);
+        for (int to = 0; to < num_workers; to++) {
+            controls[from][to] = aligned_alloc(SIZE, CONTROL_BYTES);
+            memset(controls[from][to], 0, CONTROL_BYTES);
+            slots[from][to] = aligned_alloc(SIZE, SLOTS * slot_size);
+            sem_init((sem_t *)controls[from][to], 1, 0);
+            sem_init((sem_t *)(controls[from][to] + SIZE), 1, 0);
+            sent[from][to][NUM_FREE] = SLOTS;
+            for (int i = 0; i < SLOTS; i++) sent[from][to][FREE + i] = SLOTS - 1 - i;
+        }
+    }
+    for (intptr_t w = 0; w < num_workers; w++) pthread_create(&threads[w], NULL, work, (void *)w);
+    for (int w = 0; w < num_workers; w++) pthread_join(threads[w], NULL);
+    printf("%d workers, %d calls of %zu bytes, %s: right\n", num_workers, num_calls, num_bytes, argv[4]);
+    return 0;
+}

@@ -1,0 +1,132 @@
+"""Run the compiled engine under sanitizers: `make sanitize`.
+
+- ThreadSanitizer sees one process only, and workers are processes. So workers are threads here
+  (tools/engine_threads.c): every slot, header, semaphore and sign of sleep is used from both ends.
+- UndefinedBehaviorSanitizer and AddressSanitizer are built into the extension, which then runs the
+  engine's tests (tests/transport/test_engine.py) on workers that are processes.
+
+A sanitizer that this compiler does not have is left out, with a line that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src/tessel/transport"
+BUILD = ROOT / "build/sanitize"
+COMPILER = os.environ.get("CC", "cc").split()
+COMMON = ("-g", "-O1", "-std=gnu11", "-fno-strict-aliasing", "-fno-omit-frame-pointer")
+# (workers, calls, bytes of a message, mode)
+THREADS = ((2, 3000, 64, "slots"), (3, 500, 1024, "slots"), (2, 300, 2**16, "direct"))
+SANITIZERS = {
+    "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=all"),
+    "address": ("-fsanitize=address",),
+}
+
+
+def headers() -> list[str]:
+    """The options that find Python's header and that of the constants."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    constants = runpy.run_path(str(SOURCE / "constants.py"))
+    text = (f"enum {{ {name} = {constants[name]} }};\n" for name in constants if name.isupper())
+    (BUILD / "constants.h").write_text("".join(text))
+    return [f"-I{sysconfig.get_paths()['include']}", f"-I{BUILD}", f"-I{SOURCE}"]
+
+
+def has(option: str) -> bool:
+    """Whether the compiler can build and link with a sanitizer."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    target = BUILD / "probe"
+    command = [*COMPILER, option, "-x", "c", "-", "-o", str(target)]
+    try:
+        return not subprocess.run(
+            command, input=b"int main(void) { return 0; }", capture_output=True
+        ).returncode
+    except FileNotFoundError:
+        return False
+
+
+def build_threads(engine: Path = SOURCE / "engine.c", target: Path = BUILD / "threads") -> Path:
+    """Workers as threads, under ThreadSanitizer."""
+    # Python's functions are never called there. GCC warns that it does not follow fences: what
+    # orders memory here are semaphores, which it does follow.
+    options = ("-fsanitize=thread", "-Wno-tsan", "-no-pie", "-pthread", f'-DENGINE="{engine}"')
+    link = ("-Wl,--unresolved-symbols=ignore-all", "-Wl,-z,lazy")
+    source = str(ROOT / "tools/engine_threads.c")
+    command = [*COMPILER, *COMMON, *options, *headers(), source, "-o", str(target), *link]
+    subprocess.run(command, check=True)
+    return target
+
+
+def run_threads(program: Path, workers: int, calls: int, num_bytes: int, mode: str) -> str:
+    """What the threads and the sanitizer say; CalledProcessError if something is wrong."""
+    command = [str(program), *map(str, (workers, calls, num_bytes, mode))]
+    # the addresses of a process are at random places, and older versions cannot know all of them
+    command = ["setarch", "-R", *command] if shutil.which("setarch") else command
+    options = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
+    done = subprocess.run(
+        command, env=os.environ | options, capture_output=True, text=True, timeout=300, check=True
+    )
+    return done.stdout.strip()
+
+
+def run_tests(name: str, options: Sequence[str], chosen: Sequence[str]) -> int:
+    """The engine's tests with a sanitizer in the extension; their exit status."""
+    package = BUILD / name / "tessel"
+    shutil.rmtree(package.parent, ignore_errors=True)
+    shutil.copytree(ROOT / "src/tessel", package, symlinks=True)
+    for stale in (package / "transport").glob("engine*.so"):
+        stale.unlink()
+    target = package / "transport/engine.abi3.so"
+    command = [*COMPILER, *COMMON, *options, "-shared", "-fPIC", *headers()]
+    subprocess.run([*command, str(SOURCE / "engine.c"), "-o", str(target)], check=True)
+    env = os.environ | {"PYTHONPATH": str(package.parent), "UBSAN_OPTIONS": "print_stacktrace=1"}
+    if name == "address":  # it must be loaded before all else; torch and Python keep what they have
+        found = subprocess.run(
+            [*COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+        )
+        env |= {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    return subprocess.run(tests, cwd=ROOT, env=env).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads-only", action="store_true", help="ThreadSanitizer alone")
+    parser.add_argument("tests", nargs="*", default=["tests/transport/test_engine.py"])
+    arguments = parser.parse_args()
+    failed = []
+    if has("-fsanitize=thread"):
+        program = build_threads()
+        for case in THREADS:
+            try:
+                print("thread:", run_threads(program, *case), flush=True)
+            except subprocess.CalledProcessError as error:
+                print(f"thread: {case}\n{error.stdout}{error.stderr}", flush=True)
+                failed.append("thread")
+    else:
+        print("thread: left out, the compiler does not have it")
+    for name, options in SANITIZERS.items():
+        if arguments.threads_only:
+            break
+        if not has(options[0]):
+            print(f"{name}: left out, the compiler does not have it")
+            continue
+        print(f"{name}: the engine's tests", flush=True)
+        if run_tests(name, options, arguments.tests):
+            failed.append(name)
+    print(f"failed: {', '.join(failed)}" if failed else "all sanitizers are silent")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
