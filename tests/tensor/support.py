@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from test_spread_random import FUNCTIONS, SHAPE, drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 WORKERS = 4
+IS_TESTED = torch.__version__ >= (2, 13)  # earlier versions have fewer functions
+BY_CHANCE = "Random functions"  # a section
 NUM_DIMS = 5
 COLUMNS = (*map(str, range(NUM_DIMS)), "two", "uneven", "others")
 
@@ -355,7 +358,7 @@ SECTIONS: dict[str, Rows] = {
     "Attention": ATTENTION,
     "Losses": LOSSES,
     "Fourier transforms": FOURIER,
-    "Random functions": RANDOM,
+    BY_CHANCE: RANDOM,
     "Functions that raise": REFUSED,
 }
 
@@ -432,13 +435,30 @@ def beside(case: Case) -> Iterator[list[Layout | None]]:
         ]
 
 
+def looks_at(name: str, lying: Sequence[Layout | None]) -> bool:
+    """Whether the matrix has a case that lies so, with plain tensors beside the first operand."""
+    first, *others = lying
+    if not IS_TESTED or name not in _names() or any(each is not None for each in others):
+        return False
+    return any(first == layout for _, layout in layouts(CASES[name].shapes[0]))
+
+
+@cache
+def _names() -> set[str]:
+    rows = [row for section, row in SECTIONS.items() if section != BY_CHANCE]
+    patterns = [each for row in rows for some in row.values() for each in some]
+    return {*fitting(patterns, list(CASES))}
+
+
 def look(line: Line, name: str) -> None:
     """Call one case in all ways."""
-    case = replace(CASES[name], order=1, may_gather=True, may_raise=True)
+    case = replace(CASES[name], order=1)
     plain: list[Layout | None] = [None] * (len(case.shapes) - 1)
     ways = [(column, [first, *plain]) for column, first in layouts(case.shapes[0])]
     ways += [("others", each) for each in beside(case)]
     for column, lying in ways:
+        if column == "others":
+            case = replace(case, may_gather=True, may_raise=True)
         cell = line.setdefault(column, Cell())
         verdict = Verdict()
         try:
@@ -491,7 +511,7 @@ def find(section: str) -> tuple[dict[str, Line], set[str]]:
         lines: dict[str, Line] = {}
         for functions, patterns in SECTIONS[section].items():
             line = lines[functions] = {}
-            is_random = section == "Random functions"
+            is_random = section == BY_CHANCE
             names = fitting(patterns, list(FUNCTIONS if is_random else CASES))
             for name in names:
                 (look_at_chance if is_random else look)(line, name)

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from support import FACTS, HEAD, PAGE, SECTIONS, WORKERS, agreed, find, table
+from support import FACTS, HEAD, IS_TESTED, PAGE, SECTIONS, WORKERS, agreed, find, table
 from tessel.tensor.table import RULES
 
 Run = Callable[..., list[Any]]
 
-# earlier versions have fewer functions
-pytestmark = pytest.mark.skipif(torch.__version__ < (2, 13), reason="the page is of torch 2.13")
+pytestmark = pytest.mark.skipif(not IS_TESTED, reason="the page is of torch 2.13")
 
 
 @pytest.mark.slow

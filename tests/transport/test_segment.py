@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+import stress
 import tessel
 from tessel.transport.segment import TOKEN, Segment
 
@@ -73,3 +74,17 @@ def left_open() -> list[str]:
 def test_workers_keep_no_descriptor(run) -> None:  # type: ignore[no-untyped-def]
     """Whoever may look into /proc/PID/fd finds none by which to open the memory of a job."""
     assert run(left_open, nprocs=2) == [[], []]
+
+
+def left_open_by_a_refusal() -> list[str]:
+    gc.disable()  # which would close it
+    try:
+        with stress.afresh(TESSEL_ENGINE="steam"), pytest.raises(ValueError):
+            tessel.nn.AllSumReduce(tessel.world(), [0])(torch.ones(3))
+        return memory_files()
+    finally:
+        gc.enable()
+
+
+def test_a_refused_setting_leaves_no_descriptor(run) -> None:  # type: ignore[no-untyped-def]
+    assert run(left_open_by_a_refusal, nprocs=2) == [[], []]

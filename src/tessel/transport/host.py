@@ -70,6 +70,9 @@ class Host:
         self.workers = tuple(workers)
         self.worker = worker
         self._map = SegmentMap(len(self.workers))
+        # settings that are refused raise before there is memory, whose descriptor would stay open
+        self._has_engine = has_engine()
+        limit = time_limit()
         allow_siblings()
         self._segment, self.address = Segment.make(self._map.size)
         self._outgoing = {
@@ -93,8 +96,6 @@ class Host:
         slot_size = self._map.slot_size
         self._small = min(LARGE - 1, slot_size)  # bytes of what is sent in one slot
         self._small_for_engine = min(LARGE_FOR_ENGINE - 1, slot_size)
-        self._has_engine = has_engine()
-        limit = time_limit()
         self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
 
     def connect(self, addresses: dict[int, Address], processes: dict[int, PeerProcess]) -> None:

@@ -140,6 +140,12 @@ LEFT = (
 )
 
 
+def _cut_off(group: Group) -> None:
+    """Take from a group what it sends by, so that threads of the process group can end."""
+    group.handle = None
+    group.__dict__["_ways"] = _Left()
+
+
 class _Left:
     """In the place of what a group sends by, when the job has been left: every use says so."""
 
@@ -190,8 +196,7 @@ class _Job:
             self.membership.host.leave()
             self.membership.host = cast(Host, _Left())
         for group in self.groups.values():
-            group.handle = None
-            group.__dict__["_ways"] = _Left()
+            _cut_off(group)
 
     def _handle(self, workers: tuple[int, ...]) -> Any:
         if len(workers) == 1:
@@ -234,7 +239,7 @@ class _Job:
                 host.watch = watch
                 if host.workers == everyone:  # a board in memory is read without asking anybody
                     watch.attach(this_worker(), everyone, host.board, host.board.alarm)
-        agreement.handle = None  # a group refers to itself: it would keep the handle for long
+        _cut_off(agreement)  # it refers to itself, and would keep the process group for long
         for each in _listeners:
             each()
 
