@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch._C import DispatchKey, _EnableTorchFunction, _ForceDispatchKeyGuard
 
 from tessel.tensor.table import as_spread, held_layouts, note_view, spread_among, unsupported
@@ -161,7 +161,7 @@ def index(x: Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     if any(each is None for each in indices):  # which torch.index_put does not take
         raise unsupported("index_put", "not without an index", *held_layouts(x, indices, values))
-    return torch.index_put(x, indices, values, accumulate)
+    return torch.index_put(x, tuple(indices), values, accumulate)
 
 
 @operator("constant_pad_nd")
@@ -170,13 +170,13 @@ def pad(x: Tensor, widths: Sequence[int], value: float = 0) -> Any:
 
 
 @operator("select_backward")
-def select_backward(grad: Tensor, size: Sequence[int], dim: int, index: int) -> Any:
+def select_backward(grad: Any, size: Sequence[int], dim: int, index: int) -> Any:
     return _within(grad.unsqueeze(dim), size, range(len(size))[dim], index % size[dim])
 
 
 @operator("slice_backward")
 def slice_backward(
-    grad: Tensor, size: Sequence[int], dim: int, start: int, end: int, step: int
+    grad: Any, size: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> Any:
     """Zeros where nothing was read: between two that were, before all and behind all."""
     dim = range(len(size))[dim]
@@ -190,7 +190,7 @@ def slice_backward(
     return _within(grad, size, dim, picked[0])
 
 
-def _within(grad: Tensor, size: Sequence[int], dim: int, start: int) -> Any:
+def _within(grad: Any, size: Sequence[int], dim: int, start: int) -> Any:
     """A tensor with zeros before and behind it along a dimension."""
     behind = size[dim] - start - grad.shape[dim]
     return F.pad(grad, [*[0, 0] * (len(size) - 1 - dim), start, behind])
