@@ -9,6 +9,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tessel.tensor import attributes
+from tessel.tensor.aten import ELEMENTWISE, OPERATORS, below_autograd, of_values
 from tessel.tensor.gathering import is_random, may_gather, of_whole, shared, without_rule
 from tessel.tensor.grids import on_one_grid
 from tessel.tensor.outside import outlined
@@ -36,7 +37,7 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     shapes,
     transposed,
 )
-from tessel.tensor.rules.pointwise import is_in_place, is_pointwise, pointwise
+from tessel.tensor.rules.pointwise import OF_ELEMENTS, is_in_place, is_pointwise, pointwise
 from tessel.tensor.shared_random import common_number, common_seed
 from tessel.tensor.table import (
     FOUND,
@@ -298,7 +299,8 @@ def beside(func: Any, types: Any, args: Arguments, kwargs: Settings) -> Any:
 def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What code that bypasses torch's functions gets: never a part in place of the whole.
 
-    Autograd, if it takes part, has the wrappers in its graph here: only values are computed.
+    Autograd, if it takes part, has the wrappers in its graph here: only values are computed, by the
+    rule of the function that the operator is, if there is one (`tensor/aten.py`).
     """
     name = func._schema.name.partition("::")[2]
     found = list(spread_among(args, kwargs))
@@ -313,26 +315,37 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     if func._schema.is_mutable:
         why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
         raise unsupported(name, why, *held_layouts(found))
-    with torch.no_grad():
-        plain = any(not isinstance(each, Tensor) and each.dim() for each in tensors(args, kwargs))
-        alike = all(each._layout == first._layout for each in found)
-        if alike and not plain and (torch.Tag.pointwise in func.tags or name in _LIKE):
-            part = func(*mapped(_detached, args), **mapped(_detached, kwargs))
-            return Tensor(part, first._layout, records=False)
-        result = without_rule(
-            name, func, args, kwargs, unsupported(name, "it has no rule", *held_layouts(found))
-        )
+    with below_autograd():
+        values, settings = mapped(of_values, args), mapped(of_values, kwargs)
+        result = _by_values(name, func, values, settings)
+    if isinstance(result, tuple) and len(func._schema.returns) == 1:  # torch wants a list here
+        return list(result)
     return result
+
+
+def _by_values(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What an operator gives: by the rule of the same function, else of whole operands."""
+    found = list(spread_among(args, kwargs))
+    first = found[0]._layout
+    if name in _LIKE and len(found) == 1:
+        return made(func(*parts(args), **parts(kwargs)), first)
+    if torch.Tag.pointwise in func.tags or (name in ELEMENTWISE and func.namespace == "aten"):
+        return follow(OF_ELEMENTS, func, args, kwargs)
+    operator = OPERATORS.get(func.name())
+    if operator is not None:
+        try:
+            return operator(*args, **kwargs)
+        except UnsupportedError:
+            if not may_gather():
+                raise
+    why = unsupported(name, "it has no rule", *held_layouts(found))
+    return without_rule(name, func, args, kwargs, why)
 
 
 _ALIASES = frozenset(
     ("alias", "view", "view_as", "detach", "_unsafe_view", "reshape", "lift_fresh")
 )
 _LIKE = frozenset(("zeros_like", "ones_like", "empty_like", "full_like", "clone", "_to_copy"))
-
-
-def _detached(value: Any) -> Any:
-    return value._part.detach() if isinstance(value, Tensor) else value
 
 
 Tensor.above = staticmethod(above)

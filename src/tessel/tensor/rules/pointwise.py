@@ -116,6 +116,15 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return made(result, target)
 
 
+OF_ELEMENTS = "operator of elements"  # no name of a function: an operator may have any
+
+
+@rule(OF_ELEMENTS, plain=True)
+def of_elements(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """An operator that code which bypasses torch's functions calls, and torch tags as pointwise."""
+    return pointwise(name, func, args, kwargs)
+
+
 def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
     """Raise if a change in place would not reach all that torch lets it reach."""
     if is_copy(target):
@@ -152,6 +161,8 @@ def _common(layouts: tuple[Layout, ...], plain: tuple[Shape, ...]) -> Layout:
     shape = tuple(torch.broadcast_shapes(*plain, *(each.shape for each in layouts)))
     fitting = [layout for layout in layouts if layout.shape == shape]
     if fitting:
+        # What all workers have whole is there for any part: nothing moves if another one stays.
+        fitting = [each for each in fitting if not is_whole(each)] or fitting
         balanced = (each for each in fitting if each.cuts == each.resized(shape).cuts)
         return next(balanced, fitting[0])
     cuts = [Cut.whole(length) for length in shape]

@@ -1,0 +1,426 @@
+"""What torch's operators below autograd do with spread tensors: the rules of the same functions.
+
+Code that goes round torch's functions (transforms of `torch.func`, backward formulas in C++) calls
+operators of `aten`. Some are the same function as one that has a rule, with the same arguments or
+others that say the same. They are listed here, each overload by its name; what is not listed has
+no rule. Nothing is concluded from a name alone: a wrong number is worse than a gather.
+
+Backward formulas of functions that mix values are the derivatives of the rule of the function, on
+the graph of the parts: the function is computed once more, and no derivative is written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch._C import DispatchKey, _EnableTorchFunction, _ForceDispatchKeyGuard
+
+from tessel.tensor.table import as_spread, held_layouts, note_view, spread_among, unsupported
+from tessel.tensor.tensor import Tensor
+
+Operator = Callable[..., Any]
+OPERATORS: dict[str, Operator] = {}  # by the names of overloads, what has a rule and does the same
+
+
+def same(*names: str, of: Any = torch) -> None:
+    """Enter overloads that take what the Python function of their name takes."""
+    for name in names:
+        OPERATORS[f"aten::{name}"] = getattr(of, name.partition(".")[0])
+
+
+def operator(*names: str) -> Callable[[Operator], Operator]:
+    """Enter what does the same as some overloads, with their arguments."""
+
+    def enter(function: Operator) -> Operator:
+        OPERATORS.update({f"aten::{name}": function for name in names})
+        return function
+
+    return enter
+
+
+same("sum", "sum.dim_IntList", "mean", "mean.dim", "prod", "prod.dim_int", "amax", "amin")
+same("max", "max.dim", "min", "min.dim", "argmax", "argmin", "logsumexp", "cumsum", "cumprod")
+same("any", "any.dim", "all", "all.dim", "var.correction", "std.correction", "trace")
+same("var_mean.correction", "std_mean.correction", "sort", "topk", "nansum", "logcumsumexp")
+same("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "addbmm", "addr", "vdot")
+same("t", "transpose.int", "permute", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims")
+same("cat", "stack", "select.int", "flip", "roll", "unbind.int", "tril", "triu", "diagonal")
+same("split.Tensor", "split_with_sizes", "gather", "index_select", "index_add", "diag_embed")
+same("scatter.src", "scatter.value", "scatter_add", "masked_select", "view_as_real")
+same("view_as_complex", "slice_scatter", "select_scatter", "diff", "index_copy", "take")
+same("repeat", "unfold", "reshape", "new_zeros", "new_ones", "new_full", of=torch.Tensor)
+OPERATORS["aten::linalg_vector_norm"] = torch.linalg.vector_norm
+OPERATORS["aten::_conj"] = torch.conj_physical  # the bit for "to be conjugated" is not a wrapper's
+
+# functions of each element on its own that torch does not tag so
+ELEMENTWISE = frozenset(
+    (
+        *("elu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward"),
+        *("leaky_relu_backward", "mish_backward", "softplus_backward", "masked_fill", "hardswish"),
+        *("leaky_relu", "hardsigmoid", "hardtanh", "elu", "celu", "softplus", "mish", "silu"),
+        *("complex", "polar", "_prelu_kernel"),
+    )
+)
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Computing with values for code that called an operator: a graph is made elsewhere, if any.
+
+    Autocast has been where the operator comes from. A pass that was started with torch's functions
+    switched off is no reason to gather. Transforms of `torch.func` switch off what reads tensors
+    that are marked as conjugated or negative, and parts may be such tensors.
+    """
+    with (
+        _reached(DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor),
+        _EnableTorchFunction(),
+        torch._C._DisableAutocast(),
+        torch.no_grad(),
+    ):
+        yield
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Autograd once more, which has been where an operator comes from, on the graph of parts."""
+    with (
+        _reached(
+            DispatchKey.AutogradFunctionality,
+            DispatchKey.AutogradOther,
+            DispatchKey.AutogradNestedTensor,
+            DispatchKey.ADInplaceOrView,
+        ),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+def _reached(*keys: DispatchKey) -> _ForceDispatchKeyGuard:
+    """Let calls pass through what is switched off on the way to an operator."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in keys:
+        excluded = excluded.remove(key)
+    return _ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def of_values(value: Any) -> Any:
+    """A tensor without its history, which is not that of the result's part."""
+    if not isinstance(value, Tensor):
+        return value
+    return note_view(Tensor(value._part.detach(), value._layout, records=False), value)
+
+
+def pulled_back(function: Operator, grad: Any, *operands: Any) -> Any:
+    """The gradients of operands, as the graph of a function's rule has them."""
+    if not any(isinstance(each, Tensor) for each in operands):  # then the function has no rule
+        partition = next(spread_among(grad))._layout.partition
+        operands = (as_spread(operands[0], partition), *operands[1:])
+    parts = (each._part for each in spread_among(grad, *operands))
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, parts)):
+        layouts = held_layouts(grad, *operands)
+        raise unsupported(function.__name__, "parts belong to a transform of torch.func", *layouts)
+    with torch._C._DisableFuncTorch(), recorded():  # no transform is meant here
+        leaves = [each.detach().requires_grad_() for each in operands]
+        found = torch.autograd.grad(function(*leaves), leaves, grad)
+    return tuple(each.detach() for each in found)
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+@operator("view", "_unsafe_view")
+def view(x: Tensor, size: Sequence[int]) -> Any:
+    """A wrapper is contiguous for torch, so any shape is a view; a part may need a copy."""
+    return x.reshape(size)
+
+
+@operator("expand")
+def expand(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Any:
+    return x.expand(size)
+
+
+@operator("slice.Tensor")
+def slice_of(
+    x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    picks = [slice(None)] * x.dim()
+    picks[dim] = slice(start, end, step)
+    return x[tuple(picks)]
+
+
+@operator("index.Tensor")
+def index(x: Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
+    return x[tuple(slice(None) if each is None else each for each in indices)]
+
+
+@operator("index_put")
+def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    if any(each is None for each in indices):  # which torch.index_put does not take
+        raise unsupported("index_put", "not without an index", *held_layouts(x, indices, values))
+    return torch.index_put(x, tuple(indices), values, accumulate)
+
+
+@operator("constant_pad_nd")
+def pad(x: Tensor, widths: Sequence[int], value: float = 0) -> Any:
+    return F.pad(x, widths, "constant", value)
+
+
+@operator("select_backward")
+def select_backward(grad: Any, size: Sequence[int], dim: int, index: int) -> Any:
+    return _within(grad.unsqueeze(dim), size, range(len(size))[dim], index % size[dim])
+
+
+@operator("slice_backward")
+def slice_backward(
+    grad: Any, size: Sequence[int], dim: int, start: int, end: int, step: int
+) -> Any:
+    """Zeros where nothing was read: between two that were, before all and behind all."""
+    dim = range(len(size))[dim]
+    picked = range(size[dim])[start:end:step]
+    if not picked:
+        return grad.new_zeros(size)
+    if step > 1:
+        widths = [*[0, 0] * (len(size) - 1 - dim), 0, step - 1]
+        apart = F.pad(grad.unsqueeze(dim + 1), widths).flatten(dim, dim + 1)
+        grad = apart.narrow(dim, 0, picked[-1] - picked[0] + 1)
+    return _within(grad, size, dim, picked[0])
+
+
+def _within(grad: Any, size: Sequence[int], dim: int, start: int) -> Any:
+    """A tensor with zeros before and behind it along a dimension."""
+    behind = size[dim] - start - grad.shape[dim]
+    return F.pad(grad, [*[0, 0] * (len(size) - 1 - dim), start, behind])
+
+
+# -- functions of rows ----------------------------------------------------------------------------
+
+
+@operator("_softmax")
+def softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
+    return torch.softmax(x, dim, dtype=torch.float32 if half_to_float else None)
+
+
+@operator("_log_softmax")
+def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
+    return torch.log_softmax(x, dim, dtype=torch.float32 if half_to_float else None)
+
+
+@operator("_softmax_backward_data")
+def softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Any:
+    """yᵀ J = y (g - ⟨g, y⟩), where only the result of softmax is known."""
+    product = grad * y
+    return (product - y * product.sum(dim, keepdim=True)).to(dtype)
+
+
+@operator("_log_softmax_backward_data")
+def log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Any:
+    return (grad - y.exp() * grad.sum(dim, keepdim=True)).to(dtype)
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+@operator("convolution")
+def convolution(
+    x: Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
+    num_dims = x.dim() - 2
+    if transposed:
+        function = getattr(F, f"conv_transpose{num_dims}d")
+        return function(x, weight, bias, stride, padding, output_padding, groups, dilation)
+    function = getattr(F, f"conv{num_dims}d")
+    return function(x, weight, bias, stride, padding, dilation, groups)
+
+
+@operator("convolution_backward")
+def convolution_backward(
+    grad: Tensor,
+    x: Any,
+    weight: Any,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    mask: Sequence[bool],
+) -> Any:
+    def convolved(*chosen: Any) -> Any:
+        found = iter(chosen)
+        x_or, weight_or = (next(found) if m else v for m, v in zip(mask, (x, weight), strict=False))
+        return convolution(
+            x_or, weight_or, None, stride, padding, dilation, transposed, output_padding, groups
+        )
+
+    operands = [each for each, m in zip((x, weight), mask, strict=False) if m]
+    grads = iter(pulled_back(convolved, grad, *operands) if operands else ())
+    bias = grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
+    return next(grads) if mask[0] else None, next(grads) if mask[1] else None, bias
+
+
+@operator("native_layer_norm")
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
+    """As torch's: with the means and the inverses of the deviations."""
+    _check_long(x, weight)
+    dims = tuple(range(x.dim() - len(shape), x.dim()))
+    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    deviation = (variance + eps).rsqrt()
+    y = (x - mean) * deviation
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias, mean, deviation
+
+
+@operator("native_layer_norm_backward")
+def layer_norm_backward(
+    grad: Tensor,
+    x: Any,
+    shape: Sequence[int],
+    mean: Any,
+    deviation: Any,
+    weight: Any,
+    bias: Any,
+    mask: Sequence[bool],
+) -> Any:
+    """Of the means and deviations that are given: nobody says here what was added to these."""
+    _check_long(x, weight)
+    rows, dims = tuple(range(x.dim() - len(shape))), tuple(range(x.dim() - len(shape), x.dim()))
+    y = (x - mean) * deviation
+    of_x = None
+    if mask[0]:
+        g = grad if weight is None else grad * weight
+        across = g.mean(dims, keepdim=True) + y * (g * y).mean(dims, keepdim=True)
+        of_x = (g - across) * deviation
+    of_weight = (grad * y).sum(rows) if rows and mask[1] else grad * y if mask[1] else None
+    of_bias = grad.sum(rows) if rows and mask[2] else grad if mask[2] else None
+    return of_x, of_weight, of_bias
+
+
+def _check_long(*values: Any) -> None:
+    """Torch computes with short numbers in longer ones here, and gives some of these back."""
+    for each in values:
+        if each is not None and each.dtype not in (torch.float32, torch.float64):
+            raise unsupported("layer_norm", "not with such numbers", *held_layouts(values))
+
+
+@operator("max_pool2d_with_indices")
+def max_pool2d(x: Tensor, size: Any, stride: Any = (), *rest: Any) -> Any:
+    return F.max_pool2d_with_indices(x, size, stride or None, *rest)
+
+
+@operator("max_pool2d_with_indices_backward")
+def max_pool2d_backward(
+    grad: Any, x: Any, size: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Any
+) -> Any:
+    def pooled(x: Any) -> Any:
+        return F.max_pool2d(x, size, stride or None, padding, dilation, ceil)
+
+    return pulled_back(pooled, grad, x)[0]
+
+
+@operator("avg_pool2d")
+def avg_pool2d(x: Any, size: Any, stride: Any = (), *rest: Any) -> Any:
+    return F.avg_pool2d(x, size, stride or None, *rest)
+
+
+@operator("avg_pool2d_backward")
+def avg_pool2d_backward(grad: Any, x: Any, *settings: Any) -> Any:
+    return pulled_back(lambda x: avg_pool2d(x, *settings), grad, x)[0]
+
+
+@operator("_adaptive_avg_pool2d")
+def adaptive_avg_pool2d(x: Any, size: Any) -> Any:
+    return F.adaptive_avg_pool2d(x, size)
+
+
+@operator("_adaptive_avg_pool2d_backward")
+def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
+    return pulled_back(lambda x: F.adaptive_avg_pool2d(x, grad.shape[-2:]), grad, x)[0]
+
+
+@operator("embedding")
+def embedding(weight: Any, indices: Any, *of_gradients: Any) -> Any:
+    """The other arguments concern gradients alone."""
+    return F.embedding(indices, weight)
+
+
+@operator("embedding_dense_backward")
+def embedding_backward(grad: Any, indices: Any, length: int, padding: int, by_count: bool) -> Any:
+    def embedded(weight: Any) -> Any:
+        return F.embedding(indices, weight, padding if padding >= 0 else None)
+
+    if by_count:
+        raise unsupported("embedding_dense_backward", "not by counts", *held_layouts(grad, indices))
+    return pulled_back(embedded, grad, grad.new_zeros(length, grad.shape[-1]))[0]
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+_REDUCTIONS = ("none", "mean", "sum")  # torch's numbers for them
+
+
+@operator("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignored: int) -> Any:
+    """With the sum of the weights of all targets, by which a mean is divided."""
+    y = _nll(x, target, weight, reduction, ignored)
+    if reduction == 0:
+        return y, x.new_zeros(())
+    counts = target != ignored
+    if weight is None:
+        return y, counts.sum().to(x.dtype)
+    return y, (F.embedding(target * counts, weight[:, None])[..., 0] * counts).sum()
+
+
+def _nll(x: Any, target: Any, weight: Any, reduction: int, ignored: int) -> Any:
+    return F.nll_loss(x, target, weight, ignore_index=ignored, reduction=_REDUCTIONS[reduction])
+
+
+@operator("nll_loss_backward", "nll_loss2d_backward")
+def nll_loss_backward(
+    grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignored: int, total: Any
+) -> Any:
+    return pulled_back(lambda x: _nll(x, target, weight, reduction, ignored), grad, x)[0]
+
+
+@operator("mse_loss")
+def mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
+    return F.mse_loss(x, target, reduction=_REDUCTIONS[reduction])
+
+
+@operator("mse_loss_backward")
+def mse_loss_backward(grad: Any, x: Any, target: Any, reduction: int) -> Any:
+    return pulled_back(lambda x: mse_loss(x, target, reduction), grad, x)[0]
+
+
+@operator("huber_loss")
+def huber_loss(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
+    return F.huber_loss(x, target, _REDUCTIONS[reduction], delta)
+
+
+@operator("huber_loss_backward")
+def huber_loss_backward(grad: Any, x: Any, target: Any, reduction: int, delta: float) -> Any:
+    return pulled_back(lambda x: huber_loss(x, target, reduction, delta), grad, x)[0]
+
+
+@operator("smooth_l1_loss")
+def smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
+    return F.smooth_l1_loss(x, target, reduction=_REDUCTIONS[reduction], beta=beta)
+
+
+@operator("smooth_l1_loss_backward")
+def smooth_l1_loss_backward(grad: Any, x: Any, target: Any, reduction: int, beta: float) -> Any:
+    return pulled_back(lambda x: smooth_l1_loss(x, target, reduction, beta), grad, x)[0]
