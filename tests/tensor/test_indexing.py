@@ -90,6 +90,29 @@ def test_what_is_written_arrives(run: Run) -> None:
     run(write, nprocs=3, timeout=60)
 
 
+def outdate() -> None:
+    """A copy, where torch has a view, is not used after its base was changed."""
+    x, part = rows(), rows()
+    copy, clone, view = x[1:], x[1:].clone(), x[:, :2]
+    of_copy = copy[:, :2]
+    assert torch.equal(copy.full(), x.full()[1:])
+    x[0] = 9.0
+    part[1:].sum()  # of another tensor
+    for outdated in (copy, of_copy):
+        for use in (lambda y: y + 1, lambda y: y.full(), lambda y: y.sum(), lambda y: y.local):
+            with pytest.raises(ValueError, match="take the view after the change"):
+                use(outdated)
+    assert torch.equal(view.full(), x.full()[:, :2])  # which shares its memory
+    assert torch.equal(clone.full(), rows().full()[1:])
+    assert torch.equal(x[1:].full(), x.full()[1:])
+    x[:2] = x[-2:]  # what was read before the change is read
+    assert torch.equal(x.full()[:2], x.full()[-2:])
+
+
+def test_copies_of_what_was_changed_are_not_used(run: Run) -> None:
+    run(outdate, nprocs=3, timeout=60)
+
+
 def truth() -> None:
     x = tessel.spread(values((6, 5), 1), Layout.split(tessel.world(), (6, 5), [None, 0]))
     with warnings.catch_warnings():

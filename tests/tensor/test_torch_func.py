@@ -188,11 +188,26 @@ def check_unknown() -> None:
             torch.func.grad(lambda x: x.norm())(split)
 
 
+def check_forward_mode_of_what_needs_gradients() -> None:
+    """The gradient of a tangent would be lost, so it raises."""
+    P = tessel.world().create_cartesian_topology_partition([tessel.world().size, 1])
+    split = tessel.spread(w(*MATRIX), P).requires_grad_()
+    if tessel.world().size == 1:
+        return  # one worker computes with torch's own tensors
+    with pytest.raises(NotImplementedError, match="the gradient would be lost"):
+        torch.func.jvp(lambda x: x.pow(3).cumsum(0), (split,), (torch.ones_like(split),))
+    with torch.no_grad():
+        torch.func.jvp(lambda x: x.pow(3).cumsum(0), (split,), (torch.ones_like(split),))
+
+
 def unknown(x: Tensor) -> Tensor:
     return F.logsigmoid(x).sum()
 
 
-CHECKS = (check_orders, check_complex, check_models, check_traffic, check_unknown)
+CHECKS = (
+    *(check_orders, check_complex, check_models, check_traffic, check_unknown),
+    check_forward_mode_of_what_needs_gradients,
+)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])

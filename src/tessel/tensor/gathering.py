@@ -83,6 +83,14 @@ def without_rule(
         raise why
     if is_random(name):  # each worker would draw numbers of its own
         raise why
+    # Forward mode has levels of its own, from which a gradient does not find back to the parts.
+    needs_grad = any(each._part.requires_grad for each in spread_among(args, kwargs))
+    if name == "_make_dual" and needs_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "forward mode (torch.func.jvp, forward_ad.make_dual) of a spread tensor that needs a "
+            "gradient: the gradient would be lost; use x.detach(), torch.no_grad(), or derivatives "
+            "in backward mode, as torch.func.vjp or torch.autograd.grad"
+        )
     return of_whole(name, func, args, kwargs)
 
 

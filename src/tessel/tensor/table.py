@@ -318,19 +318,37 @@ def outlines(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def note_view(y: Tensor, x: Tensor, copied: bool = False) -> Tensor:
     """Remember that torch has a view of `x` in `y`, which may be a copy here."""
-    kin: list[Any] = x.__dict__.setdefault("_kin", [weakref.ref(x)])  # what has the same values
     # Weak references: a view must not keep alive what nobody else holds any more.
+    kin: list[Any] = x.__dict__.setdefault("_kin", [weakref.ref(x)])  # what has the same values
+    copies: list[Any] = x.__dict__.setdefault("_copies", [])  # of these
     if copied:
         # `x` may itself be a view that is soon gone, of a tensor that is not
         y._originals = (
             *x._originals,
             lambda: next((e for r in kin if (e := r()) is not None), None),
         )
+        copies[:] = [each for each in copies if each() is not None] + [weakref.ref(y)]
     else:
         kin[:] = [each for each in kin if each() is not None] + [weakref.ref(y)]
-        y.__dict__["_kin"] = kin
+        y.__dict__["_kin"], y.__dict__["_copies"] = kin, copies
         y._originals = x._originals
     return y
+
+
+def outdate_copies(x: Tensor) -> None:
+    """Take the parts of copies away after a change of `x`, which torch's views would show.
+
+    So whoever uses one of them afterwards gets an error, and not values of before. Nothing is asked
+    of a tensor that has its part.
+    """
+    for reference in x.__dict__.get("_copies", ()):
+        copy = reference()
+        if copy is None:
+            continue
+        outdate_copies(copy)
+        for each in copy.__dict__.get("_kin", (reference,)):
+            if (alike := each()) is not None:
+                alike.__dict__.pop("_part", None)
 
 
 def is_copy(x: Any) -> bool:

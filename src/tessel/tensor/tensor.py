@@ -42,6 +42,19 @@ _FRIENDS = (torch.Tensor, torch.nn.Parameter)  # kinds that meet spread tensors 
 converters: dict[type, Callable[[Any, Partition | None], Tensor]] = {}
 
 
+class _Outdated:
+    """In the place of a part that was taken away: see `outdate_copies` (`tensor/table.py`)."""
+
+    def __get__(self, x: Tensor | None, kind: Any = None) -> Any:
+        if x is None:
+            return self
+        raise ValueError(
+            f"this tensor of shape {tuple(x._layout.shape)} is a copy, since values had to move, "
+            f"where torch has a view of another tensor, which was changed in place afterwards: "
+            f"take the view after the change, or write .clone() before it"
+        )
+
+
 class Tensor(torch.Tensor):
     """A tensor that is spread over workers and knows how.
 
@@ -55,7 +68,7 @@ class Tensor(torch.Tensor):
     (torch.Size([4, 6]), torch.Size([4, 6]), 24.0)
     """
 
-    _part: torch.Tensor
+    _part: torch.Tensor = _Outdated()  # type: ignore[assignment]  # found if there is none
     _layout: Layout
     _originals: tuple[Any, ...]  # what torch would have a view of, and this is a copy of
     above: ClassVar[Handler]  # what is done with a torch function

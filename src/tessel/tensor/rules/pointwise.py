@@ -23,6 +23,7 @@ from tessel.tensor.table import (
     note_view,
     of_cuts,
     opened,
+    outdate_copies,
     parts,
     rule,
     sliced,
@@ -140,6 +141,7 @@ def changed(target: Tensor) -> Tensor:
     if target._part.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             target.requires_grad_()
+    outdate_copies(target)
     return target
 
 
