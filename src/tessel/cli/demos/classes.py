@@ -12,6 +12,7 @@ from torch import Tensor
 from tessel import viz
 from tessel.cli.demos.report import Note, Report, as_text, largest, workers_table, worst_of
 from tessel.core.partition import world
+from tessel.encoding import encodable
 from tessel.examples import classes
 from tessel.nn import ParallelLinear
 from tessel.testing import count_memory, count_traffic
@@ -22,6 +23,7 @@ STEPS = (TITLE,)
 FEATURES, SAMPLES = 64, 64
 
 
+@encodable
 @dataclass(frozen=True)
 class Holding:
     """What a process has: its classes, the bytes of its head and of what a step makes, at most."""

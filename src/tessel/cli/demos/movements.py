@@ -25,6 +25,7 @@ from tessel.cli.demos.report import (
 )
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
+from tessel.encoding import encodable
 from tessel.testing import count_traffic
 
 LIMIT = 1e-12  # of errors in float64: movements copy and add, and hardly round
@@ -43,6 +44,7 @@ sent       by all workers together, each time; time is the median\
 """
 
 
+@encodable
 @dataclass(frozen=True)
 class Share:
     """What one worker saw of an operator A that all workers applied together.
