@@ -366,7 +366,8 @@ def test_the_first_failure_is_a_cause() -> None:
     early = WorkerFailure(2, 1, 102, time=2.0, error="ValueError: early")
     stopped = WorkerFailure(3, -signal.SIGTERM, 103, time=0.0, consequence=True)
     assert first_failure([lost, late, early, stopped]) is early
-    assert first_failure([lost, stopped]) is stopped
+    assert first_failure([lost, stopped]) is lost  # which says what happened
+    assert first_failure([stopped]) is stopped
 
 
 def test_consequences_are_told_from_causes() -> None:
