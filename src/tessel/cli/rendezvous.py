@@ -30,7 +30,7 @@ _SECONDS_TO_LEAVE = 5.0
 _LOOPBACK = "127.0.0.1"
 
 
-class Rendezvous(RendezvousHandler):
+class HostRendezvous(RendezvousHandler):
     """Where the launchers of a job meet: in torch's store, on loopback interfaces only.
 
     Args:
@@ -141,9 +141,9 @@ def _listener(endpoint: Endpoint) -> socket.socket | None:
     return listener
 
 
-def rendezvous_of(parameters: RendezvousParameters) -> Rendezvous:
+def rendezvous_of(parameters: RendezvousParameters) -> HostRendezvous:
     """The rendezvous that `tessel run` has made, as torch's launcher asks for one by its name."""
-    made: Rendezvous = parameters.config["rendezvous"]
+    made: HostRendezvous = parameters.config["rendezvous"]
     return made
 
 

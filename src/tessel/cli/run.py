@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, Rendezvous
+from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, HostRendezvous
 from tessel.cli.stragglers import Stragglers
 from tessel.launch.gate import Endpoint, GateError, interface_of, loopback, read_token
 from tessel.machine import ALLOCATORS, usable_cores
@@ -158,14 +158,14 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rendezvous(args: argparse.Namespace) -> Rendezvous:
+def _rendezvous(args: argparse.Namespace) -> HostRendezvous:
     """Where this host's workers meet those of the others; what they listen on is set, too."""
     if args.nnodes == 1:
-        made = Rendezvous(str(uuid.uuid4()), 1, None, b"", SECONDS_TO_MEET)
+        made = HostRendezvous(str(uuid.uuid4()), 1, None, b"", SECONDS_TO_MEET)
         interface = loopback()
     else:
         token = read_token(args.token_file)
-        made = Rendezvous(args.rdzv_id, args.nnodes, args.rdzv_endpoint, token, SECONDS_TO_MEET)
+        made = HostRendezvous(args.rdzv_id, args.nnodes, args.rdzv_endpoint, token, SECONDS_TO_MEET)
         interface = interface_of(made.address)
     # Workers inherit this: Gloo and NCCL would listen on whatever the host's name stands for.
     if interface is not None:
@@ -223,7 +223,9 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
         error(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every host")
 
 
-def _config(args: argparse.Namespace, n: int, reports: str, rendezvous: Rendezvous) -> LaunchConfig:
+def _config(
+    args: argparse.Namespace, n: int, reports: str, rendezvous: HostRendezvous
+) -> LaunchConfig:
     options = {
         "min_nodes": args.nnodes,
         "max_nodes": args.nnodes,
