@@ -26,7 +26,7 @@ def test_the_page_says_what_is_found_and_every_rule_has_a_row(run: Run) -> None:
         text = table(section, agreed(results))
         assert text in page, f"docs/support.md is not what is found: make support\n{text}"
     followed = {name for results in found.values() for name in results[0][1]}
-    # what code that bypasses torch's functions calls is no function: tests/tensor/test_torch_func.py
+    # Operators, which code calls that bypasses torch's functions, are in test_torch_func.py.
     missing = {*RULES} - FACTS - followed - {OF_ELEMENTS}
     assert not missing, f"no row has {sorted(missing)}"
 
