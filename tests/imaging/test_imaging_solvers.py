@@ -812,6 +812,38 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(run: Run, tmp_path: Path) -> 
     assert "this run has 1" in text
 
 
+def few_that_cannot_be_named(folder: str, steps: int) -> tuple[tuple[str, str], int]:
+    """Worker 1 can write files, and not give the last of them its name."""
+    layout, replace, done = layout_of(None), os.replace, []
+
+    def refuse(source: Any, target: Any) -> None:
+        if "iteration-00000003" in str(target) and tessel.world().rank == 1:
+            raise PermissionError(13, "not allowed", str(target))
+        replace(source, target)
+
+    def go() -> None:
+        solvers.solve(
+            method_of("PGD", Problem(layout)), values(3), layout=layout, max_iterations=steps,
+            checkpoint=solvers.Checkpoint(folder, every=1), each=lambda k, x: done.append(k),
+        )  # fmt: skip
+
+    os.replace = refuse
+    try:
+        return text_of(go), len(done)
+    finally:
+        os.replace = replace
+
+
+def test_a_file_that_cannot_get_its_name_raises_on_all_workers(run: Run, tmp_path: Path) -> None:
+    """All raise before the next iteration, and the next run resumes."""
+    first, second = run(few_that_cannot_be_named, str(tmp_path), 5, nprocs=2)
+    assert first == second and first[0][0] == "ValueError"
+    assert "cannot be completed on worker 1 (PermissionError: [Errno 13] not allowed" in first[0][1]
+    # which is refused for the third only: the file of worker 1 gets its name when a run resumes
+    results = run(few_that_cannot_be_named, str(tmp_path), 5, nprocs=2)
+    assert results == [(("", ""), 2)] * 2
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused(run: Run, tmp_path: Path) -> None:
     """Which wrote folders with torch.distributed.checkpoint, and these with pickles."""
     (tmp_path / "iteration-00000002" / "worker-0-of-1").mkdir(parents=True)

@@ -139,6 +139,27 @@ def test_other_programs_read_files(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], each) for name, each in tensors.items())
 
 
+def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
+    save = pytest.importorskip("safetensors.torch").save_file
+    tensors = {name: each for name, each in TENSORS.items() if each.dtype != torch.complex128}
+    save(tensors, tmp_path / "f", metadata={"format": "pt"})
+    file = TensorFile(tmp_path / "f")
+    assert set(file.entries) == set(tensors) and file.notes == {"format": "pt"}
+    assert not file.is_checked
+    for name, each in tensors.items():
+        found = file.read(name)
+        assert found.dtype == each.dtype and torch.equal(found, each)
+
+
+def test_weights_of_other_programs_go_to_workers(run: Any, tmp_path: Path) -> None:
+    save = pytest.importorskip("safetensors.torch").save_file
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    save(plain.state_dict(), tmp_path / "model.safetensors")
+    for state in run(loaded, str(tmp_path / "model.safetensors"), -1, nprocs=2):
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value), name
+
+
 def test_another_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "FORMAT", "2")
@@ -245,3 +266,22 @@ def unwritable(path: str) -> str:
 def test_weights_that_cannot_be_written_raise_on_all(run: Any) -> None:
     first, second = run(unwritable, "/dev/null/model", nprocs=2)
     assert first == second and "/dev/null/model cannot be written: on worker 0, File" in first
+
+
+def unnameable(path: str) -> str:
+    """The first worker can write the file, and not give it its name."""
+
+    def refuse(source: Any, target: Any) -> None:
+        raise PermissionError(13, "not allowed", str(target))
+
+    replace, os.replace = os.replace, refuse
+    try:
+        return unwritable(path)
+    finally:
+        os.replace = replace
+
+
+def test_weights_that_cannot_get_their_name_raise_on_all(run: Any, tmp_path: Path) -> None:
+    first, second = run(unnameable, str(tmp_path / "model"), nprocs=2)
+    assert first == second and "cannot be written: on worker 0, PermissionError" in first
+    assert not list(tmp_path.iterdir())  # what was written is removed

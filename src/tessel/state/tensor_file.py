@@ -17,6 +17,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -129,18 +130,20 @@ class TensorFileWriter:
         commit(self.unfinished, self.path)
 
     def drop(self) -> None:
-        """Remove what was written."""
-        self._file.close()
+        """Remove what was written, if it does not have its name yet."""
+        with suppress(OSError):  # of a disk that is full
+            self._file.close()
         self.unfinished.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.drop()
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.drop()  # unless it has its name
 
     def _header(self) -> bytes:
         """Length and header; it is as long with all checksums as without."""

@@ -180,8 +180,14 @@ class Checkpoint:
                 writer.drop()
             self._tell(problem, "cannot be written on worker {worker} ({told})", space)
         assert writer is not None
-        writer.rename()
-        self._remove_older(own)
+        try:
+            writer.rename()
+            self._remove_older(own)
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+        # A disk may fail here, too: nobody goes on with a generation that another could not name.
+        if any(space.agree([bool(problem)])):
+            self._tell(problem, "cannot be completed on worker {worker} ({told})", space)
 
     def _written(
         self, own: _Shard, values: Values, history: History, method: Method, space: Space
