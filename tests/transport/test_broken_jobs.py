@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ import torch.distributed as dist
 import tessel
 from tessel import Layout, Move, nn, transport
 from tessel.transport import SendBuffer, job
+from tessel.transport.board import MemoryBoard
+from tessel.transport.host import Host
 
 Run = Callable[..., list[Any]]
 SECONDS = 40
@@ -79,22 +82,34 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def interrupt_soon() -> None:
-    """Let this worker get Ctrl-C, which those of a pool leave to its parent."""
+def interrupt_the_wait() -> None:
+    """Let this worker get Ctrl-C when it waits, which those of a pool leave to its parent."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    watch = job._job().membership.watch
+
+    def interrupt() -> None:
+        while not watch._waits:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
 
 
-def interrupt_a_wait(moment: str) -> tuple[str, list[float | str]]:
+def await_file(said: Path) -> None:
+    while not said.exists():
+        time.sleep(0.01)
+
+
+def interrupt_a_wait(moment: str, done: Path) -> tuple[str, list[float | str]]:
     """Worker 0 gets Ctrl-C while it waits for worker 1, and goes on."""
     P = tessel.world()
     summed(torch.ones(2))
     said, x = "", torch.ones(2, requires_grad=True)
     y = summed(x).sum() if moment == "backward" else None
     if P.rank == 0:
-        interrupt_soon()
+        interrupt_the_wait()
     else:
-        time.sleep(1.0)
+        await_file(done)
     try:
         if y is None:
             summed(torch.ones(2))
@@ -102,6 +117,7 @@ def interrupt_a_wait(moment: str) -> tuple[str, list[float | str]]:
             y.backward()
     except KeyboardInterrupt:
         said = "interrupted"
+        done.touch()
     except RuntimeError as error:
         said = str(error)
     return said, numbers()
@@ -110,18 +126,20 @@ def interrupt_a_wait(moment: str) -> tuple[str, list[float | str]]:
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("engine", ["compiled", "python"])
 def test_no_call_answers_another_after_an_interrupt(
-    run: Run, monkeypatch: pytest.MonkeyPatch, engine: str, moment: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, moment: str
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
     monkeypatch.setenv("TESSEL_ENGINE", engine)
     run(transport.leave, nprocs=2)
-    (first, mine), (second, others) = run(interrupt_a_wait, moment, nprocs=2, timeout=SECONDS)
+    (first, mine), (second, others) = run(
+        interrupt_a_wait, moment, tmp_path / "done", nprocs=2, timeout=SECONDS
+    )
     assert first == "interrupted" and "KeyboardInterrupt on worker 0" in second
     assert all("this job is broken" in str(each) for each in (*mine, *others)), (mine, others)
     assert run(numbers, nprocs=2) == [[3.0, 30.0, 300.0]] * 2  # the pool has a new job
 
 
-def break_a_smaller_group() -> list[float | str]:
+def break_a_smaller_group(done: Path) -> list[float | str]:
     """What breaks between two workers breaks the job of the third."""
     W = tessel.world()
     P = W.create_partition_inclusive([0, 1])
@@ -129,17 +147,90 @@ def break_a_smaller_group() -> list[float | str]:
     if P.active:
         pair(torch.ones(1))
     if W.rank == 0:
-        interrupt_soon()
+        interrupt_the_wait()
         with contextlib.suppress(KeyboardInterrupt):
             pair(torch.ones(1))
+        done.touch()
     else:
-        time.sleep(1.0)
+        await_file(done)
     return numbers()
 
 
-def test_a_broken_group_breaks_the_job(run: Run) -> None:
-    found = run(break_a_smaller_group, nprocs=3, timeout=SECONDS)
+def test_a_broken_group_breaks_the_job(run: Run, tmp_path: Path) -> None:
+    found = run(break_a_smaller_group, tmp_path / "done", nprocs=3, timeout=SECONDS)
     assert all("this job is broken" in str(each) for said in found for each in said), found
+
+
+def give_one_the_alarm(said: Path, passed: Path) -> tuple[int, list[float | str]]:
+    """Worker 0 would die after it has given the alarm to worker 1, and before worker 2 has it."""
+    summed(torch.ones(2))
+    dist.barrier()  # all have its result
+    rank, watch = tessel.world().rank, job._job().membership.watch
+    board = watch._board
+    assert isinstance(board, MemoryBoard)
+    if rank == 0:
+        board._segments = {worker: board._segments[worker] for worker in (0, 1)}
+        watch.break_job("a test says so")
+        said.touch()
+    elif rank == 1:
+        await_file(said)
+    else:
+        await_file(passed)
+    alarm, found = watch.alarm[0], numbers()
+    if rank == 1:
+        passed.touch()
+    return alarm, found
+
+
+def test_the_alarm_is_passed_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
+    run(transport.leave, nprocs=3)
+    found = run(give_one_the_alarm, tmp_path / "said", tmp_path / "passed", nprocs=3)
+    for alarm, said in found:
+        assert alarm == 1 and all("a test says so" in str(each) for each in said), found
+
+
+def overwrite_what_is_read(done: Path) -> float | str:
+    """Worker 0 is interrupted and uses its tensor again, which worker 1 reads where it lies."""
+    P = tessel.world()
+    parts, whole = Layout.balanced(P, (1_000_000,)), Layout.whole(P, (1_000_000,))
+    move, mine = Move(parts, whole), torch.ones(500_000, dtype=torch.float64)
+    assert float(move.apply(mine).sum()) == 1_000_000
+    if P.rank == 0:
+        interrupt_the_wait()
+        with contextlib.suppress(KeyboardInterrupt):
+            move.apply(mine)
+        mine.fill_(-1)
+        done.touch()
+        return "interrupted"
+
+    def held(function: Callable[..., Any]) -> Callable[..., Any]:
+        def hold(*args: Any) -> Any:  # it has looked for an alarm before
+            await_file(done)
+            return function(*args)
+
+        return hold
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "follow", held(Host.follow))
+        patch.setattr(Host, "wait", held(Host.wait))
+        try:
+            return float(move.apply(mine).sum())
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("engine", ["compiled", "python"])
+def test_memory_of_an_interrupted_worker_is_not_taken_for_its_message(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
+    monkeypatch.setenv("TESSEL_ENGINE", engine)
+    run(transport.leave, nprocs=2)
+    found = run(overwrite_what_is_read, tmp_path / "done", nprocs=2, timeout=SECONDS)
+    assert found[0] == "interrupted" and "this job is broken" in str(found[1]), found
 
 
 def start_without_waiting() -> list[float | str]:
@@ -196,6 +287,7 @@ def test_the_numbers_of_exchanges_are_compared(
 def begin_anew(port: int) -> list[float | str]:
     """Break a job, and join another one in the same processes."""
     summed(torch.ones(2))
+    dist.barrier()  # all have its result
     job._job().membership.watch.break_job("a test says so")
     dist.barrier()
     broken = numbers()

@@ -86,6 +86,10 @@ class Board(Protocol):
         """Say that the job is broken, unless another worker has."""
         ...
 
+    def pass_on(self) -> None:
+        """Let all see that the job is broken, of whom the one who said so may not have come to."""
+        ...
+
     def why_broken(self) -> str:
         """Why the job is broken; nothing as long as it is not."""
         ...
@@ -131,9 +135,14 @@ class MemoryBoard:
         if not words[_ALARM]:
             self._write(_ALARM_TEXT, said.ljust(LENGTH))
             words[_ALARM_LENGTH] = len(said)
+            words[_ALARM] = self._worker + 1
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        alarm = self.alarm[0]
         for worker, segment in self._segments.items():
             if not segment.words[_ALARM]:
-                segment.words[_ALARM] = words[_ALARM] or self._worker + 1
+                segment.words[_ALARM] = alarm
             if worker in self._wakeups:
                 self._wakeups[worker].notify()
 
@@ -177,6 +186,9 @@ class StoreBoard:
 
     def break_job(self, why: str) -> None:
         self._ask(lambda store: store.compare_set("tessel/broken", "", why), None)
+
+    def pass_on(self) -> None:
+        """The store has told all of them."""
 
     def why_broken(self) -> str:
         key = "tessel/broken"

@@ -211,6 +211,8 @@ class Group:
         except KeyboardInterrupt as error:
             self._break(error)
             raise
+        if self._watch.alarm[0]:  # who was read from may have gone on after it gave the alarm
+            self._watch.raise_broken()
         if num_received != NOTHING:
             if not tag:
                 self.num_exchanges += 1
@@ -420,7 +422,10 @@ class Group:
         if watch.alarm[0]:
             watch.raise_broken()
         try:
-            return communicate()
+            result = communicate()
+            if watch.alarm[0]:  # who was read from may have gone on after it gave the alarm
+                watch.raise_broken()
+            return result
         except NotSent as error:
             raise RuntimeError(str(error)) from None
         except WorkerLost as error:

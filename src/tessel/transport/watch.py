@@ -116,6 +116,7 @@ class Watch:
         self.groups: dict[int, Counts] = {}
         self._board: Board | None = None
         self._why = ""
+        self._has_passed_on = False
         self._waits: dict[int, Wait] = {}  # by thread
         self._threads: set[threading.Thread] = set()  # that have communicated
         self._num_waits = 0
@@ -166,6 +167,7 @@ class Watch:
 
     def raise_broken(self) -> NoReturn:
         """Say why and when the job broke."""
+        self._pass_on()
         raise WorkerLost(self.why())
 
     def why(self) -> str:
@@ -188,6 +190,12 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 self._board.break_job(self._why)
         self.alarm[0] = self.alarm[0] or self.worker + 1
+
+    def _pass_on(self) -> None:
+        """Give others the alarm, once: who raised it may have died before it came to all."""
+        if not self._has_passed_on and self._board is not None and os.getpid() == self._owner:
+            self._has_passed_on = True
+            self._board.pass_on()
 
     def give_up(self, groups: Iterable[tuple[int, int]], error: BaseException) -> None:
         """Say that this worker makes no more exchanges before these, since a call was left."""
