@@ -79,24 +79,41 @@ def run_threads(program: Path, workers: int, calls: int, num_bytes: int, mode: s
     return done.stdout.strip()
 
 
-def run_tests(name: str, options: Sequence[str], chosen: Sequence[str]) -> int:
-    """The engine's tests with a sanitizer in the extension; their exit status."""
-    package = BUILD / name / "tessel"
+def library(name: str) -> str:
+    """Where the compiler has a library."""
+    command = [*COMPILER, f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run_tests(
+    name: str, chosen: Sequence[str], engine: Path = SOURCE / "engine.c", folder: Path = BUILD
+) -> subprocess.CompletedProcess[str]:
+    """The engine's tests with a sanitizer in the extension: how they ended, and what was said."""
+    package = folder / name / "tessel"
     shutil.rmtree(package.parent, ignore_errors=True)
     shutil.copytree(ROOT / "src/tessel", package, symlinks=True)
     for stale in (package / "transport").glob("engine*.so"):
         stale.unlink()
     target = package / "transport/engine.abi3.so"
-    command = [*COMPILER, *COMMON, *options, "-shared", "-fPIC", *headers()]
-    subprocess.run([*command, str(SOURCE / "engine.c"), "-o", str(target)], check=True)
-    env = os.environ | {"PYTHONPATH": str(package.parent), "UBSAN_OPTIONS": "print_stacktrace=1"}
-    if name == "address":  # it must be loaded before all else; torch and Python keep what they have
-        found = subprocess.run(
-            [*COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-        )
-        env |= {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [*COMPILER, *COMMON, *SANITIZERS[name], "-shared", "-fPIC", *headers()]
+    subprocess.run([*command, str(engine), "-o", str(target)], check=True)
+    paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TESSEL_ENGINE": "compiled",
+    }
+    if name == "address":
+        # It must be loaded before all else. It looks for C++'s `throw` when it starts, and ends the
+        # process at the first exception if it was not there: Python itself does not load C++, torch
+        # does so later. Python and torch keep what they have until the end, which is no leak.
+        libraries = [library("libasan.so"), library("libstdc++.so.6")]
+        env |= {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+        env |= {"PYTHONMALLOC": "malloc"}  # so that it knows where each of Python's objects ends
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
-    return subprocess.run(tests, cwd=ROOT, env=env).returncode
+    return subprocess.run(
+        tests, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def main() -> int:
@@ -122,7 +139,9 @@ def main() -> int:
             print(f"{name}: left out, the compiler does not have it")
             continue
         print(f"{name}: the engine's tests", flush=True)
-        if run_tests(name, options, arguments.tests):
+        done = run_tests(name, arguments.tests)
+        print(done.stdout, flush=True)
+        if done.returncode:
             failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "all sanitizers are silent")
     return bool(failed)
