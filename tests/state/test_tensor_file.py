@@ -139,7 +139,7 @@ def test_other_programs_read_files(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], each) for name, each in tensors.items())
 
 
-def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
+def test_files_of_the_package_are_read(tmp_path: Path) -> None:
     save = pytest.importorskip("safetensors.torch").save_file
     tensors = {name: each for name, each in TENSORS.items() if each.dtype != torch.complex128}
     save(tensors, tmp_path / "f", metadata={"format": "pt"})

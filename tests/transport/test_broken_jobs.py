@@ -182,9 +182,7 @@ def give_one_the_alarm(said: Path, passed: Path) -> tuple[int, list[float | str]
     return alarm, found
 
 
-def test_the_alarm_is_passed_on(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_alarm_is_passed_on(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
     run(transport.leave, nprocs=3)
     found = run(give_one_the_alarm, tmp_path / "said", tmp_path / "passed", nprocs=3)
