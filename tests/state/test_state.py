@@ -26,7 +26,7 @@ from parity import group, values
 from tessel import Partition
 from tessel.distributed import get_parallel_dim
 from tessel.distributed.shards import register_parallel_dim, sharding_of, shared_by
-from tessel.interop import ModelState, OptimizerState
+from tessel.interop import ModelState, OptimizerState, checkpoint_reader
 from tessel.nn.parallel import ParallelEmbedding, ParallelLinear
 from tessel.state.checkpoint import Part
 from tessel.state.state_dicts import (
@@ -566,7 +566,7 @@ def read(folder: str, size: int, dims: Dims, sizes: Sizes, name: str) -> None:
     state = {"model": ModelState(net), "optimizer": OptimizerState(net, optimizer)}
     for value in net.parameters():
         value.grad = torch.ones_like(value)  # of no matter, and kept
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, storage_reader=checkpoint_reader(folder))
     assert all(bool((value.grad == 1).all()) for value in net.parameters())
     check_own(net, plain)
     assert all(sharding_of(a) == sharding_of(b) for a, b in zip(

@@ -7,9 +7,11 @@ does: any balanced or other split can be written, and read in another one.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,10 @@ from torch.optim import Optimizer
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.state.places import Places
+from tessel.transport import this_worker
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import FileSystemReader
 
 
 class Part(Tensor):
@@ -107,8 +113,8 @@ class ModelState:
     number of workers or for another `dim`. What several workers have is written by one of them.
     Names and shapes are those of the model of plain torch, which can read the files, too.
 
-    Torch pickles the `.metadata` of these files and unpickles it when it reads them: load only
-    those that you trust. `tessel.nn.load_weights` reads files that hold nothing but tensors.
+    Torch pickles the `.metadata` of these files and unpickles it when it reads them, which can run
+    code: Tessel warns of that, once. With `checkpoint_reader` nothing is run.
 
     Args:
         module: the model, also one in `DistributedDataParallel`.
@@ -119,7 +125,8 @@ class ModelState:
     >>> model = tessel.nn.ParallelLinear(3, 2, dim=-1)
     >>> folder = tempfile.mkdtemp()
     >>> _ = dcp.save({"model": tessel.interop.ModelState(model)}, checkpoint_id=folder)
-    >>> dcp.load({"model": tessel.interop.ModelState(model)}, checkpoint_id=folder)
+    >>> reader = tessel.interop.checkpoint_reader(folder)
+    >>> dcp.load({"model": tessel.interop.ModelState(model)}, storage_reader=reader)
     """
 
     def __init__(self, module: Module, partition: Partition | None = None) -> None:
@@ -128,6 +135,7 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state with shards as parts of whole tensors; they share memory with the model."""
+        _forget_reader()
         places = Places.of(self.module, self.partition, "ModelState")
         state = self.module.state_dict()
         problems = [
@@ -141,6 +149,7 @@ class ModelState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the model what was read."""
+        _warn_of_pickles()
         # Parts were read into the memory of the model; the rest comes as tensors of its own.
         self.module.load_state_dict({name: _own(value) for name, value in state.items()})
 
@@ -151,7 +160,7 @@ class OptimizerState:
     What the optimizer keeps for each number of a parameter lies in the shards of the parameter,
     and is written and read as these are. Values have the names of the parameters, as in
     `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
-    Torch unpickles the `.metadata` of these files: load only those that you trust.
+    Torch unpickles the `.metadata` of these files, `checkpoint_reader` does not.
 
     Args:
         module: the model, also one in `DistributedDataParallel`.
@@ -166,7 +175,7 @@ class OptimizerState:
     >>> state = {"optimizer": tessel.interop.OptimizerState(model, optimizer)}
     >>> folder = tempfile.mkdtemp()
     >>> _ = dcp.save(state, checkpoint_id=folder)
-    >>> dcp.load(state, checkpoint_id=folder)
+    >>> dcp.load(state, storage_reader=tessel.interop.checkpoint_reader(folder))
     """
 
     def __init__(
@@ -177,6 +186,7 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of parameters, with parts of whole tensors."""
+        _forget_reader()
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         places = Places.of(self.module, self.partition, "OptimizerState")
@@ -204,6 +214,7 @@ class OptimizerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the optimizer what was read."""
+        _warn_of_pickles()
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         own: dict[str, Any] = {
@@ -211,6 +222,59 @@ class OptimizerState:
             for name, values in state["state"].items()
         }
         set_optimizer_state_dict(self.module, self.optimizer, {**state, "state": own})
+
+
+def checkpoint_reader(folder: str | os.PathLike[str]) -> FileSystemReader:
+    """A reader for `torch.distributed.checkpoint.load` that runs nothing of what it reads.
+
+    It takes the place of `checkpoint_id`. Torch unpickles the `.metadata` of a checkpoint, and its
+    values that are no tensors, and so runs the code of whoever wrote them. This reader allows them
+    to hold what checkpoints of tensors consist of, and refuses everything else; all workers raise.
+
+    Args:
+        folder: of the checkpoint.
+
+    >>> import tempfile, tessel, torch
+    >>> import torch.distributed.checkpoint as dcp
+    >>> model, folder = tessel.nn.ParallelLinear(3, 2, dim=-1), tempfile.mkdtemp()
+    >>> state = {"model": tessel.interop.ModelState(model)}
+    >>> _ = dcp.save(state, checkpoint_id=folder)
+    >>> dcp.load(state, storage_reader=tessel.interop.checkpoint_reader(folder))
+    """
+    from tessel.state.checkpoint_reader import CheckpointReader
+
+    return CheckpointReader(folder, _note_reader)
+
+
+# Torch calls `state_dict` first, then reads, then calls `load_state_dict`.
+_is_read_here = False  # whether a reader of ours has read what comes next
+_has_warned = False
+
+
+def _forget_reader() -> None:
+    global _is_read_here
+    _is_read_here = False
+
+
+def _note_reader() -> None:
+    """Note that what is given to models next was read without unpickling."""
+    global _is_read_here
+    _is_read_here = True
+
+
+def _warn_of_pickles() -> None:
+    """Say once, on the first worker, that torch has run what was in the files."""
+    global _has_warned
+    if not _is_read_here and not _has_warned:
+        _has_warned = True
+        if this_worker() == 0:
+            warnings.warn(
+                "torch.distributed.checkpoint unpickles the files that it reads, so that those "
+                "of a stranger can run code here; pass "
+                "storage_reader=tessel.interop.checkpoint_reader(folder) to dcp.load in the place "
+                "of checkpoint_id, which refuses such files",
+                stacklevel=4,
+            )
 
 
 @contextmanager

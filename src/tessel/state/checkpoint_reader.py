@@ -1,0 +1,170 @@
+"""Reads checkpoints of `torch.distributed.checkpoint`, and runs nothing that is in them.
+
+Torch unpickles their `.metadata`, and values that are no tensors: a pickle may name any function of
+Python, and call it. Here a pickle may name only what metadata consist of. It is imported when it is
+used, since `torch.distributed.checkpoint` takes half a second.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    filesystem,
+    metadata,
+)
+from torch.futures import Future
+
+INSTEAD = "it was not read, since it could run code"
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads the files of a checkpoint, and refuses those that hold more than tensors and values.
+
+    Args:
+        folder: of the checkpoint.
+        when_read: called when its metadata were read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], when_read: Callable[[], None]) -> None:
+        super().__init__(folder)
+        self._when_read = when_read
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
+        with open(path, "rb") as file, _unchanged():
+            found = _read(_Unpickler(file, path), path)
+        found.storage_meta = found.storage_meta or metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        self._when_read()
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        checked: Any = _CheckedPlanner(planner, Path(self.path))
+        return super().read_data(plan, checked)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the classes of metadata and nothing else.
+
+    Args:
+        file: that is read.
+        path: of it.
+    """
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (known := _KNOWN.get((module, name))) is not None:
+            return known
+        if module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
+            return kind
+        raise ValueError(
+            f"{self._path} names {module}.{name}, which no checkpoint needs: {INSTEAD}. Files of "
+            f"`nn.save_weights` and `nn.load_weights` hold nothing but tensors"
+        )
+
+
+_CLASSES = [
+    kind
+    for home in (metadata, filesystem)
+    for kind in vars(home).values()
+    if isinstance(kind, type) and kind.__module__ == home.__name__
+    if home is metadata or kind.__name__ in ("_StorageInfo", "_StoragePrefix")
+]
+_LAYOUTS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}
+# What is a function here can be called, and that is all that a pickle can do with it.
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): lambda name: _LAYOUTS[name],
+    ("collections", "OrderedDict"): OrderedDict,
+    **{
+        (module, name): lambda *parts: os.path.join("", *parts)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    """Leave classes as they are: a pickle can give attributes to all that it may name."""
+    before = [(kind, dict(vars(kind))) for kind in _CLASSES]
+    try:
+        yield
+    finally:
+        for kind, attributes in before:
+            for name in [name for name in vars(kind) if name not in attributes]:
+                delattr(kind, name)
+            for name, value in attributes.items():
+                if vars(kind)[name] is not value:
+                    setattr(kind, name, value)
+
+
+def _read(unpickler: _Unpickler, path: Path) -> Metadata:
+    """Metadata that are what torch writes."""
+    try:
+        found = unpickler.load()
+        is_right = isinstance(found, Metadata) and isinstance(found.state_dict_metadata, dict)
+        files = [info.relative_path for info in found.storage_data.values()] if is_right else []
+        is_right = is_right and all(Path(name).name == name for name in files)
+        is_right = is_right and isinstance(found.storage_meta, metadata.StorageMeta | None)
+    except ValueError as error:
+        if INSTEAD in str(error):
+            raise
+        raise _damaged(path, error) from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise _damaged(path, error) from error
+    if not is_right:
+        raise _damaged(path, "they describe no files beside it")
+    return found
+
+
+def _damaged(path: Path, problem: object) -> ValueError:
+    what = f"{type(problem).__name__}: {problem}" if isinstance(problem, Exception) else problem
+    return ValueError(f"{path} is damaged, or holds no metadata of a checkpoint: {what}")
+
+
+class _CheckedPlanner:
+    """A planner that gets values of plain types only, for which torch would run any pickle.
+
+    Args:
+        planner: of the load.
+        path: of the checkpoint.
+    """
+
+    def __init__(self, planner: LoadPlanner, path: Path) -> None:
+        self._planner, self._path = planner, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        name = read_item.storage_index.fqn
+        try:
+            found = torch.load(value, weights_only=True)
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ValueError(
+                f"the value {name!r} of the checkpoint in {self._path} is more than numbers, text, "
+                f"tensors and containers of them: {INSTEAD} ({str(error).partition(chr(10))[0]})"
+            ) from error
+        again = io.BytesIO()  # what the planner unpickles was written here
+        torch.save(found, again)
+        again.seek(0)
+        self._planner.load_bytes(read_item, again)
