@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -59,6 +60,19 @@ def other_slice() -> Any:
 
 def other_plain_shape() -> Any:
     return rows() + torch.ones(mine(2, 1))
+
+
+def other_plain_values() -> Any:
+    return rows() + torch.full((2,), mine(1.0, 1.5), dtype=torch.float64)
+
+
+def other_member() -> Any:
+    return torch.cat([rows(), torch.full((6, 1), mine(1.0, -1.0), dtype=torch.float64)], 1)
+
+
+def other_keyword_values() -> Any:
+    weight, bias = torch.ones(3, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    return nn.functional.linear(rows(), weight, bias=bias + mine(0.0, 1.0))
 
 
 def other_dtype() -> Any:
@@ -123,7 +137,10 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "plain": (other_plain_shape, ("plain tensor (2,)", "plain tensor (1,)")),
     "dtype": (other_dtype, ("`half`", "`float`")),
     "tensor": (other_tensor, ("`tanh`", "shared along (0, 1)")),
-    "grad": (other_grad, ("that needs a gradient", "plain tensor (2,) of torch.float64)")),
+    "grad": (other_grad, ("that needs a gradient", "plain tensor (2,) of torch.float64 (check")),
+    "plain values": (other_plain_values, ("`add`(", "plain tensor (2,)", "(checksum ")),
+    "member": (other_member, ("`cat`(", "(checksum ")),
+    "keyword values": (other_keyword_values, ("bias=plain tensor (3,)", "(checksum ")),
     "mode": (other_mode, ("float64; under torch.no_grad())",)),
     "gathers": (one_gathers, ("a movement from Layout((6, 2)", "`relu`")),
     "spreads": (one_spreads, ("tessel.spread over", "`relu`")),
@@ -181,6 +198,61 @@ def test_the_place_in_a_model(run: Run) -> None:
     assert texts[0] == texts[1] and texts[0][1] == 66.0
     assert texts[0][0].count("in `0` (Branch) of Sequential") == 2
     assert texts[0][0].count("test_comparing.py:") == 2
+
+
+class Choice(nn.Module):
+    """Two layers alike, of which a worker takes one; and a plain input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(1, 1, 3, padding=1) for _ in range(2))
+        self.which = 0
+
+    def forward(self, x: Any, shift: Any) -> Any:
+        return self.layers[self.which](x) + shift
+
+
+def differ_in_a_model(what: str, checks: bool) -> tuple[str, float]:
+    P = tessel.world().create_cartesian_topology_partition([1, 1, tessel.world().size, 1])
+    torch.manual_seed(0)
+    model = tessel.nn.distribute_module(Choice(), P)
+    model.which = mine(0, 1) if what == "branch" else 0
+    shift = torch.tensor(mine(0.5, 0.75) if what == "input" else 0.5)
+    said, y = "", torch.zeros(1)
+    try:
+        with torch.no_grad(), check_calls() if checks else nullcontext():
+            y = model(torch.ones(1, 1, 3, 4), shift)
+    except ValueError as error:
+        said = str(error)
+    return said, float(tessel.nn.AllSumReduce(tessel.world(), [0])(torch.ones(1)))
+
+
+@pytest.mark.parametrize("what", ["branch", "input", "nothing"])
+@pytest.mark.parametrize("checks", [False, True])
+def test_branches_and_inputs_of_a_model_without_gradients(
+    run: Run, what: str, checks: bool
+) -> None:
+    """Without the check nobody notices, as docs/reliability.md says."""
+    first, second = run(differ_in_a_model, what, checks, nprocs=2)
+    assert first == second and first[1] == 2.0
+    assert bool(first[0]) == (checks and what != "nothing"), first
+    if first[0]:
+        assert "conv2d" in first[0] if what == "branch" else "`add`" in first[0]
+        assert first[0].count("(checksum ") >= 2
+
+
+def buffers_that_are_written() -> float:
+    """What is written may hold anything before."""
+    x, found = rows(), torch.full((2,), mine(1.0, 2.0), dtype=torch.float64)
+    with check_calls():
+        y = x.clone()
+        y[0] = torch.zeros(2, dtype=torch.float64)
+        found.copy_(y.sum(0))
+    return float(found.sum())
+
+
+def test_plain_tensors_that_are_right_raise_nothing(run: Run) -> None:
+    assert run(buffers_that_are_written, nprocs=2) == [65.0, 65.0]
 
 
 def three_different() -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tessel import transport
+from tessel.core.checksum import checksum
 from tessel.core.context import setting
 from tessel.core.halo import Halo
 from tessel.core.layout import Layout
@@ -47,9 +48,11 @@ def check_calls() -> Iterator[None]:
     """Let workers compare, at each torch function of spread tensors, that all do the same thing.
 
     They compare the name of the function, shapes, layouts and dtypes of tensors, whether these need
-    a gradient, and all arguments that are numbers, strings and the like; and each movement of data,
-    in backward passes, too. At the first difference every worker raises the same ValueError, which
-    says what each of them called and where. Values of tensors are not compared.
+    a gradient, checksums of plain tensors, which must be the same everywhere, and all arguments that
+    are numbers, strings and the like; and each movement of data, in backward passes, too. At the
+    first difference every worker raises the same ValueError, which says what each of them called
+    and where. Workers that take different branches of a model, also under `torch.no_grad`, or give
+    it plain inputs that differ, find out at the first function.
 
     All workers enter together. In a whole program the environment variable TESSEL_CHECK=1 does the
     same. Each function costs a small exchange; without either it costs nothing.
@@ -91,8 +94,8 @@ def compared(func: Any, args: Arguments, kwargs: Settings) -> Any:
     counts = name in _COMPARED_FACTS or call.rule_of(name) in (call.at_once, call.follow)
     if _inside.get() or torch.compiler.is_compiling() or not counts:
         return call.above(func, args, kwargs)
-    said = [_said(name, each) for each in args]
-    said += [f"{key}={_said(name, each)}" for key, each in sorted(kwargs.items())]
+    said = [_said(name, each, not (k == 0 and _writes(name))) for k, each in enumerate(args)]
+    said += [f"{key}={_said(name, each, key != 'out')}" for key, each in sorted(kwargs.items())]
     mode = "" if torch.is_grad_enabled() else "; under torch.no_grad()"
     layouts = held_layouts(args, kwargs)
     exactly = " ".join(layout.identity for layout in layouts)
@@ -159,18 +162,30 @@ def _anything_moves(source: Layout, target: Layout) -> bool:
 # -- arguments in words ---------------------------------------------------------------------------
 
 
-def _said(name: str, value: Any) -> str:
-    """What all workers must pass alike, in words: a tensor by its kind, a number by its value."""
+def _writes(name: str) -> bool:
+    """Whether a function overwrites its first operand, which may hold anything before."""
+    return name in ("copy_", "__setitem__", "fill_", "zero_") or name.startswith("set ")
+
+
+def _said(name: str, value: Any, is_read: bool = True) -> str:
+    """What all workers must pass alike, in words: a tensor by its kind, a number by its value.
+
+    Of a plain tensor that is read the values must be alike, too.
+    """
     if isinstance(value, torch.Tensor):
         needs, where = value.requires_grad, f"plain tensor {tuple(value.shape)}"
         if isinstance(value, Tensor):
             needs, where = value._part.requires_grad, str(value._layout)
-        return f"{where} of {value.dtype}" + (" that needs a gradient" if needs else "")
+        said = f"{where} of {value.dtype}" + (" that needs a gradient" if needs else "")
+        # tensors of other kinds, as shards, are a worker's own
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        return f"{said} (checksum {checksum(value):08x})" if is_plain and is_read else said
     if isinstance(value, list | tuple):
-        members = ", ".join(_said(name, each) for each in value)
+        members = ", ".join(_said(name, each, is_read) for each in value)
         return f"[{members}]" if isinstance(value, list) else f"({members})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_said(name, each)}" for key, each in value.items()) + "}"
+        members = ", ".join(f"{k}: {_said(name, each, is_read)}" for k, each in value.items())
+        return "{" + members + "}"
     if isinstance(value, slice):
         ends = (_said(name, each) for each in (value.start, value.stop, value.step))
         return f"slice({', '.join(ends)})"
