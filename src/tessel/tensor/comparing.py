@@ -51,8 +51,8 @@ def check_calls() -> Iterator[None]:
     a gradient, checksums of plain tensors, which must be the same everywhere, and all arguments
     that are numbers, strings and the like; and each movement of data, in backward passes, too. At
     the first difference every worker raises the same ValueError, which says what each of them
-    called and where. Workers that take different branches of a model, also under `torch.no_grad`, or give
-    it plain inputs that differ, find out at the first function.
+    called and where. Workers that take different branches of a model, also under `torch.no_grad`,
+    or give it plain inputs that differ, find out at the first function.
 
     All workers enter together. In a whole program the environment variable TESSEL_CHECK=1 does the
     same. Each function costs a small exchange; without either it costs nothing.
