@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import stress
 import tessel
 from tessel import Layout, Move, nn, transport
 from tessel.transport import SendBuffer, job
@@ -130,7 +131,7 @@ def test_no_call_answers_another_after_an_interrupt(
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
     monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(transport.leave, nprocs=2)
+    run(stress.leave_job, nprocs=2)
     (first, mine), (second, others) = run(
         interrupt_a_wait, moment, tmp_path / "done", nprocs=2, timeout=SECONDS
     )
@@ -156,7 +157,11 @@ def break_a_smaller_group(done: Path) -> list[float | str]:
     return numbers()
 
 
-def test_a_broken_group_breaks_the_job(run: Run, tmp_path: Path) -> None:
+def test_a_broken_group_breaks_the_job(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")  # Python hears of Ctrl-C after waits of Gloo
+    run(stress.leave_job, nprocs=3)
     found = run(break_a_smaller_group, tmp_path / "done", nprocs=3, timeout=SECONDS)
     assert all("this job is broken" in str(each) for said in found for each in said), found
 
@@ -184,7 +189,7 @@ def give_one_the_alarm(said: Path, passed: Path) -> tuple[int, list[float | str]
 
 def test_the_alarm_is_passed_on(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
-    run(transport.leave, nprocs=3)
+    run(stress.leave_job, nprocs=3)
     found = run(give_one_the_alarm, tmp_path / "said", tmp_path / "passed", nprocs=3)
     for alarm, said in found:
         assert alarm == 1 and all("a test says so" in str(each) for each in said), found
@@ -226,7 +231,7 @@ def test_memory_of_an_interrupted_worker_is_not_taken_for_its_message(
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
     monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(transport.leave, nprocs=2)
+    run(stress.leave_job, nprocs=2)
     found = run(overwrite_what_is_read, tmp_path / "done", nprocs=2, timeout=SECONDS)
     assert found[0] == "interrupted" and "this job is broken" in str(found[1]), found
 
@@ -276,7 +281,7 @@ def test_the_numbers_of_exchanges_are_compared(
     run: Run, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(transport.leave, nprocs=2)
+    run(stress.leave_job, nprocs=2)
     for found in run(make_one_exchange_more, nprocs=2, timeout=SECONDS):
         assert "WorkerLost" in str(found[-1]), found
         assert "the same calls in the same order" in str(found[-1]), found
@@ -299,5 +304,5 @@ def test_the_next_job_of_a_process_is_whole(
     run: Run, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", way)
-    run(transport.leave, nprocs=2)
+    run(stress.leave_job, nprocs=2)
     assert run(begin_anew, free_port(), nprocs=2, timeout=SECONDS) == [[3.0, 30.0, 300.0]] * 2

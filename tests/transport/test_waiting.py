@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import stress
 import tessel
-from tessel import Layout, LinearOperator, Move, endings, nn, transport
+from tessel import Layout, LinearOperator, Move, endings, nn
 from tessel.transport import job, watch
 
 Run = Callable[..., list[Any]]
@@ -252,7 +253,7 @@ def test_all_learn_that_workers_do_not_do_the_same(
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", way)
     monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(transport.leave, nprocs=2)  # the next job is made in this way
+    run(stress.leave_job, nprocs=2)  # the next job is made in this way
     found = run(meet, fault, nprocs=2, timeout=SECONDS)
     first, _, seconds = found[0]
     assert first.startswith("WorkerLost"), found
@@ -273,7 +274,7 @@ def test_the_first_exception_is_raised_and_told_to_the_others(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
-    run(transport.leave, nprocs=2)
+    run(stress.leave_job, nprocs=2)
     with pytest.raises(KeyError, match="my own mistake") as caught:
         run(raise_in_a_worker, fail_alone, nprocs=2, timeout=SECONDS)
     notes = "\n".join(caught.value.__notes__)
@@ -310,7 +311,7 @@ def be_slow(seconds: float) -> tuple[float, list[str]]:
 def test_slow_is_not_wrong(run: Run, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", way)
     monkeypatch.setenv("TESSEL_LOG", "info")
-    run(transport.leave, nprocs=3)
+    run(stress.leave_job, nprocs=3)
     found = run(be_slow, 3.0, nprocs=3, timeout=SECONDS)
     assert [value for value, _ in found] == [9.0] * 3
     assert any("worker 2 is still computing" in text for text in found[1][1]), found
@@ -347,7 +348,7 @@ def test_what_all_workers_raise_breaks_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", way)
-    run(transport.leave, nprocs=2)
+    run(stress.leave_job, nprocs=2)
     assert run(raise_alike, nprocs=2, timeout=SECONDS) == [[2.0] * 3] * 2
 
 
