@@ -102,19 +102,26 @@ def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Log
     copies that differ would give each worker a loss of its own.
     """
     numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
+    label, identity = _words_of(loss)
     held, values = agree(
         loss.partition,
-        loss.label,
+        label,
         *(x, target),
         names=("the input", "the target"),
         numbers=numbers,
-        identity=repr(loss),
+        identity=identity,
     )
     logits = _concluded(loss, *map(frozen, held))
     num_classes = logits.layout.shape[loss.input.dim]
     what = "target", "classes"
-    check_copies(values, ("target", "weight"), num_classes, what, loss.label)
+    check_copies(values, ("target", "weight"), num_classes, what, label)
     return logits
+
+
+@kept_in_job
+def _words_of(loss: ShardedLoss) -> tuple[str, str]:
+    """What a loss is called, and all that is known of it; written once, as each call needs them."""
+    return loss.label, repr(loss)
 
 
 @kept_in_job
