@@ -26,7 +26,15 @@ def reshaped(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) 
     known, sizes = regrouped(call, sharding, shape, new), call.rest(1, "shape", "size")
     if isinstance(known, Sharding) or -1 not in sizes:
         return known
-    return _inferred(call, sharding, shape, new, sizes.index(-1))
+    # The split dimension goes where the length is left open: numbers are the same on all workers.
+    # So shards that are 1 long, on some workers or on all, go where longer ones go.
+    place = sizes.index(-1)
+    lead = _common(shape[: sharding.dim], new[:place])
+    before, inner = prod(shape[lead : sharding.dim]), prod(shape[sharding.dim + 1 :])
+    unit = any(new[dim] == 1 and prod(new[lead:dim]) == before for dim in range(lead, place))
+    if unit or prod(new[lead:place]) != before:
+        return call.lost("where the split dimension may be one or another")
+    return _resized(sharding.at(place), inner, prod(new[place + 1 :]))
 
 
 def flattened(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
@@ -52,19 +60,6 @@ def _regrouped_one(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape
     if shape[start:] == new[-behind:] and new[-behind - 1 : -behind] != (1,):
         return sharding.at(sharding.dim + len(new) - len(shape))
     return call.lost("where the split dimension may be one or another")
-
-
-def _inferred(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape, place: int) -> State:
-    """The split dimension goes where the length is left open: numbers are the same on all workers.
-
-    So shards that are 1 long, on some workers or on all, go where longer ones go.
-    """
-    lead = _common(shape[: sharding.dim], new[:place])
-    before, inner = prod(shape[lead : sharding.dim]), prod(shape[sharding.dim + 1 :])
-    unit = any(new[dim] == 1 and prod(new[lead:dim]) == before for dim in range(lead, place))
-    if unit or prod(new[lead:place]) != before:
-        return call.lost("where the split dimension may be one or another")
-    return _resized(sharding.at(place), inner, prod(new[place + 1 :]))
 
 
 def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) -> State:

@@ -210,7 +210,8 @@ class Entrance:
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         spread = next(spread_among(args, kwargs), None) is not None
-        if self.name != "forward" and not spread and not self._has_part(args, kwargs):
+        no_parts = (each.dim() != self.P_x.dim for each in tensors(args, kwargs))
+        if self.name != "forward" and not spread and all(no_parts):
             return self.forward(*args, **kwargs)
         if running.get() is not None or (spread and in_backward()):
             return self.forward(*args, **kwargs)  # inside of a model, or of a checkpoint
@@ -240,9 +241,6 @@ class Entrance:
             lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
             result,
         )
-
-    def _has_part(self, args: Any, kwargs: Any) -> bool:
-        return any(each.dim() == self.P_x.dim for each in tensors(args, kwargs))
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
         """The arguments, with spread tensors in the places of parts."""

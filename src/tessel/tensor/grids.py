@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from tessel.core import boxes
-from tessel.core.boxes import Box
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.tensor.rules.pointwise import is_in_place
@@ -82,12 +81,8 @@ def _difference(old: Layout, new: Layout) -> tuple[int, int]:
     for worker in old.partition.ranks:
         before, after = old.box(worker), new.box(worker)
         assert before is not None and after is not None
-        kept = _shared_volume(before, after)
+        common = [boxes.overlap(*both) for both in zip(before, after, strict=True)]
+        kept = prod(0 if each is None else each[1] - each[0] for each in common)
         gained += boxes.volume(after) - kept
         lost += boxes.volume(before) - kept
     return gained, lost
-
-
-def _shared_volume(a: Box, b: Box) -> int:
-    overlaps = [boxes.overlap(*both) for both in zip(a, b, strict=True)]
-    return prod(0 if each is None else each[1] - each[0] for each in overlaps)
