@@ -110,12 +110,11 @@ def interrupt_a_wait(moment: str) -> tuple[str, list[float | str]]:
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("engine", ["compiled", "python"])
 def test_no_call_answers_another_after_an_interrupt(
-    run: Run, monkeypatch: pytest.MonkeyPatch, engine: str, moment: str
+    run: Run, in_new_job: Run, engine: str, moment: str
 ) -> None:
-    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
-    monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(transport.leave, nprocs=2)
-    (first, mine), (second, others) = run(interrupt_a_wait, moment, nprocs=2, timeout=SECONDS)
+    settings = {"transport": "shared", "engine": engine}
+    found = in_new_job(interrupt_a_wait, moment, nprocs=2, timeout=SECONDS, **settings)
+    (first, mine), (second, others) = found
     assert first == "interrupted" and "KeyboardInterrupt on worker 0" in second
     assert all("this job is broken" in str(each) for each in (*mine, *others)), (mine, others)
     assert run(numbers, nprocs=2) == [[3.0, 30.0, 300.0]] * 2  # the pool has a new job
@@ -183,12 +182,8 @@ def make_one_exchange_more() -> list[float | str]:
 
 
 @pytest.mark.parametrize("engine", ["compiled", "python"])
-def test_the_numbers_of_exchanges_are_compared(
-    run: Run, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(transport.leave, nprocs=2)
-    for found in run(make_one_exchange_more, nprocs=2, timeout=SECONDS):
+def test_the_numbers_of_exchanges_are_compared(in_new_job: Run, engine: str) -> None:
+    for found in in_new_job(make_one_exchange_more, nprocs=2, timeout=SECONDS, engine=engine):
         assert "WorkerLost" in str(found[-1]), found
         assert "the same calls in the same order" in str(found[-1]), found
 
@@ -205,9 +200,6 @@ def begin_anew(port: int) -> list[float | str]:
 
 
 @pytest.mark.parametrize("way", ["shared", "gloo"])
-def test_the_next_job_of_a_process_is_whole(
-    run: Run, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setenv("TESSEL_TRANSPORT", way)
-    run(transport.leave, nprocs=2)
-    assert run(begin_anew, free_port(), nprocs=2, timeout=SECONDS) == [[3.0, 30.0, 300.0]] * 2
+def test_the_next_job_of_a_process_is_whole(in_new_job: Run, way: str) -> None:
+    found = in_new_job(begin_anew, free_port(), nprocs=2, timeout=SECONDS, transport=way)
+    assert found == [[3.0, 30.0, 300.0]] * 2

@@ -129,8 +129,12 @@ def traced_state(x: Any) -> State:
     state = state_of(x)
     if state is not None or not isinstance(x, Tensor) or isinstance(x, spread.Tensor):
         return state
+
+    def is_settled(node: Any) -> bool:  # nobody looks behind a function of the user's own
+        return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
+
     for value in _levels(x):
-        found = [value] if value.grad_fn is None else _origins([value.grad_fn], _is_settled)
+        found = [value] if value.grad_fn is None else _origins([value.grad_fn], is_settled)
         for origin in found:
             states = [*map(state_of, _levels(origin))] if isinstance(origin, Tensor) else []
             of_shard = any(isinstance(s, Sharding) and s.partition.size > 1 for s in states)
@@ -221,11 +225,6 @@ def _keeps_places(name: str) -> bool:
 _KEEP_PLACES = frozenset(
     ("to_copy", "expand", "complex", "prelu_kernel", "native_dropout", "rrelu_with_noise")
 )
-
-
-def _is_settled(node: Any) -> bool:
-    """Whether nobody looks behind a node: that was done, or it is a function of the user's own."""
-    return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
 
 
 def _origins(

@@ -76,29 +76,24 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     for module in model.modules():
         own = module.__dict__.get("forward")
         elsewhere = isinstance(own, Entrance) and own.P_x != P_x  # converted for other workers
-        if not isinstance(module, Layer) and not elsewhere:
-            for name in ("forward", *_other_methods(module)):
-                module.__dict__[name] = Entrance(module, P_x, stream, fallback, name)
+        if isinstance(module, Layer) or elsewhere:
+            continue
+        # Models are also called by methods such as `encode`. With parts these would compute with
+        # the parts alone: what calls layers is right, and a mean between them is that of the part.
+        kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
+        found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
+        others = [
+            name
+            for name, value in found.items()
+            if isinstance(value, FunctionType | staticmethod)
+            and not name.startswith("_")
+            and not hasattr(nn.Module, name)
+            # what somebody put into this module takes the place of the method
+            and isinstance(module.__dict__.get(name), Entrance | None)
+        ]
+        for name in ("forward", *others):
+            module.__dict__[name] = Entrance(module, P_x, stream, fallback, name)
     return model
-
-
-def _other_methods(module: nn.Module) -> list[str]:
-    """The methods by which a model is called besides `forward`, as `encode` or `features`.
-
-    Called with parts they would compute with these alone: what calls layers is right, and a mean
-    between them is that of the part.
-    """
-    kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
-    found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
-    return [
-        name
-        for name, value in found.items()
-        if isinstance(value, FunctionType | staticmethod)
-        and not name.startswith("_")
-        and not hasattr(nn.Module, name)
-        # what somebody put into this module takes the place of the method
-        and isinstance(module.__dict__.get(name), Entrance | None)
-    ]
 
 
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:

@@ -61,18 +61,15 @@ def nearest_on(partition: Partition, layout: Layout) -> Layout:
     options = []
     for chosen in product((None, *dims), repeat=len(axes)):  # what each axis splits
         along = [tuple(a for a, d in zip(axes, chosen, strict=True) if d == dim) for dim in dims]
-        cuts = tuple(_cut_like(layout, dim, partition, along[dim]) for dim in dims)
-        options.append(of_cuts(partition, layout.shape, cuts))
+        cuts = []
+        for dim in dims:  # in the same parts as before if there are as many, else in even ones
+            places = prod(partition.shape[axis] for axis in along[dim])
+            intervals = layout.cuts[dim].intervals
+            if len(intervals) != places:
+                intervals = boxes.balanced(layout.shape[dim], places)
+            cuts.append(Cut(along[dim], intervals))
+        options.append(of_cuts(partition, layout.shape, tuple(cuts)))
     return min(options, key=lambda option: _difference(layout, option))
-
-
-def _cut_like(layout: Layout, dim: int, partition: Partition, axes: tuple[int, ...]) -> Cut:
-    """A dimension along other axes: in the same parts if there are as many, else in even ones."""
-    places = prod(partition.shape[axis] for axis in axes)
-    intervals = layout.cuts[dim].intervals
-    if len(intervals) != places:
-        intervals = boxes.balanced(layout.shape[dim], places)
-    return Cut(axes, intervals)
 
 
 def _difference(old: Layout, new: Layout) -> tuple[int, int]:
