@@ -74,6 +74,7 @@ def parallel_cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
+    # first of all: this raises on all workers, and none of them may wait for another yet
     for value in (input, target, weight):
         _check_known(state_of(value))
     sharding = sharding_of(input)
@@ -178,10 +179,13 @@ def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     if loss.partition.size == 1:
         known.add(kinds)
     terms, target_terms = logits.input_terms, logits.target_terms
+    # A target that needs a gradient on some workers only would leave these alone in the backward
+    # pass: here it needs one on all of them, or on none.
     target = grad_alike(as_agreed(target, target_terms, True), target_terms)
     # of no classes there is nothing to exchange: torch answers the same on every worker
     if loss.partition.size == 1 or not layout.shape[dim]:
         return loss.whole(grad_alike(as_agreed(x, terms, True), terms), target, weight)
+    # classes are whole on every worker; probabilities may be split as the logits are
     goal = target if loss.target is None else SpreadTensor(target, layout)
     # the workers told each other that every target is a class
     with in_mode_of(terms), setting(checked, True):

@@ -87,6 +87,7 @@ class ShardedLoss:
         layout = self._whole("the input", self.input, of_input)
         if self.target is not None:
             target_shape = self._whole("the target", self.target, of_target).shape
+        # most likely a shard of probabilities that nobody registered as one
         elif of_input == of_target and target_shapes[0][1] != layout.shape:
             raise ValueError(
                 f"{self.label}: the target has the shape of a shard of the input and no sharding; "
@@ -129,6 +130,7 @@ class ShardedLoss:
         # torch takes a target of one element for logits of a single sample, too
         if target in (shape, samples) or (len(shape) == 1 and target == (1,)):
             return
+        # as torch: ValueError for another batch, RuntimeError for other dimensions behind it
         is_batch = len(shape) == 1 or target[:1] != shape[:1]
         raise (ValueError if is_batch else RuntimeError)(
             f"{self.label}: a target of shape {samples}, or of shape {shape} for probabilities, "
@@ -171,6 +173,8 @@ def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Log
     Beside shapes they tell which classes are in the target, and checksums of target and weight:
     copies that differ would give each worker a loss of its own.
     """
+    # The least and the greatest class, which no worker could check for the classes of others, and
+    # checksums. All of it is part of the exchange that there is anyway.
     numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
     held, values = agree(
         loss.partition,

@@ -75,6 +75,8 @@ def multiply(
         layout, meta = agreement_on(product).agree_on(x)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
+    # Beyond one worker the rule of F.linear decides what moves. It must see spread tensors, and so
+    # stands outside of the block above, in which torch's functions do not look at types.
     if partition.size > 1:
         layouts = layouts_of(partition, dim, sizes)
         with in_mode_of(meta):
@@ -96,6 +98,7 @@ def multiply_shards(
     name = name_of_product(bias, dim)
     state = state_of(weight)
     label = f"{name} over {partition}, where the weight is {describe(state)}"
+    # The length of the whole is the sum of what all workers have: nobody knows it alone.
     [(shapes, _)], _ = agree(partition, label, weight)
     split = checked_dim(dim, name)
     assert split is not None
@@ -206,6 +209,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
             super().reset_parameters()
             equalize(self._parameters.values(), self.partition)
             return
+        # as torch.nn.Linear, whose bounds are those of the whole weight, not of a shard
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         layouts = self.layouts
         draw_(

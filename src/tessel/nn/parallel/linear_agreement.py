@@ -78,7 +78,7 @@ class ShardedProduct:
             raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
         check_known(self.state, self.label)
         pairs: list[tuple[str, Any, Any]] = [("device", meta.device, self.device)]
-        if self.autocast is None:
+        if self.autocast is None:  # which converts both to one dtype
             pairs.append(("dtype", meta.dtype, self.dtype))
         for what, given, own in pairs:
             if given != own:
@@ -133,6 +133,7 @@ def problem_of(
     layouts = layouts_of(partition, dim, sizes)
     for name, value in (("weight", weight), ("bias", bias)):
         layout, state = layouts[name], state_of(value)
+        # on one worker every shard is the whole, whatever dimension it is split along
         apart = state is not None and partition.size > 1
         if apart and (problem := misfit(state, _sharding(layout), f"the {name}")):
             return problem

@@ -105,6 +105,7 @@ def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
         for name, value in module.named_parameters(remove_duplicate=False)
         if sharding_of(value) is not None
     ]
+    # what the user put on the list stays; what an earlier call put there is found anew
     known = getattr(module, IGNORED, [])
     asked = [name for name in known if name not in getattr(module, REGISTERED, ())]
     new = [name for name in shards if name not in asked]
