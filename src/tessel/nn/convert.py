@@ -27,7 +27,7 @@ from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
 from tessel.tensor.gathering import fallback as choose_fallback
-from tessel.tensor.shared_random import common_seed
+from tessel.tensor.shared_random import common_seed, seed_generators
 from tessel.tensor.table import gathered, in_backward, running, spread_among, tensors
 from tessel.transport import kept_in_job
 
@@ -159,7 +159,7 @@ class Stream:
         # a fork of the generators: those of the caller go on after the model as they were before
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(common_seed(self.seed + self.num_calls))
+            seed_generators(common_seed(self.seed + self.num_calls))
             self.num_calls += 1
             yield
 
