@@ -236,13 +236,14 @@ def check_together(name: str, layouts: Sequence[Layout]) -> None:
 
 def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise as torch does, also on workers that have nothing to compute."""
-    if torch.is_autocast_enabled(x.device.type):
-        return
-    for name, each in (("weight", weight), ("bias", bias)):
-        if each is not None and each.dtype != x.dtype:
-            raise RuntimeError(
-                f"input and {name} must have the same dtype, got {x.dtype} and {each.dtype}"
-            )
+    with torch._C.DisableTorchFunctionSubclass():  # or each look at a spread tensor is a call
+        if torch.is_autocast_enabled(x.device.type):
+            return
+        for name, each in (("weight", weight), ("bias", bias)):
+            if each is not None and each.dtype != x.dtype:
+                raise RuntimeError(
+                    f"input and {name} must have the same dtype, got {x.dtype} and {each.dtype}"
+                )
 
 
 def check_whole(name: str, *values: Any) -> None:

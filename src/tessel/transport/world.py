@@ -13,15 +13,19 @@ import torch.distributed as dist
 from tessel.limits import time_limit
 from tessel.settings import warn_of_unknown, whole_number
 
+_CAN_BE_DISTRIBUTED = dist.is_available()  # torch may have been built without it
+
 
 def is_distributed() -> bool:
     """Whether this process belongs to a `torch.distributed` job."""
-    return dist.is_available() and dist.is_initialized()
+    return _CAN_BE_DISTRIBUTED and dist.group.WORLD is not None
 
 
 def this_worker() -> int:
     """The number of this process among all workers of the job."""
-    return dist.get_rank() if is_distributed() else 0
+    # Every call asks several times: the group itself, as `dist.get_rank()` asks it four times over.
+    job = dist.group.WORLD if _CAN_BE_DISTRIBUTED else None
+    return 0 if job is None else job.rank()
 
 
 def num_workers() -> int:

@@ -53,6 +53,11 @@ class ShardedLoss:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self.measure).items())
         return f"parallel_cross_entropy({weight}{settings}) over {self.partition}"
 
+    @kept_in_job  # not of this object alone: each call makes one that is equal
+    def words(self) -> tuple[str, str]:
+        """What the loss is called, and all that is known of it."""
+        return self.label, repr(self)
+
     def whole(self, x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """Torch's own loss of whole logits."""
         measure = self.measure
@@ -176,16 +181,17 @@ def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Log
     # The least and the greatest class, which no worker could check for the classes of others, and
     # checksums. All of it is part of the exchange that there is anyway.
     numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
+    label, identity = loss.words()
     held, values = agree(
         loss.partition,
-        loss.label,
+        label,
         *(x, target),
         names=("the input", "the target"),
         numbers=numbers,
-        identity=repr(loss),
+        identity=identity,
     )
     logits = loss.conclude(*map(frozen, held))
     num_classes = logits.layout.shape[loss.input.dim]
     what = "target", "classes"
-    check_copies(values, ("target", "weight"), num_classes, what, loss.label)
+    check_copies(values, ("target", "weight"), num_classes, what, label)
     return logits

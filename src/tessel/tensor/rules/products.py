@@ -153,17 +153,32 @@ def multiply(
 
 def contraction_of(name: str, equation: Equation, operands: Sequence[torch.Tensor]) -> Contraction:
     """How a product of these tensors is computed; ValueError if they lie on different workers."""
-    indices, output = equation
-    layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
+    layouts = tuple([each._layout if isinstance(each, Tensor) else None for each in operands])
+    return _planned_together(name, equation, tuple(map(_shape, operands)), layouts)
+
+
+@kept_in_job
+def _planned_together(
+    name: str,
+    equation: Equation,
+    shapes: tuple[Shape, ...],
+    layouts: tuple[Layout | None, ...],
+) -> Contraction:
+    """A plan for operands that are found on the same workers; asked for in every product."""
     partition = next(layout for layout in layouts if layout is not None).partition
     if any(layout is not None and layout.partition != partition for layout in layouts):
         raise ApartError(name, layouts)
-    return planned(partition, indices, output, tuple(map(_shape, operands)), layouts)
+    return planned(partition, *equation, shapes, layouts)
 
 
 def _shape(x: torch.Tensor) -> Shape:
     """The shape of the whole, which to ask a spread tensor for takes microseconds."""
     return x._layout.shape if isinstance(x, Tensor) else tuple(x.shape)
+
+
+def _is_split(x: torch.Tensor | None) -> bool:
+    """Whether this is a spread tensor of which workers have different parts."""
+    return isinstance(x, Tensor) and not is_whole(x._layout)
 
 
 def summed(part: torch.Tensor, plan: Contraction) -> Tensor:
@@ -302,10 +317,16 @@ def bias_of(bias: torch.Tensor, terms: Layout, dim: int) -> torch.Tensor:
     It counts once, on the first of the workers whose terms are summed.
     """
     own = operand(bias, of_dim(terms, dim))  # split as the dimension is, used along all axes
+    if _is_first_term(terms):
+        return own
+    return anchored_zeros(tuple(own.shape), own)  # not own * 0, which of inf is nan
+
+
+@kept_in_job
+def _is_first_term(terms: Layout) -> bool:
+    """Whether no other worker comes before this one among those whose terms are summed."""
     index = terms.partition.index
-    if index is not None and any(index[axis] for axis in terms.separate):
-        return anchored_zeros(tuple(own.shape), own)  # not own * 0, which of inf is nan
-    return own
+    return index is None or not any(index[axis] for axis in terms.separate)
 
 
 def linear_terms(
@@ -354,7 +375,7 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x, weight, bias = args[0], given["weight"], given.get("bias")
     layout = x._layout
     last = len(layout.shape) - 1
-    if not all(map(is_whole, held_layouts(given))):
+    if _is_split(weight) or _is_split(bias):
         of_weight = _shape(weight)
         if layout.shape[-1:] != of_weight[-1:]:  # a product would broadcast a length of 1
             raise RuntimeError(
@@ -367,8 +388,10 @@ def linear(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if bias is None or (plan.terms is plan.result and _shape(bias) == of_weight[:1]):
             return summed(linear_terms(x, weight, bias, plan), plan)
         # Added to all of a sum, the bias has a gradient that those who summed need not sum again.
-        y: Any = summed(linear_terms(x, weight, None, plan), plan)
-        return y + bias.to(y.dtype)
+        part = linear_terms(x, weight, None, plan)
+        with torch._C.DisableTorchFunctionSubclass():
+            is_alike = bias.dtype == part.dtype
+        return summed(part, plan) + (bias if is_alike else bias.to(part.dtype))
     part = open_part(x)
     if layout.is_split(last):
         layout = gathered(layout, (last,))
