@@ -22,7 +22,8 @@ torch.set_num_threads(1)  # of this process: tensors are small here, and more th
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
 # tensors of some functions, and with forward mode
 PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
-ALONE = ("launch", "transport")  # folders whose tests must have the machine for themselves
+ALONE = ("launch", "transport")  # folders whose tests must have the machine for themselves,
+BESIDE = ("test_message", "test_protocol", "test_unequal_workers")  # but for these, of values alone
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
 
@@ -59,8 +60,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Do not import what has nothing to run: for `-m alone`, which takes ten seconds otherwise."""
     if config.getoption("markexpr") != "alone" or collection_path.suffix != ".py":
         return None
-    is_alone = collection_path.parent.name in ALONE or "mark.alone" in collection_path.read_text()
-    return None if is_alone else True
+    if is_alone(collection_path) or "mark.alone" in collection_path.read_text():
+        return None
+    return True
+
+
+def is_alone(path: Path) -> bool:
+    """Whether all tests of a file must have the machine for themselves."""
+    return path.parent.name in ALONE and path.stem not in BESIDE
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Those that end workers come last: new workers import anew what the others have imported.
     """
     for item in items:
-        if item.path.parent.name in ALONE:
+        if is_alone(item.path):
             item.add_marker("alone")
     if config.getoption("quick"):
         chosen = set(_quick(items))

@@ -225,12 +225,18 @@ class _Reader:
         if tag in _MAPPINGS:
             entries = _MAPPINGS[tag]()
             for _ in range(self.length()):
-                key = self.value(depth + 1)
-                entries[self._hashed(key)] = self.value(depth + 1)
+                key, each = self.value(depth + 1), self.value(depth + 1)
+                try:
+                    entries[key] = each
+                except TypeError as error:
+                    raise ValueError(f"a {type(key).__name__} cannot be a key: {error}") from error
             return entries
         if tag in _CONTAINERS:
             items = [self.value(depth + 1) for _ in range(self.length())]
-            return self._contained(tag, items)
+            try:
+                return _CONTAINERS[tag](items)
+            except (TypeError, OverflowError) as error:  # of what has no hash, or is no length
+                raise ValueError(f"these items make no container: {error}") from error
         if tag == b":":
             return slice(*self._several(3, depth))
         if tag == b"C":
@@ -238,19 +244,6 @@ class _Reader:
         if tag == b"x":
             return self._tensor(depth)
         raise ValueError(f"byte {self.place - 1} begins no value: {tag!r}")
-
-    def _hashed(self, key: Any) -> Any:
-        try:
-            hash(key)
-        except TypeError as error:
-            raise ValueError(f"a {type(key).__name__} cannot be a key: {error}") from error
-        return key
-
-    def _contained(self, tag: bytes, items: list[Any]) -> Any:
-        try:
-            return _CONTAINERS[tag](items)
-        except (TypeError, OverflowError) as error:  # of what has no hash, or is no length
-            raise ValueError(f"these items make no container: {error}") from error
 
     def _several(self, count: int, depth: int) -> tuple[Any, ...]:
         items = self.value(depth + 1)
@@ -275,16 +268,12 @@ class _Reader:
         if dtype is None or device not in _DEVICES or not isinstance(shape, tuple):
             raise ValueError(f"there is no tensor of {name}, shape {shape} on {device}")
         if device == "meta":
-            return _on_meta(shape, dtype)
+            try:
+                return torch.empty(shape, dtype=dtype, device="meta")
+            except (TypeError, RuntimeError) as error:
+                raise ValueError(f"{shape} is not a shape: {error}") from error
         data = self.value(depth + 1)
         if not isinstance(data, bytes):
             raise ValueError("the numbers of a tensor are missing")
         tensor = tensor_of(data, dtype, shape)
         return tensor if device == "cpu" else tensor.to(device)
-
-
-def _on_meta(shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
-    try:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"{shape} is not a shape: {error}") from error

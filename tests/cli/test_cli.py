@@ -88,14 +88,6 @@ def test_run_module_and_default_threads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_keeps_the_users_threads(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
-    done = tessel("run", "-n", 1, path, cwd=tmp_path, OMP_NUM_THREADS="5")
-    assert (done.returncode, done.stdout) == (0, "5\n")
-
-
-@pytest.mark.slow
 def test_run_shows_the_first_failure_last(tmp_path: Path) -> None:
     path = script(tmp_path, "if P.rank == 1:\n    raise ValueError('no data')\n" + WAIT)
     done = tessel("run", "-n", 3, path, cwd=tmp_path)
@@ -127,11 +119,13 @@ def test_run_shows_a_killed_worker(tmp_path: Path) -> None:
         ("os._exit(5)", 5, "worker 0 of 1 ended with exit code 5 (pid "),
     ],
 )
-def test_run_returns_the_exit_code(tmp_path: Path, end: str, code: int, shown: str) -> None:
+def test_run_keeps_the_users_threads_and_returns_the_exit_code(
+    tmp_path: Path, end: str, code: int, shown: str
+) -> None:
     path = tmp_path / "script.py"
-    path.write_text(f"import os, sys\n{end}\n")
-    done = tessel("run", "-n", 1, path, cwd=tmp_path)
-    assert done.returncode == code
+    path.write_text(f"import os, sys\nprint(os.environ['OMP_NUM_THREADS'], flush=True)\n{end}\n")
+    done = tessel("run", "-n", 1, path, cwd=tmp_path, OMP_NUM_THREADS="5")
+    assert (done.returncode, done.stdout) == (code, "5\n")
     assert shown in done.stderr
 
 

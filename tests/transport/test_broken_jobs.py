@@ -127,14 +127,12 @@ def interrupt_a_wait(moment: str, done: Path) -> tuple[str, list[float | str]]:
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("engine", ["compiled", "python"])
 def test_no_call_answers_another_after_an_interrupt(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, moment: str
+    run: Run, in_new_job: Run, tmp_path: Path, engine: str, moment: str
 ) -> None:
-    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
-    monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(stress.leave_job, nprocs=2)
-    (first, mine), (second, others) = run(
-        interrupt_a_wait, moment, tmp_path / "done", nprocs=2, timeout=SECONDS
-    )
+    settings = {"transport": "shared", "engine": engine}
+    done = tmp_path / "done"
+    found = in_new_job(interrupt_a_wait, moment, done, nprocs=2, timeout=SECONDS, **settings)
+    (first, mine), (second, others) = found
     assert first == "interrupted" and "KeyboardInterrupt on worker 0" in second
     assert all("this job is broken" in str(each) for each in (*mine, *others)), (mine, others)
     assert run(numbers, nprocs=2) == [[3.0, 30.0, 300.0]] * 2  # the pool has a new job
@@ -277,12 +275,8 @@ def make_one_exchange_more() -> list[float | str]:
 
 
 @pytest.mark.parametrize("engine", ["compiled", "python"])
-def test_the_numbers_of_exchanges_are_compared(
-    run: Run, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(stress.leave_job, nprocs=2)
-    for found in run(make_one_exchange_more, nprocs=2, timeout=SECONDS):
+def test_the_numbers_of_exchanges_are_compared(in_new_job: Run, engine: str) -> None:
+    for found in in_new_job(make_one_exchange_more, nprocs=2, timeout=SECONDS, engine=engine):
         assert "WorkerLost" in str(found[-1]), found
         assert "the same calls in the same order" in str(found[-1]), found
 
@@ -300,9 +294,6 @@ def begin_anew(port: int) -> list[float | str]:
 
 
 @pytest.mark.parametrize("way", ["shared", "gloo"])
-def test_the_next_job_of_a_process_is_whole(
-    run: Run, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setenv("TESSEL_TRANSPORT", way)
-    run(stress.leave_job, nprocs=2)
-    assert run(begin_anew, free_port(), nprocs=2, timeout=SECONDS) == [[3.0, 30.0, 300.0]] * 2
+def test_the_next_job_of_a_process_is_whole(in_new_job: Run, way: str) -> None:
+    found = in_new_job(begin_anew, free_port(), nprocs=2, timeout=SECONDS, transport=way)
+    assert found == [[3.0, 30.0, 300.0]] * 2

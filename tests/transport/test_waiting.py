@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import stress
 import tessel
 from tessel import Layout, LinearOperator, Move, endings, nn
 from tessel.transport import job, watch
@@ -105,11 +104,15 @@ def catch_in_an_operator() -> None:
         do_something_else()
 
 
-def catch_in_a_hook() -> None:
+def convolutions() -> torch.nn.Sequential:
     P = tessel.world().create_cartesian_topology_partition([1, 1, 2])
-    convolutions = [torch.nn.Conv1d(1, 1, 3, padding=1) for _ in range(2)]
-    model = nn.distribute_module(torch.nn.Sequential(*convolutions), P)
-    convolutions[0].register_forward_hook(fail)
+    layers = [torch.nn.Conv1d(1, 1, 3, padding=1) for _ in range(2)]
+    return nn.distribute_module(torch.nn.Sequential(*layers), P)
+
+
+def catch_in_a_hook() -> None:
+    model = convolutions()
+    model[0].register_forward_hook(fail)
     try:
         model(torch.ones(1, 1, 4))
     except KeyError:
@@ -117,10 +120,8 @@ def catch_in_a_hook() -> None:
 
 
 def catch_in_a_hook_and_go_on() -> None:
-    P = tessel.world().create_cartesian_topology_partition([1, 1, 2])
-    convolutions = [torch.nn.Conv1d(1, 1, 3, padding=1) for _ in range(2)]
-    model = nn.distribute_module(torch.nn.Sequential(*convolutions), P)
-    handle = convolutions[0].register_forward_hook(fail)
+    model = convolutions()
+    handle = model[0].register_forward_hook(fail)
     try:
         model(torch.ones(1, 1, 4))
     except KeyError:
@@ -249,12 +250,9 @@ def meet(fault: Callable[[], None]) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize(("way", "engine", "fault"), CASES)
 def test_all_learn_that_workers_do_not_do_the_same(
-    run: Run, monkeypatch: pytest.MonkeyPatch, way: str, engine: str, fault: Callable[[], None]
+    run: Run, in_new_job: Run, way: str, engine: str, fault: Callable[[], None]
 ) -> None:
-    monkeypatch.setenv("TESSEL_TRANSPORT", way)
-    monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(stress.leave_job, nprocs=2)  # the next job is made in this way
-    found = run(meet, fault, nprocs=2, timeout=SECONDS)
+    found = in_new_job(meet, fault, nprocs=2, timeout=SECONDS, transport=way, engine=engine)
     first, _, seconds = found[0]
     assert first.startswith("WorkerLost"), found
     for text in FAULTS[fault]:
@@ -270,13 +268,9 @@ def raise_in_a_worker(fault: Callable[[], None]) -> None:
     fault()
 
 
-def test_the_first_exception_is_raised_and_told_to_the_others(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
-    run(stress.leave_job, nprocs=2)
+def test_the_first_exception_is_raised_and_told_to_the_others(in_new_job: Run) -> None:
     with pytest.raises(KeyError, match="my own mistake") as caught:
-        run(raise_in_a_worker, fail_alone, nprocs=2, timeout=SECONDS)
+        in_new_job(raise_in_a_worker, fail_alone, nprocs=2, timeout=SECONDS, transport="shared")
     notes = "\n".join(caught.value.__notes__)
     assert "worker 0 failed with tessel.errors.WorkerLost" in notes, notes
     assert "its program ended by KeyError: 'my own mistake'" in notes, notes
@@ -308,11 +302,8 @@ def be_slow(seconds: float) -> tuple[float, list[str]]:
 
 
 @pytest.mark.parametrize("way", ["shared", "gloo"])
-def test_slow_is_not_wrong(run: Run, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setenv("TESSEL_TRANSPORT", way)
-    monkeypatch.setenv("TESSEL_LOG", "info")
-    run(stress.leave_job, nprocs=3)
-    found = run(be_slow, 3.0, nprocs=3, timeout=SECONDS)
+def test_slow_is_not_wrong(in_new_job: Run, way: str) -> None:
+    found = in_new_job(be_slow, 3.0, nprocs=3, timeout=SECONDS, transport=way, log="info")
     assert [value for value, _ in found] == [9.0] * 3
     assert any("worker 2 is still computing" in text for text in found[1][1]), found
     assert any("worker 1 has waited" in text for text in found[1][1]), found
@@ -344,12 +335,9 @@ class FailsOnAll(LinearOperator):
 
 
 @pytest.mark.parametrize("way", ["shared", "gloo"])
-def test_what_all_workers_raise_breaks_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setenv("TESSEL_TRANSPORT", way)
-    run(stress.leave_job, nprocs=2)
-    assert run(raise_alike, nprocs=2, timeout=SECONDS) == [[2.0] * 3] * 2
+def test_what_all_workers_raise_breaks_nothing(in_new_job: Run, way: str) -> None:
+    found = in_new_job(raise_alike, nprocs=2, timeout=SECONDS, transport=way)
+    assert found == [[2.0] * 3] * 2
 
 
 def total() -> float:

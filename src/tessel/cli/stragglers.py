@@ -44,21 +44,18 @@ class Stragglers(threading.Thread):
         while not self._over.wait(TICK):
             for pid in _children():
                 with contextlib.suppress(OSError, ValueError, KeyError):  # it may have ended
-                    self._look_after(pid)
-
-    def _look_after(self, pid: int) -> None:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
-        if not pending >> (signal.SIGTERM - 1) & 1:
-            self._since.pop(pid, None)
-            return
-        since = self._since.setdefault(pid, time.monotonic())
-        if status["State"][0] in "Tt":
-            os.kill(pid, signal.SIGCONT)  # and it sees the other signal
-        if time.monotonic() - since > PATIENCE:
-            self.killed.add(pid)
-            os.kill(pid, signal.SIGKILL)
+                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+                    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+                    if not pending >> (signal.SIGTERM - 1) & 1:
+                        self._since.pop(pid, None)
+                        continue
+                    since = self._since.setdefault(pid, time.monotonic())
+                    if status["State"][0] in "Tt":
+                        os.kill(pid, signal.SIGCONT)  # and it sees the other signal
+                    if time.monotonic() - since > PATIENCE:
+                        self.killed.add(pid)
+                        os.kill(pid, signal.SIGKILL)
 
 
 def _children() -> Iterator[int]:

@@ -356,22 +356,16 @@ class Layout:
         ]
         copies = [range(self.partition.shape[axis]) for axis in self.separate]
         for chosen in product(*hits):
+            met = tuple(part for _, part in chosen)
+            coordinates = [0] * self.partition.dim
+            for cut, (k, _) in zip(self.cuts, chosen, strict=True):  # which stores interval k there
+                sizes = [self.partition.shape[axis] for axis in cut.axes]
+                for axis, coordinate in zip(cut.axes, boxes.unravel(k, sizes), strict=True):
+                    coordinates[axis] = coordinate
             for copy in product(*copies):
-                yield (
-                    self._at([k for k, _ in chosen], copy),
-                    tuple(part for _, part in chosen),
-                )
-
-    def _at(self, places: Sequence[int], copy: Sequence[int]) -> Coordinates:
-        """The coordinates where dimension d stores its interval `places[d]`."""
-        coordinates = [0] * self.partition.dim
-        for cut, place in zip(self.cuts, places, strict=True):
-            sizes = [self.partition.shape[axis] for axis in cut.axes]
-            for axis, coordinate in zip(cut.axes, boxes.unravel(place, sizes), strict=True):
-                coordinates[axis] = coordinate
-        for axis, coordinate in zip(self.separate, copy, strict=True):
-            coordinates[axis] = coordinate
-        return tuple(coordinates)
+                for axis, coordinate in zip(self.separate, copy, strict=True):
+                    coordinates[axis] = coordinate
+                yield tuple(coordinates), met
 
     def holders(self, coordinates: Coordinates) -> list[int]:
         """The workers that store the same value as the one here: all along the shared axes."""

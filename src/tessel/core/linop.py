@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tessel import transport
 from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, in_forward_mode
@@ -351,8 +352,8 @@ def record(
 def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return _Apply.apply(x, anchor, operator)[0]
-    transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
-    if anchor is None and not transformed and not (x.requires_grad and torch.is_grad_enabled()):
+    is_recorded = x.requires_grad and torch.is_grad_enabled()
+    if anchor is None and not is_recorded and not in_transform():
         if not torch.is_grad_enabled():
             y = operator._apply(x)
         else:
@@ -361,6 +362,11 @@ def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None
         # An operator may give its input back; the result of a call must not be the argument.
         return y.clone() if y is x else y
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
+
+
+def in_transform() -> bool:
+    """Whether torch derives in forward mode now, or transforms a function (`torch.func`)."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 class LocalMap(Protocol):

@@ -183,12 +183,17 @@ class Stage:
     def _room(self, like: Tensor) -> Tensor:
         """Room for the output."""
         plan = self.plan
-        if self.spaced is not None:
-            y = _spaced(like, plan.target_shape, self.spaced)
+        shape, dim = plan.target_shape, self.spaced
+        step = None if dim is None else prod(shape[dim + 1 :]) * like.itemsize
+        if dim is not None and step and step % STEP == 0:
+            # slices along the dimension would lie at large powers of two: a gap sets them apart
+            inner = prod(shape[dim + 1 :])
+            flat = like.new_empty((prod(shape[: dim + 1]), inner + GAP // like.itemsize))
+            y = flat[:, :inner].view(shape)
         elif plan.target_shape == plan.source_shape:
             y = torch.empty_like(like, memory_format=torch.contiguous_format)
         else:
-            y = like.new_empty(plan.target_shape)
+            y = like.new_empty(shape)
         return self._cleared(y)
 
     def _cleared(self, y: Tensor) -> Tensor:
@@ -229,19 +234,12 @@ class Stage:
         if type(y) is not Tensor or (program.readers and is_pinned(x)):
             return False
         landed = self.group.follow(program, y, x)
-        return landed == program.length or self._finish(program, landed, x, y, is_there)
-
-    def _finish(
-        self, program: CopyProgram, landed: int, x: Tensor, y: Tensor, is_there: bool
-    ) -> bool:
-        """Let Python do what the engine has left, if it has begun."""
-        if landed == NOTHING:
-            return False
-        kept = self.plan.kept
-        own = None if kept is None else _part(x, kept)
-        rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
-        self.group.finish(program, x, rest, own)
-        return True
+        if landed not in (program.length, NOTHING):  # Python does what the engine has left
+            kept = self.plan.kept
+            own = None if kept is None else _part(x, kept)
+            rest = [] if landed == UNREAD else self._receives(y, is_there)[landed:]
+            self.group.finish(program, x, rest, own)
+        return landed != NOTHING
 
     def _remembered(self, key: Lies) -> CopyProgram | None:
         """Make the program for tensors that lie like this, or learn that there is none."""
@@ -258,16 +256,6 @@ class Stage:
             program = self.group.program(dtype, gives, takes)
         self._programs[key] = program
         return program
-
-
-def _spaced(like: Tensor, shape: Shape, dim: int) -> Tensor:
-    """An empty tensor, its slices along a dimension not at large powers of two."""
-    inner = prod(shape[dim + 1 :])
-    if not prod(shape) or inner * like.element_size() % STEP:
-        return like.new_empty(shape)
-    length = inner + GAP // like.element_size()
-    flat = like.new_empty((prod(shape[: dim + 1]), length))
-    return flat[:, :inner].view(shape)
 
 
 def _part(x: Tensor, piece: Piece) -> Tensor:

@@ -41,7 +41,22 @@ class Partition:
         object.__setattr__(self, "ranks", tuple(as_int(rank) for rank in self.ranks))
         object.__setattr__(self, "shape", tuple(as_int(size) for size in self.shape))
         self._find_places()
-        _check(self.ranks, self.shape)
+        ranks, shape, workers = self.ranks, self.shape, transport.num_workers()
+        if not ranks:
+            raise ValueError("a partition needs at least one worker, got none")
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"a worker can appear only once in a partition, got {ranks}")
+        if min(ranks) < 0 or max(ranks) >= workers:
+            raise ValueError(
+                f"there are {workers} workers, numbered 0 to {workers - 1}, got ranks {ranks}; "
+                f"start more with `tessel run -n {max(ranks) + 1}`"
+            )
+        if any(size < 1 for size in shape):
+            raise ValueError(f"every axis of a partition needs at least one worker, got {shape}")
+        if math.prod(shape) != len(ranks):
+            raise ValueError(
+                f"a partition of shape {shape} needs {math.prod(shape)} workers, got {len(ranks)}"
+            )
         self.prepare()  # all workers of the job pass here, those outside of the partition too
 
     @property
@@ -247,23 +262,3 @@ def world() -> Partition:
     transport.start()
     workers = transport.num_workers()
     return Partition(tuple(range(workers)), (workers,))
-
-
-def _check(ranks: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless these are workers of the job that make up a grid of this shape."""
-    if not ranks:
-        raise ValueError("a partition needs at least one worker, got none")
-    if len(set(ranks)) < len(ranks):
-        raise ValueError(f"a worker can appear only once in a partition, got {ranks}")
-    workers = transport.num_workers()
-    if min(ranks) < 0 or max(ranks) >= workers:
-        raise ValueError(
-            f"there are {workers} workers, numbered 0 to {workers - 1}, got ranks {ranks}; "
-            f"start more with `tessel run -n {max(ranks) + 1}`"
-        )
-    if any(size < 1 for size in shape):
-        raise ValueError(f"every axis of a partition needs at least one worker, got {shape}")
-    if math.prod(shape) != len(ranks):
-        raise ValueError(
-            f"a partition of shape {shape} needs {math.prod(shape)} workers, got {len(ranks)}"
-        )

@@ -101,7 +101,15 @@ def route(source: Layout, target: Layout, worker: int) -> tuple[Plan, ...]:
     # The boxes may be too thin to be split along a dimension, so their elements are put in a row:
     # halves of any size can be cut then, and a contiguous tensor is not copied for it.
     flat = _flattened(source)
-    scattered = _scattered(flat, copies)
+    # Each block is split evenly among the workers that hold a separate copy of it.
+    (cut,) = flat.cuts
+    intervals = tuple(
+        boxes.shift(part, start)
+        for start, stop in cut.intervals
+        for part in boxes.balanced(stop - start, copies)
+    )
+    fine = Cut(cut.axes + flat.separate, intervals)
+    scattered = Layout(flat.partition, flat.shape, (fine,), flat.shared)
     return plan(flat, scattered, worker), plan(scattered, _flattened(target), worker)
 
 
@@ -119,19 +127,6 @@ def _flattened(layout: Layout) -> Layout:
     return replace(flat, shared=layout.shared)
 
 
-def _scattered(flat: Layout, copies: int) -> Layout:
-    """Each block of `flat` split evenly among the workers that hold a separate copy of it."""
-    (cut,) = flat.cuts
-    intervals = tuple(
-        boxes.shift(part, start)
-        for start, stop in cut.intervals
-        for part in boxes.balanced(stop - start, copies)
-    )
-    return Layout(
-        flat.partition, flat.shape, (Cut(cut.axes + flat.separate, intervals),), flat.shared
-    )
-
-
 @lru_cache(maxsize=4096)
 def plan(source: Layout, target: Layout, worker: int) -> Plan:
     """One exchange from `source` to `target`, as `worker` sees it."""
@@ -141,6 +136,21 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
     # What is copied covers the output together; of what is added, the first alone has to, since
     # the others are added to what it wrote. Else the output is cleared before.
     first = takes if source.owns_once else takes[:1]
+    # Whether every worker takes only from itself: of all workers, not of this one, since a group
+    # that has nothing to send makes no exchange at all, and everybody must know that.
+    is_silent = all(
+        piece.peer == each
+        for each in target.partition.ranks
+        for piece in _takes(source, target, each)
+    )
+    # Whether everybody, more than two, takes from everybody: then one all-to-all is quickest.
+    workers, cuts = set(source.partition.ranks), zip(source.cuts, target.cuts, strict=True)
+    is_dense = (
+        len(workers) > 2
+        and workers == set(target.partition.ranks)
+        and not source.shared
+        and all(boxes.all_overlap(give.intervals, take.intervals) for give, take in cuts)
+    )
     return Plan(
         gives=tuple(piece for piece in gives if piece.peer != worker),
         arrives=tuple(sorted((piece for piece in takes if piece.peer != worker), key=_peer)),
@@ -150,8 +160,8 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
         target_shape=target_shape,
         once=source.owns_once,
         fills=sum(piece.numel for piece in first) == prod(target_shape),
-        silent=_is_silent(source, target),
-        dense=_is_dense(source, target),
+        silent=is_silent,
+        dense=is_dense,
     )
 
 
@@ -191,29 +201,6 @@ def _giver(source: Layout, place: Coordinates, target: Layout, taker: int) -> in
     turn = target.partition.place(taker)  # so that no holder has to answer all of them
     assert turn is not None
     return holders[turn % len(holders)]
-
-
-def _is_silent(source: Layout, target: Layout) -> bool:
-    """Whether every worker takes only from itself."""
-    # Of all workers, not of this one: a group that has nothing to send makes no exchange at all,
-    # and everybody must know that.
-    return all(
-        piece.peer == worker
-        for worker in target.partition.ranks
-        for piece in _takes(source, target, worker)
-    )
-
-
-def _is_dense(source: Layout, target: Layout) -> bool:
-    """Whether everybody, more than two, takes from everybody: then one all-to-all is quickest."""
-    workers = set(source.partition.ranks)
-    cuts = zip(source.cuts, target.cuts, strict=True)
-    return (
-        len(workers) > 2
-        and workers == set(target.partition.ranks)
-        and not source.shared
-        and all(boxes.all_overlap(give.intervals, take.intervals) for give, take in cuts)
-    )
 
 
 def _peer(piece: Piece) -> int:

@@ -247,32 +247,25 @@ class GradientBucket:
 
     def start(self, grads: Parts) -> Callable[[], Parts]:
         """Send gradients, with flags of those that are there; the result waits for the sums."""
-        wait = self._sum.start(self._packed(grads))
         is_all = all(grad is not None for grad in grads)
-
-        def arrive() -> Parts:
-            return self._unpacked(wait(), is_all)
-
-        return arrive
-
-    def _packed(self, grads: Parts) -> Tensor:
-        if len(grads) == 1:
-            (grad,) = grads
-            return self.like.new_zeros(self._lengths[0]) if grad is None else grad.reshape(-1)
-        flags = self.like.new_tensor([grad is not None for grad in grads])
         flat = [
             self.like.new_zeros(length) if grad is None else grad.reshape(-1)
             for grad, length in zip(grads, self._lengths, strict=True)
         ]
-        return torch.cat([*flat, flags])
+        if len(flat) > 1:  # a single gradient travels as it is, without a copy and a flag
+            flat = [torch.cat([*flat, self.like.new_tensor([grad is not None for grad in grads])])]
+        wait = self._sum.start(flat[0])
 
-    def _unpacked(self, flat: Tensor, is_all: bool) -> Parts:
-        *parts, flags = flat.split([*self._lengths, flat.numel() - sum(self._lengths)])
-        found = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-        if is_all or not flags.numel():  # no need to read them
-            return tuple(found)
-        there = flags.ne(0).tolist()
-        return tuple(part if flag else None for part, flag in zip(found, there, strict=True))
+        def arrive() -> Parts:
+            summed = wait()
+            *parts, flags = summed.split([*self._lengths, summed.numel() - sum(self._lengths)])
+            found = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+            if is_all or not flags.numel():  # no need to read them
+                return tuple(found)
+            there = flags.ne(0).tolist()
+            return tuple(part if flag else None for part, flag in zip(found, there, strict=True))
+
+        return arrive
 
 
 @dataclass(frozen=True)

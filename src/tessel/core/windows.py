@@ -150,19 +150,17 @@ class Mirrored:
 
     def places(self, outputs: Interval) -> list[int]:
         """The input index for each place that the windows of non-empty `outputs` cover."""
-        return [self._inside(index) for index in range(*self.window.hull(outputs))]
+        start, stop = self.window.hull(outputs)
+        if self.mode == "circular":
+            return [index % self.length for index in range(start, stop)]
+        last = self.length - 1
+        reflects = self.mode == "reflect"
+        mirrored = (last - abs(last - abs(k)) if reflects else k for k in range(start, stop))
+        return [min(max(index, 0), last) for index in mirrored]
 
     def hull(self, outputs: Interval) -> Interval:
         places = self.places(outputs)
         return min(places), max(places) + 1
-
-    def _inside(self, index: int) -> int:
-        last = self.length - 1
-        if self.mode == "circular":
-            return index % self.length
-        if self.mode == "reflect":
-            index = last - abs(last - abs(index))
-        return min(max(index, 0), last)
 
 
 def num_outputs(

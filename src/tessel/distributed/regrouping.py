@@ -26,7 +26,15 @@ def reshaped(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) 
     known, sizes = regrouped(call, sharding, shape, new), call.rest(1, "shape", "size")
     if isinstance(known, Sharding) or -1 not in sizes:
         return known
-    return _inferred(call, sharding, shape, new, sizes.index(-1))
+    # The split dimension goes where the length is left open: numbers are the same on all workers.
+    # So shards that are 1 long, on some workers or on all, go where longer ones go.
+    place = sizes.index(-1)
+    lead = _common(shape[: sharding.dim], new[:place])
+    before, inner = prod(shape[lead : sharding.dim]), prod(shape[sharding.dim + 1 :])
+    unit = any(new[dim] == 1 and prod(new[lead:dim]) == before for dim in range(lead, place))
+    if unit or prod(new[lead:place]) != before:
+        return call.lost("where the split dimension may be one or another")
+    return _resized(sharding.at(place), inner, prod(new[place + 1 :]))
 
 
 def flattened(call: TorchCall, sharding: Sharding, shape: Shape, result: Tensor) -> State:
@@ -54,19 +62,6 @@ def _regrouped_one(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape
     return call.lost("where the split dimension may be one or another")
 
 
-def _inferred(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape, place: int) -> State:
-    """The split dimension goes where the length is left open: numbers are the same on all workers.
-
-    So shards that are 1 long, on some workers or on all, go where longer ones go.
-    """
-    lead = _common(shape[: sharding.dim], new[:place])
-    before, inner = prod(shape[lead : sharding.dim]), prod(shape[sharding.dim + 1 :])
-    unit = any(new[dim] == 1 and prod(new[lead:dim]) == before for dim in range(lead, place))
-    if unit or prod(new[lead:place]) != before:
-        return call.lost("where the split dimension may be one or another")
-    return _resized(sharding.at(place), inner, prod(new[place + 1 :]))
-
-
 def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) -> State:
     """Where all dimensions up to the split one are as before, or all from it on, so is that."""
     after, place = sharding.dim + 1, sharding.dim + len(new) - len(shape)
@@ -87,8 +82,15 @@ def _regrouped(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) ->
     old, rest = shape[lead : len(shape) - trail], new[lead : len(new) - trail]
     if 0 in old[: sharding.dim - lead] + old[sharding.dim - lead + 1 :]:
         return call.lost("of an empty tensor")
-    moved = _rescaled(call, sharding.at(sharding.dim - lead), old, rest)
-    return moved.at(moved.dim + lead) if isinstance(moved, Sharding) else moved
+    # The split dimension is the outer one of those that merge, and of those into which it goes.
+    dim = sharding.dim - lead
+    begin = [k for k in range(len(rest)) if prod(rest[:k]) == prod(old[:dim])]
+    is_empty = old[dim] == 0
+    places = [k for k in begin if (rest[k] == 0 if is_empty else rest[k] != 1)]
+    if len(places) != 1 or (not is_empty and any(rest[k] == 1 for k in begin)):
+        return call.lost("where the split dimension may be one or another")
+    (place,) = places
+    return _resized(sharding.at(lead + place), prod(old[dim + 1 :]), prod(rest[place + 1 :]))
 
 
 def _common(some: Shape, others: Shape) -> int:
@@ -112,18 +114,6 @@ def _ones_before(shape: Shape, place: int) -> int:
     while count < place and shape[place - 1 - count] == 1:
         count += 1
     return count
-
-
-def _rescaled(call: TorchCall, sharding: Sharding, shape: Shape, new: Shape) -> State:
-    """The split dimension is the outer one of those that merge, and of those into which it goes."""
-    before, inner = prod(shape[: sharding.dim]), prod(shape[sharding.dim + 1 :])
-    begin = [dim for dim in range(len(new)) if prod(new[:dim]) == before]
-    empty = shape[sharding.dim] == 0
-    places = [dim for dim in begin if (new[dim] == 0 if empty else new[dim] != 1)]
-    unit = not empty and any(new[dim] == 1 for dim in begin)
-    if len(places) != 1 or unit:
-        return call.lost("where the split dimension may be one or another")
-    return _resized(sharding.at(places[0]), inner, prod(new[places[0] + 1 :]))
 
 
 def _resized(sharding: Sharding, inner: int, new_inner: int) -> Sharding:

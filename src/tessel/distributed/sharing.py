@@ -47,12 +47,23 @@ def check_uses(call: TorchCall) -> None:
     if call.base in _WITHOUT_GRADIENT or not torch.is_grad_enabled():
         return
     sharding, shape = _first_sharding(call)
-    if sharding is None or sharding.partition.size == 1:
+    pairs = zip(call.tensors, call.states, strict=True)
+    plain = [tensor for tensor, state in pairs if state is None and tensor.requires_grad]
+    if sharding is None or sharding.partition.size == 1 or not plain:
         return
-    for tensor, state in zip(call.tensors, call.states, strict=True):
-        if state is not None or not tensor.requires_grad:
-            continue
-        if _is_shared(tensor, _own_place(call, sharding, shape), shape[sharding.dim]):
+    # The split dimension, from the end as in broadcasting, where plain tensors may have it, too.
+    # None where one that is as long there may be so by chance: of other functions, as a
+    # convolution, it may be a weight; and where some worker's part is 1 long, a whole tensor,
+    # which broadcasts, may be as long.
+    place: int | None = sharding.dim - len(shape)
+    lengths = [shape[sharding.dim]]
+    if sharding.size is not None:
+        lengths = [b - a for a, b in boxes.balanced(sharding.size, sharding.partition.size)]
+    is_batched = call.base in _BATCHED and sharding.dim < len(shape) - 2
+    if 1 in lengths or not (is_pointwise(call.base) or is_batched):
+        place = None
+    for tensor in plain:
+        if _is_shared(tensor, place, shape[sharding.dim]):
             raise ValueError(
                 f"`{call.name}` of {sharding} and a tensor of shape {tuple(tensor.shape)} that is "
                 f"whole on every worker: each worker would compute a part of its gradient only; "
@@ -118,8 +129,12 @@ def traced_state(x: Any) -> State:
     state = state_of(x)
     if state is not None or not isinstance(x, Tensor) or isinstance(x, spread.Tensor):
         return state
+
+    def is_settled(node: Any) -> bool:  # nobody looks behind a function of the user's own
+        return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
+
     for value in _levels(x):
-        found = [value] if value.grad_fn is None else _origins([value.grad_fn], _is_settled)
+        found = [value] if value.grad_fn is None else _origins([value.grad_fn], is_settled)
         for origin in found:
             states = [*map(state_of, _levels(origin))] if isinstance(origin, Tensor) else []
             of_shard = any(isinstance(s, Sharding) and s.partition.size > 1 for s in states)
@@ -154,22 +169,6 @@ def conclusion_of(x: Tensor) -> Tensor:
     return x
 
 
-def _own_place(call: TorchCall, sharding: Sharding, shape: Shape) -> int | None:
-    """The split dimension, from the end as in broadcasting, where plain tensors may have it, too.
-
-    None where a tensor that is as long there may be so by chance.
-    """
-    place = sharding.dim - len(shape)
-    # of other functions, as a convolution, the tensor may be a weight
-    if not is_pointwise(call.base) and not (call.base in _BATCHED and place < -2):
-        return None
-    # where some worker's part is 1 long, a whole tensor, which broadcasts, may be as long
-    lengths = [shape[sharding.dim]]
-    if sharding.size is not None:
-        lengths = [b - a for a, b in boxes.balanced(sharding.size, sharding.partition.size)]
-    return None if 1 in lengths else place
-
-
 def _is_shared(tensor: Tensor, place: int | None, length: int) -> bool:
     """Whether a gradient reaches a parameter, or an input, of all workers without being summed.
 
@@ -190,7 +189,12 @@ def _is_shared(tensor: Tensor, place: int | None, length: int) -> bool:
     # Only a leaf tells whether it is a part, and only if each of its numbers stayed in its place:
     # a value that was expanded, or computed by a matrix, is as long as a part in the end.
     ends: list[Any] = []
-    for each in _origins([tensor.grad_fn], _may_move, ends):
+
+    def may_move(node: Any) -> bool:
+        # a class of the user's own may have the name of one of torch's
+        return isinstance(node, BackwardCFunction) or not _keeps_places(node.name())
+
+    for each in _origins([tensor.grad_fn], may_move, ends):
         if _is_of_all(each) and not (isinstance(each, Tensor) and is_part(each)):
             return True
     return any(map(_is_of_all, _origins(ends)))
@@ -201,12 +205,6 @@ def _is_of_all(origin: Any) -> bool:
     if isinstance(origin, LinearOperator):
         return bool(origin.codomain.shared)
     return isinstance(origin, Tensor) and state_of(origin) is None
-
-
-def _may_move(node: Any) -> bool:
-    """Whether elements of a result may lie elsewhere than those that it was computed from."""
-    # a class of the user's own may have the name of one of torch's
-    return isinstance(node, BackwardCFunction) or not _keeps_places(node.name())
 
 
 @lru_cache(maxsize=1024)
@@ -227,11 +225,6 @@ def _keeps_places(name: str) -> bool:
 _KEEP_PLACES = frozenset(
     ("to_copy", "expand", "complex", "prelu_kernel", "native_dropout", "rrelu_with_noise")
 )
-
-
-def _is_settled(node: Any) -> bool:
-    """Whether nobody looks behind a node: that was done, or it is a function of the user's own."""
-    return isinstance(node, BackwardCFunction) or _SETTLED in node.metadata
 
 
 def _origins(

@@ -93,26 +93,28 @@ def within_reach(factory: Any) -> list[Tensor]:
     They are asked for in order to raise (`check_common`): objects of several workers would hold the
     same one as if it were their own, and each would give it a part of its gradient.
     """
-    return _reached(factory, lambda f: _read_by(f) if isinstance(f, _FUNCTION) else _contents(f))[0]
 
+    def read_by(value: Any) -> Iterable[Any]:
+        if not isinstance(value, _FUNCTION):
+            return _contents(value)
+        # what a function closes over, its defaults, and globals that are named in its code
+        found: list[Any] = [value.__defaults__]
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # a name that is not bound yet, as of a function in itself
+                found.append(cell.cell_contents)
+        codes, names = [value.__code__], list[str]()
+        for code in codes:  # which grows: functions that it defines have code of their own
+            names += code.co_names
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        for name in names:
+            each = value.__globals__.get(name)
+            # Of a script's own names, not those of libraries, which would lead into all of them.
+            is_near = isinstance(each, _FUNCTION) and each.__globals__ is value.__globals__
+            if is_near or isinstance(each, Tensor | torch.nn.Module | list | tuple | dict):
+                found.append(each)
+        return found
 
-def _read_by(function: types.FunctionType) -> list[Any]:
-    """What a function closes over, its defaults, and globals that are named in its code."""
-    found = [function.__defaults__]
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a name that is not bound yet, as that of a function in itself
-            found.append(cell.cell_contents)
-    codes, names = [function.__code__], list[str]()
-    for code in codes:  # which grows: functions that it defines have code of their own
-        names += code.co_names
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    for name in names:
-        each = function.__globals__.get(name)
-        # Of a script's own names, not those of libraries, which would lead into all of them.
-        is_near = isinstance(each, _FUNCTION) and each.__globals__ is function.__globals__
-        if is_near or isinstance(each, Tensor | torch.nn.Module | list | tuple | dict):
-            found.append(each)
-    return found
+    return _reached(factory, read_by)[0]
 
 
 def tensors_of(objects: Any) -> list[Tensor]:

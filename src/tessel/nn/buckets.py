@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.agreement import in_forward_mode
 from tessel.core.context import setting
 from tessel.core.graph import eagerly
+from tessel.core.linop import in_transform
 from tessel.core.partition import Partition
 from tessel.core.shared import GradientBucket, Replicate, current_buckets
 from tessel.nn.layer import Layer
@@ -160,9 +160,8 @@ def _plain() -> bool:
     A checkpoint computes again, perhaps after other calls, what was computed before: what it
     keeps must be the same both times.
     """
-    transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
     again = in_backward() or in_checkpoint()
-    return torch.is_grad_enabled() and not transformed and not again
+    return torch.is_grad_enabled() and not in_transform() and not again
 
 
 @contextmanager

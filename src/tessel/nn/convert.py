@@ -27,7 +27,7 @@ from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
 from tessel.tensor.gathering import fallback as choose_fallback
-from tessel.tensor.shared_random import common_seed
+from tessel.tensor.shared_random import common_seed, seed_generators
 from tessel.tensor.table import gathered, in_backward, running, spread_among, tensors
 from tessel.transport import kept_in_job
 
@@ -76,29 +76,24 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     for module in model.modules():
         own = module.__dict__.get("forward")
         elsewhere = isinstance(own, Entrance) and own.P_x != P_x  # converted for other workers
-        if not isinstance(module, Layer) and not elsewhere:
-            for name in ("forward", *_other_methods(module)):
-                module.__dict__[name] = Entrance(module, P_x, stream, fallback, name)
+        if isinstance(module, Layer) or elsewhere:
+            continue
+        # Models are also called by methods such as `encode`. With parts these would compute with
+        # the parts alone: what calls layers is right, and a mean between them is that of the part.
+        kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
+        found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
+        others = [
+            name
+            for name, value in found.items()
+            if isinstance(value, FunctionType | staticmethod)
+            and not name.startswith("_")
+            and not hasattr(nn.Module, name)
+            # what somebody put into this module takes the place of the method
+            and isinstance(module.__dict__.get(name), Entrance | None)
+        ]
+        for name in ("forward", *others):
+            module.__dict__[name] = Entrance(module, P_x, stream, fallback, name)
     return model
-
-
-def _other_methods(module: nn.Module) -> list[str]:
-    """The methods by which a model is called besides `forward`, as `encode` or `features`.
-
-    Called with parts they would compute with these alone: what calls layers is right, and a mean
-    between them is that of the part.
-    """
-    kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
-    found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
-    return [
-        name
-        for name, value in found.items()
-        if isinstance(value, FunctionType | staticmethod)
-        and not name.startswith("_")
-        and not hasattr(nn.Module, name)
-        # what somebody put into this module takes the place of the method
-        and isinstance(module.__dict__.get(name), Entrance | None)
-    ]
 
 
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
@@ -164,7 +159,7 @@ class Stream:
         # a fork of the generators: those of the caller go on after the model as they were before
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(common_seed(self.seed + self.num_calls))
+            seed_generators(common_seed(self.seed + self.num_calls))
             self.num_calls += 1
             yield
 
@@ -210,7 +205,8 @@ class Entrance:
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         spread = next(spread_among(args, kwargs), None) is not None
-        if self.name != "forward" and not spread and not self._has_part(args, kwargs):
+        no_parts = (each.dim() != self.P_x.dim for each in tensors(args, kwargs))
+        if self.name != "forward" and not spread and all(no_parts):
             return self.forward(*args, **kwargs)
         if running.get() is not None or (spread and in_backward()):
             return self.forward(*args, **kwargs)  # inside of a model, or of a checkpoint
@@ -240,9 +236,6 @@ class Entrance:
             lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
             result,
         )
-
-    def _has_part(self, args: Any, kwargs: Any) -> bool:
-        return any(each.dim() == self.P_x.dim for each in tensors(args, kwargs))
 
     def _entered(self, args: Any, kwargs: Any) -> Any:
         """The arguments, with spread tensors in the places of parts."""

@@ -173,9 +173,16 @@ def best_partition(
     dtype = operator.domain.dtype
     # Planning takes time in proportion to tasks and grids: large expressions try fewer grids.
     num_tasks = max(1, sum(1 for _ in operator.expand(0)))
-    grids = _grids(workers, operator.domain.shape)[: max(16, MOST_TASKS // num_tasks)]
+    shape = operator.domain.shape
+
+    def rank(grid: Shape) -> tuple[int, int]:  # those with the smallest parts come first
+        largest = prod(ceil(length / parts) for length, parts in zip(shape, grid, strict=True))
+        return largest, sum(n > 1 for n in grid)  # of equals, the one that splits fewer dimensions
+
+    # Those on which all workers have something, if there are any.
+    grids = _factorings(workers, shape) or _factorings(workers, (workers,) * len(shape))
     candidates = []
-    for grid in grids:
+    for grid in sorted(grids, key=rank)[: max(16, MOST_TASKS // num_tasks)]:
         plan = plan_on(operator, grid, out)
         # A few workers stand for all: to count what thousands send would take longer than to plan.
         some = representatives(plan.source.partition)
@@ -194,20 +201,6 @@ def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) 
     workers = HypotheticalPartition(grid if out is None else out)
     end = on_grid(workers, operator.codomain.shape)
     return make_plan(operator, *on_common_grids(source, end))
-
-
-def _grids(workers: int, shape: Shape) -> list[Shape]:
-    """The grids of so many workers, those with the smallest parts first.
-
-    Those on which all workers have something, if there are any.
-    """
-
-    def rank(grid: Shape) -> tuple[int, int]:
-        largest = prod(ceil(length / parts) for length, parts in zip(shape, grid, strict=True))
-        return largest, sum(n > 1 for n in grid)  # of equals, the one that splits fewer dimensions
-
-    everywhere = (workers,) * len(shape)
-    return sorted(_factorings(workers, shape) or _factorings(workers, everywhere), key=rank)
 
 
 def _factorings(number: int, most: Shape) -> list[Shape]:

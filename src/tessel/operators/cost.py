@@ -122,8 +122,22 @@ class Counter:
                 additions = (line.num_terms - 1) * result // line.dtype_after.itemsize
                 seconds = 3 * (line.num_terms - 1) * result / self.rates.memory  # read two, write
                 cost = Cost(float(additions), 0, 0, (line.num_terms + 1) * result, seconds)
+            elif line.group:
+                cost = self._local(line, worker)
             else:
-                cost = self._local(line, worker) if line.group else self._transfer(line, worker)
+                width = self.columns * line.dtype_before.itemsize
+                sent = numel_sent(line.before, line.after, worker) * width
+                received = numel_sent(line.after, line.before, worker) * width
+                messages = num_messages(line.before, line.after, worker)
+                arriving = num_messages(line.after, line.before, worker)
+                source = self._bytes(line.before, line.dtype_before, worker)
+                target = self._bytes(line.after, line.dtype_after, worker)
+                seconds = (
+                    self.rates.latency * max(messages, arriving)
+                    + max(sent, received) / self.rates.bandwidth
+                    + 2 * (sent + target) / self.rates.memory  # packed, and put together
+                )
+                cost = Cost(0.0, messages, sent, source + target + sent + received, seconds)
             kept = sum(self._bytes(here, dtype, worker) for here, dtype in line.held)
             found.append(replace(cost, memory=cost.memory + kept + parameters))
         return found
@@ -137,21 +151,6 @@ class Counter:
 
     def _bytes(self, here: Layout, dtype: torch.dtype, at: int) -> int:
         return prod(here.shape_on(at)) * self.columns * dtype.itemsize
-
-    def _transfer(self, line: ExplainedStep, at: int) -> Cost:
-        width = self.columns * line.dtype_before.itemsize
-        sent = numel_sent(line.before, line.after, at) * width
-        received = numel_sent(line.after, line.before, at) * width
-        messages = num_messages(line.before, line.after, at)
-        arriving = num_messages(line.after, line.before, at)
-        source = self._bytes(line.before, line.dtype_before, at)
-        target = self._bytes(line.after, line.dtype_after, at)
-        seconds = (
-            self.rates.latency * max(messages, arriving)
-            + max(sent, received) / self.rates.bandwidth
-            + 2 * (sent + target) / self.rates.memory  # packed, and put together
-        )
-        return Cost(0.0, messages, sent, source + target + sent + received, seconds)
 
     def _local(self, line: ExplainedStep, at: int) -> Cost:
         shape = (*line.before.shape_on(at), self.columns)

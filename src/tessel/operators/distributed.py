@@ -198,7 +198,21 @@ class Distributed(ParOperator):
     def apply(self, x: Tensor, theta: Parameters | None = None) -> Tensor:
         if not self._is_active:
             return torch.empty(0, dtype=self.codomain.dtype, device=x.device)
-        columns, meta, form = self._agree(x, theta)
+        if len(self.partition.ranks) == 1:  # nobody to ask
+            own = Signature.of(x)
+            meta = TensorMeta(x.dtype, x.device.type, own.needs_grad, own.has_tangent)
+            shapes = {transport.this_worker(): tuple(x.shape)}
+            columns, meta, form = self._conclude(shapes, meta)
+        else:
+            state = self._state(theta) if self.leaves else ""
+            if state not in self._agreements:
+                label = f"{self._label} with {state}" if state else self._label
+                ends = self.plan.source, self.plan.target
+                identity = f"{label} {[(each.partition.shape, each.cuts) for each in ends]}"
+                self._agreements[state] = Agreement(
+                    self.prepare(), label, self.partition.ranks, self._conclude, identity
+                )
+            columns, meta, form = self._agreements[state].agree_on(x)
         values = find_values(self, theta) if self.leaves else {}
         for leaf, value in values.items():
             if value.device.type != meta.device:
@@ -235,21 +249,6 @@ class Distributed(ParOperator):
     @cached_property
     def _programs(self) -> dict[tuple[Columns, Order], list[Function]]:
         return {}  # by how the batch is split and how dimensions lie in memory
-
-    def _agree(self, x: Tensor, theta: Parameters | None) -> Entry:
-        if len(self.partition.ranks) == 1:  # nobody to ask
-            signature = Signature.of(x)
-            meta = TensorMeta(x.dtype, x.device.type, signature.needs_grad, signature.has_tangent)
-            return self._conclude({transport.this_worker(): tuple(x.shape)}, meta)
-        state = self._state(theta) if self.leaves else ""
-        if state not in self._agreements:
-            label = f"{self._label} with {state}" if state else self._label
-            ends = self.plan.source, self.plan.target
-            identity = f"{label} {[(each.partition.shape, each.cuts) for each in ends]}"
-            self._agreements[state] = Agreement(
-                self.prepare(), label, self.partition.ranks, self._conclude, identity
-            )
-        return self._agreements[state].agree_on(x)
 
     def _state(self, theta: Parameters | None) -> str:
         """What must be alike on all workers: which parameters there are, and what they need."""

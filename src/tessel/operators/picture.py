@@ -75,7 +75,17 @@ def draw_steps(
         _draw_layout(layout, row, line.after, _colour(line))
     for ax, (title, value, write) in zip(others, _COLUMNS, strict=True):
         ax.set_title(title, color=_INK, fontsize=10)
-        _draw_bars(ax, lines, [[value(cost) for cost in step] for step in costs], write)
+        values = [[value(cost) for cost in step] for step in costs]
+        longest = max((max(step) for step in values), default=0) or 1
+        for row, (line, step) in enumerate(zip(lines, values, strict=True)):
+            most, least = max(step), min(step)
+            ax.barh(row, 0.5 * most / longest, height=0.45, color=_colour(line), alpha=0.85)
+            if least < most:  # workers differ: a mark for the one with the least
+                at = 0.5 * least / longest
+                ax.plot([at, at], [row - 0.22, row + 0.22], color=_INK, linewidth=1.4)
+            if most:
+                text = write(most) if least == most else f"{write(least)} – {write(most)}"
+                ax.text(0.5 * most / longest + 0.02, row, text, va="center", fontsize=8, color=_INK)
     figure.text(0.5, 0.04, summary, ha="center", va="bottom", color=_FAINT, fontsize=9.5)
     return figure
 
@@ -97,21 +107,3 @@ def _draw_layout(ax: Axes, row: int, here: Layout, ink: str) -> None:
         for start, _ in cut.intervals[1:] if len(cut.intervals) <= _MOST_CUTS else ():
             at = 0.02 + 0.9 * start / here.shape[dim]
             ax.plot([at, at], [top, top + 0.8 * height], color="white", linewidth=1)
-
-
-def _draw_bars(
-    ax: Axes,
-    lines: Sequence[ExplainedStep],
-    values: Sequence[Sequence[float]],
-    write: Callable[[float], str],
-) -> None:
-    longest = max((max(step) for step in values), default=0) or 1
-    for row, (line, step) in enumerate(zip(lines, values, strict=True)):
-        most, least = max(step), min(step)
-        ax.barh(row, 0.5 * most / longest, height=0.45, color=_colour(line), alpha=0.85)
-        if least < most:
-            at = 0.5 * least / longest
-            ax.plot([at, at], [row - 0.22, row + 0.22], color=_INK, linewidth=1.4)
-        if most:
-            text = write(most) if least == most else f"{write(least)} – {write(most)}"
-            ax.text(0.5 * most / longest + 0.02, row, text, va="center", fontsize=8, color=_INK)

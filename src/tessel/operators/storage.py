@@ -66,36 +66,26 @@ def parameters_sent(stored: Layout, used: Layout, worker: int) -> tuple[int, int
     """
     if alike(stored, used):
         return 0, 0
-    own = box_of(stored, worker)
-    if stored.partition.shape == used.partition.shape:
-        takers, numel = _taken_on_one_grid(stored, used, worker)
+    own, P = box_of(stored, worker), used.partition
+    along = [axis for cut in stored.cuts for axis in cut.axes]
+    if stored.partition.shape == P.shape:
+        # On one grid the dimensions can be counted one by one, which costs little on many workers.
+        split = {axis for cut in used.cuts for axis in cut.axes}
+        takers = numel = prod(P.shape[axis] for axis in {*along} - split)
+        for dim, cut in enumerate(used.cuts):
+            free = [axis for axis in cut.axes if axis in along]
+            common = [
+                boxes.overlap(own[dim], box_of(used, there)[dim])
+                for there in _neighbours(P, worker, free)
+            ]
+            lengths = [stop - start for start, stop in (each for each in common if each)]
+            takers, numel = takers * len(lengths), numel * sum(lengths)
     else:
-        along = [axis for cut in stored.cuts for axis in cut.axes]
         everyone = _neighbours(stored.partition, worker, along)
         taken = [common_numel(own, box_of(used, there)) for there in everyone]
         takers, numel = sum(count > 0 for count in taken), sum(taken)
     stays = common_numel(own, box_of(used, worker))
     return numel - stays, takers - (stays > 0)
-
-
-def _taken_on_one_grid(stored: Layout, used: Layout, worker: int) -> tuple[int, int]:
-    """How many take something of a worker's part, and how many values all in all.
-
-    On one grid the dimensions can be counted one by one, which costs little on many workers.
-    """
-    P, own = used.partition, box_of(stored, worker)
-    along = {axis for cut in stored.cuts for axis in cut.axes}
-    split = {axis for cut in used.cuts for axis in cut.axes}
-    takers = numel = prod(P.shape[axis] for axis in along - split)
-    for dim, cut in enumerate(used.cuts):
-        free = [axis for axis in cut.axes if axis in along]
-        common = [
-            boxes.overlap(own[dim], box_of(used, there)[dim])
-            for there in _neighbours(P, worker, free)
-        ]
-        lengths = [stop - start for start, stop in (each for each in common if each)]
-        takers, numel = takers * len(lengths), numel * sum(lengths)
-    return takers, numel
 
 
 def _neighbours(partition: Partition, worker: int, axes: list[int]) -> list[int]:

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from tessel.core import boxes
-from tessel.core.boxes import Box
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.tensor.rules.pointwise import is_in_place
@@ -62,18 +61,15 @@ def nearest_on(partition: Partition, layout: Layout) -> Layout:
     options = []
     for chosen in product((None, *dims), repeat=len(axes)):  # what each axis splits
         along = [tuple(a for a, d in zip(axes, chosen, strict=True) if d == dim) for dim in dims]
-        cuts = tuple(_cut_like(layout, dim, partition, along[dim]) for dim in dims)
-        options.append(of_cuts(partition, layout.shape, cuts))
+        cuts = []
+        for dim in dims:  # in the same parts as before if there are as many, else in even ones
+            places = prod(partition.shape[axis] for axis in along[dim])
+            intervals = layout.cuts[dim].intervals
+            if len(intervals) != places:
+                intervals = boxes.balanced(layout.shape[dim], places)
+            cuts.append(Cut(along[dim], intervals))
+        options.append(of_cuts(partition, layout.shape, tuple(cuts)))
     return min(options, key=lambda option: _difference(layout, option))
-
-
-def _cut_like(layout: Layout, dim: int, partition: Partition, axes: tuple[int, ...]) -> Cut:
-    """A dimension along other axes: in the same parts if there are as many, else in even ones."""
-    places = prod(partition.shape[axis] for axis in axes)
-    intervals = layout.cuts[dim].intervals
-    if len(intervals) != places:
-        intervals = boxes.balanced(layout.shape[dim], places)
-    return Cut(axes, intervals)
 
 
 def _difference(old: Layout, new: Layout) -> tuple[int, int]:
@@ -82,12 +78,8 @@ def _difference(old: Layout, new: Layout) -> tuple[int, int]:
     for worker in old.partition.ranks:
         before, after = old.box(worker), new.box(worker)
         assert before is not None and after is not None
-        kept = _shared_volume(before, after)
+        common = [boxes.overlap(*both) for both in zip(before, after, strict=True)]
+        kept = prod(0 if each is None else each[1] - each[0] for each in common)
         gained += boxes.volume(after) - kept
         lost += boxes.volume(before) - kept
     return gained, lost
-
-
-def _shared_volume(a: Box, b: Box) -> int:
-    overlaps = [boxes.overlap(*both) for both in zip(a, b, strict=True)]
-    return prod(0 if each is None else each[1] - each[0] for each in overlaps)

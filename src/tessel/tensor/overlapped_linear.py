@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.agreement import in_forward_mode
-from tessel.core.linop import record, record_product
+from tessel.core.linop import in_transform, record, record_product
 from tessel.core.move import Move
 from tessel.core.shared import Replicate
 from tessel.tensor.table import outlining
@@ -74,8 +73,7 @@ def can_overlap(x: Tensor, weight: Tensor) -> bool:
     """Whether messages may travel while a product is derived: in plain reverse mode."""
     if not (x.requires_grad and torch.is_grad_enabled()) or outlining.get():
         return False
-    transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
-    return not transformed and not torch.is_autocast_enabled(weight.device.type)
+    return not in_transform() and not torch.is_autocast_enabled(weight.device.type)
 
 
 def multiply_overlapping(use: Replicate, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -284,7 +284,13 @@ class _History:
         # The engine itself: torch.autograd.grad would hand this on to the parts, and a pass with
         # torch's functions switched off would let the backward code of users gather everything.
         if self.is_reentrant:
-            found = self._accumulated(seed)
+            # As `backward()` leaves gradients, which a reentrant checkpoint asks for; what the
+            # inputs have of other passes is put aside meanwhile.
+            before = self._exchanged([None] * len(self.inputs))
+            try:
+                _run_backward((self.result,), (seed,), True, False, (), True, accumulate_grad=True)
+            finally:
+                found = tuple(self._exchanged(before))
         else:
             found = _run_backward(
                 (self.result,),
@@ -306,18 +312,6 @@ class _History:
                 each = of._layout.local_part(each)
             grads.append(each)
         return tuple(grads)
-
-    def _accumulated(self, seed: Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients as `backward()` leaves them, which a reentrant checkpoint asks for.
-
-        What the inputs have of other passes is put aside meanwhile.
-        """
-        before = self._exchanged([None] * len(self.inputs))
-        try:
-            _run_backward((self.result,), (seed,), True, False, (), True, accumulate_grad=True)
-        finally:
-            found = self._exchanged(before)
-        return tuple(found)
 
     def _exchanged(self, new: Sequence[Any]) -> list[torch.Tensor | None]:
         """The gradients of the inputs, of wrappers and not of their parts, which get others."""

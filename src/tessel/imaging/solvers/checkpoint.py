@@ -236,17 +236,14 @@ class Checkpoint:
         kept = {own.iteration, *older[len(older) - NUM_KEPT + 1 :]}
         for shard in (*seen.finished, *seen.unfinished):
             is_mine = shard[1:] == own[1:] and shard.iteration not in kept
-            if is_mine or (shard.size != own.size and self._is_superseded(shard, kept)):
+            # of other runs, once there are as many newer generations of this one as are kept
+            is_superseded = len(kept) >= NUM_KEPT or shard.iteration > max(kept)
+            if is_mine or (shard.size != own.size and is_superseded):
                 path = self._path(shard)
                 path.unlink(missing_ok=True)
                 path.with_name(path.name + ".unfinished").unlink(missing_ok=True)
                 with suppress(OSError):  # another worker's files are still there
                     path.parent.rmdir()
-
-    @staticmethod
-    def _is_superseded(shard: _Shard, kept: set[int]) -> bool:
-        """Whether there are as many newer generations of this run as are kept."""
-        return len(kept) >= NUM_KEPT or shard.iteration > max(kept)
 
     def read(self, method: Method, start: Values, space: Space) -> tuple[Values, int, History]:
         """What all workers wrote last: values, iteration and history; else those of a start.
@@ -266,9 +263,9 @@ class Checkpoint:
                 files.check_kind(_kind(method, space, start), self._problem)
                 values, problem = files.values(method, start)
                 if not problem:
-                    if first_problem:
+                    if first_problem and space.workers.rank == 0:
                         said = f"{first_problem}; this run resumes from iteration {iteration}"
-                        self._warn(said, space)
+                        warnings.warn(f"the checkpoint in {self.folder} {said}", stacklevel=4)
                     return values, iteration, files.resumed(start)
             first_problem = first_problem or problem
         if first_problem:
@@ -339,10 +336,6 @@ class Checkpoint:
             if theirs:
                 return f"cannot be read on worker {worker}: {theirs}"
         return ""
-
-    def _warn(self, text: str, space: Space) -> None:
-        if space.workers.rank == 0:
-            warnings.warn(f"the checkpoint in {self.folder} {text}", stacklevel=5)
 
     def _tell(self, told: Any, text: str, space: Space) -> None:
         """Raise ValueError on all workers if one of them has something to tell."""
@@ -443,7 +436,14 @@ class _Files:
         problem = self._checkpoint._first_told(problem, space)
         if problem:
             return {}, problem
-        others = notes.others if self._stays else _numbers(notes, start, room)
+        others = notes.others
+        if not self._stays:
+            # Of the other values those that are numbers, and on a worker without a part, its start.
+            # What is no number lies as it did on a worker of before: `Method.complete` makes it.
+            others = {name: start[name] for name in notes.parts if name in {*start} - {*room}}
+            for name, each in notes.others.items():
+                if each.dim() == 0 if isinstance(each, Tensor) else not isinstance(each, list):
+                    others[name] = each
         values = _copied({**others, **room}, start["x"].device)
         if set(start) - set(values):
             values = method.complete(values, space)
@@ -511,19 +511,6 @@ def _place(space: Space) -> int:
     """The number of this worker among those that solve."""
     assert space.workers.rank is not None
     return space.workers.rank
-
-
-def _numbers(notes: Notes, start: Values, room: Values) -> Values:
-    """Of the other values those that are numbers, and on a worker without a part, its start.
-
-    What is no number lies as it did on a worker of before: `Method.complete` makes it.
-    """
-    found = {name: start[name] for name in notes.parts if name not in room and name in start}
-    for name, each in notes.others.items():
-        is_number = each.dim() == 0 if isinstance(each, Tensor) else not isinstance(each, list)
-        if is_number:
-            found[name] = each
-    return found
 
 
 def _kind(method: Method, space: Space, values: Values) -> dict[str, str]:

@@ -74,6 +74,7 @@ def misfit(state: State, expected: Sharding | None, name: str) -> str:
         return ""
     if isinstance(state, UnknownSharding):
         return f"of {name} {state.remedy}"
+    # not equality: a sharding whose size nobody knows fits one of any size
     if expected is not None and state.merged(expected) is not None:
         return ""
     wanted = "whole on every worker" if expected is None else expected
@@ -90,6 +91,7 @@ def check_parts(
     shapes: Mapping[int, Shape], layout: Layout, name: str, label: str, hint: str = ""
 ) -> None:
     """Raise ValueError for a worker whose part has another shape than a layout says."""
+    # in the order of the partition: all workers name the same one
     for worker in layout.partition.ranks:
         if shapes[worker] != layout.shape_on(worker):
             raise ValueError(
@@ -117,6 +119,7 @@ def check_copies(
                 f"{label}: {what[0]} {low if low < 0 else high} is out of bounds on worker "
                 f"{worker}: the {what[1]} are 0 to {count - 1}"
             )
+    # every worker is compared with the first: so all find the same pair, and raise the same text
     first, (_, _, *expected) = next(iter(values.items()))
     for worker, (_, _, *said) in values.items():
         for name, mine, others in zip(names, said, expected, strict=True):

@@ -82,10 +82,26 @@ def convert(module: Module, conversion: Conversion) -> Module:
     if problem and conversion.is_strict:
         raise NotImplementedError(f"{conversion.name}: {problem}; nothing was converted")
     known: dict[Any, Parameter] = {}
-    new = {id(layer): _converted(layer, conversion, known) for _, layer in layers}
+    new: dict[int, Module] = {}
+    for _, layer in layers:
+        new[id(layer)] = fresh = conversion.becomes._like(
+            layer, conversion.dim, conversion.partition
+        )
+        for name, parameter in layer._parameters.items():
+            layout = fresh.layouts.get(name)
+            if parameter is not None and layout is not None:
+                key = id(parameter), layout  # tied weights stay tied if they are split alike
+                if key not in known:
+                    whole = parameter.detach()
+                    # a view of the whole would keep all of its memory
+                    part = whole.new_empty(layout.local_shape)
+                    keep_part(part, layout, whole)
+                    known[key] = Parameter(part, requires_grad=parameter.requires_grad)
+                parameter = known[key]
+            fresh.register_parameter(name, parameter)
     if not conversion.splits:
-        whole = {id(p): p for _, layer in layers for p in layer.parameters(recurse=False)}
-        equalize(whole.values(), conversion.partition)
+        shared = {id(p): p for _, layer in layers for p in layer.parameters(recurse=False)}
+        equalize(shared.values(), conversion.partition)
     # by identity, and past __setattr__: a layer may stand in several places, and stays one
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -95,23 +111,6 @@ def convert(module: Module, conversion: Conversion) -> Module:
         text = f"{conversion.name}: {problem}; all this stays as it is, and strict=True raises"
         warnings.warn(text, stacklevel=3)
     return new.get(id(module), module)
-
-
-def _converted(layer: Module, conversion: Conversion, known: dict[Any, Parameter]) -> Module:
-    """The new layer; a parameter that several layers use becomes one shard, which is `known`."""
-    new = conversion.becomes._like(layer, conversion.dim, conversion.partition)
-    for name, parameter in layer._parameters.items():
-        layout = new.layouts.get(name)
-        if parameter is not None and layout is not None:
-            key = id(parameter), layout  # tied weights stay tied if they are split alike
-            if key not in known:
-                whole = parameter.detach()
-                part = whole.new_empty(layout.local_shape)  # in memory of its own
-                keep_part(part, layout, whole)
-                known[key] = Parameter(part, requires_grad=parameter.requires_grad)
-            parameter = known[key]
-        new.register_parameter(name, parameter)
-    return new
 
 
 def _problems(
@@ -124,6 +123,7 @@ def _problems(
     found: dict[int, str] = {}
     for name, each in module.named_modules():
         if isinstance(each, conversion.refused):
+            # the layers inside stay, too: the text of the module around them speaks for them
             for inner in each.modules():
                 found.setdefault(id(inner), "")
             found[id(each)] = (
@@ -141,6 +141,8 @@ def _problems(
 
 def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[str]:
     what = _named(name, layer)
+    # After one of the first three the rest would only confuse: it asks what the layer does not
+    # have yet, or means another kind of layer. The others are all told at once.
     if any(each is not None and is_lazy(each) for each in layer._parameters.values()):
         yield f"{what} does not know its sizes yet; let it see an input before the conversion"
         return
@@ -162,6 +164,7 @@ def _problems_of(name: str, layer: Module, conversion: Conversion) -> Iterator[s
     for key, parameter in layer._parameters.items():
         if parameter is None or not conversion.splits:
             continue
+        # both would stay with a parameter that nobody uses any more
         if parameter.grad is not None:
             yield f"the {key} of {what} has a gradient; set it to None first"
         hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks

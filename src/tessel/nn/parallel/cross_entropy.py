@@ -74,13 +74,22 @@ def parallel_cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
+    # first of all: this raises on all workers, and none of them may wait for another yet
     for value in (input, target, weight):
         _check_known(state_of(value))
     sharding = sharding_of(input)
     if sharding is None:
         if isinstance(input, SpreadTensor):
             agree_on_spread(partition or input.layout.partition, "parallel_cross_entropy")
-        _check_whole(input, target, weight)
+        # a plain tensor may be computed from a shard; compilers cannot follow the search for it
+        if not torch.compiler.is_compiling():
+            _check_known(traced_state(input))
+        for name, value in (("target", target), ("weight", weight)):
+            if sharding_of(value) is not None:  # type: ignore[arg-type]
+                raise ValueError(
+                    f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
+                    f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
+                )
         return F.cross_entropy(
             input,
             target,
@@ -157,17 +166,26 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 @eagerly
 def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
-    kinds, known = tuple(map(_kind, (x, target, weight))), _known_alone(loss)
-    if kinds in known:  # torch itself looks at the values
+    known = _known_alone(loss)
+    kinds = tuple(
+        (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else type(each)
+        for each in (x, target, weight)
+    )
+    # a worker alone has nobody to agree with, and torch itself looks at the values
+    if kinds in known:
         return loss.whole(x, target, weight)
     logits = agreed_logits(loss, x, target, weight)
     layout, dim = logits.layout, loss.input.dim
     if loss.partition.size == 1:
         known.add(kinds)
     terms, target_terms = logits.input_terms, logits.target_terms
+    # A target that needs a gradient on some workers only would leave these alone in the backward
+    # pass: here it needs one on all of them, or on none.
     target = grad_alike(as_agreed(target, target_terms, True), target_terms)
+    # of no classes there is nothing to exchange: torch answers the same on every worker
     if loss.partition.size == 1 or not layout.shape[dim]:
         return loss.whole(grad_alike(as_agreed(x, terms, True), terms), target, weight)
+    # classes are whole on every worker; probabilities may be split as the logits are
     goal = target if loss.target is None else SpreadTensor(target, layout)
     # the workers told each other that every target is a class
     with in_mode_of(terms), setting(checked, True):
@@ -180,21 +198,6 @@ def _known_alone(loss: ShardedLoss) -> set[Any]:
     return set()
 
 
-def _kind(value: Any) -> Any:
-    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else type(value)
-
-
 def _check_known(state: State) -> None:
     if isinstance(state, UnknownSharding):
         refuse_lost(state, "parallel_cross_entropy of a tensor")
-
-
-def _check_whole(input: Any, target: Any, weight: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _check_known(traced_state(input))
-    for name, value in (("target", target), ("weight", weight)):
-        if sharding_of(value) is not None:
-            raise ValueError(
-                f"parallel_cross_entropy: the input has no sharding and the {name} has one; "
-                f"gather the {name}, or write tessel.register_parallel_dim(input, dim)"
-            )

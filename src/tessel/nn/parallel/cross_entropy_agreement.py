@@ -53,6 +53,11 @@ class ShardedLoss:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self.measure).items())
         return f"parallel_cross_entropy({weight}{settings}) over {self.partition}"
 
+    @kept_in_job  # not of this object alone: each call makes one that is equal
+    def words(self) -> tuple[str, str]:
+        """What the loss is called, and all that is known of it."""
+        return self.label, repr(self)
+
     def whole(self, x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """Torch's own loss of whole logits."""
         measure = self.measure
@@ -63,6 +68,78 @@ class ShardedLoss:
             ignore_index=measure.ignore_index,
             reduction=measure.reduction,
             label_smoothing=measure.label_smoothing,
+        )
+
+    @kept_in_job  # once for the same shapes: a training step asks for the same each time
+    def conclude(self, inputs: Frozen, targets: Frozen) -> Logits:
+        """What follows from the shapes and kinds of all workers, the same on each of them.
+
+        Raises for shardings that do not fit the classes, and for targets that do not fit the input.
+        """
+        (input_shapes, input_terms), (target_shapes, target_terms) = inputs, targets
+        of_input, of_target = dict(input_shapes), dict(target_shapes)
+        workers = self.input.partition.ranks
+        if self.wanted not in (None, workers):
+            raise ValueError(
+                f"{self.label}: partition= names workers {self.wanted}, and the input is a shard "
+                f"over workers {workers}; leave out partition="
+            )
+        ndim = len(input_shapes[0][1])
+        expected = Sharding(class_dim(ndim), self.input.partition)
+        check_sharding(self.input, expected, f"the input, of {ndim} dimensions,", self.label)
+        check_sharding(self.weight_sharding, None, "the weight", self.label)
+        check_sharding(self.target, expected, "the target", self.label)
+        layout = self._whole("the input", self.input, of_input)
+        if self.target is not None:
+            target_shape = self._whole("the target", self.target, of_target).shape
+        # most likely a shard of probabilities that nobody registered as one
+        elif of_input == of_target and target_shapes[0][1] != layout.shape:
+            raise ValueError(
+                f"{self.label}: the target has the shape of a shard of the input and no sharding; "
+                f"if it is a shard of probabilities, write "
+                f"tessel.register_parallel_dim(target, {self.input.dim})"
+            )
+        else:
+            target_shape = same(of_target, "shape of the target", self.label)
+        self._check_target(layout.shape, target_shape)
+        kinds = {
+            "input": Kind(layout.shape, input_terms.dtype, input_terms.device, False),
+            "target": Kind(target_shape, target_terms.dtype, target_terms.device, False),
+            "weight": self.weight,
+            **vars(self.measure),
+        }
+        # torch's loss of such tensors raises for what torch does not take, on all workers
+        dtype = loss_dtype(F.cross_entropy, tuple(kinds.items()), self.autocast)
+        return Logits(layout, target_shape == layout.shape, input_terms, target_terms, dtype)
+
+    def _whole(self, name: str, sharding: Sharding, shapes: dict[int, Shape]) -> Layout:
+        """The layout of the whole of which workers have balanced parts."""
+        first = shapes[self.partition.ranks[0]]
+        if len(first) <= sharding.dim:
+            raise ValueError(
+                f"{self.label}: {name} has no dim {sharding.dim}, its shape is {first}"
+            )
+        return layout_of_shards(
+            self.partition, shapes, sharding.dim, sharding.size, self.label, name, "classes"
+        )
+
+    def _check_target(self, shape: Shape, target: Shape) -> None:
+        """Raise, of the kind that torch raises, for a target of another shape than expected."""
+        samples = samples_of(shape)
+        if self.target is not None and target != shape:
+            raise ValueError(
+                f"{self.label}: a target that is a shard must be one of probabilities, of the "
+                f"shape {shape} of the input, got a shard of {target}; classes must be whole on "
+                f"every worker"
+            )
+        # torch takes a target of one element for logits of a single sample, too
+        if target in (shape, samples) or (len(shape) == 1 and target == (1,)):
+            return
+        # as torch: ValueError for another batch, RuntimeError for other dimensions behind it
+        is_batch = len(shape) == 1 or target[:1] != shape[:1]
+        raise (ValueError if is_batch else RuntimeError)(
+            f"{self.label}: a target of shape {samples}, or of shape {shape} for probabilities, "
+            f"was expected for an input of shape {shape}, got {target}"
         )
 
 
@@ -101,8 +178,10 @@ def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Log
     Beside shapes they tell which classes are in the target, and checksums of target and weight:
     copies that differ would give each worker a loss of its own.
     """
+    # The least and the greatest class, which no worker could check for the classes of others, and
+    # checksums. All of it is part of the exchange that there is anyway.
     numbers = *range_of(target, CLASSES, loss.measure.ignore_index), checksum(weight)
-    label, identity = _words_of(loss)
+    label, identity = loss.words()
     held, values = agree(
         loss.partition,
         label,
@@ -111,85 +190,8 @@ def agreed_logits(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Log
         numbers=numbers,
         identity=identity,
     )
-    logits = _concluded(loss, *map(frozen, held))
+    logits = loss.conclude(*map(frozen, held))
     num_classes = logits.layout.shape[loss.input.dim]
     what = "target", "classes"
     check_copies(values, ("target", "weight"), num_classes, what, label)
     return logits
-
-
-@kept_in_job
-def _words_of(loss: ShardedLoss) -> tuple[str, str]:
-    """What a loss is called, and all that is known of it; written once, as each call needs them."""
-    return loss.label, repr(loss)
-
-
-@kept_in_job
-def _concluded(loss: ShardedLoss, inputs: Frozen, targets: Frozen) -> Logits:
-    """What follows from the shapes and kinds of all workers, the same on each of them."""
-    (input_shapes, input_terms), (target_shapes, target_terms) = inputs, targets
-    of_input, of_target = dict(input_shapes), dict(target_shapes)
-    _check_shardings(loss, len(input_shapes[0][1]))
-    dim = loss.input.dim
-    layout = _whole(loss, "the input", loss.input, of_input)
-    if loss.target is not None:
-        target_shape = _whole(loss, "the target", loss.target, of_target).shape
-    elif of_input == of_target and target_shapes[0][1] != layout.shape:
-        raise ValueError(
-            f"{loss.label}: the target has the shape of a shard of the input and no sharding; if "
-            f"it is a shard of probabilities, write tessel.register_parallel_dim(target, {dim})"
-        )
-    else:
-        target_shape = same(of_target, "shape of the target", loss.label)
-    _check_target(loss, layout.shape, target_shape)
-    kinds = {
-        "input": Kind(layout.shape, input_terms.dtype, input_terms.device, False),
-        "target": Kind(target_shape, target_terms.dtype, target_terms.device, False),
-        "weight": loss.weight,
-        **vars(loss.measure),
-    }
-    # torch's loss of such tensors raises for what torch does not take, on all workers
-    dtype = loss_dtype(F.cross_entropy, tuple(kinds.items()), loss.autocast)
-    return Logits(layout, target_shape == layout.shape, input_terms, target_terms, dtype)
-
-
-def _check_shardings(loss: ShardedLoss, ndim: int) -> None:
-    """Raise ValueError if shardings do not fit the classes of the input."""
-    dim = class_dim(ndim)
-    workers = loss.input.partition.ranks
-    if loss.wanted not in (None, workers):
-        raise ValueError(
-            f"{loss.label}: partition= names workers {loss.wanted}, and the input is a shard over "
-            f"workers {workers}; leave out partition="
-        )
-    expected = Sharding(dim, loss.input.partition)
-    check_sharding(loss.input, expected, f"the input, of {ndim} dimensions,", loss.label)
-    check_sharding(loss.weight_sharding, None, "the weight", loss.label)
-    check_sharding(loss.target, expected, "the target", loss.label)
-
-
-def _whole(loss: ShardedLoss, name: str, sharding: Sharding, shapes: dict[int, Shape]) -> Layout:
-    """The layout of the whole of which workers have balanced parts."""
-    first = shapes[loss.partition.ranks[0]]
-    if len(first) <= sharding.dim:
-        raise ValueError(f"{loss.label}: {name} has no dim {sharding.dim}, its shape is {first}")
-    return layout_of_shards(
-        loss.partition, shapes, sharding.dim, sharding.size, loss.label, name, "classes"
-    )
-
-
-def _check_target(loss: ShardedLoss, shape: Shape, target: Shape) -> None:
-    """Raise, of the kind that torch raises, for a target of another shape than the input asks."""
-    samples = samples_of(shape)
-    if loss.target is not None and target != shape:
-        raise ValueError(
-            f"{loss.label}: a target that is a shard must be one of probabilities, of the shape "
-            f"{shape} of the input, got a shard of {target}; classes must be whole on every worker"
-        )
-    if target in (shape, samples) or (len(shape) == 1 and target == (1,)):
-        return
-    is_batch = len(shape) == 1 or target[:1] != shape[:1]
-    raise (ValueError if is_batch else RuntimeError)(
-        f"{loss.label}: a target of shape {samples}, or of shape {shape} for probabilities, was "
-        f"expected for an input of shape {shape}, got {target}"
-    )

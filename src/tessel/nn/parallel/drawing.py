@@ -46,7 +46,7 @@ def draw_(tensor: Tensor, layout: Layout, draw: Draw) -> Tensor:
         alike = tuple(part.shape) == layout.shape
         # where every worker has all of it, no second tensor is needed
         whole = part if alike else part.new_empty(layout.shape)
-        draw(whole)
+        draw(whole)  # also on workers whose values do not count: their generators go on alike
         keep_part(part, layout, whole)
     return tensor
 

@@ -105,6 +105,7 @@ def _agree(row: Partition, name: str, state: State, x: Tensor) -> tuple[Layout, 
 
     The seed is that of the first worker; others drew theirs.
     """
+    # All draw, though only the first one's number counts: generators that are in step stay so.
     drawn = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))
     label = f"{name} over {row}, where the input is {describe(state)}"
     [(shapes, meta)], seeds = agree(row, label, x, names=["the input"], numbers=[drawn])

@@ -88,6 +88,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         partition: Partition | None = None,
     ) -> None:
         row = row_of(partition)
+        # Workers say what they pass before anything is checked: so all of them raise, or none.
         given = ""
         if _weight is not None:
             kind = f"{_weight.dtype} on {_weight.device.type}"
@@ -249,7 +250,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
         """
         if self._layout is None:
             super().reset_parameters()
-            equalize([self.weight], self.partition)
+            equalize([self.weight], self.partition)  # seeds may differ between workers
             return
         draw_(self.weight, self._layout, torch.nn.init.normal_)
         self._fill_padding_idx_with_zero()
@@ -259,6 +260,7 @@ class ParallelEmbedding(ShardedLayer, torch.nn.Embedding):
             return
         if self._layout is None:
             super()._fill_padding_idx_with_zero()
+        # torch's layer would index its rows by a number that is counted in the whole table
         elif (box := self._layout.box()) is not None:
             start, stop = box[0]
             if start <= self.padding_idx < stop:
@@ -306,6 +308,8 @@ def parallel_embedding(
     """
     check_dim(dim, "parallel_embedding")
     settings = EmbeddingOptions(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    # A plain weight may be computed from a shard. Where the caller says how it is split, that does
+    # not matter; else it would be taken for the whole table.
     state = traced_state(weight) if dim is None else state_of(weight)
     if isinstance(state, Sharding):
         partition = partition or state.partition
@@ -338,6 +342,7 @@ def _looked_up(lookup: Lookup, ids: Tensor, weight: Tensor) -> Tensor:
         if lookup.partition.size == 1:
             return F.embedding(ids, weight, *astuple(settings))
         y, there = look_up(ids, as_agreed(weight, terms, True), layout, settings, terms)
+        # rows of the table were added by the lookup; columns still have to come together
         return gathering(there).apply(y, terms) if lookup.place else y
 
 

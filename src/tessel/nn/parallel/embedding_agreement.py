@@ -50,6 +50,55 @@ class Lookup:
         assert self.dim is not None
         return abs(self.dim)
 
+    @kept_in_job  # once for the same shapes: a training step asks for the same each time
+    def conclude(self, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
+        """The layout of the table, from the shapes of all workers; raises for what does not fit."""
+        check_known(self.weight, label)  # along which dimension it is split its sharding says
+        expected = Sharding(self.place, self.partition)
+        check_sharding(self.weight, expected, "the weight", self.label)
+        check_sharding(self.ids, None, "the ids", self.label)
+        (shapes, meta), (shards, kind) = of_ids, of_weight
+        if meta.dtype not in INDICES:
+            raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {meta.dtype}")
+        same(dict(shapes), "shape of the ids", label)
+        if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
+            raise ValueError(f"{label}: the weight must be of a float dtype, got {kind.dtype}")
+        layout = self.table(dict(shards))
+        # Torch looks at settings when it looks up an id. A worker may have no row of these ids,
+        # and would go on where others raise: so all workers look here.
+        for value in (self.settings.max_norm, self.settings.norm_type):
+            float(0 if value is None else value)
+        rows, padding = layout.shape[0], self.settings.padding_idx
+        if padding is not None and not -rows <= padding < rows:
+            raise ValueError(
+                f"{self.label}: padding_idx must be a row of the table, {-rows} to {rows - 1}, "
+                f"got {padding}"
+            )
+        if meta.device != kind.device:
+            raise ValueError(
+                f"{self.label}: ids and weight must be on one device, got {meta.device} and "
+                f"{kind.device}"
+            )
+        return layout
+
+    def table(self, shapes: dict[int, Shape]) -> Layout:
+        """The whole table from the shapes of its shards, which must be balanced parts of it."""
+        dim, label = self.place, self.label
+        if any(len(shape) != 2 for shape in shapes.values()):
+            found = ", ".join(f"{shape} on worker {worker}" for worker, shape in shapes.items())
+            raise ValueError(f"{label}: a weight has two dimensions, got {found}")
+        other = ("columns", "rows")[dim]
+        same({w: shape[1 - dim] for w, shape in shapes.items()}, f"number of {other}", label)
+        whole = [shapes[self.partition.ranks[0]][k] for k in (0, 1)]
+        whole[dim] = sum(shape[dim] for shape in shapes.values())
+        wanted = self.num_embeddings, self.embedding_dim
+        rows, columns = (
+            n if given is None else given for n, given in zip(whole, wanted, strict=True)
+        )
+        layout = shard_layout(self.partition, (rows, columns), dim)
+        check_parts(shapes, layout, "a table", label, "; shards are balanced parts of it")
+        return layout
+
 
 def agreed_table(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, TensorMeta]:
     """The layout of the whole table, after all workers agreed that they look up the same in it.
@@ -67,59 +116,6 @@ def agreed_table(lookup: Lookup, ids: Tensor, weight: Tensor) -> tuple[Layout, T
         numbers=range_of(ids, INDICES),
         identity=f"{label} {lookup}",
     )
-    layout = _concluded(lookup, label, frozen(of_ids), frozen(of_weight))
+    layout = lookup.conclude(label, frozen(of_ids), frozen(of_weight))
     check_copies(values, ("ids",), layout.shape[0], ("id", "rows of the table"), lookup.label)
     return layout, of_weight[1]
-
-
-@kept_in_job
-def _concluded(lookup: Lookup, label: str, of_ids: Frozen, of_weight: Frozen) -> Layout:
-    """The table that follows from the shapes of all workers, once for the same shapes."""
-    check_known(lookup.weight, label)  # along which dimension it is split is its sharding's to say
-    expected = Sharding(lookup.place, lookup.partition)
-    check_sharding(lookup.weight, expected, "the weight", lookup.label)
-    check_sharding(lookup.ids, None, "the ids", lookup.label)
-    (shapes, meta), (shards, kind) = of_ids, of_weight
-    if meta.dtype not in INDICES:
-        raise ValueError(f"{label}: ids must be of dtype int64 or int32, got {meta.dtype}")
-    same(dict(shapes), "shape of the ids", label)
-    if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
-        raise ValueError(f"{label}: the weight must be of a float dtype, got {kind.dtype}")
-    layout = _table(lookup, dict(shards))
-    _check_settings(lookup, layout.shape[0])
-    if meta.device != kind.device:
-        raise ValueError(
-            f"{lookup.label}: ids and weight must be on one device, got {meta.device} and "
-            f"{kind.device}"
-        )
-    return layout
-
-
-def _table(lookup: Lookup, shapes: dict[int, Shape]) -> Layout:
-    """The whole table from the shapes of its shards, which must be balanced parts of it."""
-    dim, label = lookup.place, lookup.label
-    if any(len(shape) != 2 for shape in shapes.values()):
-        found = ", ".join(f"{shape} on worker {worker}" for worker, shape in shapes.items())
-        raise ValueError(f"{label}: a weight has two dimensions, got {found}")
-    other = ("columns", "rows")[dim]
-    same({w: shape[1 - dim] for w, shape in shapes.items()}, f"number of {other}", label)
-    whole = [shapes[lookup.partition.ranks[0]][k] for k in (0, 1)]
-    whole[dim] = sum(shape[dim] for shape in shapes.values())
-    wanted = lookup.num_embeddings, lookup.embedding_dim
-    rows, columns = (n if given is None else given for n, given in zip(whole, wanted, strict=True))
-    layout = shard_layout(lookup.partition, (rows, columns), dim)
-    check_parts(shapes, layout, "a table", label, "; shards are balanced parts of it")
-    return layout
-
-
-def _check_settings(lookup: Lookup, rows: int) -> None:
-    """Raise also on workers where torch would look up nothing, and not see them."""
-    settings = lookup.settings
-    for value in (settings.max_norm, settings.norm_type):
-        float(0 if value is None else value)
-    padding = settings.padding_idx
-    if padding is not None and not -rows <= padding < rows:
-        raise ValueError(
-            f"{lookup.label}: padding_idx must be a row of the table, {-rows} to {rows - 1}, "
-            f"got {padding}"
-        )

@@ -15,7 +15,6 @@ from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.distributed.group import row_of
 from tessel.distributed.shard_layouts import layout_of_shards
-from tessel.distributed.shardings import is_wrapped
 from tessel.distributed.shards import (
     Sharding,
     as_plain,
@@ -30,7 +29,6 @@ from tessel.nn.parallel.convert import Conversion, convert
 from tessel.nn.parallel.drawing import draw_
 from tessel.nn.parallel.linear_agreement import (
     COLUMN,
-    ROW,
     ShardedProduct,
     agreement_on,
     layouts_of,
@@ -71,13 +69,14 @@ def multiply(
             else None,
             needs=tuple(needs),
             is_off=is_off,
-            problem=problem_of(weight, bias, partition, dim, sizes)
-            or _problem_in_transform(x, partition, dim, sizes),
+            problem=problem_of(x, weight, bias, partition, dim, sizes),
         )
         x = as_plain(x)
         layout, meta = agreement_on(product).agree_on(x)
         if partition.size == 1:
             y = F.linear(x, weight, bias)
+    # Beyond one worker the rule of F.linear decides what moves. It must see spread tensors, and so
+    # stands outside of the block above, in which torch's functions do not look at types.
     if partition.size > 1:
         layouts = layouts_of(partition, dim, sizes)
         with in_mode_of(meta):
@@ -86,21 +85,6 @@ def multiply(
             added = None if bias is None else SpreadTensor(as_plain(bias), layouts["bias"])
             y = opened(F.linear(given, own, added))[0]
     return as_shard(y, Sharding(x.ndim - 1, partition, sizes[1])) if dim == COLUMN else y
-
-
-def _problem_in_transform(x: Tensor, partition: Partition, dim: int, sizes: tuple[int, int]) -> str:
-    """Why a part that a transform of `torch.func` computed is not taken by its length.
-
-    Functions inside of a transform do not see shards: nobody looked at what stood beside one.
-    """
-    is_part = dim == ROW and partition.size > 1 and x.ndim and x.shape[-1] != sizes[0]
-    if not is_part or not is_wrapped(x) or state_of(x) is not None:
-        return ""
-    return (
-        "a transform of torch.func gives its input, which has the length of a part and no sharding:"
-        " gradients of what was used beside a shard would be those of a part; derive by "
-        "torch.autograd.grad, or give the transform spread tensors"
-    )
 
 
 @eagerly
@@ -114,6 +98,7 @@ def multiply_shards(
     name = name_of_product(bias, dim)
     state = state_of(weight)
     label = f"{name} over {partition}, where the weight is {describe(state)}"
+    # The length of the whole is the sum of what all workers have: nobody knows it alone.
     [(shapes, _)], _ = agree(partition, label, weight)
     split = checked_dim(dim, name)
     assert split is not None
@@ -224,6 +209,7 @@ class ParallelLinear(ShardedLayer, torch.nn.Linear):
             super().reset_parameters()
             equalize(self._parameters.values(), self.partition)
             return
+        # as torch.nn.Linear, whose bounds are those of the whole weight, not of a shard
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         layouts = self.layouts
         draw_(

@@ -13,7 +13,14 @@ from tessel.core.agreement import Agreement, TensorMeta, same
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Partition
 from tessel.distributed.shard_layouts import shard_layout
-from tessel.distributed.shardings import Sharding, State, check_known, describe, state_of
+from tessel.distributed.shardings import (
+    Sharding,
+    State,
+    check_known,
+    describe,
+    is_wrapped,
+    state_of,
+)
 from tessel.nn.parallel.agreed import check_parts, check_sharding, misfit
 from tessel.transport import kept_in_job
 
@@ -35,7 +42,7 @@ class ShardedProduct:
         autocast: the dtype of an autocast region, if there is one.
         needs: which parameters get gradients.
         is_off: whether `torch.no_grad()` keeps some from it.
-        problem: what is wrong with the parameters of this worker, or nothing.
+        problem: what is wrong with the tensors of this worker, or nothing.
     """
 
     name: str
@@ -71,7 +78,7 @@ class ShardedProduct:
             raise ValueError(f"{self.name} over {self.partition}: {self.problem}")
         check_known(self.state, self.label)
         pairs: list[tuple[str, Any, Any]] = [("device", meta.device, self.device)]
-        if self.autocast is None:
+        if self.autocast is None:  # which converts both to one dtype
             pairs.append(("dtype", meta.dtype, self.dtype))
         for what, given, own in pairs:
             if given != own:
@@ -88,7 +95,12 @@ class ShardedProduct:
         shape = (*same(batch, "shape before the last", self.label), self.sizes[0])
         whole = Layout.whole(self.partition, shape, shared=True)
         parts = shard_layout(self.partition, shape, last)
-        layout = parts if self.dim == ROW and self._are_parts(shapes, parts) else whole
+        # Where no sharding says so, inputs are parts by their lengths. Whole ones are as long as
+        # the weight everywhere: so parts that are so, too, on one worker or of nothing, are whole.
+        fits = all(shapes[worker] == parts.shape_on(worker) for worker in self.partition.ranks)
+        are_shorter = any(each != parts.shape for each in shapes.values())
+        are_parts = self.dim == ROW and (self.state is not None or (fits and are_shorter))
+        layout = parts if are_parts else whole
         hint = ""
         if self.dim == ROW and self.state is None:
             hint = (
@@ -97,17 +109,6 @@ class ShardedProduct:
             )
         check_parts(shapes, layout, "an input", self.label, hint)
         return layout, meta
-
-    def _are_parts(self, shapes: dict[int, Shape], parts: Layout) -> bool:
-        """Whether inputs are parts, by their lengths where no sharding says so.
-
-        Whole inputs are as long as the weight on every worker. So parts that are so, too, are
-        whole: those on one worker, and those of nothing.
-        """
-        if self.state is not None:
-            return True
-        fits = all(shapes[worker] == parts.shape_on(worker) for worker in self.partition.ranks)
-        return fits and any(shape != parts.shape for shape in shapes.values())
 
 
 @kept_in_job
@@ -118,15 +119,21 @@ def agreement_on(product: ShardedProduct) -> Agreement[tuple[Layout, TensorMeta]
 
 
 def problem_of(
-    weight: Tensor, bias: Tensor | None, partition: Partition, dim: int, sizes: tuple[int, int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    partition: Partition,
+    dim: int,
+    sizes: tuple[int, int],
 ) -> str:
-    """What is wrong with the parameters of this worker, in words that name it.
+    """What is wrong with the tensors of this worker, in words that name it.
 
-    One that is computed from other values may be another shard than the one that is needed.
+    A parameter that is computed from other values may be another shard than the one that is needed.
     """
     layouts = layouts_of(partition, dim, sizes)
     for name, value in (("weight", weight), ("bias", bias)):
         layout, state = layouts[name], state_of(value)
+        # on one worker every shard is the whole, whatever dimension it is split along
         apart = state is not None and partition.size > 1
         if apart and (problem := misfit(state, _sharding(layout), f"the {name}")):
             return problem
@@ -135,6 +142,14 @@ def problem_of(
                 f"the {name} of worker {transport.this_worker()} has the shape "
                 f"{tuple(value.shape)}, where its shard of {layout.shape} has {layout.local_shape}"
             )
+    is_part = dim == ROW and partition.size > 1 and x.ndim and x.shape[-1] != sizes[0]
+    if is_part and is_wrapped(x) and state_of(x) is None:
+        # functions inside of a transform do not see shards: nobody looked at what stood beside one
+        return (
+            "a transform of torch.func gives its input, which has the length of a part and no "
+            "sharding: gradients of what was used beside a shard would be those of a part; derive "
+            "by torch.autograd.grad, or give the transform spread tensors"
+        )
     return ""
 
 

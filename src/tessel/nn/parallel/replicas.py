@@ -105,6 +105,7 @@ def register_ddp_parameters_to_ignore(module: torch.nn.Module) -> list[str]:
         for name, value in module.named_parameters(remove_duplicate=False)
         if sharding_of(value) is not None
     ]
+    # what the user put on the list stays; what an earlier call put there is found anew
     known = getattr(module, IGNORED, [])
     asked = [name for name in known if name not in getattr(module, REGISTERED, ())]
     new = [name for name in shards if name not in asked]
@@ -135,7 +136,24 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
     """
     row = row_of(partition)
     learns = x.requires_grad and torch.is_grad_enabled()
-    problem = _left_out(row) if learns else ""
+    problem = ""
+    if learns:
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        # Before torch 2.13 a wrapper inside of another one says, when it is done, that none runs:
+        # so the innermost one whose `forward` has called this is looked for on the stack.
+        frame: FrameType | None = sys._getframe(1)
+        while wrapper is None and frame is not None:
+            if frame.f_code is DistributedDataParallel.forward.__code__:
+                wrapper = frame.f_locals["self"]
+            frame = frame.f_back
+        group = None if wrapper is None else wrapper.process_group
+        if group is not None and not {*row.ranks} <= {*dist.get_process_group_ranks(group)}:
+            problem = (
+                " inside of a DistributedDataParallel that averages over other workers: each "
+                "worker of the group would keep the gradient of its own samples; wrap what comes "
+                "before gather_batch by DistributedDataParallel over all workers, and what comes "
+                "after by tessel.nn.data_parallel"
+            )
     # other workers may see another wrapper, or none: all hear of it, and all raise
     agree(row, f"gather_batch over {row}{problem}")
     if problem:
@@ -144,22 +162,3 @@ def gather_batch(x: Tensor, partition: Partition | None = None) -> Tensor:
         x = x.view_as(x)  # another use of `x` gets the gradient it asks for
         x.register_hook(lambda grad: grad * row.size)
     return gather(x, 0, row)
-
-
-def _left_out(row: Partition) -> str:
-    """What is wrong if the wrapper that runs now takes no mean over all workers of a group."""
-    wrapper = DistributedDataParallel._get_active_ddp_module()
-    # Before torch 2.13 a wrapper inside of another one says, when it is done, that none runs: so
-    # the innermost one whose `forward` has called this is looked for on the stack.
-    frame: FrameType | None = sys._getframe(1)
-    while wrapper is None and frame is not None:
-        if frame.f_code is DistributedDataParallel.forward.__code__:
-            wrapper = frame.f_locals["self"]
-        frame = frame.f_back
-    if wrapper is None or {*row.ranks} <= {*dist.get_process_group_ranks(wrapper.process_group)}:
-        return ""
-    return (
-        " inside of a DistributedDataParallel that averages over other workers: each worker of the "
-        "group would keep the gradient of its own samples; wrap what comes before gather_batch by "
-        "DistributedDataParallel over all workers, and what comes after by tessel.nn.data_parallel"
-    )

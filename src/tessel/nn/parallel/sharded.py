@@ -65,6 +65,8 @@ class ShardedLayer(torch.nn.Module):
             if parameter is None or (layouts and name not in layouts):
                 continue
             sharding = Sharding.of(layouts[name]) if layouts else None
+            # The bias of a row-parallel layer, and all of a layer that is not split, are one value
+            # of the group: who draws it anew, or writes it, must know with whom it is shared.
             if sharding is None:
                 share(parameter, self.partition)
             else:
