@@ -39,6 +39,15 @@ STATISTICS = {
             x.quantile(0.2, 2, interpolation="lower"),
         )
     ),
+    "quantile at levels with gradients": once(
+        lambda x, q: (
+            torch.quantile(x, q.sigmoid(), dim=1),
+            torch.quantile(x, q.sigmoid(), dim=0, keepdim=True),
+            x.quantile(q[0].sigmoid()),
+        ),
+        (4, 5, 6),
+        (3,),
+    ),
     "nanquantile": once(lambda x: x.nanquantile(0.3, 1)),
     "cov": once(lambda x: (torch.cov(x), torch.corrcoef(x)), (4, 6)),
     "histc": once(lambda x: x.detach().histc(5, -2, 2), derives=False),

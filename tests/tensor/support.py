@@ -101,7 +101,7 @@ REDUCTIONS: Rows = {
     "median nanmedian": ["median", "nanmedian"],
     "diff": ["diff*"],
     "F.glu": ["glu"],
-    "quantile nanquantile": ["quantile", "nanquantile"],
+    "quantile nanquantile": ["quantile*", "nanquantile"],
     "cov corrcoef": ["cov"],
     "renorm": ["renorm"],
     "histc bincount": ["histc", "bincount"],

@@ -54,7 +54,10 @@ def joined(strips: Sequence[Strip], dim: int, target: Layout) -> Tensor:
         )
         runs.append(moved(x, recut(target, dim, Cut(cut.axes, reads), x._layout.shape[dim])))
         offset += stop - start
-    return made(torch.cat(runs, dim), target)
+    if len(target.shape) > 1:
+        return made(torch.cat(runs, dim), target)
+    # of an empty row torch.cat has a constant as its derivative, but not of a matrix of such rows
+    return made(torch.cat([run.unsqueeze(0) for run in runs], 1).squeeze(0), target)
 
 
 @rule("cat", "concat", "concatenate")
