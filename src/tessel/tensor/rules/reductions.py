@@ -185,13 +185,14 @@ def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) ->
     if dtype is not None:
         x = x.to(dtype)
     stage = _STAGES[name]
+    first = _finite_logsumexp if name == "logsumexp" else stage
 
     def in_stages(part: torch.Tensor) -> Tensor:
         return _stages(
             part,
             layout,
             dims,
-            lambda y: stage(y, dims, True),
+            lambda y: first(y, dims, True),
             lambda y: stage(y, dims, keepdim),
             keepdim,
         )
@@ -209,6 +210,16 @@ def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) ->
     base = torch.where(extreme.isfinite(), extreme, 0)
     offsets = torch.where(ties, args[0] - base.reshape(shape), 0)
     return base + offsets.sum(dims, keepdim) / ties.sum(dims, keepdim)
+
+
+def _finite_logsumexp(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    """That of a part, which may have nothing but -inf where others have values.
+
+    There torch has no derivative of it, and the whole has one: zero.
+    """
+    is_nothing = (x == -float("inf")).all(dims, keepdim=True)
+    found = x.masked_fill(is_nothing, 0).logsumexp(dims, keepdim)
+    return found.masked_fill(is_nothing if keepdim else is_nothing.squeeze(dims), -float("inf"))
 
 
 def _each(function: Any) -> Any:
