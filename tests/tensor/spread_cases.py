@@ -176,6 +176,7 @@ REDUCTIONS = {
         lambda x: (
             *(*x.max(0), *x.min(-1, True), x.argmax(0), x.argmin(-1, True)),
             *(*x.median(0), *x.mode(), *x.topk(1), *x.kthvalue(1, 0)),
+            *(x.quantile(0.5, 0), x.flip(0)),
         ),
         ((),),
     ),

@@ -54,6 +54,16 @@ STATISTICS = {
     "bincount": once(
         lambda x: torch.bincount((x.detach() * 100).long().abs() % 5), (9,), derives=False
     ),
+    # of a part without numbers torch forgets the type of the weights
+    "bincount with weights": once(
+        lambda x, w: (
+            torch.bincount((x.detach() * 100).long().abs() % 5, w.detach()),
+            torch.bincount((x.detach() * 100).long().abs() % 5, w.detach().float(), 9),
+        ),
+        (9,),
+        (9,),
+        derives=False,
+    ),
     "unique": gathers(lambda x: torch.unique(x.detach().round()), derives=False),
     "renorm": once(lambda x: x.renorm(2, 0, 1.0)),
     "trapezoid": gathers(lambda x: (torch.trapezoid(x, dim=1), torch.cumulative_trapezoid(x))),

@@ -104,7 +104,7 @@ REDUCTIONS: Rows = {
     "quantile nanquantile": ["quantile*", "nanquantile"],
     "cov corrcoef": ["cov"],
     "renorm": ["renorm"],
-    "histc bincount": ["histc", "bincount"],
+    "histc bincount": ["histc", "bincount*"],
     "trapezoid cumulative_trapezoid": ["trapezoid"],
     "gradient": ["gradient"],
     "unique": ["unique"],

@@ -134,6 +134,8 @@ def flip(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Each worker reads the interval that lies opposite, and turns it round."""
     x, layout = args[0], args[0]._layout
     outlines(func, args, kwargs)  # torch's own error
+    if not layout.shape:
+        return x.clone()
     given = args[1:] or tuple(kwargs.values())
     named = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
     dims = {"fliplr": (1,), "flipud": (0,)}.get(name) or tuple(

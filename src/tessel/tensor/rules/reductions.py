@@ -536,7 +536,7 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     q = q.full() if isinstance(q, Tensor) else q
     settings = {key: kwargs[key] for key in ("interpolation",) if key in kwargs}
     func(x.new_empty([1] * x.dim()), q, dim, keepdim, **settings)  # torch's own errors
-    if dim is None:
+    if dim is None or not x.dim():
         found = func(x.flatten(), q, 0, **settings)
         return found.reshape(*found.shape, *[1] * x.dim()) if keepdim else found
     (dim,) = dims_of(dim, x._layout) or (0,)
@@ -579,8 +579,12 @@ def bincount(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     count = max(least, int(x.max()) + 1 if x.numel() else 0)
     if weights is not None and tuple(weights.shape) != tuple(x.shape):
         raise RuntimeError("weights should be 1-d and have the same length as input")
-    factors = None if weights is None else fitted(weights, layout).detach()
-    return _counted(func(x._part, factors, count), layout)
+    if weights is None:
+        return _counted(func(x._part, None, count), layout)
+    factors = fitted(weights, layout).detach()
+    # of nothing torch counts in whole numbers, whatever the weights are
+    kind = func(outline.new_zeros(1), factors.new_zeros(1)).dtype
+    return _counted(func(x._part, factors, count).to(kind), layout)
 
 
 def _counted(own: torch.Tensor, layout: Layout) -> Tensor:
