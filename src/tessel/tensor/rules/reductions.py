@@ -352,12 +352,12 @@ def moments(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return spread, (mean if keepdim else mean.reshape(spread.shape)).to(kind)
 
 
-def _squares(x: Tensor) -> Tensor:
+def _squares(x: torch.Tensor) -> torch.Tensor:
     """The squares of sizes, which have derivatives of all orders also at zero."""
     return (x * x.conj()).real if x.is_complex() else x * x
 
 
-def _root(total: Tensor, p: float) -> Tensor:
+def _root(total: torch.Tensor, p: float) -> torch.Tensor:
     """A root; its derivative at zero is zero, as torch has it for norms and deviations."""
     is_zero = total == 0
     safe = total.masked_fill(is_zero, 1)
