@@ -114,6 +114,14 @@ TABLES = {
             torch.searchsorted(torch.linspace(-1, 1, 5, dtype=x.dtype), input=x, side="right"),
         )
     ),
+    "searchsorted of rows that a sorter sorts": Case(
+        lambda s, x: (
+            torch.searchsorted(s, x, sorter=s.argsort()),
+            torch.searchsorted(s.detach().flip(1), x, sorter=s.flip(1).argsort(), right=True),
+        ),
+        ((4, 5), (4, 3)),
+        derives=False,
+    ),
     "searchsorted of rows": Case(
         lambda s, x: torch.searchsorted(s, x), ((4, 5), (4, 3)), sorted_rows, derives=False
     ),

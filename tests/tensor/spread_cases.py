@@ -70,6 +70,33 @@ def positive(shape: Shape, number: int) -> Tensor:
     return values(shape, 3 + number).abs() + 0.5
 
 
+def equal(shape: Shape, number: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64)
+
+
+def lowest(shape: Shape, number: int) -> Tensor:
+    """As scores that are masked."""
+    return torch.full(shape, torch.finfo(torch.float64).min, dtype=torch.float64)
+
+
+def zeros_before(shape: Shape, number: int) -> Tensor:
+    """Zeros in the first half of the first dimension, which may be all that a worker has."""
+    x = values(shape, 3 + number).clone()
+    x[: shape[0] // 2] = 0
+    return x
+
+
+def masked_before(shape: Shape, number: int) -> Tensor:
+    """-inf in the first half of the first dimension, which may be all that a worker has."""
+    x = values(shape, 3 + number).clone()
+    x[: shape[0] // 2] = -float("inf")
+    return x
+
+
+def truths(shape: Shape, number: int) -> Tensor:
+    return values(shape, 3 + number) > 0
+
+
 REDUCTIONS = {
     "sum": Case(lambda x: x.sum()),
     "sum of one": Case(lambda x: x.sum(1)),
@@ -122,8 +149,43 @@ REDUCTIONS = {
         f"norm {p}": Case(lambda x, p=p: torch.linalg.vector_norm(x, p, dim=(0, 1)), make=positive)
         for p in (1, 2, 3, float("inf"), -float("inf"))
     },
-    "norm 0": Case(
-        lambda x: torch.linalg.vector_norm(x, 0, dim=(0, 1)), make=whole_numbers, derives=False
+    "norm 0": Case(lambda x: torch.linalg.vector_norm(x, 0, dim=(0, 1)), make=whole_numbers),
+    "norms of zeros": Case(
+        lambda x: (
+            *(torch.linalg.vector_norm(x, p, dim=(0, 1)) for p in (2, 3, 4.5)),
+            *(x.norm(dim=0), x.norm(), F.normalize(x, dim=0)),
+        ),
+        make=zeros_before,
+    ),
+    "std of equal values": Case(
+        lambda x: (x.std(0), x.std((0, 1, 2)), *torch.std_mean(x, -1, keepdim=True)), make=equal
+    ),
+    # of squares that are too large for halves
+    "moments of halves": Case(
+        lambda x: ((300 * x.half()).std(0), *torch.std_mean((300 * x).half(), (1, 2))),
+        derives=False,
+        tolerance=1e-2,  # 16 bits
+    ),
+    "logsumexp of masked values": Case(
+        lambda x: (x.logsumexp(0), x.logsumexp((0, 1), True), x.softmax(0)), make=masked_before
+    ),
+    "amax of the lowest numbers": Case(
+        lambda x: (x.amax(0), x.amin((1, 2), True), x.max()), make=lowest
+    ),
+    "places in no dimension": Case(
+        lambda x: (
+            *(*x.max(0), *x.min(-1, True), x.argmax(0), x.argmin(-1, True)),
+            *(*x.median(0), *x.mode(), *x.topk(1), *x.kthvalue(1, 0)),
+            *(x.quantile(0.5, 0), x.flip(0)),
+        ),
+        ((),),
+    ),
+    "truths": Case(
+        lambda x: (
+            *(x.prod(0, dtype=torch.bool), x.prod(2), torch.diff(x, dim=1)),
+            torch.diff(x, n=2, dim=0),
+        ),
+        make=truths,
     ),
     "norm of all": Case(lambda x: x.norm() + torch.norm(x, 1)),
     "norm along": Case(lambda x: x.norm(dim=1, keepdim=True) + x.norm(2, 2, True)),
@@ -134,12 +196,29 @@ REDUCTIONS = {
         for name in ("softmax", "log_softmax", "softmin")
         for dim in (0, 1, -1)
     },
-    "softmax with type": Case(lambda x: torch.softmax(x.float(), 1, dtype=torch.float64)),
+    "softmax with type": Case(
+        lambda x: (
+            torch.softmax(x.float(), 1, dtype=torch.float64),
+            x.float().softmax(0, torch.float64),
+            torch.log_softmax(x.float(), -1, torch.float64),
+            torch.special.softmax(x.long(), 0, torch.float64),
+        )
+    ),
+    # whose sum of exponentials is too large for a half
+    "softmax of many halves": Case(
+        lambda x: x.half().expand(70_000, 3).softmax(0)[::7_000] * 1e4,
+        ((1, 3),),
+        derives=False,
+        tolerance=1e-2,  # 16 bits
+    ),
     **{
         f"{name} along {dim}": Case(lambda x, name=name, dim=dim: getattr(x, name)(dim))
         for name in ("cumsum", "cumprod", "logcumsumexp")
         for dim in (0, 1, -1)
     },
+    "cumsum in place": Case(
+        lambda x: ((x * 1).cumsum_(1), (x * 1).cumprod_(0), (x * 1).renorm_(2, -1, 1.0))
+    ),
     "cummax": Case(lambda x: tuple(x.cummax(1))),
     "cummin": Case(lambda x: tuple(torch.cummin(x, dim=0))),
     "sort": Case(lambda x: (*x.sort(), *torch.sort(x, dim=0, descending=True))),

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from parity import values
-from spread_cases import Case, Shape, positive
+from spread_cases import Case, Shape, positive, truths
 
 
 def between(shape: Shape, number: int) -> Tensor:
@@ -21,10 +21,6 @@ def between(shape: Shape, number: int) -> Tensor:
 def numbers(shape: Shape, number: int) -> Tensor:
     """Whole numbers from 1 to 9."""
     return (values(shape, 3 + number) * 100).long().abs() % 9 + 1
-
-
-def truths(shape: Shape, number: int) -> Tensor:
-    return values(shape, 3 + number) > 0
 
 
 def function(name: str) -> Callable[..., Any]:

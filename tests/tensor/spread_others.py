@@ -39,11 +39,30 @@ STATISTICS = {
             x.quantile(0.2, 2, interpolation="lower"),
         )
     ),
+    "quantile at levels with gradients": once(
+        lambda x, q: (
+            torch.quantile(x, q.sigmoid(), dim=1),
+            torch.quantile(x, q.sigmoid(), dim=0, keepdim=True),
+            x.quantile(q[0].sigmoid()),
+        ),
+        (4, 5, 6),
+        (3,),
+    ),
     "nanquantile": once(lambda x: x.nanquantile(0.3, 1)),
     "cov": once(lambda x: (torch.cov(x), torch.corrcoef(x)), (4, 6)),
     "histc": once(lambda x: x.detach().histc(5, -2, 2), derives=False),
     "bincount": once(
         lambda x: torch.bincount((x.detach() * 100).long().abs() % 5), (9,), derives=False
+    ),
+    # of a part without numbers torch forgets the type of the weights
+    "bincount with weights": once(
+        lambda x, w: (
+            torch.bincount((x.detach() * 100).long().abs() % 5, w.detach()),
+            torch.bincount((x.detach() * 100).long().abs() % 5, w.detach().float(), 9),
+        ),
+        (9,),
+        (9,),
+        derives=False,
     ),
     "unique": gathers(lambda x: torch.unique(x.detach().round()), derives=False),
     "renorm": once(lambda x: x.renorm(2, 0, 1.0)),

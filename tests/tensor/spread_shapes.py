@@ -240,6 +240,10 @@ JOINTS = {
     "tensor_split by a tensor": Case(lambda x: torch.tensor_split(x, torch.tensor([1, 3]), 1)),
     "hsplit of a row": Case(lambda x: x.hsplit([2, 9]), ((6,),)),
     "iteration": Case(lambda x: tuple(x), ((4, 5),)),
+    # of which the last worker has no windows: what it has in their place are truths, too
+    "windows of truths": Case(lambda x: ((x > 0).unfold(0, 3, 1), (x > 0).unfold(2, 5, 1))),
+    # the second derivative: of an empty row torch.cat has none
+    "roll of a row": Case(lambda x: (x.roll(1).square(), x.roll(-2, 0) * x), ((5,),)),
     "roll": Case(
         lambda x: (
             x.roll(2, 0),
@@ -336,7 +340,10 @@ INDEXING = {
         lambda i: values((4, 3), 1)[i.long().abs() % 4], ((7, 2),)
     ),
     "narrow and select": Case(
-        lambda x: (x.narrow(1, 1, 3), x.narrow(-1, -4, 2), x.select(0, -1), torch.select(x, 2, 3))
+        lambda x: (
+            *(x.narrow(1, 1, 3), x.narrow(-1, -4, 2), x.narrow(0, torch.tensor(1), 2)),
+            *(x.select(0, -1), torch.select(x, 2, 3)),
+        )
     ),
     "index_select": Case(
         lambda x: (

@@ -37,6 +37,14 @@ def last_chance(value: float) -> Any:
     return split(torch.tensor([0.5] * 5 + [value], dtype=torch.float64))
 
 
+def relu_in_place(x: Any) -> Any:
+    return F.relu(x[1:], inplace=True)
+
+
+def cumsum_in_place(x: Any) -> Any:
+    return x[1:].cumsum_(1)
+
+
 def ctc(target: int = 1, times: int = 4, length: int = 1) -> Any:
     """Six samples, of which the last worker has one that is bad."""
     return F.ctc_loss(
@@ -165,6 +173,44 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         lambda: nn.MultiheadAttention(8, 2).double()(*[reals(6, 2, 4)] * 3),
         AssertionError,
         "8",
+    ),
+    # torch looks at the type of values alone, and the last two workers have none
+    "softmax of whole numbers": (
+        lambda: split(torch.ones(1, 4).long()).softmax(1),
+        NotImplementedError,
+        "Long",
+    ),
+    "softmax of whole numbers that are split": (
+        lambda: split(torch.ones(6, 4).long()).softmax(0),
+        NotImplementedError,
+        "Long",
+    ),
+    "cumsum of truths": (
+        lambda: split(torch.ones(1, 4)).cumsum(1, dtype=torch.bool),
+        NotImplementedError,
+        "Bool",
+    ),
+    "argmin of truths": (lambda: split(torch.ones(6, 4) > 0).argmin(0), RuntimeError, "bool"),
+    "nanmean of whole numbers": (
+        lambda: split(torch.ones(6, 4).long()).nanmean(0),
+        RuntimeError,
+        "floating point",
+    ),
+    # was: a gathered copy was changed, and what torch has a view of was not
+    "relu in place of a copy": (
+        lambda: relu_in_place(reals(6, 3)),
+        NotImplementedError,
+        "copy",
+    ),
+    "cumsum in place of a copy": (
+        lambda: cumsum_in_place(reals(6, 3)),
+        NotImplementedError,
+        "copy",
+    ),
+    "cumsum in place of another type": (
+        lambda: reals(6, 3).cumsum_(1, dtype=torch.float32),
+        RuntimeError,
+        "float32",
     ),
     "fft of no length": (lambda: torch.fft.fft(reals(6), n=0), RuntimeError, "Invalid"),
     "fft beyond": (lambda: torch.fft.fft(reals(6), dim=3), IndexError, "range"),

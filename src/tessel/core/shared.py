@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from math import prod
 from typing import Any, Protocol, overload
 
@@ -366,6 +366,6 @@ def grad_alike(x: Tensor, meta: TensorMeta) -> Tensor:
 
 def anchored_zeros(shape: Shape, *inputs: Tensor | None) -> Tensor:
     """Zeros that hang on their inputs, so that the graphs of all workers are alike."""
-    anchor = sum(each.reshape(-1)[:0].sum(dtype=each.dtype) for each in inputs if each is not None)
-    assert isinstance(anchor, Tensor)
-    return anchor.expand(shape)
+    zeros = [each.reshape(-1)[:0].sum(dtype=each.dtype) for each in inputs if each is not None]
+    # without a number to begin with, which would make whole numbers of truth values
+    return reduce(torch.add, zeros).expand(shape)

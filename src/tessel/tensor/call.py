@@ -37,7 +37,13 @@ from tessel.tensor.rules import (  # noqa: F401  (they enter rules)
     shapes,
     transposed,
 )
-from tessel.tensor.rules.pointwise import OF_ELEMENTS, is_in_place, is_pointwise, pointwise
+from tessel.tensor.rules.pointwise import (
+    OF_ELEMENTS,
+    check_change,
+    is_in_place,
+    is_pointwise,
+    pointwise,
+)
 from tessel.tensor.shared_random import common_number, common_seed
 from tessel.tensor.table import (
     FOUND,
@@ -191,6 +197,13 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return rule(name, func, args, kwargs)
     if is_pointwise(name):
         return pointwise(name, func, args, kwargs)
+    if (
+        name[-1] == "_"
+        and name[:-1] in RULES
+        and name not in _RESHAPE_IN_PLACE
+        and held_layouts(args[:1])
+    ):
+        return _written_back(name, args, kwargs)
     layouts = held_layouts(args, kwargs)
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "it has no rule for tensors that are split", *layouts)
@@ -207,6 +220,20 @@ _RESHAPE_IN_PLACE = frozenset(
         *("resize_", "resize_as_", "set_", "rename_"),
     )
 )
+
+
+def _written_back(name: str, args: Arguments, kwargs: Settings) -> Any:
+    """What a function gives whose rule changes nothing, put into its operand."""
+    x = args[0]
+    check_change(name, x, held_layouts(args, kwargs))
+    # of a copy, since derivatives may need the values that are there before
+    result = getattr(torch.Tensor, name[:-1])(x.clone(), *args[1:], **kwargs)
+    if result.shape != x.shape or result.dtype != x.dtype:
+        raise RuntimeError(
+            f"`{name}` would put {tuple(result.shape)} values of {result.dtype} into a tensor of "
+            f"{tuple(x.shape)} values of {x.dtype}"
+        )
+    return x.copy_(result)
 
 
 def _written(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

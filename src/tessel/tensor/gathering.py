@@ -79,7 +79,8 @@ def without_rule(
     name: str, func: Any, args: Arguments, kwargs: Settings, why: UnsupportedError
 ) -> Any:
     """Gather the operands and let every worker compute the same, or raise."""
-    if not may_gather() or is_in_place(name) or kwargs.get("out") is not None:
+    changes = is_in_place(name) or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+    if not may_gather() or changes:
         raise why
     if is_random(name):  # each worker would draw numbers of its own
         raise why

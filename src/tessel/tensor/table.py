@@ -160,6 +160,16 @@ def computed(compute: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Any:
     return type(result)([_attached(each, part) for each in result])
 
 
+def try_values(compute: Callable[[torch.Tensor], Any], part: torch.Tensor, layout: Layout) -> None:
+    """Raise what torch raises of values, as of a type that it cannot take, without any here, too.
+
+    Else only the workers that have values would, and the others would wait for them.
+    """
+    if not part.numel() and 0 not in layout.shape:
+        with torch.no_grad():
+            compute(part.new_ones([max(1, length) for length in part.shape]))
+
+
 def _attached(result: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if result.is_floating_point() or result.is_complex():
         return anchored_zeros(tuple(result.shape), part).to(result.dtype)

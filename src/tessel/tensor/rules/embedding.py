@@ -158,7 +158,7 @@ def searchsorted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     rest = {**_without(kwargs, "input"), "sorter": None}
     sorter = kwargs.get("sorter")
     if sorter is not None:
-        sequence = torch.take_along_dim(whole_of(sequence), whole_of(sorter), -1)
+        sequence = torch.take_along_dim(sequence, sorter, -1)
     rows = ascii_lowercase[: x.dim() - 1] if sequence.dim() > 1 else ""
     letters = ascii_lowercase[: x.dim() - 1] + "Y" if x.dim() else ""
     equation = ((rows + "X", letters), letters)

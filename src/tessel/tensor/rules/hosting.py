@@ -17,7 +17,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.tensor.table import computed, made, moved
+from tessel.tensor.table import computed, made, moved, try_values
 from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
@@ -91,7 +91,9 @@ def along(x: Tensor, dims: Sequence[int], compute: Callable[[torch.Tensor], Any]
     mixed = tuple(dims)
     layout = x._layout
     there = hosted(layout, mixed)
-    result = computed(compute, moved(x, there))
+    part = moved(x, there)
+    try_values(compute, part, there)
+    result = computed(compute, part)
     if isinstance(result, tuple):
         members = [_back(each, layout, there, mixed) for each in result]
         return tuple(members) if type(result) is tuple else type(result)(members)

@@ -288,13 +288,14 @@ def narrow(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     x = args[0]
     names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
-    outlines(func, args, kwargs)  # torch's own error
+    given[names[1]] = as_int(given[names[1]])
+    outlines(func, (x,), given)  # torch's own error
     dim = range(x.dim())[given["dim"]]
     picks: list[Pick] = [(0, n, 1) for n in x.shape]
     if name == "select":
-        picks[dim] = as_int(given["index"]) % x.shape[dim]
+        picks[dim] = given["index"] % x.shape[dim]
     else:
-        start = as_int(given["start"])
+        start = given["start"]
         start = start + x.shape[dim] if start < 0 else start
         picks[dim] = (start, start + given["length"], 1)
     return _picked(x, tuple(picks), ())

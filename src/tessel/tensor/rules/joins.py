@@ -54,7 +54,10 @@ def joined(strips: Sequence[Strip], dim: int, target: Layout) -> Tensor:
         )
         runs.append(moved(x, recut(target, dim, Cut(cut.axes, reads), x._layout.shape[dim])))
         offset += stop - start
-    return made(torch.cat(runs, dim), target)
+    if len(target.shape) > 1:
+        return made(torch.cat(runs, dim), target)
+    # of an empty row torch.cat has a constant as its derivative, but not of a matrix of such rows
+    return made(torch.cat([run.unsqueeze(0) for run in runs], 1).squeeze(0), target)
 
 
 @rule("cat", "concat", "concatenate")
@@ -131,6 +134,8 @@ def flip(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Each worker reads the interval that lies opposite, and turns it round."""
     x, layout = args[0], args[0]._layout
     outlines(func, args, kwargs)  # torch's own error
+    if not layout.shape:
+        return x.clone()
     given = args[1:] or tuple(kwargs.values())
     named = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
     dims = {"fliplr": (1,), "flipud": (0,)}.get(name) or tuple(

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
-from tessel.core.shared import anchored_zeros
+from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.rules.hosting import along, hosted
 from tessel.tensor.rules.pointwise import fitted, pointwise
 from tessel.tensor.table import (
@@ -28,7 +28,9 @@ from tessel.tensor.table import (
     opened,
     outlines,
     rule,
+    try_values,
     unsupported,
+    widened,
 )
 from tessel.tensor.tensor import Tensor, move
 from tessel.tensor.windowed import outline
@@ -79,6 +81,7 @@ def reduce(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         known = torch.where(torch.isnan(args[0]), 0, args[0])
         return known.sum(*args[1:], **kwargs)
     if name == "nanmean":
+        outlines(func, args, kwargs)  # torch's own errors
         count = (~torch.isnan(args[0])).sum(*args[1:3], **{**kwargs, "dtype": None})
         return args[0].nansum(*args[1:], **kwargs) / count
     x, layout = opened(args[0])
@@ -182,28 +185,41 @@ def reduce_in_stages(name: str, func: Any, args: Arguments, kwargs: Settings) ->
     if dtype is not None:
         x = x.to(dtype)
     stage = _STAGES[name]
+    first = _finite_logsumexp if name == "logsumexp" else stage
 
     def in_stages(part: torch.Tensor) -> Tensor:
         return _stages(
             part,
             layout,
             dims,
-            lambda y: stage(y, dims, True),
+            lambda y: first(y, dims, True),
             lambda y: stage(y, dims, keepdim),
             keepdim,
         )
 
     if name not in ("amax", "amin") or not (x.requires_grad and torch.is_grad_enabled()):
-        return in_stages(x)
+        return in_stages(x) if dtype is None else in_stages(x).to(dtype)
     # The gradient of an extreme value goes in equal shares to all places that have it, as torch has
     # it; in stages it would go in equal shares to all parts that have it.
     extreme, shape = in_stages(x.detach()), list(layout.shape)
     for dim in dims:
         shape[dim] = 1
     ties = args[0].detach() == extreme.reshape(shape)
-    mean = torch.where(ties, args[0], 0).sum(dims, keepdim) / ties.sum(dims, keepdim)
-    # a mean of equal numbers may be rounded: only its derivative is wanted
-    return torch.where(extreme.isfinite(), extreme + (mean - mean.detach()), mean)
+    # Only the derivative of a mean of equal numbers is wanted: it may be rounded, and their sum may
+    # be infinite. So they are counted from the extreme value, unless that is infinite itself.
+    base = torch.where(extreme.isfinite(), extreme, 0)
+    offsets = torch.where(ties, args[0] - base.reshape(shape), 0)
+    return base + offsets.sum(dims, keepdim) / ties.sum(dims, keepdim)
+
+
+def _finite_logsumexp(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    """That of a part, which may have nothing but -inf where others have values.
+
+    There torch has no derivative of it, and the whole has one: zero.
+    """
+    is_nothing = (x == -float("inf")).all(dims, keepdim=True)
+    found = x.masked_fill(is_nothing, 0).logsumexp(dims, keepdim)
+    return found.masked_fill(is_nothing if keepdim else is_nothing.squeeze(dims), -float("inf"))
 
 
 def _each(function: Any) -> Any:
@@ -241,12 +257,16 @@ def extremes(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             return made(func(x), without(layout, dims, False)[1])
         return args[0].amax(dims) if name == "max" else args[0].amin(dims)
     keepdim = argument(args, kwargs, 2, "keepdim", False)
-    return _with_places(func, args[0], dims_of(dim, layout)[0], keepdim)
+    (dim,) = dims_of(dim, layout) or (0,)
+    return _with_places(func, args[0], dim, keepdim)
 
 
 def _with_places(func: Any, x: Tensor, dim: int, keepdim: bool) -> Any:
     """Values and places along a dimension: of each part, then of what these are."""
     part, layout = opened(x)
+    if not layout.shape:  # of one value, along a dimension that torch lets it have
+        values, places = func(part, dim, keepdim)
+        return _pair(func, made(values, layout), made(places, layout))
     _, shared = without(layout, (dim,), keepdim)
     if not layout.is_split(dim):
         values, places = func(part, dim, keepdim)
@@ -285,8 +305,10 @@ def place_of_extreme(name: str, func: Any, args: Arguments, kwargs: Settings) ->
         if keepdim:
             return getattr(x.flatten(), name)(0).reshape([1] * x.dim())
         return getattr(x.flatten(), name)(0)
+    func(x.new_empty([1] * x.dim()), dim)  # torch's own errors
     extreme = torch.max if name == "argmax" else torch.min
-    return _with_places(extreme, x, dims_of(dim, x._layout)[0], keepdim)[1]
+    (dim,) = dims_of(dim, x._layout) or (0,)
+    return _with_places(extreme, x, dim, keepdim)[1]
 
 
 @rule("aminmax")
@@ -317,15 +339,30 @@ def moments(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         if isinstance(result, tuple):
             return tuple(made(each, shared) for each in result)
         return made(result, shared)
+    outlines(func, args, kwargs)  # torch's own errors
+    # Halves are computed with in single precision, as torch does, and rounded once at the end.
+    kind, x = x.dtype, widened(x)
     mean = x.mean(dims, True)
-    offsets = x - mean
-    squares = (offsets * offsets.conj()).real if x.is_complex() else offsets * offsets
     count = prod(layout.shape[dim] for dim in dims)
-    spread = squares.sum(dims, keepdim) / max(0, count - correction)
-    spread = spread.sqrt() if name.startswith("std") else spread
+    spread = _squares(x - mean).sum(dims, keepdim) / max(0, count - correction)
+    spread = _root(spread, 2) if name.startswith("std") else spread
+    spread = spread.to(kind.to_real())
     if not name.endswith("_mean"):
         return spread
-    return spread, mean if keepdim else mean.reshape(spread.shape)
+    return spread, (mean if keepdim else mean.reshape(spread.shape)).to(kind)
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    """The squares of sizes, which have derivatives of all orders also at zero."""
+    return (x * x.conj()).real if x.is_complex() else x * x
+
+
+def _root(total: torch.Tensor, p: float) -> torch.Tensor:
+    """A root; its derivative at zero is zero, as torch has it for norms and deviations."""
+    is_zero = total == 0
+    safe = total.masked_fill(is_zero, 1)
+    root = safe.sqrt() if p == 2 else safe.pow(1 / p)
+    return root.masked_fill(is_zero, 0)
 
 
 def _moment_arguments(args: Arguments, kwargs: Settings) -> tuple[Any, float, bool]:
@@ -365,9 +402,16 @@ def norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         size = args[0].abs() if dtype is None else args[0].to(dtype).abs()
         return size.amax(dims, keepdim) if p > 0 else size.amin(dims, keepdim)
     if p == 0:  # a number of values, not a norm: these add
-        return (args[0] != 0).sum(dims, keepdim).to(dtype or x.abs().dtype)
+        separate, shared = without(layout, dims, keepdim)
+        return made(move(separate, shared).apply(stage(x, keepdim)), shared)
     if 0 in layout.shape:
         return _of_nothing(args[0], dims, keepdim, lambda y: func(y, *args[1:], **kwargs))
+    if p >= 2:
+        # Not norms of norms, which have no second derivative where all values of a part are zero.
+        y = widened(args[0] if dtype is None else args[0].to(dtype))
+        powers = _squares(y) if p == 2 else y.abs().pow(p)
+        kind = func(x.new_zeros([1] * x.dim()), *args[1:], **kwargs).dtype
+        return _root(powers.sum(dims, keepdim), p).to(kind)
     return _stages(
         x, layout, dims, lambda part: stage(part, True), lambda y: stage(y, keepdim), keepdim
     )
@@ -401,17 +445,19 @@ def softmax(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         args, kwargs = args[:1], {**kwargs, "dim": dim}
     (dim,) = dims_of(dim, layout) or (0,)
     if not layout.shape or not layout.is_split(dim):
+        try_values(lambda values: func(values, *args[1:], **kwargs), part, layout)
         return made(func(part, *args[1:], **kwargs), layout)
     if 0 in layout.shape:  # which has no largest value
         return along(x, (dim,), lambda part: func(part, *args[1:], **kwargs))
-    dtype = kwargs.get("dtype")
-    x = x if dtype is None else x.to(dtype)
+    kind = func(part.new_zeros([1] * x.dim()), *args[1:], **kwargs).dtype  # torch's own errors
+    # halves in single precision, as above
+    x = widened(x.to(argument(args, kwargs, 2, "dtype") or x.dtype))
     x = -x if name == "softmin" else x
     offset = x - x.detach().amax(dim, True)  # which cancels out: it needs no derivative
     if name == "log_softmax":
-        return offset - offset.exp().sum(dim, True).log()
+        return (offset - offset.exp().sum(dim, True).log()).to(kind)
     powers = offset.exp()
-    return powers / powers.sum(dim, True)
+    return (powers / powers.sum(dim, True)).to(kind)
 
 
 # -- through a host -------------------------------------------------------------------------------
@@ -435,18 +481,25 @@ def mix_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         given = -1  # sort(descending)
     (dim,) = dims_of(given, x._layout) or (0,)
     if not x._layout.shape:
-        part, layout = opened(x)
-        result = func(part, *args[1:], **kwargs)
-        if isinstance(result, tuple):
-            return type(result)([made(each, layout) for each in result])
-        return made(result, layout)
+        return _alone(x, func, args, kwargs)
     return along(x, (dim,), lambda part: func(part, *args[1:], **kwargs))
+
+
+def _alone(x: Tensor, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What a function gives of one value that has no dimension."""
+    part, layout = opened(x)
+    result = func(part, *args[1:], **kwargs)
+    if isinstance(result, tuple):
+        return type(result)([made(each, layout) for each in result])
+    return made(result, layout)
 
 
 @rule("topk")
 def topk(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The largest values along a dimension, and their places."""
     x = args[0]
+    if not x._layout.shape:
+        return _alone(x, func, args, kwargs)
     (dim,) = dims_of(argument(args, kwargs, 2, "dim", -1), x._layout) or (0,)
     return along(x, (dim,), lambda part: func(part, *args[1:], **kwargs))
 
@@ -463,10 +516,14 @@ def reduce_along(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
         return made(
             func(moved(x, whole)), without(whole, tuple(range(len(layout.shape))), False)[1]
         )
-    (dim,) = dims_of(given, x._layout) or (0,)
+    if not x._layout.shape:  # of one value, along a dimension that torch lets it have
+        return _alone(x, func, args, kwargs)
+    (dim,) = dims_of(given, x._layout)
     there = hosted(x._layout, (dim,))
     keepdim = argument(args, kwargs, place + 1, "keepdim", False)
-    result = computed(lambda part: func(part, *args[1:], **kwargs), moved(x, there))
+    part = moved(x, there)
+    try_values(lambda values: func(values, *args[1:], **kwargs), part, there)
+    result = computed(lambda part: func(part, *args[1:], **kwargs), part)
     _, shared = without(there, (dim,), keepdim)
     return type(result)([made(each, shared) for each in result])
 
@@ -479,7 +536,7 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     q = q.full() if isinstance(q, Tensor) else q
     settings = {key: kwargs[key] for key in ("interpolation",) if key in kwargs}
     func(x.new_empty([1] * x.dim()), q, dim, keepdim, **settings)  # torch's own errors
-    if dim is None:
+    if dim is None or not x.dim():
         found = func(x.flatten(), q, 0, **settings)
         return found.reshape(*found.shape, *[1] * x.dim()) if keepdim else found
     (dim,) = dims_of(dim, x._layout) or (0,)
@@ -489,8 +546,11 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         first = Cut.whole(len(q))
         target = replace(target, shape=(len(q), *target.shape), cuts=(first, *target.cuts))
     part = moved(x, there)
+    # each worker uses q for its own rows: its gradient is the sum of theirs
+    q = used(q, there) if isinstance(q, torch.Tensor) else q
     if 0 in part.shape and 0 not in there.shape:  # torch refuses it
-        return made(anchored_zeros(target.local_shape, part), target)
+        levels = q if isinstance(q, torch.Tensor) else None
+        return made(anchored_zeros(target.local_shape, part, levels), target)
     return made(func(part, q, dim, keepdim, **settings), target)
 
 
@@ -519,8 +579,12 @@ def bincount(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     count = max(least, int(x.max()) + 1 if x.numel() else 0)
     if weights is not None and tuple(weights.shape) != tuple(x.shape):
         raise RuntimeError("weights should be 1-d and have the same length as input")
-    factors = None if weights is None else fitted(weights, layout).detach()
-    return _counted(func(x._part, factors, count), layout)
+    if weights is None:
+        return _counted(func(x._part, None, count), layout)
+    factors = fitted(weights, layout).detach()
+    # of nothing torch counts in whole numbers, whatever the weights are
+    kind = func(outline.new_zeros(1), factors.new_zeros(1)).dtype
+    return _counted(func(x._part, factors, count).to(kind), layout)
 
 
 def _counted(own: torch.Tensor, layout: Layout) -> Tensor:
@@ -543,5 +607,6 @@ def diff(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         x = torch.cat([each for each in (ends[0], x, ends[1]) if each is not None], dim)
     for _ in range(n):
         length = max(0, x.shape[dim] - 1)
-        x = x.narrow(dim, x.shape[dim] - length, length) - x.narrow(dim, 0, length)
+        after, before = x.narrow(dim, x.shape[dim] - length, length), x.narrow(dim, 0, length)
+        x = after ^ before if x.dtype == torch.bool else after - before
     return x
