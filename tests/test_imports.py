@@ -291,11 +291,13 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_the_core_needs_torch_numpy_and_rich_alone() -> None:
     done = python(ALONE)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_import_is_quick() -> None:
     """Beside torch's own, which takes seconds, it is not felt."""
     done = python(QUICK)

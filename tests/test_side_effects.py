@@ -101,6 +101,7 @@ def test_import_changes_nothing_outside() -> None:
     assert {*ours} - {*torchs} == {"tessel.distributed.shards"}
 
 
+@pytest.mark.slow
 def test_a_comparison_finds_a_hook_and_a_patch() -> None:
     """The test above can fail."""
     patch = (

@@ -87,6 +87,7 @@ def test_outside_of_a_virtual_environment_nothing_is_changed(tmp_path: Path) -> 
     assert extension.read_text() == EXTENSION
 
 
+@pytest.mark.slow
 def test_deepinv_is_imported_plainly_here() -> None:
     done = python(Path(__file__).parent, "-W", "error::UserWarning", "-c", "import deepinv")
     assert done.returncode == 0, f"{done.stderr}\nrun `make venv` again"

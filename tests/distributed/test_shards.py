@@ -246,6 +246,7 @@ def _regroup(
     return split, local, place + (k < place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_shardings_of_random_shapes_are_right(run: Run, nprocs: int) -> None:
     for kept in run(check_reshapes, 5, 400, nprocs=nprocs):

@@ -61,6 +61,7 @@ def written(pool: Any) -> str:
     return pool.run(learn, SHORT, nprocs=1)[0].written
 
 
+@pytest.mark.slow
 @several
 def test_gpt_learns_alike_on_any_number_of_workers(
     run: Run, plain_curve: gpt.Curve, written: str, nprocs: int

@@ -964,6 +964,7 @@ def four_copies(ctx: Any, shape: tuple[int, ...]) -> Layout:
     return operator_grid(ctx.partition.create_cartesian_topology_partition((2, 2, 1)), shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_the_bundle_is_the_problem_of_one_process(run: Run, nprocs: int) -> None:
     if nprocs == 2:

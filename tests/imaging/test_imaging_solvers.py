@@ -371,6 +371,7 @@ def stop_early(grid: tuple[int, int] | None, name: str) -> tuple[int, str, bool,
     return found.iterations, found.reason, found.converged, found.history[column]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nprocs", "grid"), [(1, None), (2, None), (4, (2, 2))])
 def test_criteria(run: Run, nprocs: int, grid: tuple[int, int] | None) -> None:
     for name in ("change", "residual"):
@@ -530,6 +531,7 @@ def test_a_metric_may_be_new_when_a_run_resumes(run: Run, tmp_path: Path, nprocs
     assert run(with_a_new_metric, str(tmp_path), nprocs=nprocs) == [expected] * nprocs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nprocs", "grid"), [(1, None), (2, None), (4, (2, 2))])
 def test_resume(run: Run, tmp_path: Path, nprocs: int, grid: tuple[int, int] | None) -> None:
     assert run(all_resumed, str(tmp_path), grid, nprocs=nprocs) == [[]] * nprocs

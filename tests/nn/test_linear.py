@@ -103,6 +103,7 @@ def check_uneven(seed: int, count: int) -> None:
         check_layers(alone, layer, values(shape, rng.randrange(99)), layout)
 
 
+@pytest.mark.slow
 def test_uneven_and_empty_parts_are_exact(run: Run) -> None:
     run(check_uneven, 3, 100, nprocs=4)
 
@@ -127,6 +128,7 @@ def check_uneven_with_blocks(seed: int, count: int) -> None:
             close("output", got, Layout.balanced(P, expected.shape).local_part(expected))
 
 
+@pytest.mark.slow
 def test_uneven_parts_meet_blocks(run: Run) -> None:
     run(check_uneven_with_blocks, 5, 50, nprocs=4)
 

@@ -155,6 +155,7 @@ def row_case(source: random.Random) -> Case:
 MAKERS = {"batch": batch_case, "instance": instance_case, "group": group_case, "row": row_case}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [4])
 @pytest.mark.parametrize("family", MAKERS)
 def test_random_cases(run, nprocs, family):

@@ -173,6 +173,7 @@ def test_batches_vectors_and_strides() -> None:
     empty.sum().abs().backward()
 
 
+@pytest.mark.slow
 def test_autograd_knows_that_they_are_linear() -> None:
     x = values((5, 3), F64, 1).requires_grad_()
     z = values((4, 3), C128, 2).requires_grad_()

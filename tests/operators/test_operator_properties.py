@@ -38,6 +38,7 @@ def local_trees() -> list[Spec]:
     return [random_spec(rng, torch.float64, rng.randint(1, 3), 3) for _ in range(LOCAL)]
 
 
+@pytest.mark.slow
 def test_random_trees_are_their_matrices() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

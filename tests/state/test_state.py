@@ -140,6 +140,7 @@ def check_round_trips(size: int) -> None:
                 check_own(again, plain)
 
 
+@pytest.mark.slow
 @everywhere
 def test_states_are_those_of_plain_torch_for_every_dim(run: Run, nprocs: int, size: int) -> None:
     run(check_round_trips, size, nprocs=nprocs)

@@ -419,6 +419,7 @@ def end_instead() -> None:
     x.relu() if tessel.world().rank == 0 else os._exit(3)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_come(checking: pytest.MonkeyPatch) -> None:
     """Others wait as long as they always do, and say for what."""
     checking.setenv("TESSEL_TIMEOUT", "10")

@@ -242,6 +242,7 @@ def all_equal(run: Run, cases: list[Case], nprocs: int) -> None:
     assert run(check_cases, cases, nprocs=nprocs, timeout=SECONDS) == [len(cases)] * nprocs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 3, 4])
 def test_all_options_are_those_of_one_process(run: Run, nprocs: int) -> None:
     all_equal(run, grid(), nprocs)
@@ -256,6 +257,7 @@ def test_workers_in_another_order(run: Run) -> None:
     all_equal(run, [case for case in grid(workers="reversed") if case.shape == (4, 5)], 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_all_options_in_float32(run: Run, nprocs: int) -> None:
     all_equal(run, grid(dtype=torch.float32, orders=(1,)), nprocs)
