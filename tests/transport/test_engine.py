@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -29,7 +30,10 @@ needs_engine = pytest.mark.skipif(
     not (copy_program.has_engine() and transport.can_share_memory()),
     reason="the engine was not built",
 )
-pytestmark = needs_engine
+needs_memory = pytest.mark.skipif(
+    os.environ.get("TESSEL_TRANSPORT") == "gloo", reason="Gloo has no use for the engine"
+)
+pytestmark = [needs_engine, needs_memory]
 
 
 def counted(

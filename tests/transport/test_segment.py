@@ -79,7 +79,8 @@ def test_workers_keep_no_descriptor(run) -> None:  # type: ignore[no-untyped-def
 def left_open_by_a_refusal() -> list[str]:
     gc.disable()  # which would close it
     try:
-        with stress.afresh(TESSEL_ENGINE="steam"), pytest.raises(ValueError):
+        chosen = stress.afresh(TESSEL_TRANSPORT="shared", TESSEL_ENGINE="steam")
+        with chosen, pytest.raises(ValueError):
             tessel.nn.AllSumReduce(tessel.world(), [0])(torch.ones(3))
         return memory_files()
     finally:
