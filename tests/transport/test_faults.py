@@ -238,7 +238,8 @@ def test_run_shows_a_worker_that_was_stopped(tmp_path: Path) -> None:
     )
     seconds = time.time() - float((tmp_path / "begin").read_text())
     assert done.returncode != 0
-    assert re.search(r"lost contact with worker 1 .*stopped for 8 s", done.stderr), done.stderr
+    silence = "(stopped for 8 s|Timed out waiting 8000ms)"  # the latter if Gloo is chosen outside
+    assert re.search(f"lost contact with worker 1 .*{silence}", done.stderr), done.stderr
     assert "killed by" not in done.stderr, done.stderr
     assert seconds < 8 + 15, seconds  # elastic waits 30 s for it
 

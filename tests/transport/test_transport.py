@@ -178,6 +178,7 @@ def words_that_find_no_room() -> list[int]:
     return heard
 
 
+@pytest.mark.skipif("TESSEL_TRANSPORT" in os.environ, reason="the transport is chosen outside")
 def test_words_are_on_their_way_when_an_agreement_ends(run: Any) -> None:
     assert run(words_that_find_no_room, nprocs=2, timeout=30) == [[10, 11]] * 2
 

@@ -362,7 +362,8 @@ def begin_late() -> list[float]:
     return [*found, float(total(x)[0])]
 
 
-def test_a_worker_that_begins_late_is_waited_for(run: Run) -> None:
+def test_a_worker_that_begins_late_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESSEL_TRANSPORT", "shared")  # whose memory says who has left
     run(do_nothing, nprocs=3)  # a new job after it, with memory of its own
     run(do_nothing, nprocs=2)  # the program before
     assert run(begin_late, nprocs=2) == [[2.0, 2.0]] * 2
