@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+import jobs
 from tessel.testing.pool import WorkerPool
 
 # inductor would compile programs to see which vector instructions run, for half of a minute
@@ -38,6 +39,24 @@ def pool() -> Iterator[WorkerPool]:
 def run(pool: WorkerPool) -> Callable[..., list[Any]]:
     """`run(fn, *args, nprocs=4, timeout=60)`: the results of `fn(*args)` on the workers."""
     return pool.run
+
+
+@pytest.fixture
+def in_new_job(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """`in_new_job(fn, *args, nprocs=2, timeout=60, engine="python")`: with TESSEL_ENGINE and such.
+
+    A job reads these variables when it begins: so the workers leave the one that they are in.
+    """
+
+    def run(
+        fn: Callable[..., Any], *args: Any, nprocs: int, timeout: float, **settings: str
+    ) -> list[Any]:
+        for name, value in settings.items():
+            monkeypatch.setenv(f"TESSEL_{name.upper()}", value)
+        pool.run(jobs.leave_job, nprocs=nprocs)
+        return pool.run(fn, *args, nprocs=nprocs, timeout=timeout)
+
+    return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -340,11 +340,9 @@ INDEXING = {
         lambda i: values((4, 3), 1)[i.long().abs() % 4], ((7, 2),)
     ),
     "narrow and select": Case(
-        lambda x: (
-            *(x.narrow(1, 1, 3), x.narrow(-1, -4, 2), x.narrow(0, torch.tensor(1), 2)),
-            *(x.select(0, -1), torch.select(x, 2, 3)),
-        )
+        lambda x: (x.narrow(1, 1, 3), x.narrow(-1, -4, 2), x.select(0, -1), torch.select(x, 2, 3))
     ),
+    "narrow from a tensor": Case(lambda x: x.narrow(0, torch.tensor(1), 2)),
     "index_select": Case(
         lambda x: (
             x.index_select(0, INDEX % 4),

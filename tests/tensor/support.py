@@ -184,7 +184,7 @@ SHAPES: Rows = {
 
 INDEXING: Rows = {
     "x[1:3]; x[::2]; x[-1]; x[None]; narrow; select": [
-        *("numbers", "slices", "steps", "new dimensions", "numpy numbers", "narrow and select"),
+        *("numbers", "slices", "steps", "new dimensions", "numpy numbers", "narrow*"),
     ],
     "x[index]; x[[0, 2]]; index_select; take": [
         *("lists", "tensors of*", "index without*", "index_select", "spread index*"),

@@ -94,7 +94,15 @@ BY_VALUES = {"index without dimensions", "ctc gathers", "one_hot"}
 BY_VALUES |= {f"{n} (5,) {r}" for n in ("nll", "cross_entropy") for r in ("none", "mean", "sum")}
 BY_VALUES |= {"GRU of packed sequences", "repeat_interleave by numbers", "masked_scatter"}
 BY_VALUES |= {f"ctc {n}" for n in ("mean", "none", "sum", "of one sample", "of targets in a row")}
-BY_VALUES |= {"bincount", "cov", "unique", "quantile", "nanquantile"}
+BY_VALUES |= {
+    "narrow from a tensor",
+    "bincount",
+    "bincount with weights",
+    "cov",
+    "unique",
+    "quantile",
+    "nanquantile",
+}
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"refused"}))

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 import tessel
 from tessel import Layout, Move, Partition, transport
@@ -47,17 +46,6 @@ def _forget() -> None:
     if job._current is not None and job._current.membership.host is not None:
         job._current.membership.host.leave()
     job._current = None
-
-
-def leave_job() -> None:
-    """Let the next call have a new job, made as the environment then says.
-
-    Torch lets a worker go on before others have connected to it: who leaves at once would cut them
-    off.
-    """
-    if transport.num_workers() > 1:
-        dist.barrier()
-    transport.leave()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import stress
+import jobs
 import tessel
 from tessel import Layout, Move, nn, transport
 from tessel.transport import SendBuffer, job
@@ -159,7 +159,7 @@ def test_a_broken_group_breaks_the_job(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")  # Python hears of Ctrl-C after waits of Gloo
-    run(stress.leave_job, nprocs=3)
+    run(jobs.leave_job, nprocs=3)
     found = run(break_a_smaller_group, tmp_path / "done", nprocs=3, timeout=SECONDS)
     assert all("this job is broken" in str(each) for said in found for each in said), found
 
@@ -187,7 +187,7 @@ def give_one_the_alarm(said: Path, passed: Path) -> tuple[int, list[float | str]
 
 def test_the_alarm_is_passed_on(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
-    run(stress.leave_job, nprocs=3)
+    run(jobs.leave_job, nprocs=3)
     found = run(give_one_the_alarm, tmp_path / "said", tmp_path / "passed", nprocs=3)
     for alarm, said in found:
         assert alarm == 1 and all("a test says so" in str(each) for each in said), found
@@ -229,7 +229,7 @@ def test_memory_of_an_interrupted_worker_is_not_taken_for_its_message(
 ) -> None:
     monkeypatch.setenv("TESSEL_TRANSPORT", "shared")
     monkeypatch.setenv("TESSEL_ENGINE", engine)
-    run(stress.leave_job, nprocs=2)
+    run(jobs.leave_job, nprocs=2)
     found = run(overwrite_what_is_read, tmp_path / "done", nprocs=2, timeout=SECONDS)
     assert found[0] == "interrupted" and "this job is broken" in str(found[1]), found
 

@@ -316,13 +316,59 @@ def sliced(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def outlines(func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What a function gives for tensors of the global shapes, without values; torch's own error."""
+    """What a function gives for tensors of the global shapes, without values; torch's own error.
 
+    To find it takes torch up to a millisecond for functions that it has in Python: results of its
+    own functions are remembered, as models call these again with the same shapes.
+    """
+    try:
+        key = func, torch.get_default_dtype(), _known_by(args), _known_by(kwargs)
+        result = _OUTLINES.get(key)
+    except TypeError:  # a function or an argument that says nothing by its value
+        return _outlined(func, args, kwargs)
+    if result is None:
+        with to_keep():
+            result = _outlined(func, args, kwargs)
+        if func in FOUND:  # others may be made for one call, and hold its tensors
+            if len(_OUTLINES) >= _MOST_OUTLINES:
+                _OUTLINES.clear()
+            _OUTLINES[key] = result
+    return result
+
+
+_OUTLINES: dict[Any, Any] = {}
+_MOST_OUTLINES = 4096
+# whose values say all that torch's functions ask of them
+_PLAIN_KINDS = frozenset(
+    (
+        *(int, float, complex, bool, str, type(None), type(...), torch.dtype, torch.device),
+        *(torch.memory_format, torch.layout),
+    )
+)
+
+
+def _known_by(value: Any) -> Any:
+    """What a result without values depends on; numbers with their types, as 1 equals 1.0."""
+    kind = type(value)
+    if kind is tuple or kind is list or kind is torch.Size:
+        return kind, tuple([_known_by(each) for each in value])
+    if kind is dict:
+        return tuple([(name, _known_by(each)) for name, each in value.items()])
+    if kind in _PLAIN_KINDS:
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        return _shape_and_dtype(value)
+    raise TypeError(f"a {kind.__name__} is not known by its value")
+
+
+def _shape_and_dtype(x: torch.Tensor) -> tuple[Shape, torch.dtype]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x._layout.shape if isinstance(x, Tensor) else tuple(x.shape), x.dtype
+
+
+def _outlined(func: Any, args: Arguments, kwargs: Settings) -> Any:
     def outlined(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        shape = value._layout.shape if isinstance(value, Tensor) else tuple(value.shape)
-        return outline(shape, value.dtype)
+        return outline(*_shape_and_dtype(value)) if isinstance(value, torch.Tensor) else value
 
     return func(*mapped(outlined, args), **mapped(outlined, kwargs))
 
