@@ -52,6 +52,17 @@ def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return call.result()
 
 
+def named_operands(args: Arguments, kwargs: Settings) -> tuple[tuple[torch.Tensor, ...], bool, int]:
+    """q, k, v, a mask; whether queries only look back; how many of their heads share keys."""
+    given: Settings = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    operands = tuple(given[key] for key in _ATTENTION[:4] if given.get(key) is not None)
+    if len(operands) > 3 and operands[3].dim() < 2:
+        operands = (*operands[:3], operands[3].reshape(1, -1))
+    q, k = operands[:2]
+    groups = q.shape[-3] // k.shape[-3] if given.get("enable_gqa", False) else 1
+    return operands, bool(given.get("is_causal", False)), groups
+
+
 class _AttentionCall:
     """One call of the function.
 
@@ -66,15 +77,11 @@ class _AttentionCall:
         self, name: str, func: Any, operands: Arguments, given: Settings, shape: Shape
     ) -> None:
         self.func, self.shape = func, shape
-        self.operands = tuple(_cast(each) for each in operands if each is not None)
-        if len(self.operands) > 3 and self.operands[3].dim() < 2:
-            self.operands = (*self.operands[:3], self.operands[3].reshape(1, -1))
-        q, k = self.operands[:2]
-        self.is_causal = bool(given.get("is_causal", False))
-        scale = given.get("scale")
+        found, self.is_causal, self.groups = named_operands(operands, given)
+        self.operands = tuple(map(_cast, found))
+        q, scale = self.operands[0], given.get("scale")
         self.scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else float(scale)
         self.p = float(given.get("dropout_p", 0.0))
-        self.groups = q.shape[-3] // k.shape[-3] if given.get("enable_gqa", False) else 1
         self.partition = check_partition(name, self.operands)
         self.seed = common_number(self.partition) if self.p > 0 else 0
         ways = ways_of(self.operands, self.is_causal, self.groups)

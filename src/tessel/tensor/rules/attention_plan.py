@@ -100,7 +100,7 @@ def plans(
         if everywhere > most:
             found = []
         # so that a worker has no more scores than a block of queries with a block of keys has
-        if shapes[0][-2] <= max(stop - start for start, stop in _columns(given, axes)):
+        if _are_few(given, axes):
             found.insert(0, _queries(given, axes, final, layouts))
         found.append(_ring(given, axes, final, layouts))
     hosts = tuple(
@@ -208,11 +208,19 @@ def _columns(given: _Shapes, axes: tuple[int, ...]) -> tuple[Interval, ...]:
     return tuple(boxes.balanced(given.shapes[1][-2], _places(given, axes)))
 
 
+def _are_few(given: _Shapes, axes: tuple[int, ...]) -> bool:
+    """Whether there are no more queries than keys in a block."""
+    longest = max(stop - start for start, stop in _columns(given, axes))
+    return given.shapes[0][-2] <= longest
+
+
 def _final(given: _Shapes, of_queries: Layout | None, axes: tuple[int, ...]) -> Layout:
-    """How the result shall lie: as the queries do."""
+    """How the result shall lie: as the queries do; of plain ones, whole if there are few."""
     _, result = _of_batch(given, given.layouts)
     if of_queries is not None and len(of_queries.shape) == len(result.shape):
         return split_like(of_queries, result.shape)
+    if of_queries is None and axes and _are_few(given, axes):
+        return result
     return _cut(result, len(result.shape) - 2, Cut(axes, _rows(given, axes))) if axes else result
 
 
