@@ -181,7 +181,7 @@ CLAIM = Claim(
     cases(),
     [
         OnWorkers("Tessel", by_tessel, covers=is_timed, split=True),
-        InOneProcess(ALONE, by_one, covers=is_timed),
+        InOneProcess(ALONE, by_one, covers=is_timed, threads=1),
         OnWorkers(GATHERED, by_gathering, covers=is_timed),
         OnWorkers("Tessel by a ring", by_ring, covers=is_timed),
         Counted("Tessel", "attention", "memory_of_tessel", covers=is_memory),
