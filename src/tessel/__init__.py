@@ -46,7 +46,6 @@ from tessel.operators import ParRepartition as ParRepartition
 from tessel.operators import ParRestriction as ParRestriction
 from tessel.operators import best_partition as best_partition
 from tessel.operators import distribute as distribute
-from tessel.operators import explain as explain
 from tessel.operators import gradient as gradient
 from tessel.operators import init as init
 from tessel.operators import kron as kron
@@ -59,6 +58,7 @@ from tessel.state import relocate_state_dict as relocate_state_dict
 from tessel.tensor import Tensor as Tensor
 from tessel.tensor import arange as arange
 from tessel.tensor import empty as empty
+from tessel.tensor import explain as explain
 from tessel.tensor import fallback as fallback
 from tessel.tensor import from_local as from_local
 from tessel.tensor import full as full

@@ -457,6 +457,43 @@ def record_several(
     return found[:-1]
 
 
+class DifferentiableMap(Protocol):
+    """What maps several tensors, or None, to several, and gives the gradients itself."""
+
+    @property
+    def group(self) -> transport.Group:
+        """All workers between whom something moves."""
+        ...
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]: ...
+
+    def vjp(
+        self,
+        grads: Sequence[Tensor | None],
+        needs: Sequence[bool],
+        xs: Sequence[Tensor | None],
+        ys: Sequence[Tensor],
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the inputs that need one, recorded if gradients are.
+
+        None in the place of a gradient of a result is a zero.
+        """
+        ...
+
+
+def record_map(function: DifferentiableMap, *xs: Tensor | None) -> tuple[Tensor, ...]:
+    """Apply a map so that autograd gets the gradients that it gives itself.
+
+    It keeps inputs and results, and nothing in between. Not for forward mode, transforms or
+    compilers.
+    """
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in xs):
+        with torch.no_grad():
+            return function._apply(*xs)
+    found: tuple[Tensor, ...] = _ApplyMap.apply(function, *xs)
+    return found
+
+
 def _number_of_call(operator: Any) -> int:
     """The number of the last call that the workers of an operator agreed on, all of them.
 
@@ -587,3 +624,30 @@ class _ApplySeveral(_ApplyAnyMode):
             found = record_several(ctx.operator.H, tuple(map(_values_of, grads[:-1])), anchor)
         needs = ctx.needs_input_grad[2:]  # what was missing may be there on other workers
         return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))
+
+
+class _ApplyMap(_ApplyAnyMode):
+    """The same for a map of several tensors that is not linear."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        function: DifferentiableMap, *xs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return function._apply(*map(_values_of, xs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.function, *xs = inputs
+        ctx.call = _number_of_call(ctx.function)
+        ctx.num_inputs = len(xs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*xs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept, n = ctx.saved_tensors, ctx.num_inputs
+        with transport.tagged(ctx.call):
+            found = ctx.function.vjp(
+                [_values_of(grad) for grad in grads], ctx.needs_input_grad[1:], kept[:n], kept[n:]
+            )
+        return None, *found

@@ -17,6 +17,7 @@ from tessel.tensor.create import randint as randint
 from tessel.tensor.create import randn as randn
 from tessel.tensor.create import spread as spread
 from tessel.tensor.create import zeros as zeros
+from tessel.tensor.explanation import explain as explain
 from tessel.tensor.gathering import GatherWarning as GatherWarning
 from tessel.tensor.gathering import fallback as fallback
 from tessel.tensor.padding import periodic_halo as periodic_halo

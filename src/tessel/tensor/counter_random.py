@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessel.core.layout import Layout
+from tessel.core.boxes import Box
+from tessel.core.layout import Layout, Shape
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -30,8 +31,17 @@ def places(layout: Layout, device: Any = None) -> Tensor:
     box = layout.box()
     if box is None:
         return torch.empty(0, dtype=torch.int64, device=device)
+    return places_in(layout.shape, box, device)
+
+
+def places_in(shape: Shape, box: Box, device: Any = None) -> Tensor:
+    """The same for a box of a tensor of this shape.
+
+    >>> places_in((2, 3), ((1, 2), (0, 3)))
+    tensor([[3, 4, 5]])
+    """
     found = torch.zeros((), dtype=torch.int64, device=device)
-    for length, (start, stop) in zip(layout.shape, box, strict=True):
+    for length, (start, stop) in zip(shape, box, strict=True):
         found = found.unsqueeze(-1) * length + torch.arange(start, stop, device=device)
     return found
 
@@ -55,6 +65,11 @@ def _shifted(z: Tensor, by: int) -> Tensor:
 def _unit(seed: int, counter: Tensor, stream: int) -> Tensor:
     """Evenly distributed from 0 to 1, without 1, in steps of 2⁻⁵³."""
     return (bits(seed, counter, stream) >> 10).double() * 2.0**-53
+
+
+def uniform_in(seed: int, shape: Shape, box: Box, device: Any = None) -> Tensor:
+    """Evenly distributed numbers from 0 to 1, without 1, in float64, for a box of a tensor."""
+    return _unit(seed, places_in(shape, box, device), 0)
 
 
 def uniform(seed: int, layout: Layout, dtype: torch.dtype, device: Any = None) -> Tensor:

@@ -1,111 +1,259 @@
-"""Attention: queries in parts of batch, heads and sequence, each with all keys of its own.
+"""Attention of spread tensors, and the layers that are made of it.
 
-Batch and heads may be split as they are. A split sequence goes to heads and batch if they are long
-enough; else queries stay split, and keys and values are whole along the sequence.
+`attention_plan` says where queries, keys and values meet, and `blockwise_attention` computes, also
+where keys come block by block.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
-from string import ascii_lowercase
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel.core.layout import Layout
-from tessel.tensor.rules.batched import applied, check_partition
-from tessel.tensor.rules.hosting import hosted, split_like
-from tessel.tensor.rules.products import planned
-from tessel.tensor.table import Arguments, Settings, arguments_of, gathered, made, outlines, rule
-from tessel.tensor.tensor import Tensor
+from tessel.core.agreement import in_forward_mode
+from tessel.core.layout import Cut, Shape
+from tessel.core.linop import record_map
+from tessel.core.shared import anchored_zeros
+from tessel.tensor.block_sum import Operand, Tile
+from tessel.tensor.blockwise_attention import BlockwiseAttention, Dropout, FlashKernel, Scores
+from tessel.tensor.rules import attention_plan
+from tessel.tensor.rules.attention_plan import AttentionPlan, plans
+from tessel.tensor.rules.batched import check_partition, part_of
+from tessel.tensor.shared_random import common_number
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    arguments_of,
+    made,
+    of_cuts,
+    open_part,
+    outlines,
+    outlining,
+    rule,
+    widened,
+)
+from tessel.tensor.tensor import Tensor, move
 
+_MATH = torch.nn.attention.SDPBackend.MATH.value
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @rule("scaled_dot_product_attention", plain=True)
 def attention(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """softmax(Q Kᵀ / √E + mask) V; with dropout, from the functions that it is made of."""
+    """softmax(Q Kᵀ / √E + mask) V."""
     given: Settings = dict(zip(_ATTENTION, args, strict=False)) | kwargs
-    q, k, v = (given.pop(key) for key in ("query", "key", "value"))
-    mask = given.pop("attn_mask", None)
-    operands = (q, k, v) if mask is None else (q, k, v, mask)
-    causal = bool(given.get("is_causal", False))
-    if given.get("enable_gqa", False) and q.shape[-3] != k.shape[-3]:
-        # query heads in groups: heads of keys are repeated, whole on every worker
-        outlines(partial(_attended, func, given, causal), operands, {})  # torch's own error
-        times, repeated = q.shape[-3] // k.shape[-3], []
-        for each in (k, v):
-            heads = each.dim() - 3
-            if isinstance(each, Tensor) and each._layout.is_split(heads):
-                each = each.move_to(gathered(each._layout, (heads,)))
-            repeated.append(each.repeat_interleave(times, -3))
-        return func(q, *repeated, mask, **{**given, "enable_gqa": False})
-    found = outlines(partial(_attended, func, given, causal), operands, {})
-    if given.get("dropout_p", 0.0) > 0:  # torch's dropout of the weights, which all draw alike
-        scale = given.get("scale")
-        weights = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.mT
-        mask = causal_mask((0, q.shape[-2]), k.shape[-2], q.device) if causal else mask
-        if mask is not None:
-            is_bool = mask.dtype == torch.bool
-            weights = weights.masked_fill(~mask, -math.inf) if is_bool else weights + mask
-        return F.dropout(weights.softmax(-1), given["dropout_p"]) @ v
-    plan = _planned(name, operands)
-    box = plan.inputs[0].box()
-    assert box is not None
-    rows = box[-2] if plan.inputs[0].is_split(q.dim() - 2) else None
-    part = applied(partial(_attended, func, given, causal, rows=rows), operands, plan, found.dtype)
-    result = made(part, plan.result)
-    if isinstance(q, Tensor):  # results lie as the queries did
-        result = result.move_to(split_like(q._layout, tuple(found.shape)))
-    return result
+    operands = tuple(given.pop(key, None) for key in _ATTENTION[:4])
+    found = outlines(func, operands, given)  # torch's own errors
+    call = _AttentionCall(name, func, operands, given, tuple(found.shape))
+    return call.result()
 
 
-def _attended(
-    func: Any,
-    given: Settings,
-    causal: bool,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    rows: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """Torch's attention of parts; of queries in the rows that are given, a causal mask knows it."""
-    if causal and rows is not None:
-        mask, causal = causal_mask(rows, k.shape[-2], q.device), False
-    found: torch.Tensor = func(q, k, v, mask, **{**given, "is_causal": causal})
-    return found
+def named_operands(args: Arguments, kwargs: Settings) -> tuple[tuple[torch.Tensor, ...], bool, int]:
+    """q, k, v, a mask; whether queries only look back; how many of their heads share keys."""
+    given: Settings = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    operands = tuple(given[key] for key in _ATTENTION[:4] if given.get(key) is not None)
+    if len(operands) > 3 and operands[3].dim() < 2:
+        operands = (*operands[:3], operands[3].reshape(1, -1))
+    q, k = operands[:2]
+    groups = q.shape[-3] // k.shape[-3] if given.get("enable_gqa", False) else 1
+    return operands, bool(given.get("is_causal", False)), groups
+
+
+class _AttentionCall:
+    """One call of the function.
+
+    Args:
+        name, func: the function.
+        operands: q, k, v, and the mask or None.
+        given: the other arguments.
+        shape: of the result.
+    """
+
+    def __init__(
+        self, name: str, func: Any, operands: Arguments, given: Settings, shape: Shape
+    ) -> None:
+        self.func, self.shape = func, shape
+        found, self.is_causal, self.groups = named_operands(operands, given)
+        self.operands = tuple(map(_cast, found))
+        q, scale = self.operands[0], given.get("scale")
+        self.scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else float(scale)
+        self.p = float(given.get("dropout_p", 0.0))
+        self.partition = check_partition(name, self.operands)
+        self.seed = common_number(self.partition) if self.p > 0 else 0
+        ways = ways_of(self.operands, self.is_causal, self.groups)
+        # Transforms, forward mode and compilers look at torch's functions, of all keys.
+        transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
+        self.is_plain = transformed or torch.compiler.is_compiling()
+        self.plan = next((each for each in ways if each.way == "gather"), ways[0])
+        if not self.is_plain:
+            self.plan = ways[0]
+
+    def result(self) -> Tensor:
+        """What the function gives, as queries lie."""
+        plan = self.plan
+        if outlining.get():  # this worker has no values, and knows how the result lies
+            real = [open_part(x) if isinstance(x, Tensor) else x for x in self.operands]
+            real = [each for each in real if each.is_floating_point()]
+            return made(anchored_zeros(plan.final.local_shape, *real), plan.final)
+        parts = [
+            _joined([part_of(each, layout) for layout in layouts])
+            for each, layouts in zip(self.operands, plan.inputs, strict=True)
+        ]
+        q = parts[0]
+        with torch.autocast(q.device.type, enabled=False):  # operands are cast already
+            if plan.way == "queries":
+                part = self._merged(parts)
+            elif plan.way == "ring":
+                part = self._blockwise(parts)
+            else:
+                part = self._held(parts)
+        if len(plan.results) == 1:
+            return made(part, plan.results[0]).move_to(plan.final)
+        # chunks of queries go back to where they came from, each index once
+        chunks = part.split([each.local_shape[-2] for each in plan.results], -2)
+        first, second = (
+            move(layout, plan.final).apply(chunk)
+            for chunk, layout in zip(chunks, plan.results, strict=True)
+        )
+        return made(first + second, plan.final)
+
+    def _scores(self) -> Scores:
+        """How scores come about on this worker."""
+        layout = self.plan.results[0]
+        box = layout.box()
+        assert box is not None
+        heads, dropout = None, None
+        if self.groups > 1:
+            first = box[-3][0] // self.groups
+            heads = tuple(head // self.groups - first for head in range(*box[-3]))
+        if self.p > 0:
+            lengths = (self.operands[0].shape[-2], self.operands[1].shape[-2])
+            dropout = Dropout(self.p, self.seed, (*self.shape[:-2], *lengths), box[:-2])
+        return Scores(self.scale, self.is_causal, heads, dropout)
+
+    def _blockwise(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Block by block, without more scores than those of one."""
+        plan = self.plan
+        batch = plan.results[0].local_shape[:-2]
+        operands = (*plan.operands, Operand())[:4]  # the last one for a mask that is not there
+        function = BlockwiseAttention(plan.tiling, self._scores(), operands, batch)
+        return record_map(function, *(*parts, None)[:4])[0]
+
+    def _held(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Queries with all keys that they see, by torch's own function."""
+        plan = self.plan
+        shape = plan.results[0].local_shape
+        is_empty = 0 in shape or not all(part.numel() for part in parts)
+        if is_empty and all(each.numel() for each in self.operands):
+            # torch refuses some empty tensors, and derives others as constants
+            real = [each for each in parts if each.is_floating_point()]
+            return anchored_zeros(shape, *real).to(parts[0].dtype)
+        q, k, v, *rest = parts
+        if not self.is_plain and (self.p > 0 or FlashKernel.takes(q, v)):
+            return self._blockwise(parts)
+        (rows,) = plan.tiling.rows[plan.tiling.place]
+        scores, mask = self._scores(), rest[0] if rest else None
+        if self.p > 0:
+            tile = Tile(0, rows, 0, (0, k.shape[-2]))
+            return self._at_once(tile, scores, q, k, v, mask)
+        is_causal = self.is_causal
+        if is_causal and rows[0] > 0:
+            mask, is_causal = causal_mask(rows, k.shape[-2], q.device), False
+        k, v = scores.of_heads(k), scores.of_heads(v)
+        if not self.is_plain and plan.way != "local":
+            choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=self.scale)
+            if choice == _MATH:  # which has all scores at once
+                return self._blockwise(parts)
+        found: torch.Tensor = self.func(q, k, v, mask, is_causal=is_causal, scale=self.scale)
+        return found
+
+    def _at_once(
+        self, tile: Tile, scores: Scores, q: Any, k: Any, v: Any, mask: Any
+    ) -> torch.Tensor:
+        """All scores at once, in functions that torch can derive in every mode."""
+        found = scores(tile, q, k, mask)
+        nothing = (found == -math.inf).all(-1, keepdim=True)
+        weights = found.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+        return (scores.dropped(tile, weights) @ widened(scores.of_heads(v))).to(q.dtype)
+
+    def _merged(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All queries with this worker's keys; weights and results are summed over workers."""
+        plan, tiling = self.plan, self.plan.tiling
+        q, k, v, *rest = parts
+        scores, columns = self._scores(), tiling.block(tiling.place, 0)
+        tile = Tile(0, (0, q.shape[-2]), 0, columns)
+        found = scores(tile, q, k, rest[0] if rest else None)
+        batch = plan.results[0].shape[:-2]
+        cuts = plan.results[0].cuts[:-2]
+        with torch.no_grad():  # the result does not depend on what exponents are relative to
+            own = found.new_full((*found.shape[:-1], 1), -math.inf)
+            own = found.amax(-1, keepdim=True) if found.numel() else own
+            base = self._largest(own)
+            base = base.masked_fill(base == -math.inf, 0)
+        weights = (found - base).exp()
+        total = weights.sum(-1, keepdim=True)
+        terms = torch.cat([scores.dropped(tile, weights) @ widened(scores.of_heads(v)), total], -1)
+        if not found.numel():
+            terms = terms + anchored_zeros(
+                tuple(terms.shape), *(each for each in parts if each.is_floating_point())
+            ).to(terms.dtype)
+        length, features = q.shape[-2], terms.shape[-1]
+        shape = (*batch, length, features)
+        wholes = (Cut.whole(length), Cut.whole(features))
+        source = of_cuts(self.partition, shape, (*cuts, *wholes))
+        source = replace(
+            source, shared=tuple(axis for axis in source.shared if axis not in tiling.axes)
+        )
+        there = plan.results[0]
+        target = replace(there, shape=shape, cuts=(*there.cuts[:-1], Cut.whole(features)))
+        summed = move(source, target).apply(terms)
+        found, total = summed[..., :-1], summed[..., -1:]
+        return (found / total.masked_fill(total == 0, 1)).to(q.dtype)
+
+    def _largest(self, own: torch.Tensor) -> torch.Tensor:
+        """The largest scores of all workers that have keys of the same queries."""
+        there, axes = self.plan.results[0], self.plan.tiling.axes
+        places = len(self.plan.tiling.rows)
+        lengths = (own.shape[-2], 1)
+        shape = (places, *there.shape[:-2], *lengths)
+        cuts = (*there.cuts[:-2], *map(Cut.whole, lengths))
+        row = Cut(axes, tuple((place, place + 1) for place in range(places)))
+        source = of_cuts(self.partition, shape, (row, *cuts))
+        target = of_cuts(self.partition, shape, (Cut.whole(places), *cuts))
+        return move(source, target).apply(own.unsqueeze(0)).amax(0)
+
+
+def ways_of(
+    operands: Sequence[torch.Tensor], is_causal: bool = False, groups: int = 1
+) -> tuple[AttentionPlan, ...]:
+    """All ways for such operands, the best first."""
+    layouts = tuple(each._layout if isinstance(each, Tensor) else None for each in operands)
+    shapes = tuple(tuple(each.shape) for each in operands)
+    partition = next(each for each in layouts if each is not None).partition
+    return plans(partition, shapes, layouts, is_causal, groups, attention_plan.GATHERED)
+
+
+def _cast(x: torch.Tensor) -> torch.Tensor:
+    """An operand as autocast, if it is on, casts it for attention."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
+    """Chunks of rows, one after the other."""
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -2)
 
 
 def causal_mask(rows: tuple[int, int], num_keys: int, device: Any) -> torch.Tensor:
     """Which keys the queries in these rows of the whole see: those that are not behind them."""
     queries = torch.arange(*rows, device=device).unsqueeze(-1)
     return queries >= torch.arange(num_keys, device=device)
-
-
-def _planned(name: str, operands: tuple[torch.Tensor, ...]) -> Any:
-    """Batch and heads as they lie; rows of queries only where nothing can host them."""
-    ndim = max(each.dim() for each in operands)
-    batch = ascii_lowercase[: ndim - 2]
-    ends = ("XE", "YE", "YV", "XY")
-    indices = tuple(
-        batch[len(batch) - each.dim() + 2 :] + end
-        for each, end in zip(operands, ends, strict=False)
-    )
-    layouts: list[Layout | None] = [None] * len(operands)  # a mask lies as the others want it
-    for number, each in enumerate(operands[:3]):
-        if isinstance(each, Tensor):
-            layout, sequence, features = each._layout, each.dim() - 2, each.dim() - 1
-            there = hosted(layout, (sequence, features))
-            # Queries that nothing can host stay where they are: each is on its own. Keys and
-            # values cannot, since every query reads all of them.
-            is_hosted = number or len(there.shared) == len(layout.shared)
-            layouts[number] = there if is_hosted else hosted(layout, (features,))
-    shapes = tuple(tuple(each.shape) for each in operands)
-    partition = check_partition(name, operands)
-    return planned(partition, indices, batch + "XV", shapes, tuple(layouts))
 
 
 @rule("_nested_tensor_from_mask_left_aligned")

@@ -1,0 +1,285 @@
+"""Sums over blocks of columns, block after block: no worker has more than one at a time.
+
+A row of workers computes Σ_j f(x, k_j), where x is what a worker has for its own rows (queries) and
+k_j is the j-th block of columns (keys), which comes from the worker that has it while the block
+before is computed. Outputs with columns go back the way that inputs came, by the adjoint movements.
+
+Such a sum keeps nothing but its inputs. Its derivative is a sum over blocks, too, of derivatives of
+f, which torch finds when a block is there: so derivatives of every order need one block at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.core import boxes
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout
+from tessel.core.linop import record_map
+from tessel.core.move import Move
+from tessel.core.partition import Partition
+from tessel.tensor.table import recut, widened
+from tessel.tensor.tensor import move
+from tessel.transport import Group, kept_in_job, this_worker
+
+Term = Callable[..., Sequence[Tensor]]
+Wait = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some rows and a block of columns.
+
+    Attributes:
+        start: the first of the rows in this worker's tensors.
+        rows: which rows they are of the whole.
+        offset: the first of the columns in the block that is here.
+        columns: which columns they are of the whole.
+    """
+
+    start: int
+    rows: Interval
+    offset: int
+    columns: Interval
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Which rows and columns each worker combines, and when.
+
+    Args:
+        partition: the workers.
+        axes: along which workers have rows of their own.
+        rows: for each place along these axes, the intervals of rows, one after the other.
+        columns: the blocks of columns; if they travel, one for each place.
+        is_causal: whether a row sees only columns that are not behind it.
+    """
+
+    partition: Partition
+    axes: tuple[int, ...]
+    rows: tuple[tuple[Interval, ...], ...]
+    columns: tuple[Interval, ...]
+    is_causal: bool = False
+
+    @cached_property
+    def place(self) -> int:
+        """This worker's place along the axes."""
+        return self.place_of(this_worker())
+
+    def place_of(self, worker: int) -> int:
+        """The place of a worker along the axes."""
+        index = self.partition.coordinates(worker)
+        assert index is not None
+        sizes = [self.partition.shape[axis] for axis in self.axes]
+        return boxes.ravel([index[axis] for axis in self.axes], sizes)
+
+    def block(self, place: int, step: int) -> Interval:
+        """The columns that the worker at a place has in a step: first its own, then the next's."""
+        return self.columns[(place + step) % len(self.columns)]
+
+    def tiles(self, place: int, step: int) -> list[Tile]:
+        """What the worker at a place combines in a step: nothing where it sees nothing."""
+        found, start = [], 0
+        (first, stop) = self.block(place, step)
+        for rows in self.rows[place]:
+            for (top, bottom), (left, right) in self._seen(rows, (first, stop)):
+                if top < bottom and left < right:
+                    at = start + top - rows[0]
+                    found.append(Tile(at, (top, bottom), left - first, (left, right)))
+            start += rows[1] - rows[0]
+        return found
+
+    def _seen(self, rows: Interval, columns: Interval) -> list[tuple[Interval, Interval]]:
+        """What rows see of columns: all of them, or before the diagonal and beside it."""
+        if not self.is_causal:
+            return [(rows, columns)]
+        top = max(rows[0], columns[0])
+        before = columns[0], min(top, columns[1])
+        beside = top, min(rows[1], columns[1])
+        return [((top, rows[1]), before), ((top, rows[1]), beside)]
+
+
+@kept_in_job
+def _fetch(tiling: Tiling, layout: Layout, dim: int, step: int) -> Move:
+    """The movement that brings everybody the columns of a step, but none that it does not see."""
+    intervals = tuple(
+        tiling.block(place, step) if tiling.tiles(place, step) else (0, 0)
+        for place in range(len(tiling.rows))
+    )
+    return move(layout, recut(layout, dim, Cut(tiling.axes, intervals)))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How a tensor of a sum lies.
+
+    Attributes:
+        rows: whether its last but one dimension has this worker's rows.
+        columns: its dimension of columns, from the end, or None.
+        layout: where its columns lie if they travel. Axes that split nothing are shared there:
+            workers along them do not exchange anything.
+    """
+
+    rows: bool = False
+    columns: int | None = None
+    layout: Layout | None = None
+
+    def piece(self, x: Tensor, tile: Tile) -> Tensor:
+        """What belongs to a tile; travelling columns are those of a block."""
+        if self.columns is not None:
+            start = tile.columns[0] if self.layout is None else tile.offset
+            x = x.narrow(self.columns, start, tile.columns[1] - tile.columns[0])
+        return x.narrow(-2, tile.start, tile.rows[1] - tile.rows[0]) if self.rows else x
+
+    def fetch(self, tiling: Tiling, step: int) -> Move:
+        """The movement that brings everybody the columns of a step."""
+        assert self.layout is not None and self.columns is not None
+        return _fetch(tiling, self.layout, len(self.layout.shape) + self.columns, step)
+
+
+def visits(
+    tiling: Tiling, inputs: Sequence[Operand], xs: Sequence[Tensor | None]
+) -> Iterator[tuple[int, list[Tensor | None], list[Tile]]]:
+    """All steps: its number, the inputs with the columns that are here, and the tiles to combine.
+
+    What comes for a step is sent before the step before it is computed.
+    """
+    moving = [k for k, each in enumerate(inputs) if each.layout is not None and xs[k] is not None]
+    coming: dict[int, Wait] = {}
+    for step in range(len(tiling.columns)):
+        held = list(xs)
+        for k in moving if step else ():
+            held[k] = coming.pop(k)()
+        for k in moving if step + 1 < len(tiling.columns) else ():
+            x = xs[k]
+            assert x is not None
+            coming[k] = inputs[k].fetch(tiling, step + 1).start(x)
+        yield step, held, tiling.tiles(tiling.place, step)
+
+
+ROWS = Operand(rows=True)  # a row of numbers for each query
+
+
+@dataclass(frozen=True)
+class BlockSum:
+    """Σ_j f(x, k_j), and for outputs with columns what all workers add to them.
+
+    Args:
+        tiling: rows and blocks.
+        term: f, of the pieces of all inputs that belong to a tile, in plain torch; it gives the
+            pieces of the outputs.
+        inputs: how they lie.
+        outputs: the same.
+        like: for each output, the input that has its shape and dtype.
+    """
+
+    tiling: Tiling
+    term: Term
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    like: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> Group:
+        return self.tiling.partition.prepare()
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
+        xs = tuple(None if x is None else x.detach() for x in xs)
+        totals = [_zeros(xs[k]) for k in self.like]
+        sent: list[tuple[Tensor, Wait]] = []  # outputs of the step before, on their way back
+        for step, held, tiles in visits(self.tiling, self.inputs, xs):
+            # outputs whose columns are another's go back to it
+            back = [each.layout is not None and step > 0 for each in self.outputs]
+            found = [
+                _zeros(held[k]) if goes else total
+                for total, k, goes in zip(totals, self.like, back, strict=True)
+            ]
+            for tile in tiles:
+                pieces = [
+                    None if x is None else each.piece(x, tile)
+                    for x, each in zip(held, self.inputs, strict=True)
+                ]
+                terms = self.term(tile, *pieces)
+                for each, whole, piece in zip(self.outputs, found, terms, strict=True):
+                    each.piece(whole, tile).add_(piece)
+            _add(sent)
+            sent = [
+                (totals[n], each.fetch(self.tiling, step).H.start(found[n].to(_dtype(xs[k]))))
+                for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True))
+                if back[n]
+            ]
+        _add(sent)
+        return tuple(t.to(_dtype(xs[k])) for t, k in zip(totals, self.like, strict=True))
+
+    def vjp(
+        self,
+        grads: Sequence[Tensor | None],
+        needs: Sequence[bool],
+        xs: Sequence[Tensor | None],
+        ys: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """A sum over the same blocks, of what torch derives from a term."""
+        grads = [
+            torch.zeros_like(y) if grad is None else grad for grad, y in zip_longest(grads, ys)
+        ]
+        wanted = tuple(k for k, need in enumerate(needs) if need)
+        derivative = BlockSum(
+            self.tiling,
+            derived(self.term, len(self.inputs), wanted),
+            (*self.inputs, *self.outputs),
+            tuple(self.inputs[k] for k in wanted),
+            wanted,
+        )
+        found: list[Tensor | None] = [None] * len(xs)
+        for k, each in zip(wanted, record_map(derivative, *xs, *grads), strict=True):
+            found[k] = each
+        return found
+
+
+def derived(term: Term, count: int, wanted: tuple[int, ...]) -> Term:
+    """The gradients of a term by some of its inputs, of these and the gradients of its outputs."""
+
+    def derivative(tile: Tile, *pieces: Tensor | None) -> Sequence[Tensor]:
+        given, grads = list(pieces[:count]), pieces[count:]
+        # a derivative of this one has made its pieces need gradients
+        again = any(x is not None and x.requires_grad for x in pieces)
+        with torch.enable_grad():
+            for k in wanted:
+                x = given[k]
+                assert x is not None
+                given[k] = x if x.requires_grad else x.detach().requires_grad_()
+            found: Any = torch.autograd.grad(
+                term(tile, *given),
+                [x for k in wanted if (x := given[k]) is not None],
+                grads,
+                create_graph=again,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        return tuple(found)
+
+    return derivative
+
+
+def _add(sent: list[tuple[Tensor, Wait]]) -> None:
+    """Add what has come back to what it belongs to."""
+    for total, wait in sent:
+        total.add_(wait())
+
+
+def _dtype(x: Tensor | None) -> torch.dtype:
+    assert x is not None
+    return x.dtype
+
+
+def _zeros(x: Tensor | None) -> Tensor:
+    """Where sums of this shape begin, of short numbers in float32."""
+    assert x is not None
+    return torch.zeros_like(widened(x), memory_format=torch.contiguous_format)

@@ -1,0 +1,270 @@
+"""Attention block by block: exact, and never more scores than a worker's queries × one block.
+
+Forward:  a pass over the blocks of keys keeps, for each query, the largest score so far and the sum
+of exponentials and the values relative to it.    Gradient:  one more pass. With the logarithm L of
+the sum known, weights are P = exp(S - L), and the gradient of ⟨g, O⟩ is that of the sum over blocks
+of P ∘ (g Vᵀ - δ) with δ = ⟨g, O⟩ of each query: δ is what L changes. Torch derives that, so scores,
+masks and dropout are written once (`BlockSum`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessel.core.boxes import Box
+from tessel.core.layout import Shape
+from tessel.tensor.block_sum import ROWS, BlockSum, Operand, Term, Tile, Tiling, derived, visits
+from tessel.tensor.counter_random import uniform_in
+from tessel.tensor.table import widened
+from tessel.transport import Group
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights fall: each by its place among the weights of the whole.
+
+    Args:
+        p: the probability.
+        seed: that all workers have.
+        shape: of the weights, (batch …, queries, keys).
+        box: this worker's, of the dimensions before the last two.
+    """
+
+    p: float
+    seed: int
+    shape: Shape
+    box: Box
+
+    def factors(self, tile: Tile, like: Tensor) -> Tensor:
+        """Zero, or what keeps the mean."""
+        box = (*self.box, tile.rows, tile.columns)
+        kept = uniform_in(self.seed, self.shape, box, like.device) >= self.p
+        return kept.to(like.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores come from queries and keys.
+
+    Args:
+        scale: of the products.
+        is_causal: whether a query sees only keys that are not behind it.
+        heads: for each head of the queries, that of the keys, if there are fewer.
+        dropout: of the weights.
+    """
+
+    scale: float
+    is_causal: bool = False
+    heads: tuple[int, ...] | None = None
+    dropout: Dropout | None = None
+
+    def __call__(self, tile: Tile, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Those of a tile; what a query does not see is -inf."""
+        found = (widened(q) * self.scale) @ widened(self.of_heads(k)).mT
+        if mask is not None and mask.dtype == torch.bool:
+            found = found.masked_fill(~mask, -math.inf)
+        elif mask is not None:
+            found = found + widened(mask)
+        if self.is_causal and tile.columns[1] - 1 > tile.rows[0]:
+            rows = torch.arange(*tile.rows, device=q.device).unsqueeze(-1)
+            hidden = torch.arange(*tile.columns, device=q.device) > rows
+            found = found.masked_fill(hidden, -math.inf)
+        return found
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """Keys or values for each head of the queries."""
+        if self.heads is None:
+            return x
+        return x.index_select(-3, torch.tensor(self.heads, device=x.device))
+
+    def dropped(self, tile: Tile, weights: Tensor) -> Tensor:
+        """Weights, or what stands in their place, with dropout."""
+        drop = self.dropout
+        return weights if drop is None else weights * drop.factors(tile, weights)
+
+
+@dataclass(frozen=True)
+class BlockwiseAttention:
+    """(q, k, v, mask) to the attention, and the logarithm of the sum of exponentials of each query.
+
+    A query that sees nothing has zeros, as torch's has.
+
+    Args:
+        tiling: rows are queries, columns are keys.
+        scores: how they come about.
+        operands: how q, k, v and the mask lie.
+        batch: the dimensions before the last two of the result.
+    """
+
+    tiling: Tiling
+    scores: Scores
+    operands: tuple[Operand, ...]
+    batch: Shape
+
+    @property
+    def group(self) -> Group:
+        return self.tiling.partition.prepare()
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
+        q, k, v, mask = (None if x is None else x.detach() for x in xs)
+        assert q is not None and v is not None
+        rows = (*self.batch, q.shape[-2])
+        logarithm = widened(q).new_full((*rows, 1), -math.inf)
+        found = logarithm.new_zeros((*rows, v.shape[-1]))
+        for _, held, tiles in visits(self.tiling, self.operands, (q, k, v, mask)):
+            for tile in tiles:
+                old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
+                more, sums = self._attended(tile, *self._pieces(tile, held))
+                new = torch.logaddexp(old, sums)
+                # where nothing is seen yet both are -inf, and their difference is no number
+                base = new.masked_fill(new == -math.inf, 0)
+                out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
+                old.copy_(new)
+        return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
+
+    def _pieces(self, tile: Tile, held: Sequence[Tensor | None]) -> list[Any]:
+        both = zip(held, self.operands, strict=True)
+        return [None if x is None else each.piece(x, tile) for x, each in both]
+
+    def _attended(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
+        """The attention to the keys of a tile, and the logarithm of the sum of exponentials."""
+        kernel = self._kernel(tile, q, k, v, mask)
+        if kernel is not None:
+            return kernel.attended()
+        scores = self.scores(tile, q, k, mask)
+        most = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(most.masked_fill(most == -math.inf, 0)).exp_()
+        total = weights.sum(-1, keepdim=True)
+        weights = self.scores.dropped(tile, weights.div_(total.masked_fill(total == 0, 1)))
+        return weights @ widened(self.scores.of_heads(v)), most + total.log_()
+
+    def _kernel(
+        self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> FlashKernel | None:
+        """Torch's kernel for a tile, if it has one."""
+        if self.scores.dropout is not None or not FlashKernel.takes(q, v):
+            return None
+        k, v = self.scores.of_heads(k), self.scores.of_heads(v)
+        if q.shape[:2] != self.batch or k.shape[:2] != self.batch or v.shape[:2] != self.batch:
+            return None
+        is_diagonal = self.scores.is_causal and tile.columns[1] - 1 > tile.rows[0]
+        return FlashKernel(q, k, v, mask, is_diagonal, self.scores.scale)
+
+    def vjp(
+        self,
+        grads: Sequence[Tensor | None],
+        needs: Sequence[bool],
+        xs: Sequence[Tensor | None],
+        ys: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """The gradients, by one more pass over the blocks."""
+        (grad, of_logarithm), (out, logarithm) = grads, ys
+        grad = torch.zeros_like(out) if grad is None else grad
+        delta = (widened(grad) * widened(out)).sum(-1, keepdim=True)
+        if of_logarithm is not None:  # in the derivative of a derivative
+            delta = delta - of_logarithm
+        operands = (*self.operands, ROWS, ROWS, ROWS)
+        given = (*xs, grad, logarithm, delta)
+        ones = torch.ones_like(logarithm)
+        if torch.is_grad_enabled():
+            shares = BlockSum(self.tiling, self._shares, operands, (ROWS,))
+            return shares.vjp([ones], (*needs, *[False] * 3), given)[:4]
+        wanted = tuple(k for k, need in enumerate(needs) if need)
+        # torch's kernel gives no gradient of a mask, and none for that of the logarithm
+        term = self._gradients(wanted, of_logarithm is None and 3 not in wanted)
+        outputs = tuple(self.operands[k] for k in wanted)
+        total = BlockSum(self.tiling, term, (*operands, ROWS, ROWS), outputs, wanted)
+        found: list[Tensor | None] = [None] * 4
+        for k, each in zip(wanted, total._apply(*given, ones, out), strict=True):
+            found[k] = each
+        return found
+
+    def _gradients(self, wanted: tuple[int, ...], may_use_kernel: bool) -> Term:
+        """The gradients of a tile: by torch's kernel, or as torch derives the shares."""
+        derive = derived(self._shares, 7, wanted)
+
+        def gradients(tile: Tile, *pieces: Any) -> Sequence[Tensor]:
+            q, k, v, mask, grad, logarithm, _, _, out = pieces
+            kernel = self._kernel(tile, q, k, v, mask) if may_use_kernel else None
+            if kernel is None:
+                return derive(tile, *pieces[:-1])
+            found = kernel.gradients(grad, out, logarithm)
+            return [_like(found[k], pieces[k], self.scores.heads) for k in wanted]
+
+        return gradients
+
+    def _shares(self, tile: Tile, *pieces: Tensor | None) -> tuple[Tensor]:
+        """Of each query, the share of a tile in what the gradient is that of."""
+        q, k, v, mask, grad, logarithm, delta = pieces
+        assert q is not None and k is not None and v is not None and grad is not None
+        assert logarithm is not None and delta is not None
+        weights = (self.scores(tile, q, k, mask) - logarithm).exp()
+        gains = self.scores.dropped(tile, widened(grad) @ widened(self.scores.of_heads(v)).mT)
+        return ((weights * (gains - delta)).sum(-1, keepdim=True),)
+
+
+class FlashKernel:
+    """Torch's own attention of a tile on a CPU, which never has more scores than fit into a cache.
+
+    Args:
+        q, k, v: (batch, heads, rows, features), alike but for the number of rows.
+        mask: of truth values, or what is added to scores, or None.
+        is_diagonal: whether row i sees columns up to i.
+        scale: of the products.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_diagonal: bool, scale: float
+    ) -> None:
+        self.q, self.k, self.v, self.is_diagonal, self.scale = q, k, v, is_diagonal, scale
+        self.mask = None
+        if mask is not None:
+            if mask.dtype == torch.bool:
+                mask = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+            self.mask = mask.to(q.dtype).expand(*q.shape[:2], q.shape[2], k.shape[2])
+
+    @staticmethod
+    def takes(q: Tensor, v: Tensor) -> bool:
+        """Whether it is there for such tensors."""
+        kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        is_plain = q.dim() == 4 and q.shape[-1] == v.shape[-1] > 0 and q.dtype in kinds
+        return is_plain and q.numel() > 0 and q.device.type == "cpu"
+
+    def attended(self) -> tuple[Tensor, Tensor]:
+        """The attention, and the logarithm of the sum of exponentials."""
+        found, logarithm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            self.q, self.k, self.v, 0.0, self.is_diagonal, attn_mask=self.mask, scale=self.scale
+        )
+        logarithm = logarithm.unsqueeze(-1)
+        if self.mask is not None:  # the kernel says 0 for rows that see nothing
+            hidden = (self.mask == -math.inf).all(-1, keepdim=True)
+            logarithm = logarithm.masked_fill(hidden, -math.inf)
+        return widened(found), logarithm
+
+    def gradients(self, grad: Tensor, out: Tensor, logarithm: Tensor) -> Sequence[Tensor]:
+        """Of q, k and v, in a sum over tiles of which the result and the logarithm are known."""
+        # in the memory order in which the kernel gives logarithms
+        sums = logarithm.squeeze(-1).transpose(1, 2).contiguous().transpose(1, 2)
+        found: Sequence[Tensor] = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(grad.to(self.q.dtype), self.q, self.k, self.v, out, sums),
+                *(0.0, self.is_diagonal),
+                attn_mask=self.mask,
+                scale=self.scale,
+            )
+        )
+        return found
+
+
+def _like(grad: Tensor, x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
+    """The gradient of keys or values, summed over the heads of queries that share them."""
+    if heads is None or grad.shape == x.shape:
+        return grad
+    index = torch.tensor(heads, device=grad.device)
+    return x.new_zeros(x.shape, dtype=grad.dtype).index_add_(-3, index, grad)

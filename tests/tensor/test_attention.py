@@ -1,0 +1,404 @@
+"""Attention of split sequences: every way is exact, sends what it says, and has few scores."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+import tessel
+from parity import values
+from tessel import Layout, Partition
+from tessel.core.layout import Cut
+from tessel.tensor.counter_random import uniform_in
+from tessel.tensor.rules import attention, attention_plan
+from tessel.testing import count_traffic
+
+Run = Callable[..., list[Any]]
+Shape = tuple[int, ...]
+WAYS = ("heads", "queries", "gather", "ring")
+TOLERANCE = 1e-11  # of float64, in sums of a few hundred terms in another order
+
+
+@contextmanager
+def only(way: str) -> Iterator[list[str]]:
+    """Where there is a choice, this way is chosen; the list has what was chosen."""
+    chosen: list[str] = []
+    before, before_most = attention.ways_of, attention_plan.GATHERED
+
+    def ways_of(*args: Any, **settings: Any) -> Any:
+        found = before(*args, **settings)
+        found = tuple(sorted(found, key=lambda each: each.way != way))
+        chosen.append(found[0].way)
+        return found
+
+    attention.ways_of, attention_plan.GATHERED = ways_of, 1 << 30
+    try:
+        yield chosen
+    finally:
+        attention.ways_of, attention_plan.GATHERED = before, before_most
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and how its operands lie."""
+
+    shapes: tuple[Shape, ...]  # of q, k, v, and of a mask if there is one
+    layouts: tuple[Layout | None, ...]
+    is_causal: bool = False
+    is_bool: bool = False
+    scale: float | None = None
+    groups: int = 1
+    p: float = 0.0
+
+    def operands(self) -> list[Tensor]:
+        found = [values(shape, 3 + k) for k, shape in enumerate(self.shapes)]
+        if self.is_bool:
+            found[3] = found[3] > -0.3
+        elif len(found) > 3:  # some are hidden
+            found[3] = found[3].masked_fill(found[3] < -0.9, -math.inf)
+        return found
+
+    def does(self, *operands: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            *operands,
+            dropout_p=self.p,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.groups > 1,
+        )
+
+
+def written_out(case: Case, seed: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+    """What torch documents that the function does."""
+    k, v = (x.repeat_interleave(case.groups, -3) if case.groups > 1 else x for x in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if case.scale is None else case.scale
+    scores = q @ k.mT * scale
+    if case.is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    for mask in rest:
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -math.inf) if is_bool else scores + mask
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+    if case.p:
+        box = tuple((0, n) for n in weights.shape)
+        weights = weights * (uniform_in(seed, tuple(weights.shape), box) >= case.p) / (1 - case.p)
+    return weights @ v
+
+
+def derived(y: Any, leaves: Sequence[Tensor], order: int) -> list[Tensor]:
+    """Gradients of a weighted sum, and of the squares of these."""
+    grads = torch.autograd.grad((y * values(tuple(y.shape), 50)).sum(), leaves, create_graph=True)
+    if order == 1:
+        return list(grads)
+    squares: Any = sum(each.square().sum() for each in grads)
+    return [*grads, *torch.autograd.grad(squares, leaves)]
+
+
+def check(case: Case, order: int = 2) -> str:
+    """What is wrong with a case, or nothing."""
+    plain = case.operands()
+    ours = [each.clone().requires_grad_(each.is_floating_point()) for each in plain]
+    theirs = [each.clone().requires_grad_(each.is_floating_point()) for each in plain]
+    spread = [
+        each if layout is None else tessel.spread(each, layout)
+        for each, layout in zip(ours, case.layouts, strict=True)
+    ]
+    torch.manual_seed(5)
+    got = case.does(*spread)
+    torch.manual_seed(5)
+    seed = int(torch.randint(2**62, ()))  # what the first worker draws
+    expected = written_out(case, seed, *theirs)
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"{got.shape} {got.dtype} is not {expected.shape} {expected.dtype}"
+    pairs = [(got.full(), expected)]
+    needs = [each.is_floating_point() for each in plain]
+    mine = derived(got, [x for x, need in zip(ours, needs, strict=True) if need], order)
+    other = derived(expected, [x for x, need in zip(theirs, needs, strict=True) if need], order)
+    pairs += zip(mine, other, strict=True)
+    for number, (a, b) in enumerate(pairs):
+        if not torch.allclose(a, b, TOLERANCE, TOLERANCE, equal_nan=True):
+            return f"value {number} is off by {(a - b).abs().max()}"
+    return ""
+
+
+def cuts_of(draw: random.Random, partition: Partition, shape: Shape) -> Layout | None:
+    """Any layout: each axis splits a dimension, in any parts, or none; or a plain tensor."""
+    if draw.random() < 0.15:
+        return None
+    dims = [draw.choice([*range(len(shape)), len(shape) - 2, None]) for _ in partition.shape]
+    cuts = []
+    for dim, length in enumerate(shape):
+        axes = tuple(axis for axis, d in enumerate(dims) if d == dim)
+        places = math.prod(partition.shape[axis] for axis in axes)
+        ends = sorted(draw.randint(0, length) for _ in range(places - 1))
+        cuts.append(Cut(axes, tuple(zip([0, *ends], [*ends, length], strict=True))))
+    shared = tuple(axis for axis, dim in enumerate(dims) if dim is None)
+    return Layout(partition, shape, tuple(cuts), shared)
+
+
+def drawn(seed: int) -> Case:
+    """Any call, with operands that lie in any way on the workers there are."""
+    draw = random.Random(seed)
+    workers = tessel.world().size
+    grid = draw.choice([(workers,), (2, 2)]) if workers == 4 else (workers,)
+    partition = Partition(tuple(range(workers)), grid)
+    batch, heads, features = draw.choice([1, 2]), draw.choice([1, 2, 4]), draw.choice([3, 4])
+    rows, columns = draw.choice([1, 2, *range(3, 10)]), draw.randint(1, 9)
+    if draw.random() < 0.2:  # few queries
+        rows, columns = draw.randint(1, 3), draw.randint(9, 12)
+    groups = draw.choice([1, 1, 2]) if heads > 1 else 1
+    shapes: list[Shape] = [
+        (batch, heads, rows, 4),
+        (batch, heads // groups, columns, 4),
+        (batch, heads // groups, columns, features),
+    ]
+    kind = draw.choice(["none", "causal", "causal", "bool", "real"])
+    if kind in ("bool", "real"):
+        whole = (batch, heads, rows, columns)
+        shape = tuple(n if draw.random() < 0.7 else 1 for n in whole)
+        shapes.append(shape[draw.choice([0, 0, 1, 2]) :])
+    layouts = [cuts_of(draw, partition, shape) for shape in shapes]
+    if not any(each is not None for each in layouts[:3]):
+        layouts[0] = Layout.whole(partition, shapes[0], shared=True)
+    return Case(
+        tuple(shapes),
+        tuple(layouts),
+        is_causal=kind == "causal",
+        is_bool=kind == "bool",
+        scale=draw.choice([None, 0.3]),
+        groups=groups,
+        p=draw.choice([0.0, 0.0, 0.4]),
+    )
+
+
+def check_drawn(way: str, first: int, count: int) -> int:
+    """How many cases went this way."""
+    wrong, went = [], 0
+    with only(way) as chosen:
+        for seed in range(first, first + count):
+            case = drawn(seed)
+            found = check(case)
+            went += chosen[-1] == way
+            if found:
+                wrong.append(f"case {seed} by {chosen[-1]}: {found}, {case}")
+    assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:5])
+    return went
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_drawn_calls(run: Run, nprocs: int, way: str) -> None:
+    went = run(check_drawn, way, 1000 * nprocs, 30, nprocs=nprocs, timeout=100)[0]
+    assert nprocs == 1 or went > 1
+
+
+# -- memory and messages --------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """How many values the largest tensor has that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_flatten(result)[0]:
+            is_part = isinstance(each, Tensor) and not isinstance(each, tessel.Tensor)
+            if is_part and not each.is_meta:  # which has no values
+                self.numel = max(self.numel, each.numel())
+        return result
+
+
+def row(shape: Shape, dim: int) -> Layout:
+    """A dimension split over all workers."""
+    workers = tessel.world().size
+    partition = Partition(tuple(range(workers)), (workers,))
+    return Layout.split(partition, shape, [0 if d == dim else None for d in range(len(shape))])
+
+
+def largest_of(length: int, settings: dict[str, Any], order: int) -> int:
+    """The largest tensor in a ring of one head, forward and backward."""
+    shape = (1, 1, length, 2)
+    layout = row(shape, 2)
+    parts = [layout.local_part(values(shape, k)).clone().requires_grad_() for k in range(3)]
+    with only("ring") as chosen, Largest() as found:
+        operands = [tessel.from_local(each, layout) for each in parts]
+        y = F.scaled_dot_product_attention(*operands, **settings)
+        grads = torch.autograd.grad(y.local.square().sum(), parts, create_graph=order > 1)
+        if order > 1:
+            torch.autograd.grad(sum(each.square().sum() for each in grads), parts)
+    assert chosen == ["ring"]
+    return found.numel
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"dropout_p": 0.3}], ids=str)
+def test_no_worker_has_more_scores_than_a_block(
+    run: Run, settings: dict[str, Any], order: int
+) -> None:
+    workers, length = 4, 96
+    found = run(largest_of, length, settings, order, nprocs=workers)
+    assert max(found) <= (length // workers) ** 2  # its queries × one block of keys
+
+
+def bytes_of(way: str, shape: Shape, is_causal: bool) -> tuple[int, int, int]:
+    """What this worker receives, forward and backward, and what the plan says that one receives."""
+    layout = row(shape, 2)
+    parts = [layout.local_part(values(shape, k)).clone().requires_grad_() for k in range(3)]
+    operands = [tessel.from_local(each, layout) for each in parts]
+    with only(way) as chosen:
+        plan = attention.ways_of(operands, is_causal)[0]
+        with count_traffic() as forward:
+            y = F.scaled_dot_product_attention(*operands, is_causal=is_causal)
+        with count_traffic() as backward:
+            y.local.backward(y.local.detach())
+    assert chosen[-1] == plan.way == way
+    return forward.bytes_received, backward.bytes_received, plan.num_values * 8
+
+
+@pytest.mark.parametrize("way", ["heads", "gather", "ring"])
+def test_what_travels(run: Run, way: str) -> None:
+    workers, shape = 4, (1, 4, 32, 2)
+    found = run(bytes_of, way, shape, False, nprocs=workers)
+    numel, all_but_own = math.prod(shape) * 8, workers - 1
+    if way == "heads":  # a part of each of q, k, v and the result stays
+        least = 4 * numel * all_but_own // workers**2
+        backward = least
+    else:  # keys and values of all others; back come gradients, and in a ring, keys once more
+        least = 2 * numel * all_but_own // workers
+        backward = least if way == "gather" else 2 * least
+    assert [each[:2] for each in found] == [(least, backward)] * workers
+    assert {each[2] for each in found} == {least + backward}
+
+
+def test_a_causal_ring_sends_what_is_seen(run: Run) -> None:
+    found = run(bytes_of, "ring", (1, 1, 64, 2), True, nprocs=4)
+    # Of 8 chunks worker p has 2p and 2p + 1, and gets p and 7 - p: six queries and results of
+    # chunks change place. The later chunk sees blocks 0-3, 0-3, 0-2, 0-2, of which p is there.
+    chunk, block = 8 * 2 * 8, 2 * 16 * 2 * 8
+    assert sum(each[0] for each in found) == 2 * 6 * chunk + (3 + 3 + 2 + 3) * block
+    assert max(sum(each[:2]) for each in found) == found[0][2]
+
+
+def pairs_of(length: int, is_causal: bool) -> int:
+    """How many scores this worker computes."""
+    shape = (1, 1, length, 2)
+    with only("ring"):
+        operands = [tessel.spread(values(shape, k), row(shape, 2)) for k in range(3)]
+        tiling = attention.ways_of(operands, is_causal)[0].tiling
+    found = 0
+    for step in range(len(tiling.columns)):
+        for tile in tiling.tiles(tiling.place, step):
+            for query in range(*tile.rows):
+                found += len(range(tile.columns[0], min(tile.columns[1], query + 1)))
+    return found
+
+
+def test_causal_work_is_balanced(run: Run) -> None:
+    found = run(pairs_of, 64, True, nprocs=4)
+    assert found == [64 * 65 // 2 // 4] * 4  # an early chunk and a late one: exactly alike
+
+
+# -- kinds ----------------------------------------------------------------------------------------
+
+
+def kinds_of(dtype: torch.dtype, way: str) -> list[float]:
+    """By how much results in shorter types differ from those of one process, and their kind."""
+    shape = (1, 2, 33, 8)
+    plain = [values(shape, k).to(dtype) for k in range(3)]
+    ours, theirs = ([x.clone().requires_grad_() for x in plain] for _ in range(2))
+    with only(way):
+        y = F.scaled_dot_product_attention(*(tessel.spread(x, row(shape, 2)) for x in ours))
+    z = F.scaled_dot_product_attention(*theirs)
+    assert y.dtype == z.dtype
+    weights = values(shape, 9).to(dtype)
+    grads = torch.autograd.grad((y * weights).sum(), ours)
+    others = torch.autograd.grad((z * weights).sum(), theirs)
+    pairs = [(y.full(), z), *zip(grads, others, strict=True)]
+    return [float((a.double() - b.double()).abs().max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("way", ["ring", "queries"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-2), (torch.float16, 4e-3)]
+)
+def test_shorter_types(run: Run, dtype: torch.dtype, tolerance: float, way: str) -> None:
+    # sums are in float32 for all of them; results are rounded once, gradients for each block
+    assert max(run(kinds_of, dtype, way, nprocs=3)[0]) <= tolerance
+
+
+def cast_by_autocast() -> float:
+    shape = (1, 2, 33, 8)
+    plain = [values(shape, k).float() for k in range(3)]
+    with only("ring"), torch.autocast("cpu", torch.bfloat16):
+        y = F.scaled_dot_product_attention(*(tessel.spread(x, row(shape, 2)) for x in plain))
+        z = F.scaled_dot_product_attention(*plain)
+    assert y.dtype == z.dtype == torch.bfloat16
+    return float((y.full() - z).abs().max())
+
+
+def test_autocast(run: Run) -> None:
+    assert run(cast_by_autocast, nprocs=3)[0] <= 1e-2  # an ulp of bfloat16 at 1
+
+
+def derived_forward() -> float:
+    """Forward mode, of a sequence that is split."""
+    shape = (1, 1, 9, 2)
+    plain = [values(shape, k) for k in range(3)]
+    directions = [values(shape, 10 + k) for k in range(3)]
+    with only("ring"), sdpa_kernel(SDPBackend.MATH):  # torch's other kernels have no forward mode
+        found = [torch.func.jvp(F.scaled_dot_product_attention, tuple(plain), tuple(directions))]
+        spread = [tessel.spread(x, row(shape, 2)) for x in plain]
+        tangents = [tessel.spread(x, row(shape, 2)) for x in directions]
+        found.append(torch.func.jvp(F.scaled_dot_product_attention, tuple(spread), tuple(tangents)))
+    (y, t), (z, u) = found
+    return float(max((z.full() - y).abs().max(), (u.full() - t).abs().max()))
+
+
+def test_forward_mode(run: Run) -> None:
+    assert run(derived_forward, nprocs=3)[0] < TOLERANCE
+
+
+def recomputed() -> list[float]:
+    """Inside of a checkpoint, with dropout: the same draws when it is computed again."""
+    shape = (1, 1, 9, 2)
+    found = []
+    for checkpoints in (False, True):
+        x = values(shape, 1).requires_grad_()
+        y = tessel.spread(x, row(shape, 2))
+
+        def block(y: Any) -> Any:
+            return F.scaled_dot_product_attention(y, y, y, None, 0.3, True)
+
+        torch.manual_seed(3)
+        with only("ring"):
+            if checkpoints:
+                z = torch.utils.checkpoint.checkpoint(block, y, use_reentrant=False)
+            else:
+                z = block(y)
+            z.square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    return [float((found[0] - found[1]).abs().max())]
+
+
+def test_checkpoint(run: Run) -> None:
+    assert run(recomputed, nprocs=3)[0] == [0.0]
