@@ -41,16 +41,31 @@ class CheckpointReader(FileSystemReader):
     def __init__(self, folder: str | os.PathLike[str], when_read: Callable[[], None]) -> None:
         super().__init__(folder)
         self._when_read = when_read
+        self._refusal: ValueError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
+        if rank is not None and self._refusal is not None:
+            # Torch takes metadata that are refused for missing ones, and asks for those of this
+            # worker. Before torch 2.13 its own error does not say why: the next step does.
+            return Metadata({})
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
-        with open(path, "rb") as file, _unchanged():
-            found = _read(_Unpickler(file, path), path)
+        try:
+            with open(path, "rb") as file, _unchanged():
+                found = _read(_Unpickler(file, path), path)
+        except ValueError as error:
+            self._refusal = error
+            raise
+        self._refusal = None
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         self._when_read()
         return found
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        super().set_up_storage_reader(*args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         checked: Any = _CheckedPlanner(planner, Path(self.path))
