@@ -96,6 +96,88 @@ class Heads(nn.Module):
         return found if self.need_weights else found[0]
 
 
+class Windows(nn.Module):
+    """A block as Swin has it: attention inside of windows that are shifted, of a padded picture.
+
+    Windows lie across parts, and their size divides neither the picture nor the parts.
+    """
+
+    def __init__(self, size: int = 3, shift: int = 1, dims: int = 2) -> None:
+        super().__init__()
+        self.size, self.shift, self.dims = size, shift, dims
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        places = torch.cartesian_prod(*[torch.arange(size)] * dims)
+        offsets = places[:, None] - places[None] + size - 1  # of each pair, in each dimension
+        index = torch.zeros(len(places), len(places), dtype=torch.long)
+        for each in offsets.unbind(-1):
+            index = index * (2 * size - 1) + each
+        self.register_buffer("index", index)
+        self.table = nn.Parameter(torch.randn((2 * size - 1) ** dims, HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:  # channels first, as pictures come
+        n, d = self.size, self.dims
+        y = self.norm(x.movedim(1, -1))
+        lengths = y.shape[1:-1]
+        padding = [side for length in reversed(lengths) for side in (0, -length % n)]
+        y = F.pad(y, [0, 0, *padding])
+        dims = tuple(range(1, d + 1))
+        y = y.roll([-self.shift] * d, dims)
+        whole, counts = y.shape, [length // n for length in y.shape[1:-1]]
+        split = [part for count in counts for part in (count, n)]
+        order = [0, *range(1, 2 * d, 2), *range(2, 2 * d + 1, 2), 2 * d + 1]
+        windows = y.reshape(len(y), *split, WIDTH).permute(order)
+        bias = self.table[self.index].permute(2, 0, 1)
+        y = self._attended(windows.reshape(-1, n**d, WIDTH), bias)
+        back = [0] * len(order)
+        for place, dim in enumerate(order):
+            back[dim] = place
+        y = y.reshape(len(x), *counts, *[n] * d, WIDTH).permute(back).reshape(whole)
+        y = y.roll([self.shift] * d, dims)
+        for dim, length in zip(dims, lengths, strict=True):
+            y = y.narrow(dim, 0, length)
+        return x + y.movedim(-1, 1)
+
+    def _attended(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.mT / q.shape[-1] ** 0.5 + bias
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Shuffled(nn.Module):
+    """Pixels to channels and back, and patches by unfold and fold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(4 * WIDTH, 4 * WIDTH, 3, padding=1)
+        self.mix = nn.Linear(9 * WIDTH, 9 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.pixel_shuffle(self.inner(F.pixel_unshuffle(x, 2)).relu(), 2)
+        patches = F.unfold(y, 3, padding=1)
+        patches = self.mix(patches.transpose(1, 2)).transpose(1, 2)
+        return F.fold(patches, tuple(y.shape[2:]), 3, padding=1)
+
+
+class Interpolated(nn.Module):
+    """Positions that were learned for another size, and a token for the whole picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, WIDTH, 4, 4))
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = tuple(x.shape[2:])
+        x = x + F.interpolate(self.positions, size, mode="bicubic", align_corners=False)
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], 1)
+        tokens = tokens + self.inner(tokens, tokens, tokens, need_weights=False)[0]
+        return tokens[:, 1:].transpose(1, 2).unflatten(2, size) * tokens[:, :1, :, None].mean(
+            2, True
+        )
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "pictures": Pictures,
     "language": Language,
@@ -104,14 +186,22 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "heads": Heads,
     "heads with weights": lambda: Heads(need_weights=True),
     "heads with added keys": lambda: Heads(add_bias_kv=True, add_zero_attn=True),
+    "windows": Windows,
+    "windows that divide": lambda: Windows(4, 2),
+    "windows of volumes": lambda: Windows(2, 1, 3),
+    "shuffled": Shuffled,
+    "interpolated": Interpolated,
 }
+SHAPES = {"pictures": (2, 3, 16, 16), "windows of volumes": (1, WIDTH, 3, 5, 4)}
+SHAPES |= dict.fromkeys(("windows", "windows that divide", "interpolated"), (2, WIDTH, 8, 8))
+SHAPES["shuffled"] = (1, WIDTH, 8, 6)
 
 
 def checked(name: str, training: bool, most: int) -> list[str]:
     """What differs from one process, and what is gathered."""
     torch.manual_seed(0)
     model = MODELS[name]().double().train(training)
-    shape = (2, 3, 16, 16) if name == "pictures" else (2, LENGTH, WIDTH)
+    shape = SHAPES.get(name, (2, LENGTH, WIDTH))
     grid = [1] * len(shape)
     grid[-2] = tessel.world().size
     before, attention_plan.GATHERED = attention_plan.GATHERED, most
@@ -131,3 +221,26 @@ def test_models(run: Run, name: str, nprocs: int) -> None:
         # keys that travel, and keys that are gathered since there are few
         for most in (0, 1 << 16):
             assert run(checked, name, training, most, nprocs=nprocs, timeout=100)[0] == []
+
+
+def generated(shape: list[int]) -> float:
+    """The error of tokens that come one by one, while keys and values are kept in parts."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, HEADS, LENGTH, 4, dtype=torch.float64) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    P = tessel.world().create_cartesian_topology_partition(shape)
+    first = LENGTH // 2
+    asked, *kept = (tessel.spread(each[:, :, :first], P) for each in (q, k, v))
+    found = [F.scaled_dot_product_attention(asked, *kept, is_causal=True).full()]
+    for place in range(first, LENGTH):
+        new = slice(place, place + 1)
+        for number, each in enumerate((k, v)):
+            kept[number] = torch.cat([kept[number], each[:, :, new]], 2)
+        found.append(F.scaled_dot_product_attention(q[:, :, new], *kept).full())
+    return float((torch.cat(found, 2) - expected).abs().max())
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_generation_with_a_split_cache(run: Run, nprocs: int) -> None:
+    found = run(generated, [1, 1, nprocs, 1], nprocs=nprocs, timeout=60)
+    assert max(found) < 1e-12
