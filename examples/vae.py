@@ -61,6 +61,8 @@ def autoencoder(film: bool, folder: Path | None = None) -> Any:
             temperal_downsample=[False, True],
             latents_mean=[0.0] * 4,
             latents_std=[1.0] * 4,
+            scale_factor_temporal=2,
+            scale_factor_spatial=4,
         )
     else:
         made = AutoencoderKL(
@@ -129,22 +131,22 @@ def decibels(picture: Tensor, whole: Tensor) -> float:
 
 
 def draw(ways: dict[str, Decoded], path: Path) -> None:
-    """Save the pictures, and what is different from the whole one, a thousand times."""
-    figure = viz.new_figure(4.2 * len(ways), 8.0)
+    """Save the pictures, and what is different from the whole one."""
+    figure = viz.new_figure(3.2 * len(ways), 6.2)
     axes = figure.subplots(2, len(ways), squeeze=False)
     whole = ways["whole"].picture
-    low, high = float(whole.min()), float(whole.max())
+    low, high = (float(whole.flatten().quantile(q)) for q in (0.01, 0.99))
     for column, (name, each) in enumerate(ways.items()):
         shown = {name: each.picture, f"{name} − whole": each.picture - whole}
         for row, (title, values) in enumerate(shown.items()):
             image = values[0].mean(0)  # over colours
             image = image[-1] if image.dim() == 3 else image  # the last of a film's
             ax = axes[row][column]
-            limits = (low, high) if row == 0 else (-0.05 * (high - low), 0.05 * (high - low))
+            limits = (low, high) if row == 0 else (0.3 * (low - high), 0.3 * (high - low))
             ax.imshow(image, cmap="gray" if row == 0 else "RdBu", vmin=limits[0], vmax=limits[1])
             ax.set_title(title)
             ax.set_axis_off()
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    figure.savefig(path, dpi=72, bbox_inches="tight")
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ SMALL: dict[str, dict[str, int]] = {
     "darcy": {"epochs": 1, "points": 16, "samples": 20},
     "deblur": {"size": 48, "iterations": 3},
     "gpt": {"dim": 16, "length": 16, "batch": 4, "steps": 4},
+    "vae": {"size": 16},
 }
 PICTURES = {
     "check": ("--output", "cleaned.png"),
@@ -43,7 +44,9 @@ PICTURES = {
     "darcy": ("--out", "loss.png", "prediction.png"),
     "deblur": ("--output", "result.png"),
     "gpt": ("--output", "loss.png"),
+    "vae": ("--output", "decoded.png"),
 }
+NEEDS = {"vae": "diffusers"}
 MORE = {"deblur": ["--parts 2 1", "--deepinv"]}  # options besides, on two workers
 STARTED = "darcy"  # by launchers: it asks who has started it
 LAUNCHERS = {
@@ -108,6 +111,8 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     def printed(script: str) -> str:
         if script in PICTURES:
             pytest.importorskip("matplotlib")
+        if script in NEEDS:
+            pytest.importorskip(NEEDS[script])
         folder = tmp_path_factory.mktemp("alone")
         if script == STARTED:
             return start(script, "python", folder)
@@ -185,3 +190,12 @@ def test_check_names_the_module_that_is_wrong(run: Run, tmp_path: Path) -> None:
 def test_classes_takes_torchs_own_layers(run: Run, tmp_path: Path, alone: Alone) -> None:
     plain = numbers(perform(run, "classes", 1, tmp_path, "--whole"))
     assert plain == pytest.approx(numbers(alone("classes")), abs=2e-4)
+
+
+def test_vae_decodes_a_film(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    printed = perform(run, "vae", 2, tmp_path, "--film")
+    tiles, parts = numbers(printed)
+    assert parts == 0 and tiles > 0.01
+    (share,) = re.findall(r"parts: at most (\d+)%", printed)
+    assert int(share) < 60

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import tessel
@@ -24,6 +25,7 @@ EXAMPLES = {
     "classes": "",
     "deblur": "--parts 2 2",
     "gpt": "",
+    "vae": "--size 48",
 }
 
 
@@ -53,6 +55,9 @@ def draw_movements() -> None:
 def run_examples() -> None:
     """The examples as users start them."""
     for name, options in EXAMPLES.items():
+        if name == "vae" and find_spec("diffusers") is None:
+            print("vae.png stays as it is: diffusers is not installed")
+            continue
         output = ["--output", str(PICTURES / f"{name}.png")]
         subprocess.run([*RUN, f"examples/{name}.py", *options.split(), *output], check=True)
     with tempfile.TemporaryDirectory() as folder:

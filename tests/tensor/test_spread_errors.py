@@ -265,8 +265,25 @@ def check_nothing_gathers() -> None:
         torch.kl_div(reals(6, 4), reals(6, 4), 1)
 
 
+def check_comparisons_with_what_is_no_number() -> None:
+    """`x == "text"` and `x is not in [...]`, as models ask of what may be a tensor: no gather."""
+    x, y = split(values((6, 4), 1)), values((6, 4), 1)
+    with tessel.fallback("raise"):
+        for other in ("text", None, object(), [1, 2]):
+            assert (x == other) is (y == other) is False
+            assert (x != other) is (y != other) is True
+        for compare in (lambda z: z < "text", lambda z: z + "text", lambda z: torch.eq(z, "text")):
+            for each in (x, y):
+                with pytest.raises(TypeError):
+                    compare(each)
+
+
 @pytest.mark.parametrize(
-    "check", [check_weights_of_l1, check_backward_on_every_worker, check_nothing_gathers]
+    "check",
+    [
+        *(check_weights_of_l1, check_backward_on_every_worker, check_nothing_gathers),
+        check_comparisons_with_what_is_no_number,
+    ],
 )
 @pytest.mark.parametrize("nprocs", [2, 3])
 def test_losses(run: Run, check: Callable[[], None], nprocs: int) -> None:

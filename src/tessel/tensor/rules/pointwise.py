@@ -110,6 +110,8 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     )
     if isinstance(result, str):  # the name of a type
         return result
+    if result is NotImplemented:  # of x == "text": torch takes this error for the same answer
+        raise TypeError(f"`{name}` of a tensor and {[type(each).__name__ for each in args[1:]]}")
     if name == "frexp":
         return type(result)([made(each, target) for each in result])
     if not isinstance(result, torch.Tensor):
