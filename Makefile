@@ -14,7 +14,7 @@ test: $(READY)
 	$(BIN)/pytest -m alone
 
 test-quick: $(READY)
-	$(BIN)/pytest --quick
+	$(BIN)/pytest --quick -n 2 --dist worksteal -m "not alone"
 
 soak: $(READY)
 	$(BIN)/python tools/soak.py --minutes $(or $(MINUTES),60)

@@ -114,6 +114,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
                     yield module if module in MODULES else node.module, node.lineno
 
 
+@pytest.mark.slow
 def test_only_nn_has_names_from_above() -> None:
     """Those that documents have there: `tessel` puts them there, and type checkers must know."""
     assert [name for name in MODULES if [*only_for_type_checkers(MODULES[name])]] == ["tessel.nn"]

@@ -453,6 +453,7 @@ def test_slow_messages_are_advice() -> None:
     assert finding is not None and not finding.broken and "500 ms" in finding.what
 
 
+@pytest.mark.slow
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out

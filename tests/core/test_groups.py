@@ -98,5 +98,6 @@ def kept_over_jobs() -> list[bool]:
     return [P.group is before, P.prepare() is before, P.group is P.prepare()]
 
 
+@pytest.mark.slow
 def test_a_partition_gets_another_group_in_another_job(run: Run) -> None:
     assert run(kept_over_jobs, nprocs=1) == [[True, False, True]]

@@ -302,6 +302,7 @@ def test_methods_of_one_problem_end_at_one_image(name: str) -> None:
     assert float((slope + 0.4 * found.x.sign())[~at_zero].abs().max()) < 1e-9
 
 
+@pytest.mark.slow
 def test_both_primal_dual_methods_end_at_one_image() -> None:
     p, zero = Problem(layout_of(None)), torch.zeros(SHAPE).double()
     ways = [

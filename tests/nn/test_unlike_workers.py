@@ -89,6 +89,7 @@ def swap_equal_layers() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_equal_layers_are_told_apart(run: Run) -> None:
     first, second = run(swap_equal_layers, nprocs=2, timeout=60)
     assert first == second

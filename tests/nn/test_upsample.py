@@ -315,6 +315,7 @@ def not_finite() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_stay_where_torch_has_them(run: Any) -> None:
     assert run(not_finite) == [[]] * 4
 

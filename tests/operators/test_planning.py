@@ -453,6 +453,7 @@ def test_rates_for_a_number_of_workers() -> None:
     assert machine.rates_for(5).workers == machine.rates_for(10**5).workers == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_every_rate_can_be_measured(nprocs: int, run: Callable[..., list[Any]]) -> None:
     for found in run(measure._worker_rates, nprocs=nprocs):

@@ -80,11 +80,13 @@ def wide_peer_cases(n: int) -> Iterator[Case]:
     yield repartition_case("3x4 uneven, 1x1 on 0", grid, one, uneven((77, 55), (3, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [12])
 def test_peer_cases(run: Any, nprocs: int) -> None:
     assert_laws(run, peer_cases, nprocs, torch.float64, nprocs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [16])
 def test_peer_cases_on_sixteen_workers(run: Any, nprocs: int) -> None:
     assert_laws(run, wide_peer_cases, nprocs, torch.float64, nprocs)

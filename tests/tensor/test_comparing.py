@@ -433,6 +433,7 @@ def test_a_worker_that_does_not_come(checking: pytest.MonkeyPatch) -> None:
         tessel.launch(end_instead, 2, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_what_the_variable_cannot_be(checking: pytest.MonkeyPatch, nprocs: int) -> None:
     checking.setenv("TESSEL_CHECK", "yes")

@@ -263,10 +263,12 @@ def test_all_options_in_float32(run: Run, nprocs: int) -> None:
     all_equal(run, grid(dtype=torch.float32, orders=(1,)), nprocs)
 
 
+@pytest.mark.slow
 def test_all_options_in_float32_on_two_and_two_workers(run: Run) -> None:
     all_equal(run, grid(dtype=torch.float32, orders=(1,), workers="pairs"), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_numbers(run: Run, dtype: torch.dtype) -> None:
     """Torch's dtype of loss and gradients, and better numbers than torch's own."""
@@ -312,6 +314,7 @@ SPECIAL = [
 ]
 
 
+@pytest.mark.slow
 def test_special_sizes(run: Run) -> None:
     all_equal(run, SPECIAL, 4)
 
@@ -346,6 +349,7 @@ def cases() -> st.SearchStrategy[Case]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [2, 3, 4])
 def test_random_losses(run: Run, nprocs: int) -> None:
     @by_draw
