@@ -115,7 +115,7 @@ def decode_in_parts(vae: Any, z: Tensor) -> Decoded:
     """By all workers, of which each has some rows of the latent and of the picture."""
     P = tessel.world()
     grid = P.create_cartesian_topology_partition([1] * (z.dim() - 2) + [P.size, 1])
-    spread = tessel.nn.distribute_module(copy.deepcopy(vae), grid)
+    spread: Any = tessel.nn.distribute_module(copy.deepcopy(vae), grid)
     part = tessel.spread(z, grid)
     with torch.no_grad(), count_traffic() as traffic, count_memory() as memory:
         picture = spread.decode(part).sample

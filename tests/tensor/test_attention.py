@@ -303,10 +303,10 @@ def pairs_of(length: int, is_causal: bool) -> int:
     shape = (1, 1, length, 2)
     with only("ring"):
         operands = [tessel.spread(values(shape, k), row(shape, 2)) for k in range(3)]
-        tiling = attention.ways_of(operands, is_causal)[0].tiling
+        schedule = attention.ways_of(operands, is_causal)[0].schedule
     found = 0
-    for step in range(len(tiling.columns)):
-        for tile in tiling.tiles(tiling.place, step):
+    for step in range(len(schedule.columns)):
+        for tile in schedule.tiles(schedule.place, step):
             for query in range(*tile.rows):
                 found += len(range(tile.columns[0], min(tile.columns[1], query + 1)))
     return found

@@ -51,7 +51,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class BlockSchedule:
     """Which rows and columns each worker combines, and when.
 
     Args:
@@ -107,13 +107,13 @@ class Tiling:
 
 
 @kept_in_job
-def _fetch(tiling: Tiling, layout: Layout, dim: int, step: int) -> Move:
+def _fetch(schedule: BlockSchedule, layout: Layout, dim: int, step: int) -> Move:
     """The movement that brings everybody the columns of a step, but none that it does not see."""
     intervals = tuple(
-        tiling.block(place, step) if tiling.tiles(place, step) else (0, 0)
-        for place in range(len(tiling.rows))
+        schedule.block(place, step) if schedule.tiles(place, step) else (0, 0)
+        for place in range(len(schedule.rows))
     )
-    return move(layout, recut(layout, dim, Cut(tiling.axes, intervals)))
+    return move(layout, recut(layout, dim, Cut(schedule.axes, intervals)))
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ class Operand:
             x = x.narrow(self.columns, start, tile.columns[1] - tile.columns[0])
         return x.narrow(-2, tile.start, tile.rows[1] - tile.rows[0]) if self.rows else x
 
-    def fetch(self, tiling: Tiling, step: int) -> Move:
+    def fetch(self, schedule: BlockSchedule, step: int) -> Move:
         """The movement that brings everybody the columns of a step."""
         assert self.layout is not None and self.columns is not None
-        return _fetch(tiling, self.layout, len(self.layout.shape) + self.columns, step)
+        return _fetch(schedule, self.layout, len(self.layout.shape) + self.columns, step)
 
 
 def visits(
-    tiling: Tiling, inputs: Sequence[Operand], xs: Sequence[Tensor | None]
+    schedule: BlockSchedule, inputs: Sequence[Operand], xs: Sequence[Tensor | None]
 ) -> Iterator[tuple[int, list[Tensor | None], list[Tile]]]:
     """All steps: its number, the inputs with the columns that are here, and the tiles to combine.
 
@@ -153,15 +153,15 @@ def visits(
     """
     moving = [k for k, each in enumerate(inputs) if each.layout is not None and xs[k] is not None]
     coming: dict[int, Wait] = {}
-    for step in range(len(tiling.columns)):
+    for step in range(len(schedule.columns)):
         held = list(xs)
         for k in moving if step else ():
             held[k] = coming.pop(k)()
-        for k in moving if step + 1 < len(tiling.columns) else ():
+        for k in moving if step + 1 < len(schedule.columns) else ():
             x = xs[k]
             assert x is not None
-            coming[k] = inputs[k].fetch(tiling, step + 1).start(x)
-        yield step, held, tiling.tiles(tiling.place, step)
+            coming[k] = inputs[k].fetch(schedule, step + 1).start(x)
+        yield step, held, schedule.tiles(schedule.place, step)
 
 
 ROWS = Operand(rows=True)  # a row of numbers for each query
@@ -172,7 +172,7 @@ class BlockSum:
     """Σ_j f(x, k_j), and for outputs with columns what all workers add to them.
 
     Args:
-        tiling: rows and blocks.
+        schedule: rows and blocks.
         term: f, of the pieces of all inputs that belong to a tile, in plain torch; it gives the
             pieces of the outputs.
         inputs: how they lie.
@@ -180,7 +180,7 @@ class BlockSum:
         like: for each output, the input that has its shape and dtype.
     """
 
-    tiling: Tiling
+    schedule: BlockSchedule
     term: Term
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
@@ -188,13 +188,13 @@ class BlockSum:
 
     @property
     def group(self) -> Group:
-        return self.tiling.partition.prepare()
+        return self.schedule.partition.prepare()
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         xs = tuple(None if x is None else x.detach() for x in xs)
         totals = [_zeros(xs[k]) for k in self.like]
         sent: list[tuple[Tensor, Wait]] = []  # outputs of the step before, on their way back
-        for step, held, tiles in visits(self.tiling, self.inputs, xs):
+        for step, held, tiles in visits(self.schedule, self.inputs, xs):
             # outputs whose columns are another's go back to it
             back = [each.layout is not None and step > 0 for each in self.outputs]
             found = [
@@ -211,7 +211,7 @@ class BlockSum:
                     each.piece(whole, tile).add_(piece)
             _add(sent)
             sent = [
-                (totals[n], each.fetch(self.tiling, step).H.start(found[n].to(_dtype(xs[k]))))
+                (totals[n], each.fetch(self.schedule, step).H.start(found[n].to(_dtype(xs[k]))))
                 for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True))
                 if back[n]
             ]
@@ -231,7 +231,7 @@ class BlockSum:
         ]
         wanted = tuple(k for k, need in enumerate(needs) if need)
         derivative = BlockSum(
-            self.tiling,
+            self.schedule,
             derived(self.term, len(self.inputs), wanted),
             (*self.inputs, *self.outputs),
             tuple(self.inputs[k] for k in wanted),

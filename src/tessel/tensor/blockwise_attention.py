@@ -19,7 +19,16 @@ from torch import Tensor
 
 from tessel.core.boxes import Box
 from tessel.core.layout import Shape
-from tessel.tensor.block_sum import ROWS, BlockSum, Operand, Term, Tile, Tiling, derived, visits
+from tessel.tensor.block_sum import (
+    ROWS,
+    BlockSchedule,
+    BlockSum,
+    Operand,
+    Term,
+    Tile,
+    derived,
+    visits,
+)
 from tessel.tensor.counter_random import uniform_in
 from tessel.tensor.table import widened
 from tessel.transport import Group
@@ -96,20 +105,20 @@ class BlockwiseAttention:
     A query that sees nothing has zeros, as torch's has.
 
     Args:
-        tiling: rows are queries, columns are keys.
+        schedule: rows are queries, columns are keys.
         scores: how they come about.
         operands: how q, k, v and the mask lie.
         batch: the dimensions before the last two of the result.
     """
 
-    tiling: Tiling
+    schedule: BlockSchedule
     scores: Scores
     operands: tuple[Operand, ...]
     batch: Shape
 
     @property
     def group(self) -> Group:
-        return self.tiling.partition.prepare()
+        return self.schedule.partition.prepare()
 
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         q, k, v, mask = (None if x is None else x.detach() for x in xs)
@@ -117,7 +126,7 @@ class BlockwiseAttention:
         rows = (*self.batch, q.shape[-2])
         logarithm = widened(q).new_full((*rows, 1), -math.inf)
         found = logarithm.new_zeros((*rows, v.shape[-1]))
-        for _, held, tiles in visits(self.tiling, self.operands, (q, k, v, mask)):
+        for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
                 old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
                 more, sums = self._attended(tile, *self._pieces(tile, held))
@@ -173,13 +182,13 @@ class BlockwiseAttention:
         given = (*xs, grad, logarithm, delta)
         ones = torch.ones_like(logarithm)
         if torch.is_grad_enabled():
-            shares = BlockSum(self.tiling, self._shares, operands, (ROWS,))
+            shares = BlockSum(self.schedule, self._shares, operands, (ROWS,))
             return shares.vjp([ones], (*needs, *[False] * 3), given)[:4]
         wanted = tuple(k for k, need in enumerate(needs) if need)
         # torch's kernel gives no gradient of a mask, and none for that of the logarithm
         term = self._gradients(wanted, of_logarithm is None and 3 not in wanted)
         outputs = tuple(self.operands[k] for k in wanted)
-        total = BlockSum(self.tiling, term, (*operands, ROWS, ROWS), outputs, wanted)
+        total = BlockSum(self.schedule, term, (*operands, ROWS, ROWS), outputs, wanted)
         found: list[Tensor | None] = [None] * 4
         for k, each in zip(wanted, total._apply(*given, ones, out), strict=True):
             found[k] = each

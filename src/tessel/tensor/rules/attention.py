@@ -141,7 +141,7 @@ class _AttentionCall:
         plan = self.plan
         batch = plan.results[0].local_shape[:-2]
         operands = (*plan.operands, Operand())[:4]  # the last one for a mask that is not there
-        function = BlockwiseAttention(plan.tiling, self._scores(), operands, batch)
+        function = BlockwiseAttention(plan.schedule, self._scores(), operands, batch)
         return record_map(function, *(*parts, None)[:4])[0]
 
     def _held(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -156,7 +156,7 @@ class _AttentionCall:
         q, k, v, *rest = parts
         if not self.is_plain and (self.p > 0 or FlashKernel.takes(q, v)):
             return self._blockwise(parts)
-        (rows,) = plan.tiling.rows[plan.tiling.place]
+        (rows,) = plan.schedule.rows[plan.schedule.place]
         scores, mask = self._scores(), rest[0] if rest else None
         if self.p > 0:
             tile = Tile(0, rows, 0, (0, k.shape[-2]))
@@ -183,9 +183,9 @@ class _AttentionCall:
 
     def _merged(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """All queries with this worker's keys; weights and results are summed over workers."""
-        plan, tiling = self.plan, self.plan.tiling
+        plan, schedule = self.plan, self.plan.schedule
         q, k, v, *rest = parts
-        scores, columns = self._scores(), tiling.block(tiling.place, 0)
+        scores, columns = self._scores(), schedule.block(schedule.place, 0)
         tile = Tile(0, (0, q.shape[-2]), 0, columns)
         found = scores(tile, q, k, rest[0] if rest else None)
         batch = plan.results[0].shape[:-2]
@@ -207,7 +207,7 @@ class _AttentionCall:
         wholes = (Cut.whole(length), Cut.whole(features))
         source = of_cuts(self.partition, shape, (*cuts, *wholes))
         source = replace(
-            source, shared=tuple(axis for axis in source.shared if axis not in tiling.axes)
+            source, shared=tuple(axis for axis in source.shared if axis not in schedule.axes)
         )
         there = plan.results[0]
         target = replace(there, shape=shape, cuts=(*there.cuts[:-1], Cut.whole(features)))
@@ -217,8 +217,8 @@ class _AttentionCall:
 
     def _largest(self, own: torch.Tensor) -> torch.Tensor:
         """The largest scores of all workers that have keys of the same queries."""
-        there, axes = self.plan.results[0], self.plan.tiling.axes
-        places = len(self.plan.tiling.rows)
+        there, axes = self.plan.results[0], self.plan.schedule.axes
+        places = len(self.plan.schedule.rows)
         lengths = (own.shape[-2], 1)
         shape = (places, *there.shape[:-2], *lengths)
         cuts = (*there.cuts[:-2], *map(Cut.whole, lengths))

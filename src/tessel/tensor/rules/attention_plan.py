@@ -22,7 +22,7 @@ from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.partition import Partition
-from tessel.tensor.block_sum import ROWS, Operand, Tiling
+from tessel.tensor.block_sum import ROWS, BlockSchedule, Operand
 from tessel.tensor.rules.hosting import hosted, split_like
 from tessel.tensor.rules.products import planned
 from tessel.transport import kept_in_job
@@ -39,7 +39,7 @@ class AttentionPlan:
         inputs: how q, k, v and the mask lie; several layouts for chunks of rows, in their order.
         results: how the results of these chunks lie.
         final: how the result shall lie.
-        tiling: which queries and keys each worker multiplies.
+        schedule: which queries and keys each worker multiplies.
         operands: how q, k, v and the mask lie in its steps.
         num_values: how many a worker receives, the one that receives most, forward and backward.
     """
@@ -48,7 +48,7 @@ class AttentionPlan:
     inputs: tuple[tuple[Layout, ...], ...]
     results: tuple[Layout, ...]
     final: Layout
-    tiling: Tiling
+    schedule: BlockSchedule
     operands: tuple[Operand, ...]
     num_values: int
 
@@ -235,10 +235,10 @@ def _as_they_lie(
 ) -> AttentionPlan:
     """Everything whole but batch and heads: each worker has some of these for itself."""
     inputs, result = _of_batch(given, there)
-    tiling = _held_tiling(given, (), ((0, given.shapes[0][-2]),))
+    schedule = _held_schedule(given, (), ((0, given.shapes[0][-2]),))
     lie = tuple((each,) for each in inputs)
     received = 2 * _received(layouts, lie, (result,), final)
-    return AttentionPlan("local", lie, (result,), final, tiling, _held(given), received)
+    return AttentionPlan("local", lie, (result,), final, schedule, _held(given), received)
 
 
 def _gather(
@@ -249,9 +249,9 @@ def _gather(
     rows = _rows(given, axes)
     lie = tuple((_by_rows(each, number, given, axes, rows),) for number, each in enumerate(inputs))
     results = (_cut(result, len(result.shape) - 2, Cut(axes, rows)),)
-    tiling = _held_tiling(given, axes, rows)
+    schedule = _held_schedule(given, axes, rows)
     received = 2 * _received(layouts, lie, results, final)
-    return AttentionPlan("gather", lie, results, final, tiling, _held(given), received)
+    return AttentionPlan("gather", lie, results, final, schedule, _held(given), received)
 
 
 def _by_rows(
@@ -288,8 +288,8 @@ def _queries(
     whole = tuple((each,) for each in lie)
     received = 2 * (merged + _received(layouts, whole, (target,), final))
     rows = ((0, given.shapes[0][-2]),)
-    tiling = Tiling(given.partition, axes, (rows,) * places, columns, given.is_causal)
-    return AttentionPlan("queries", whole, (target,), final, tiling, _held(given), received)
+    schedule = BlockSchedule(given.partition, axes, (rows,) * places, columns, given.is_causal)
+    return AttentionPlan("queries", whole, (target,), final, schedule, _held(given), received)
 
 
 def _ring(
@@ -325,12 +325,12 @@ def _ring(
         taken = {axis for cut in there.cuts for axis in cut.axes}
         shared = tuple(axis for axis in range(given.partition.dim) if axis not in taken)
         operands.append(Operand(columns=dim, layout=replace(there, shared=shared)))
-    tiling = Tiling(
+    schedule = BlockSchedule(
         given.partition, axes, tuple(zip(*dealt, strict=True)), columns, given.is_causal
     )
-    blocks = _travelling(tiling, operands)
+    blocks = _travelling(schedule, operands)
     received = 2 * _received(layouts, tuple(lie), results, final) + 3 * blocks
-    return AttentionPlan("ring", tuple(lie), results, final, tiling, tuple(operands), received)
+    return AttentionPlan("ring", tuple(lie), results, final, schedule, tuple(operands), received)
 
 
 def _has_rows(given: _Shapes) -> bool:
@@ -338,10 +338,14 @@ def _has_rows(given: _Shapes) -> bool:
     return len(given.shapes) > 3 and len(given.shapes[3]) > 1 and given.shapes[3][-2] > 1
 
 
-def _held_tiling(given: _Shapes, axes: tuple[int, ...], rows: tuple[Interval, ...]) -> Tiling:
+def _held_schedule(
+    given: _Shapes, axes: tuple[int, ...], rows: tuple[Interval, ...]
+) -> BlockSchedule:
     """Keys that a worker has, all of them, in as many blocks as there are workers."""
     columns = tuple(boxes.balanced(given.shapes[1][-2], given.partition.size))
-    return Tiling(given.partition, axes, tuple((each,) for each in rows), columns, given.is_causal)
+    return BlockSchedule(
+        given.partition, axes, tuple((each,) for each in rows), columns, given.is_causal
+    )
 
 
 def _held(given: _Shapes) -> tuple[Operand, ...]:
@@ -387,14 +391,14 @@ def _missing(before: tuple[Layout, ...], after: tuple[Layout, ...], worker: int)
     return found
 
 
-def _travelling(tiling: Tiling, operands: list[Operand]) -> int:
+def _travelling(schedule: BlockSchedule, operands: list[Operand]) -> int:
     """How many values come round the ring to the worker that gets most."""
     found = 0
-    for worker in tiling.partition.ranks:
-        place, count = tiling.place_of(worker), 0
-        for step in range(1, len(tiling.columns)):
-            start, stop = tiling.block(place, step)
-            if not tiling.tiles(place, step):
+    for worker in schedule.partition.ranks:
+        place, count = schedule.place_of(worker), 0
+        for step in range(1, len(schedule.columns)):
+            start, stop = schedule.block(place, step)
+            if not schedule.tiles(place, step):
                 continue
             for each in operands:
                 if each.layout is not None and each.columns is not None:
