@@ -113,6 +113,94 @@ def test_copies_of_what_was_changed_are_not_used(run: Run) -> None:
     run(outdate, nprocs=3, timeout=60)
 
 
+KEYS: list[Any] = [slice(1, None), slice(None, None, 2), 0, -1, (slice(1, -1), slice(1, -1))]
+KEYS += [(slice(None), slice(0, 1)), (..., 0), (None, slice(1, 4)), (slice(2, 2),), slice(0, 6)]
+
+
+def augment(dim: int) -> None:
+    """`x[1:] += y` takes a view, changes it, and puts it back: three calls of torch's functions."""
+
+    def program(x: torch.Tensor, key: Any) -> torch.Tensor:
+        y = x * 1.5
+        turned = y.t()
+        y[key] *= 2
+        y[key] += y[key].clone().sin()
+        z = turned.clone().cos()
+        y[key] -= 0.5
+        y[key] /= 3
+        return y * z.t()
+
+    axes: list[int | None] = [None, None]
+    axes[dim] = 0
+    for key in KEYS:
+        alone, root = (values((6, 5), 1).requires_grad_() for _ in range(2))
+        found: list[list[torch.Tensor]] = []
+        for x, leaf in (
+            (alone, alone),
+            (tessel.spread(root, Layout.split(tessel.world(), (6, 5), axes)), root),
+        ):
+            y = program(x, key)
+            (first,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), leaf)
+            found.append([y.full() if isinstance(y, tessel.Tensor) else y, first, second])
+        for expected, got in zip(*found, strict=True):
+            assert torch.allclose(expected, got, 1e-11, 1e-11), (key, dim)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_operators_in_place_change_what_they_index(run: Run, dim: int, nprocs: int) -> None:
+    run(augment, dim, nprocs=nprocs, timeout=60)
+
+
+def forget() -> None:
+    """What was changed by way of a copy, and did not get it back, is not used."""
+    lost = "changed in place by way of a view"
+
+    def begin() -> tuple[tessel.Tensor, tessel.Tensor, tessel.Tensor, tessel.Tensor]:
+        x = rows() * 1
+        turned, early, view = x.t(), x[1:3], x[1:]
+        view *= 2
+        return x, turned, early, view
+
+    x, turned, early, view = begin()
+    for each in (x, turned):
+        with pytest.raises(ValueError, match=lost):
+            each.sum()
+    with pytest.raises(ValueError, match="take the view after the change"):
+        early.sum()
+    for key, value in ((slice(0, -1), view), (slice(1, None), view.clone())):
+        with pytest.raises(ValueError, match=lost):
+            x[key] = value  # another place, another tensor
+    view *= 3
+    x[1:] = view
+    expected = rows().full()
+    expected[1:] *= 6
+    assert torch.equal(x.full(), expected) and torch.equal(turned.full(), expected.t())
+    x, _, _, view = begin()
+    del view
+    with pytest.raises(ValueError, match=lost):
+        x.full()
+    x = rows() * 1
+    with pytest.raises(NotImplementedError, match="copy"):
+        x[1:][:2].mul_(2)  # a copy of a copy
+    x = (rows() * 1)[:, :3]
+    x = x[:3] + x.new_zeros(3, 3)
+    view = x.t()[:, 1:]
+    view *= 2
+    with pytest.raises(ValueError, match=lost):
+        x[:, 1:] = view.t()  # of x.t(), not of x
+    x = tessel.spread(values((3, 3), 1), x.layout)
+    x.t()[:, 1:] *= 2
+    expected = values((3, 3), 1)
+    expected.t()[:, 1:] *= 2
+    assert torch.equal(x.full(), expected)
+
+
+def test_what_was_changed_by_way_of_a_copy_is_not_used(run: Run) -> None:
+    run(forget, nprocs=3, timeout=60)
+
+
 def truth() -> None:
     x = tessel.spread(values((6, 5), 1), Layout.split(tessel.world(), (6, 5), [None, 0]))
     with warnings.catch_warnings():

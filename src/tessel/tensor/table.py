@@ -408,6 +408,35 @@ def outdate_copies(x: Tensor) -> None:
                 alike.__dict__.pop("_part", None)
 
 
+def withhold_original(copy: Tensor) -> None:
+    """Take the part of what `copy` is a copy of away, until the copy is put back.
+
+    For `x[1:] += y`, which Python makes of three calls: the last one puts the changed copy into
+    `x`. In between, and if it never comes, `x` does not have the values that torch's would have.
+    """
+    original = copy._originals[0]()
+    for reference in list(original.__dict__["_copies"]):
+        other = reference()
+        if other is not None and other is not copy:
+            other.__dict__.pop("_part", None)
+            outdate_copies(other)
+    for reference in original.__dict__["_kin"]:
+        if (alike := reference()) is not None and "_part" in alike.__dict__:
+            alike.__dict__["_withheld"] = alike.__dict__.pop("_part"), weakref.ref(copy)
+
+
+def put_back(x: Tensor, items: Any, value: Any) -> None:
+    """Give `x` its part again, if `value` is the copy that was changed, of the same items."""
+    _, copy = x.__dict__["_withheld"]
+    if copy() is not value or value is None:
+        return
+    base, taken = value.__dict__["_taken"]
+    if base() is x and taken == items:
+        for reference in x.__dict__["_kin"]:
+            if (alike := reference()) is not None and "_withheld" in alike.__dict__:
+                alike._part, _ = alike.__dict__.pop("_withheld")
+
+
 def is_copy(x: Any) -> bool:
     """Whether a change of a tensor should change others that are still there, and does not."""
     return isinstance(x, Tensor) and any(each() is not None for each in x._originals)

@@ -43,11 +43,17 @@ converters: dict[type, Callable[[Any, Partition | None], Tensor]] = {}
 
 
 class _Outdated:
-    """In the place of a part that was taken away: see `outdate_copies` (`tensor/table.py`)."""
+    """In the place of a part that was taken away: see `outdate_copies`, `withhold_original`."""
 
     def __get__(self, x: Tensor | None, kind: Any = None) -> Any:
         if x is None:
             return self
+        if "_withheld" in x.__dict__:
+            raise ValueError(
+                f"this tensor of shape {tuple(x._layout.shape)} was changed in place by way of a "
+                f"view, which is a copy here, since values had to move: put it back, as in "
+                f"x[items] = view, or write x[items] += y without a name for the view"
+            )
         raise ValueError(
             f"this tensor of shape {tuple(x._layout.shape)} is a copy, since values had to move, "
             f"where torch has a view of another tensor, which was changed in place afterwards: "

@@ -7,6 +7,7 @@ whole instead, through a host.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -44,6 +45,7 @@ from tessel.tensor.table import (
     outlines,
     outlining,
     parts,
+    put_back,
     recut,
     rule,
     shared_whole,
@@ -148,6 +150,8 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     y = _picked(base, tuple(picks), news)
     left = [each for each in items if not isinstance(each, int)]
     if not any(isinstance(each, torch.Tensor) for each in left):
+        # by which x[1:] += 1 knows that it puts back what it took
+        y.__dict__["_taken"] = weakref.ref(base), items
         return y
     return _looked_up(
         name, y, {k: each for k, each in enumerate(left) if isinstance(each, torch.Tensor)}
@@ -343,8 +347,10 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
             raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
         func(*parts(args))
         return
-    check_change(name, x, held_layouts(args))
     given = key if isinstance(key, tuple) else (key,)
+    if "_withheld" in x.__dict__ and not any(map(is_mask, given)):
+        put_back(x, _items(name, key, x._layout), value)
+    check_change(name, x, held_layouts(args))
     if any(map(is_mask, given)):
         _assign_at_mask(name, x, given, value)
         return

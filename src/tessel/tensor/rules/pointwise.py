@@ -29,6 +29,7 @@ from tessel.tensor.table import (
     sliced,
     tensors,
     unsupported,
+    withhold_original,
 )
 from tessel.tensor.tensor import Tensor, open_part
 from tessel.transport import kept_in_job
@@ -98,10 +99,15 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             if not all(map(is_whole, layouts)):
                 raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
             return func(*parts(args), **parts(kwargs))
-        check_change(name, first, layouts)
+        # `x[1:] += y` puts the view that is changed back into x, where it need not be one
+        goes_back = name in _AUGMENTED and may_go_back(first)
+        if not goes_back:
+            check_change(name, first, layouts)
         others = [fitted(each, first._layout) for each in args[1:]]
         settings = {key: fitted(each, first._layout) for key, each in kwargs.items()}
         func(first._part, *others, **settings)
+        if goes_back:
+            withhold_original(first)
         return changed(first)
     target = common_layout(name, [*args, *kwargs.values()] if kwargs else args)
     result = func(
@@ -136,6 +142,23 @@ def check_change(name: str, target: Tensor, layouts: Sequence[Layout]) -> None:
         )
     if open_part(target) is not target._part:
         raise unsupported(name, "it would change what a function of its own gave", *layouts)
+
+
+# what torch calls for `+=` and its like
+_AUGMENTED = frozenset(
+    (
+        *("add_", "sub_", "mul_", "div_", "pow_", "floor_divide_", "remainder_"),
+        *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"),
+        *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
+        *("__ilshift__", "__irshift__", "bitwise_and_", "bitwise_or_", "bitwise_xor_"),
+    )
+)
+
+
+def may_go_back(x: Tensor) -> bool:
+    """Whether `x` is a copy of some items of one tensor, which Python may put back there."""
+    is_direct = len(x._originals) == 1 and is_copy(x)
+    return is_direct and "_taken" in x.__dict__ and open_part(x) is x._part
 
 
 def changed(target: Tensor) -> Tensor:
