@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tessel.core.agreement import in_forward_mode
 from tessel.core.layout import Cut, Shape
-from tessel.core.linop import record_map
+from tessel.core.linop import in_transform, record_map
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.block_sum import Operand, Tile
 from tessel.tensor.blockwise_attention import BlockwiseAttention, Dropout, FlashKernel, Scores
@@ -86,8 +85,7 @@ class _AttentionCall:
         self.seed = common_number(self.partition) if self.p > 0 else 0
         ways = ways_of(self.operands, self.is_causal, self.groups)
         # Transforms, forward mode and compilers look at torch's functions, of all keys.
-        transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
-        self.is_plain = transformed or torch.compiler.is_compiling()
+        self.is_plain = in_transform() or torch.compiler.is_compiling()
         self.plan = next((each for each in ways if each.way == "gather"), ways[0])
         if not self.is_plain:
             self.plan = ways[0]
