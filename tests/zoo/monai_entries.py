@@ -1,0 +1,5 @@
+"""Entries of MONAI."""
+
+from entries import ZooEntry
+
+ENTRIES: list[ZooEntry] = []

@@ -1,0 +1,5 @@
+"""Entries of segmentation_models_pytorch."""
+
+from entries import ZooEntry
+
+ENTRIES: list[ZooEntry] = []

@@ -1,0 +1,5 @@
+"""Entries of timm."""
+
+from entries import ZooEntry
+
+ENTRIES: list[ZooEntry] = []
