@@ -75,6 +75,7 @@ class Noisy(nn.Module):
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = self.drop(x * 2) + torch.rand_like(x) + 0.1 * torch.rand_like(time).sum()
         x = F.dropout(x, 0.2) * torch.empty(x.shape[0], 1, 1, dtype=x.dtype).bernoulli_(0.7)
+        x = x * x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.8).div_(0.8)  # as timm drops samples
         x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
         return x * random.random() * np.random.rand()
 

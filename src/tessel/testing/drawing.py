@@ -19,6 +19,7 @@ from tessel.core.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.call import name_of
 from tessel.tensor.rules import random
+from tessel.tensor.rules.pointwise import new
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import RULES, shared_whole
 from tessel.tensor.tensor import open_part
@@ -37,7 +38,9 @@ class Drawing(torch.Tensor):
     ) -> Any:
         if _draws(func, args, kwargs or {}):
             return _drawn(func, args, kwargs or {})
-        return super().__torch_function__(func, types, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        # `x.new_empty(...)` of a spread tensor is a plain one on every worker, and draws as such
+        return plain(result) if RULES.get(name_of(func)) is new else result
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
