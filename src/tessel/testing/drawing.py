@@ -19,7 +19,6 @@ from tessel.core.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.call import name_of
 from tessel.tensor.rules import random, recurrent
-from tessel.tensor.rules.pointwise import new
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import RULES, shared_whole
 from tessel.tensor.tensor import open_part
@@ -39,8 +38,9 @@ class Drawing(torch.Tensor):
         if _draws(func, args, kwargs or {}):
             return _drawn(func, args, kwargs or {})
         result = super().__torch_function__(func, types, args, kwargs or {})
-        # `x.new_empty(...)` of a spread tensor is a plain one on every worker, and draws as such
-        return plain(result) if RULES.get(name_of(func)) is new else result
+        if func.__name__.startswith("new_") and result.shape != args[0].shape:
+            return plain(result)  # as that of a spread tensor is
+        return result
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
