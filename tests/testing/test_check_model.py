@@ -93,7 +93,9 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(x)
-        return self.layer(checkpoint(self.layer, x, use_reentrant=False))
+        y = self.layer(checkpoint(self.layer, x, use_reentrant=False))
+        y[:, :, 1:] += x[:, :, :-1]  # three calls, between which the part of y is withheld
+        return y
 
 
 @dataclass

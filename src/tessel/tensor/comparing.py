@@ -173,10 +173,12 @@ def _said(name: str, value: Any, is_read: bool = True) -> str:
     Of a plain tensor that is read the values must be alike, too.
     """
     if isinstance(value, torch.Tensor):
-        needs, where = value.requires_grad, f"plain tensor {tuple(value.shape)}"
+        part, where = value, f"plain tensor {tuple(value.shape)}"
         if isinstance(value, Tensor):
-            needs, where = value._part.requires_grad, str(value._layout)
-        said = f"{where} of {value.dtype}" + (" that needs a gradient" if needs else "")
+            # in `x[1:] += y` the part of `x` is withheld until the view is put back, as it is here
+            withheld = value.__dict__.get("_withheld")
+            part, where = withheld[0] if withheld else value._part, str(value._layout)
+        said = f"{where} of {part.dtype}" + (" that needs a gradient" if part.requires_grad else "")
         # tensors of other kinds, as shards, are a worker's own
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
         return f"{said} (checksum {checksum(value):08x})" if is_plain and is_read else said
