@@ -80,7 +80,10 @@ def without_rule(
 ) -> Any:
     """Gather the operands and let every worker compute the same, or raise."""
     changes = is_in_place(name) or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
-    if not may_gather() or changes:
+    # A plain tensor is whole on all workers: each writes the whole of what is spread into its own.
+    target = args[0] if args and is_in_place(name) and kwargs.get("out") is None else None
+    writes_whole = isinstance(target, torch.Tensor) and not isinstance(target, Tensor)
+    if not may_gather() or (changes and not writes_whole):
         raise why
     if is_random(name):  # each worker would draw numbers of its own
         raise why
@@ -92,7 +95,8 @@ def without_rule(
             "gradient: the gradient would be lost; use x.detach(), torch.no_grad(), or derivatives "
             "in backward mode, as torch.func.vjp or torch.autograd.grad"
         )
-    return of_whole(name, func, args, kwargs)
+    result = of_whole(name, func, args, kwargs)
+    return target if writes_whole and result is not None else result
 
 
 def of_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
