@@ -168,6 +168,9 @@ def check_values() -> None:
     kind = tessel.Tensor if here.size > 1 else Tensor  # in parts, as x is
     assert x.new_ones(4).shape == (4,) and type(x.new_ones(4)) is kind
     close("new", on_all(x.new_full((4,), 3.0) + x[:4]), 3 + 2 * (expected + 1)[:4])
+    made = x.new_zeros(x.shape)
+    made[1:] = x[:-1]
+    close("put into new zeros", on_all(made)[1:], 2 * (expected + 1)[:-1])
 
 
 def check_gradients() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch._ops import OpOverload
 
 from tessel.tensor import attributes
 from tessel.tensor.aten import ELEMENTWISE, OPERATORS, below_autograd, of_values
@@ -85,6 +86,8 @@ def name_of(func: Any) -> str:
     """
     if isinstance(func, _SCRIPTED):
         return f"scripted {func.name}"
+    if isinstance(func, OpOverload):
+        return f"operator {func.name()}"
     if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
         return f"init {func.__name__}"
     if func.__name__ in ("__get__", "__set__", "__delete__"):
@@ -99,6 +102,8 @@ def rule_of(name: str) -> Rule:
     """What is done with a function of this name."""
     if name.startswith("scripted "):
         return scripted
+    if name.startswith("operator "):
+        return overload
     if name.startswith("init "):
         return random.initialize
     if name in attributes.OF_THE_WHOLE:
@@ -123,6 +128,21 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(common_seed(number))
         return of_whole(name, func, args, kwargs)
+
+
+def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """An operator that is called by its own name, as in exported graphs: what its function does.
+
+    Functions and methods of torch that are written in C++ are made of the same schemas: with the
+    same arguments they are the same operators.
+    """
+    schema, namespace = func._schema, func.namespace
+    own = schema.name.partition("::")[2]
+    known = OPERATORS.get(func.name())
+    if known is None and namespace == "aten":
+        places = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+        known = next((getattr(each, own) for each in places if hasattr(each, own)), None)
+    return follow(name, func, args, kwargs) if known is None else known(*args, **kwargs)
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -190,6 +210,8 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
             args = (kwargs.pop("input"), *args) if "input" in kwargs else args
         if not args:
+            args, kwargs = _first_by_position(kwargs)
+        if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
         first = args[0]
         if type(first) is not Tensor and name not in PLAIN and isinstance(first, torch.Tensor):
@@ -212,6 +234,18 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
     return shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+
+
+# by which functions call what comes first, where that is not "input"
+_FIRST = ("query", "tensors", "condition", "input1", "x1", "anchor", "tensor")
+
+
+def _first_by_position(kwargs: Settings) -> tuple[Arguments, Settings]:
+    """Arguments that are all given by name, as rules know them: the first by its position."""
+    for key in _FIRST:
+        if key in kwargs:
+            return (kwargs[key],), {name: each for name, each in kwargs.items() if name != key}
+    return (), kwargs
 
 
 _RESHAPE_IN_PLACE = frozenset(

@@ -291,7 +291,12 @@ def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @kept_in_job
 def new_layout(layout: Layout, shape: Shape) -> Layout | None:
-    """How a new tensor of a shape lies beside one of as many dimensions; None if it is whole."""
+    """How a new tensor of a shape lies beside one of as many dimensions; None if it is plain.
+
+    Code that writes `x.new_zeros(x.shape)` means what `torch.zeros_like(x)` gives.
+    """
+    if shape == layout.shape:
+        return layout
     if len(shape) != len(layout.shape) or is_whole(layout):
         return None
     pairs = list(zip(layout.cuts, shape, strict=True))
