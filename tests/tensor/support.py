@@ -75,7 +75,7 @@ FACTORIES: Rows = {
         "new tensors",
     ],
     "zeros arange linspace eye as_tensor meshgrid, in a model": ["made in a model"],
-    "y[items] = x; y.copy_(x); y.add_(x), of a plain y": ["written into a plain tensor"],
+    "plain.copy_(x); plain.add_(x)": ["written into a plain tensor"],
     "meshgrid": ["meshgrid"],
 }
 
