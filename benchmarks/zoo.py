@@ -19,10 +19,9 @@ from harness.claim import Case, Claim, Settings
 from harness.command import main
 from harness.contenders import Counted, InOneProcess, OnWorkers
 from torch import Tensor, nn
-from values import check_close
+from values import check_close, peak
 
 import tessel
-from tessel.testing import count_memory
 
 ALONE = "one process"
 
@@ -137,19 +136,12 @@ def by_one(settings: Settings) -> Callable[[], object]:
     return lambda: call(name, model, x)
 
 
-def _peak(step: Callable[[], object]) -> int:
-    step()  # gradients are there
-    with count_memory() as memory:
-        step()
-    return memory.peak
-
-
 def memory_of_tessel(settings: Settings) -> int:
-    return _peak(by_tessel(settings))
+    return peak(by_tessel(settings))
 
 
 def memory_of_one(settings: Settings) -> int:
-    return _peak(by_one(settings))
+    return peak(by_one(settings))
 
 
 def is_memory(case: Case) -> bool:
