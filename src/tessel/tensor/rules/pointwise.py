@@ -273,10 +273,10 @@ def new_tensor(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty")
 def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A tensor of its own, which lies as this one does if it has as many dimensions.
+    """A tensor of its own, which lies as this one does if it is as long in what is not split.
 
-    So what is written there, say sums of messages to the nodes of a graph, stays in parts. A tensor
-    of other dimensions, or too short to be split, is on all workers, whole.
+    So what is written there, say sums of messages to the nodes of a graph, stays in parts. Any
+    other tensor, or one too short to be split, is on all workers, whole.
     """
     check_whole(name, args[1:], kwargs)
     x = args[0]
@@ -291,16 +291,21 @@ def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @kept_in_job
 def new_layout(layout: Layout, shape: Shape) -> Layout | None:
-    """How a new tensor of a shape lies beside one of as many dimensions; None if it is plain.
+    """How a new tensor lies beside one that is like it but for its rows; None if it is plain.
 
-    Code that writes `x.new_zeros(x.shape)` means what `torch.zeros_like(x)` gives.
+    Code that writes `x.new_zeros(x.shape)` means what `torch.zeros_like(x)` gives. What a number
+    for each sample is drawn into, `x.new_empty(len(x), 1, 1)`, is plain however x is split: else
+    the numbers would depend on the split.
     """
     if shape == layout.shape:
         return layout
     if len(shape) != len(layout.shape) or is_whole(layout):
         return None
     pairs = list(zip(layout.cuts, shape, strict=True))
+    split = [len(cut.intervals) > 1 for cut in layout.cuts]
     if any(n < len(cut.intervals) for cut, n in pairs if len(cut.intervals) > 1):
+        return None
+    if any(n != m for n, m, rows in zip(shape, layout.shape, split, strict=True) if not rows):
         return None
     cuts = tuple(
         cut if n == m else Cut(cut.axes, boxes.balanced(n, len(cut.intervals)))
