@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ZOO := $(VENV)/.zoo
 
-.PHONY: demo test test-quick soak sanitize venv bench lint format types docs pictures support clean
+.PHONY: demo test test-quick soak sanitize venv bench lint format types docs pictures support zoo clean
 
 demo: $(READY)
 	$(BIN)/tessel demo
@@ -52,6 +53,19 @@ docs: $(READY)
 
 support: $(READY)
 	$(BIN)/python tests/tensor/support.py
+
+# models of other packages, and docs/zoo.md; PACKAGE=timm for those of one
+zoo: $(ZOO)
+	rm -rf build/zoo
+	$(BIN)/pytest -m zoo -n 2 --dist worksteal tests/zoo $(if $(PACKAGE),-k '[$(PACKAGE):'); status=$$?; \
+	$(BIN)/python tests/zoo/zoo_page.py && exit $$status
+
+$(ZOO): $(READY)
+	# torch_harmonics is compiled for the torch that is here: without isolation no other one is fetched
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--no-build-isolation --editable '.[zoo]'
+	$(BIN)/python tools/mend_torchvision.py
+	touch $(ZOO)
 
 pictures: $(READY)
 	$(BIN)/python tools/draw_pictures.py

@@ -25,13 +25,15 @@ torch.set_num_threads(1)  # of this process: tensors are small here, and more th
 PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
 ALONE = ("launch", "transport")  # folders whose tests must have the machine for themselves,
 BESIDE = ("test_message", "test_protocol", "test_unequal_workers")  # but for these, of values alone
+ZOO = ("timm", "segmentation_models_pytorch", "monai", "diffusers", "transformers", "neuralop")
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     """The workers of this run."""
-    with WorkerPool(timeout=60.0, threads=1, preload=PRELOAD) as pool:
+    preload = (*PRELOAD, *ZOO) if is_zoo(request.config) else PRELOAD
+    with WorkerPool(timeout=60.0, threads=1, preload=preload) as pool:
         yield pool
 
 
@@ -73,15 +75,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ends_workers: of the pool, whose imports are lost; runs last"
     )
+    config.addinivalue_line("markers", "zoo: models of other packages; runs by `-m zoo` alone")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import what has nothing to run: for `-m alone`, which takes ten seconds otherwise."""
+    """Do not import what has nothing to run: for `-m alone`, which takes ten seconds otherwise.
+
+    The zoo, whose packages are not installed for tests, is only there for those who ask for it.
+    """
+    zoo = Path(__file__).parent / "zoo"
+    if zoo in (collection_path, *collection_path.parents) and not is_zoo(config):
+        return True
     if config.getoption("markexpr") != "alone" or collection_path.suffix != ".py":
         return None
     if is_alone(collection_path) or "mark.alone" in collection_path.read_text():
         return None
     return True
+
+
+def is_zoo(config: pytest.Config) -> bool:
+    """Whether this run is one of `make zoo`."""
+    return config.getoption("markexpr") == "zoo"
 
 
 def is_alone(path: Path) -> bool:

@@ -8,6 +8,7 @@ have the environment that torchrun gives: each start would import torch thrice.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -36,6 +37,8 @@ SMALL: dict[str, dict[str, int]] = {
     "darcy": {"epochs": 1, "points": 16, "samples": 20},
     "deblur": {"size": 48, "iterations": 3},
     "gpt": {"dim": 16, "length": 16, "batch": 4, "steps": 4},
+    "llama": {"length": 40, "steps": 3, "width": 16},
+    "segment": {"steps": 2, "width": 12},
     "vae": {"size": 16},
 }
 PICTURES = {
@@ -44,9 +47,11 @@ PICTURES = {
     "darcy": ("--out", "loss.png", "prediction.png"),
     "deblur": ("--output", "result.png"),
     "gpt": ("--output", "loss.png"),
+    "llama": ("--output", "losses.png"),
+    "segment": ("--output", "segmented.png"),
     "vae": ("--output", "decoded.png"),
 }
-NEEDS = {"vae": "diffusers"}
+NEEDS = {"llama": "transformers", "segment": "monai", "vae": "diffusers"}
 MORE = {"deblur": ["--parts 2 1", "--deepinv"]}  # options besides, on two workers
 STARTED = "darcy"  # by launchers: it asks who has started it
 LAUNCHERS = {
@@ -199,3 +204,24 @@ def test_vae_decodes_a_film(run: Run, tmp_path: Path) -> None:
     assert parts == 0 and tiles > 0.01
     (share,) = re.findall(r"parts: at most (\d+)%", printed)
     assert int(share) < 60
+
+
+def test_llama_learns_as_one_process_does(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    printed = perform(run, "llama", 3, tmp_path)
+    pairs = re.findall(r"loss (\d+\.\d+), in one process (\d+\.\d+)", printed)
+    assert len(pairs) == 3
+    for ours, theirs in pairs:
+        assert float(ours) == pytest.approx(float(theirs), abs=2e-4)
+
+
+def test_segment_reads_files_in_parts(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("monai")
+    segment = importlib.import_module("tessel.examples.segment")
+    segment.write_volume(tmp_path, (64, 32, 32))
+    files = [str(tmp_path / f"{name}.npy") for name in ("values", "labels")]
+    once = numbers(perform(run, "segment", 1, tmp_path, "--volume", *files, "--parts-only"))
+    printed = perform(run, "segment", 2, tmp_path, "--volume", *files)
+    assert numbers(printed) == pytest.approx(once, abs=2e-4)
+    (share,) = re.findall(r"memory: at most (\d+)%", printed)
+    assert int(share) < 65

@@ -25,8 +25,11 @@ EXAMPLES = {
     "classes": "",
     "deblur": "--parts 2 2",
     "gpt": "",
+    "llama": "--length 2048 --steps 12",
+    "segment": "--size 64 64 64 --steps 30",
     "vae": "--size 48",
 }
+NEEDS = {"llama": "transformers", "segment": "monai", "vae": "diffusers"}
 
 
 def layouts() -> tuple[Layout, Layout, Layout]:
@@ -55,8 +58,8 @@ def draw_movements() -> None:
 def run_examples() -> None:
     """The examples as users start them."""
     for name, options in EXAMPLES.items():
-        if name == "vae" and find_spec("diffusers") is None:
-            print("vae.png stays as it is: diffusers is not installed")
+        if name in NEEDS and find_spec(NEEDS[name]) is None:
+            print(f"{name}.png stays as it is: {NEEDS[name]} is not installed")
             continue
         output = ["--output", str(PICTURES / f"{name}.png")]
         subprocess.run([*RUN, f"examples/{name}.py", *options.split(), *output], check=True)

@@ -47,6 +47,9 @@ Q, K = (2, 4, 5, 6), (2, 4, 7, 6)
 
 ATTENTION = {
     "attention": Case(F.scaled_dot_product_attention, (Q, K, K), order=1),
+    "attention by names": Case(
+        lambda q, k, v: F.scaled_dot_product_attention(query=q, key=k, value=v), (Q, K, K), order=1
+    ),
     "attention of other values": Case(F.scaled_dot_product_attention, (Q, K, (2, 4, 7, 3))),
     "attention causal": Case(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (Q, Q, Q), order=1

@@ -65,6 +65,16 @@ ONE_IN_PLACE = "abs_ neg_ exp_ sin_ cos_ tanh_ sigmoid_ square_ relu_ zero_ clam
 TWO_IN_PLACE = "add_ sub_ mul_ div_ atan2_ hypot_ copysign_ eq_ lt_ ge_ ne_"
 X = (4, 5, 6)
 
+
+def shifted(x: Tensor) -> tuple[Any, ...]:
+    """What `new_zeros(x.shape)` gives lies as x does, and parts of x can be put into it."""
+    y = x.new_zeros(x.shape)
+    y[..., 1:] = x[..., :-1]
+    y[..., 0] = 3.0
+    more = x.new_ones(*x.shape) * x, x.new_full(size=x.shape, fill_value=2.0) * x
+    return y, *more, x.new_empty(list(x.shape), dtype=torch.float32).fill_(1.0)
+
+
 ELEMENTS: dict[str, Case] = {
     "of any number": Case(each_of(ANY)),
     "jumps": Case(each_of(STEPS)),
@@ -199,6 +209,7 @@ ELEMENTS: dict[str, Case] = {
             x.new_empty(5, 6).fill_(1.0) + x,
         )
     ),
+    "new ones of the shape": Case(shifted),
     "like": Case(
         lambda x: (
             torch.zeros_like(x) + x,

@@ -165,6 +165,9 @@ def check_values() -> None:
     expected[1:3] = 5.0
     close("changed", on_all(x), 2 * (expected + 1))
     assert x.new_zeros(3).shape == (3,) and type(x.new_zeros(3)) is Tensor
+    made = x.new_zeros(x.shape)
+    made[1:] = x[:-1]
+    close("put into new zeros", on_all(made)[1:], 2 * (expected + 1)[:-1])
 
 
 def check_gradients() -> None:

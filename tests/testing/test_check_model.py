@@ -58,6 +58,7 @@ class Words(nn.Module):
         hidden = self.table(tokens) + self.clock(time[:, None])[:, None]
         scores = self.head(hidden.mean(1))
         found = {"scores": scores, "best": scores.argmax(1), "hidden": (hidden, None, "text", 3)}
+        found["known"] = tokens > 3
         if labels is not None:
             found["loss"] = F.cross_entropy(scores, labels)
         return found
@@ -75,6 +76,7 @@ class Noisy(nn.Module):
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = self.drop(x * 2) + torch.rand_like(x) + 0.1 * torch.rand_like(time).sum()
         x = F.dropout(x, 0.2) * torch.empty(x.shape[0], 1, 1, dtype=x.dtype).bernoulli_(0.7)
+        x = x * x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.7) + x.new_empty(x.shape).normal_()
         x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
         return x * random.random() * np.random.rand()
 
@@ -271,6 +273,7 @@ def test_everything_is_compared(run: Run) -> None:
             "output['hidden'][1]",
             "output['hidden'][2]",
             "output['hidden'][3]",
+            "output['known']",
             "output['loss']",
             "gradient of table.weight",
             "gradient of clock.weight",

@@ -210,6 +210,8 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
             args = (kwargs.pop("input"), *args) if "input" in kwargs else args
         if not args:
+            args, kwargs = _first_by_position(kwargs)
+        if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
         first = args[0]
         if type(first) is not Tensor and name not in PLAIN and isinstance(first, torch.Tensor):
@@ -232,6 +234,18 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_random(name) and layouts[0].partition.size > 1:
         raise unsupported(name, "each worker would draw numbers of its own", *layouts)
     return shared(func(*parts(args), **parts(kwargs)), layouts[0].partition)
+
+
+# by which functions call what comes first, where that is not "input"
+_FIRST = ("query", "tensors", "condition", "input1", "x1", "anchor", "tensor")
+
+
+def _first_by_position(kwargs: Settings) -> tuple[Arguments, Settings]:
+    """Arguments that are all given by name, as rules know them: the first by its position."""
+    for key in _FIRST:
+        if key in kwargs:
+            return (kwargs[key],), {name: each for name, each in kwargs.items() if name != key}
+    return (), kwargs
 
 
 _RESHAPE_IN_PLACE = frozenset(

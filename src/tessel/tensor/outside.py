@@ -26,7 +26,7 @@ from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.partition import Outline, Partition
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.rules.pointwise import is_in_place
+from tessel.tensor.rules.pointwise import has_shape_of_operand, is_in_place
 from tessel.tensor.table import Arguments, Settings, held_layouts, outlining, parts, tensors
 from tessel.tensor.tensor import Tensor, absent, nodes_of, open_part
 from tessel.transport import kept_in_job
@@ -41,7 +41,8 @@ def outlined(
         follow: follows the rule of a function.
         name, func, args, kwargs: the function and its arguments.
     """
-    if name.startswith("new_"):  # a plain tensor, for which no values are needed
+    if name.startswith("new_") and not has_shape_of_operand(name, args, kwargs):
+        # a plain tensor, for which no values are needed
         return func(*parts(args), **parts(kwargs))
     originals: dict[int, Tensor] = {}
 

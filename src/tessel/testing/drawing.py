@@ -37,9 +37,10 @@ class Drawing(torch.Tensor):
     ) -> Any:
         if _draws(func, args, kwargs or {}):
             return _drawn(func, args, kwargs or {})
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        # what is made anew is plain beside a spread tensor, too: all workers have it whole
-        return plain(found) if func.__name__.startswith("new_") else found
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func.__name__.startswith("new_") and result.shape != args[0].shape:
+            return plain(result)  # as that of a spread tensor is
+        return result
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ class Status(NamedTuple):
         program: the number of the program that it runs, or that has ended.
         given_up: for groups, by their code, the number of exchanges before which it will make no
             more, since an exception has left a call, and the exception.
+        begun: for groups, by their code, how many exchanges between GPUs it has begun.
     """
 
     state: str = BUSY
@@ -49,6 +50,7 @@ class Status(NamedTuple):
     wait: int = 0
     program: int = 0
     given_up: tuple[tuple[int, int, str], ...] = ()
+    begun: tuple[tuple[int, int], ...] = ()
 
     def packed(self) -> bytes:
         """As text that others can read, which is cut where it is too long for them."""
@@ -57,6 +59,7 @@ class Status(NamedTuple):
                 text=self.text[:length],
                 keys=self.keys[:8],
                 given_up=tuple((*each[:2], each[2][:length]) for each in self.given_up[-4:]),
+                begun=self.begun[-16:],
             )
             if len(said := json.dumps(short).encode()) <= LENGTH:
                 return said
@@ -64,11 +67,12 @@ class Status(NamedTuple):
 
     @classmethod
     def unpacked(cls, said: bytes) -> Status:
-        state, text, needs, keys, beats, wait, program, given_up = json.loads(said)
+        state, text, needs, keys, beats, wait, program, given_up, begun = json.loads(said)
         pairs = tuple((int(group), int(call)) for group, call in keys)
         notes = tuple((int(code), int(number), str(why)) for code, number, why in given_up)
         numbers = int(beats), int(wait), int(program)
-        return cls(state, text, tuple(map(int, needs)), pairs, *numbers, notes)
+        counts = tuple((int(code), int(count)) for code, count in begun)
+        return cls(state, text, tuple(map(int, needs)), pairs, *numbers, notes, counts)
 
 
 class Board(Protocol):
@@ -83,7 +87,7 @@ class Board(Protocol):
         ...
 
     def break_job(self, why: str) -> None:
-        """Say that the job is broken, unless another worker has."""
+        """Write why the job is broken, unless another worker has; `pass_on` lets all see it."""
         ...
 
     def pass_on(self) -> None:
@@ -136,7 +140,6 @@ class MemoryBoard:
             self._write(_ALARM_TEXT, said.ljust(LENGTH))
             words[_ALARM_LENGTH] = len(said)
             words[_ALARM] = self._worker + 1
-        self.pass_on()
 
     def pass_on(self) -> None:
         alarm = self.alarm[0]

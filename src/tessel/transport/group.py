@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from tessel.errors import WorkerLost
-from tessel.transport import wire
+from tessel.transport import device_wait, wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.constants import NOTHING
 from tessel.transport.copy_program import CopyProgram, Place, is_plain
+from tessel.transport.device_wait import DeviceWait
 from tessel.transport.exchange import Exchange, Ways, swap
 from tessel.transport.host import Give, Host, Take
 from tessel.transport.process import PeerProcess
@@ -106,6 +107,11 @@ class Membership:
                 return found
             time.sleep(0.02)
 
+    def ended(self, workers: Iterable[int]) -> list[int]:
+        """Those of `workers` on this host whose process has ended."""
+        known = len(self.processes)
+        return [w for w in workers if w < known and self.processes[w].has_ended]
+
 
 class Group:
     """Workers that can talk to each other, in ascending order of their numbers.
@@ -121,6 +127,7 @@ class Group:
         self.handle = handle
         self.num_calls = 0  # that were agreed on here, or in a group that has all these workers
         self.num_exchanges = 0  # outside of backward passes, and agreements: what messages carry
+        self.num_of_devices = 0  # exchanges that only GPUs wait for
         self.within = [self]  # the groups of the job that have no other workers
         self._membership = membership
         self._code = code_of(repr(workers))
@@ -155,7 +162,10 @@ class Group:
         self._number_exchange()
         # one collective is quickest, where messages go one by one; but it carries no tag
         if device.type == "cuda" or (dense and not tag and not ways.all_near):
-            return self.attempt_by_wire(lambda: swap(ways, key, sends, receives, device), key)
+            place = self.attempt_by_wire(lambda: swap(ways, key, sends, receives, device), key)
+            if device.type == "cuda":
+                self._watch_device(key)
+            return place
         wait = self.attempt(lambda: Exchange(ways, key, sends, receives), starts=True)
         if ways.all_near:
             return lambda: self.attempt(wait)
@@ -484,6 +494,7 @@ class Group:
         if not text:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
             text = f"{what} on worker {this_worker()} while it waited for others"
+        self._watch.note_raised()
         self._watch.break_job(text)
 
     def _out_of_step(self, error: OutOfStep) -> WorkerLost:
@@ -500,6 +511,38 @@ class Group:
         else:
             text = f"{DIFFERENT}: {here} got a message of another call from {other}"
         return WorkerLost(f"{text}{self._watch.notes()}")
+
+    def _watch_device(self, key: Key) -> None:
+        """Look after an exchange that the GPU of this worker waits for, from now on."""
+        if not self._uses_nccl:
+            return  # Gloo waits for it on the host
+        if torch.cuda.is_current_stream_capturing():  # all before was waited for, this never runs
+            self._watch.forget_devices()
+            return
+        self.num_of_devices += 1
+        wait = DeviceWait(
+            key,
+            self._ways.others,
+            0,
+            self._abort,
+            place_in_order=self.num_of_devices,
+            gone=self._ended,
+        )
+        wait.event.record()
+        self._watch.note_device(wait)
+
+    def _ended(self) -> list[int]:
+        return self._membership.ended(self.workers)
+
+    def _abort(self) -> None:
+        device_wait.abort(self.handle)
+
+    @cached_property
+    def _uses_nccl(self) -> bool:
+        uses = wire.moves_on_device(self.handle)
+        if uses:
+            device_wait.be_patient(self.handle)
+        return uses
 
     def _interrupt(self) -> None:
         """Let waits for messages of this group end: the job is broken."""

@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 
@@ -64,6 +65,8 @@ class Wait:
         number: of the wait.
         interrupt: what ends a wait in which this worker cannot look at the alarm itself.
         beats: how often it looked in vain.
+        place_in_order: among the exchanges of its group that hold no thread, from 1.
+        holds_thread: whether its thread does nothing else.
     """
 
     key: Key
@@ -73,6 +76,20 @@ class Wait:
     beats: int = 0
     thread: threading.Thread = field(default_factory=threading.current_thread)
     since: float = field(default_factory=time.monotonic)
+    place_in_order: int | None = None
+    holds_thread: ClassVar[bool] = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has what it waits for, if nobody says so."""
+        return False
+
+    def fault(self) -> str:
+        """Why it will never have it, as far as the wait itself can know."""
+        return ""
+
+    def tell(self, threads: Iterable[threading.Thread], text: str) -> None:
+        """Let threads raise that go on meanwhile, before it is interrupted."""
 
     @property
     def seconds(self) -> float:
@@ -97,6 +114,7 @@ class Counts(Protocol):
     """What counts the calls of some workers: a group."""
 
     num_calls: int
+    num_of_devices: int
     workers: tuple[int, ...]
 
 
@@ -118,6 +136,8 @@ class Watch:
         self._why = ""
         self._has_passed_on = False
         self._waits: dict[int, Wait] = {}  # by thread
+        self._of_devices: deque[Wait] = deque()  # that hold no thread, the oldest first
+        self._has_raised = False  # in a thread that communicates, since the job is broken
         self._threads: set[threading.Thread] = set()  # that have communicated
         self._num_waits = 0
         self._given_up: dict[int, tuple[int, int, str]] = {}
@@ -171,7 +191,8 @@ class Watch:
         raise WorkerLost(self.why())
 
     def why(self) -> str:
-        """Why and when the job broke, for every later call."""
+        """Why and when the job broke, for an error that is raised now."""
+        self.note_raised()
         if not self._why and self._board is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 self._why = self._board.why_broken()
@@ -190,6 +211,14 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 self._board.break_job(self._why)
         self.alarm[0] = self.alarm[0] or self.worker + 1
+        # Before others hear of it: one that destroys its process group then cuts connections of
+        # NCCL, and torch ends a process with an exchange that these belong to.
+        self._end_device_waits()
+        self._pass_on()
+
+    def note_raised(self) -> None:
+        """Note that the program has an error of the broken job."""
+        self._has_raised = True
 
     def _pass_on(self) -> None:
         """Give others the alarm, once: who raised it may have died before it came to all."""
@@ -252,10 +281,25 @@ class Watch:
         self._num_waits += 1
         wait = Wait(key, tuple(needs), self._num_waits, interrupt)
         self._waits[wait.thread.ident or 0] = wait
+        self._start()
+        return wait
+
+    def note_device(self, wait: Wait) -> None:
+        """Look after a wait that holds no thread, until it is over."""
+        waits = self._of_devices
+        while waits and waits[0].is_over:
+            waits.popleft()
+        waits.append(wait)
+        self._start()
+
+    def forget_devices(self) -> None:
+        """Look no more after waits that hold no thread: they are over."""
+        self._of_devices.clear()
+
+    def _start(self) -> None:
         if self._thread is None and self._board is not None:
             self._thread = threading.Thread(target=self._run, name="tessel watch", daemon=True)
             self._thread.start()
-        return wait
 
     def finish(self, wait: Wait) -> None:
         """Note that it has what it waited for."""
@@ -291,19 +335,40 @@ class Watch:
 
     def look(self) -> None:
         """Look after waits that last long."""
-        waits = [each for each in [*self._waits.values()] if each.seconds > PATIENCE]
+        waits = [
+            each
+            for each in [*self._waits.values(), *self._of_devices]
+            if each.seconds > PATIENCE and not each.is_over
+        ]
+        if self._of_devices and self.is_broken():  # however short they have lasted
+            self._end_device_waits()
         if not waits:
             self._seen.clear()
             self._told = 0.0
-            if self._posted is not None and self._posted.state == WAITS:
+            if self._posted is not None and self._posted.needs:
                 self._post(Status())
             return
         if not self.is_broken() and (text := self._find_fault(waits)):
             self.break_job(text)
-        if self.alarm[0]:
-            for each in waits:
-                if each.interrupt is not None:
-                    each.interrupt()
+        if not self.alarm[0]:
+            return
+        self._end_device_waits()
+        for each in waits:
+            if each.holds_thread and each.interrupt is not None:
+                each.interrupt()
+
+    def _end_device_waits(self) -> None:
+        """End waits that hold no thread, after the program was told: it goes on meanwhile."""
+        all_waits, self._of_devices = self._of_devices, deque()
+        waits = [each for each in all_waits if not each.is_over]
+        if not waits:
+            return
+        if not self._has_raised and not self._waits:  # a thread that waits raises by itself
+            threads = [each for each in self._threads if each.is_alive() and not _is_foreign(each)]
+            waits[0].tell(threads or [threading.main_thread()], self.why())
+        for interrupt in {each.interrupt for each in waits}:
+            if interrupt is not None:
+                interrupt()
 
     def _find_fault(self, waits: list[Wait]) -> str:
         """Why nobody will come, if that is so."""
@@ -325,6 +390,8 @@ class Watch:
         beats = BEATS if all(each.interrupt is None for each in waits) else BEATS_OF_WIRE
         settled = {w for w, each in statuses.items() if self._is_settled(w, each, mine, beats)}
         for each in waits:
+            if fault := each.fault():
+                return fault
             for worker in settled.intersection(each.needs):
                 if fault := self._never_comes(worker, each, statuses[worker]):
                     return fault
@@ -362,11 +429,16 @@ class Watch:
         for code, first, text in status.given_up:
             if number is not None and code == wait.key[0] and number < first:
                 return f"{here}, which left the call by {text}"
+        place = wait.place_in_order or 0
+        # Who waits elsewhere before it has begun the exchange will not begin it: the others wait.
+        if status.state == WAITS and dict(status.begun).get(wait.key[0], place) < place:
+            same = "all workers must make the same calls in the same order"
+            return f"{same}, but {here}, which waits in {status.text}{self.notes()}"
         return ""
 
     def _own_status(self, waits: list[Wait]) -> Status:
         """What this worker does: it waits if all threads that communicate do."""
-        waiting = {each.thread for each in waits}
+        waiting = {each.thread for each in waits if each.holds_thread}
         # A thread of autograd's own computes gradients for one of Python's, which waits for it; and
         # so does one that joins another.
         free = {
@@ -374,12 +446,14 @@ class Watch:
             for each in self._threads - waiting
             if each.is_alive() and not _joins(each, waiting)
         }
-        is_waiting = any(map(_is_foreign, waiting)) or all(map(_is_foreign, free))
+        is_waiting = bool(waiting) and (
+            any(map(_is_foreign, waiting)) or all(map(_is_foreign, free))
+        )
         return Status(
             WAITS if is_waiting else BUSY,
             " and in ".join(self.describe(each) for each in waits),
             tuple(sorted({worker for each in waits for worker in each.needs})),
-            tuple(each.key for each in waits),
+            tuple(each.key for each in waits if each.holds_thread),
             min(each.beats for each in waits),
             max(each.number for each in waits),
         )
@@ -392,7 +466,9 @@ class Watch:
         """Say what this worker does, besides what it has given up."""
         with self._lock:  # of two threads, the watch and the one that gives up a call
             self._posted = status._replace(
-                program=endings.program, given_up=tuple(self._given_up.values())
+                program=endings.program,
+                given_up=tuple(self._given_up.values()),
+                begun=tuple((code, each.num_of_devices) for code, each in self.groups.items()),
             )
             if self._board is not None and os.getpid() == self._owner:
                 with contextlib.suppress(RuntimeError):

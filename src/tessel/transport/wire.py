@@ -182,6 +182,11 @@ def control_device(handle: Any) -> torch.device:
     return torch.device("cpu" if "gloo" in backends or "mpi" in backends else "cuda")
 
 
+def moves_on_device(handle: Any) -> bool:
+    """Whether tensors of a GPU travel from there, by NCCL, while the host goes on."""
+    return "nccl" in str(dist.get_backend_config(handle))
+
+
 def packed(tensor: Tensor) -> Tensor:
     """The values of a tensor in one contiguous run."""
     if tensor.is_conj() or tensor.is_neg():

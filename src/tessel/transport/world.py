@@ -23,6 +23,8 @@ def is_distributed() -> bool:
 
 def this_worker() -> int:
     """The number of this process among all workers of the job."""
+    if torch.compiler.is_compiling():  # dynamo does not see that there is no group
+        return dist.get_rank() if _CAN_BE_DISTRIBUTED and dist.is_initialized() else 0
     # Every call asks several times: the group itself, as `dist.get_rank()` asks it four times over.
     job = dist.group.WORLD if _CAN_BE_DISTRIBUTED else None
     return 0 if job is None else job.rank()

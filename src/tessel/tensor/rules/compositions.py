@@ -192,7 +192,7 @@ def cov(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = dict(zip(("correction", "fweights", "aweights"), args[1:], strict=False)) | kwargs
     if given.get("fweights") is not None or given.get("aweights") is not None:
         raise unsupported(name, "weights are not known", x._layout)
-    func(x.new_empty([1] * x.dim()))  # torch's own errors
+    func(x._part.new_empty([1] * x.dim()))  # torch's own errors
     rows = x.reshape(1, -1) if x.dim() < 2 else x
     offsets = rows - rows.mean(1, True)
     conjugate = offsets.conj() if x.is_complex() else offsets

@@ -264,6 +264,23 @@ def detach(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A tensor of its own, which all workers have whole."""
+    """A tensor of its own: in parts if it has the shape of the operand, else whole on all workers.
+
+    Code that writes `x.new_zeros(x.shape)` means what `torch.zeros_like(x)` gives.
+    """
     check_whole(name, args[1:], kwargs)
-    return func(*parts(args), **parts(kwargs))
+    if not has_shape_of_operand(name, args, kwargs):
+        return func(*parts(args), **parts(kwargs))
+    part, layout = args[0]._part, args[0]._layout
+    settings = {key: value for key, value in kwargs.items() if key != "size"}
+    fill = args[2:3] if name == "new_full" else ()
+    return made(func(part, part.shape, *parts(fill), **parts(settings)), layout)
+
+
+def has_shape_of_operand(name: str, args: Arguments, kwargs: Settings) -> bool:
+    """Whether a `new_` tensor has the shape of the tensor whose method this is."""
+    if name == "new_tensor":
+        return False
+    first = args[1] if len(args) > 1 else kwargs.get("size")
+    size = first if isinstance(first, list | tuple) else args[1:]
+    return tuple(size) == tuple(args[0].shape)

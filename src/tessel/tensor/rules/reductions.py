@@ -305,7 +305,7 @@ def place_of_extreme(name: str, func: Any, args: Arguments, kwargs: Settings) ->
         if keepdim:
             return getattr(x.flatten(), name)(0).reshape([1] * x.dim())
         return getattr(x.flatten(), name)(0)
-    func(x.new_empty([1] * x.dim()), dim)  # torch's own errors
+    func(x._part.new_empty([1] * x.dim()), dim)  # torch's own errors
     extreme = torch.max if name == "argmax" else torch.min
     (dim,) = dims_of(dim, x._layout) or (0,)
     return _with_places(extreme, x, dim, keepdim)[1]
@@ -535,7 +535,7 @@ def quantile(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     dim, keepdim = argument(args, kwargs, 2, "dim"), argument(args, kwargs, 3, "keepdim", False)
     q = q.full() if isinstance(q, Tensor) else q
     settings = {key: kwargs[key] for key in ("interpolation",) if key in kwargs}
-    func(x.new_empty([1] * x.dim()), q, dim, keepdim, **settings)  # torch's own errors
+    func(x._part.new_empty([1] * x.dim()), q, dim, keepdim, **settings)  # torch's own errors
     if dim is None or not x.dim():
         found = func(x.flatten(), q, 0, **settings)
         return found.reshape(*found.shape, *[1] * x.dim()) if keepdim else found
@@ -571,7 +571,7 @@ def histc(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 def bincount(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """The sum of the parts' own counts, as many as the largest number needs."""
     x, layout = args[0], args[0]._layout
-    outline = x.new_empty(0)
+    outline = x._part.new_empty(0)
     weights, least = argument(args, kwargs, 1, "weights"), argument(args, kwargs, 2, "minlength", 0)
     func(outline, minlength=least)  # torch's own errors
     if x.numel() and int(x.min()) < 0:

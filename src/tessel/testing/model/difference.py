@@ -59,7 +59,9 @@ def difference(name: str, got: Any, expected: Any) -> Difference:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return Difference(name, math.inf, note=f"{_short(got)} is not {_short(expected)}")
     expected = _dense(expected)
-    finite = expected.detach().abs().double().nan_to_num(nan=0.0, posinf=0.0)
+    # in double precision first: torch has no `abs` of truth values
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    finite = expected.detach().to(wide).abs().nan_to_num(nan=0.0, posinf=0.0)
     scale = float(finite.max()) if finite.numel() else 0.0
     if isinstance(got, SpreadTensor):
         # partial sums are summed first: a term by itself is not the value
@@ -68,7 +70,6 @@ def difference(name: str, got: Any, expected: Any) -> Difference:
     else:
         part = _dense(got)
     # In double precision the subtraction adds no rounding to that which is measured.
-    wide = torch.complex128 if expected.is_complex() else torch.float64
     part, expected = part.detach().to(wide), expected.detach().to(wide)
     # Where both have an infinity or no number, they are the same; elsewhere a NaN is an error.
     same = (part == expected) | (torch.isnan(part) & torch.isnan(expected))

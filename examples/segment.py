@@ -1,0 +1,227 @@
+"""Train a segmentation model on one volume that nobody has whole.
+
+A SwinUNETR of MONAI, in which nobody has thought of workers, learns to segment a volume in a file.
+Each worker maps the file, reads its box and nothing else, and trains on that:
+`distribute_module(model, grid)`, then a plain training loop. Windows of attention, convolutions and
+norms reach across the boxes, so the losses are those of one process, which trains beside unless
+`--parts-only` says that the volume is too large for it.
+
+The volume is made, or read from two files of numpy: the values, and a class for each of them.
+
+    pip install monai
+    python examples/segment.py
+    tessel run -n 4 examples/segment.py --size 96 64 64 --steps 30 --output segmented.png
+    tessel run -n 4 examples/segment.py --volume values.npy labels.npy --parts-only
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import tessel
+from tessel import Layout, viz
+from tessel.testing import count_memory, count_traffic
+
+CLASSES = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained, and on what.
+
+    Attributes:
+        size: height, width and depth of a volume that is made: multiples of 32.
+        steps: of training, all on the one volume.
+        width: features of a voxel.
+        rate: of learning.
+    """
+
+    size: tuple[int, int, int] = (64, 32, 32)
+    steps: int = 3
+    width: int = 12
+    rate: float = 3e-3
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How it went.
+
+    Attributes:
+        losses: before each step.
+        peak: the largest memory of tensors that a step makes, on each worker, in bytes.
+        sent: what each worker sends in a step, in bytes.
+        slices: through the middle of the volume, its labels and its segmentation.
+    """
+
+    losses: list[float]
+    peak: list[int]
+    sent: list[int]
+    slices: list[Tensor]
+
+
+def layer(size: tuple[int, int, int], number: int) -> tuple[Any, Any]:
+    """One layer of a volume: two bodies, one in the other, in noise; and their labels."""
+    rows, y, z = (np.linspace(-1, 1, length) for length in size)
+    x, y = rows[number], y[:, None]
+    outer = x**2 / 0.7 + y**2 / 0.5 + z**2 / 0.6 < 1
+    inner = (x - 0.2) ** 2 + (y + 0.1 + 0.3 * np.sin(3 * x)) ** 2 + z**2 < 0.15
+    labels = np.where(inner, 2, np.where(outer, 1, 0))
+    noise = np.random.default_rng(number).normal(size=labels.shape)
+    return labels + 0.7 * noise, labels
+
+
+def write_volume(folder: Path, size: tuple[int, int, int]) -> None:
+    """Layer by layer, so that a volume can be made that fits into no memory."""
+    open_memmap = np.lib.format.open_memmap
+    values = open_memmap(folder / "values.npy", "w+", np.float32, size)
+    labels = open_memmap(folder / "labels.npy", "w+", np.int64, size)
+    for number in range(size[0]):
+        values[number], labels[number] = layer(size, number)
+    values.flush()
+    labels.flush()
+
+
+@contextmanager
+def volume(settings: Settings) -> Iterator[tuple[Path, Path]]:
+    """The files of a volume that the first worker makes, and removes at the end."""
+    P = tessel.world()
+    with tempfile.TemporaryDirectory() as own:
+        if P.rank == 0:
+            write_volume(Path(own), settings.size)
+        folder = Path(P.group.share_objects(own)[0])
+        yield folder / "values.npy", folder / "labels.npy"
+        P.group.share_objects(None)  # it stays until everybody is done with it
+
+
+def read_box(path: Path, grid: tessel.Partition) -> tessel.Tensor:
+    """A volume in a file, of which this worker reads its box: (1, 1, height, width, depth)."""
+    mapped = np.load(path, mmap_mode="r")
+    layout = Layout.balanced(grid, (1, 1, *mapped.shape))
+    box = layout.box()
+    assert box is not None  # all workers are in the grid
+    own = np.array(mapped[tuple(slice(*interval) for interval in box[2:])])
+    return tessel.from_local(torch.from_numpy(own)[None, None], layout)
+
+
+def segmenter(settings: Settings) -> Any:
+    """A SwinUNETR of MONAI with random weights."""
+    from monai.networks.nets import SwinUNETR
+
+    torch.manual_seed(0)  # all workers make the same one
+    return SwinUNETR(
+        in_channels=1,
+        out_channels=CLASSES,
+        feature_size=settings.width,
+        depths=(1, 1, 1, 1),
+        num_heads=(1, 2, 2, 4),
+        window_size=4,
+    )
+
+
+def train(model: Any, values: Tensor, labels: Tensor, settings: Settings) -> Trained:
+    """Plain torch and MONAI, for plain tensors and for spread ones."""
+    from monai.losses import DiceCELoss
+
+    criterion = DiceCELoss(to_onehot_y=True, softmax=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate)
+    losses = []
+    for _ in range(settings.steps):
+        with count_traffic() as traffic, count_memory() as memory:
+            loss = criterion(model(values), labels)
+            loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found = model.eval()(values).argmax(1, keepdim=True)
+    middle = values.shape[-1] // 2
+    slices: list[Any] = [each[0, 0, :, :, middle] for each in (values, labels, found)]
+    whole = [each.full() if isinstance(each, tessel.Tensor) else each for each in slices]
+    return Trained(losses, [memory.peak], [traffic.bytes_sent], whole)
+
+
+def train_whole(files: tuple[Path, Path], settings: Settings) -> Trained:
+    """By one process."""
+    values, labels = (torch.from_numpy(np.load(path))[None, None] for path in files)
+    return train(segmenter(settings), values, labels, settings)
+
+
+def train_in_parts(files: tuple[Path, Path], settings: Settings) -> Trained:
+    """By all workers, of which each has some layers of the volume."""
+    P = tessel.world()
+    grid = P.create_cartesian_topology_partition([1, 1, P.size, 1, 1])
+    model = tessel.nn.distribute_module(segmenter(settings), grid)
+    values, labels = (read_box(path, grid) for path in files)
+    mine = train(model, values, labels, settings)
+    told = P.group.share_objects((mine.peak[0], mine.sent[0]))
+    peak, sent = ([pair[k] for pair in told] for k in range(2))
+    return Trained(mine.losses, peak, sent, mine.slices)
+
+
+def draw(parts: Trained, path: Path) -> None:
+    """Save a picture of a slice, of which every worker has some rows, and its segmentation."""
+    figure = viz.new_figure(10, 3.6)
+    axes = figure.subplots(1, 3)
+    titles = "a slice, and who has it", "its labels", "the segmentation"
+    for ax, title, image in zip(axes, titles, parts.slices, strict=True):
+        ax.imshow(image, cmap="gray" if ax is axes[0] else "viridis")
+        ax.set_title(title)
+        ax.set_axis_off()
+    rows, workers = len(parts.slices[0]), len(parts.peak)
+    for worker in range(1, workers):
+        axes[0].axhline(worker * rows / workers - 0.5, color=viz.colour(1), lw=1.5)
+    figure.savefig(path, dpi=72, bbox_inches="tight")
+
+
+def report(parts: Trained, whole: Trained | None) -> None:
+    """Print the losses, and what they took."""
+    for step, loss in enumerate(parts.losses):
+        beside = "" if whole is None else f", in one process {whole.losses[step]:.4f}"
+        print(f"step {step}: loss {loss:.4f}{beside}")
+    right = (parts.slices[1] == parts.slices[2]).double().mean()
+    print(f"labels that are right in the middle: {float(right):.0%}")
+    if whole is not None:
+        share = max(parts.peak) / whole.peak[0]
+        print(f"memory: at most {share:.0%} of that of one process")
+    print(f"memory of each worker: {', '.join(map(viz.num_bytes, parts.peak))}")
+    print(f"sent by each worker in a step: {', '.join(map(viz.num_bytes, parts.sent))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--size", type=int, nargs=3, default=Settings.size, help="multiples of 32, of a made volume"
+    )
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--width", type=int, default=Settings.width, help="features of a voxel")
+    parser.add_argument("--rate", type=float, default=Settings.rate, help="of learning")
+    parser.add_argument(
+        "--volume", type=Path, nargs=2, help="values and labels, instead of a volume that is made"
+    )
+    parser.add_argument("--parts-only", action="store_true", help="nothing in one process")
+    parser.add_argument("--output", type=Path, help="where to save a picture")
+    options = parser.parse_args()
+    settings = Settings(tuple(options.size), options.steps, options.width, options.rate)
+
+    P = tessel.world()
+    with nullcontext(options.volume) if options.volume else volume(settings) as files:
+        parts = train_in_parts(files, settings)
+        if P.rank == 0:
+            print(f"{P.size} worker{'s' if P.size > 1 else ''} train on {files[0].name}")
+            report(parts, None if options.parts_only else train_whole(files, settings))
+            if options.output is not None:
+                draw(parts, options.output)
+
+
+if __name__ == "__main__":
+    main()

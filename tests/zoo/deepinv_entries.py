@@ -1,0 +1,5 @@
+"""Entries of deepinv."""
+
+from entries import ZooEntry
+
+ENTRIES: list[ZooEntry] = []

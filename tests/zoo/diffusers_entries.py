@@ -1,0 +1,5 @@
+"""Entries of diffusers."""
+
+from entries import ZooEntry
+
+ENTRIES: list[ZooEntry] = []

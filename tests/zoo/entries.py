@@ -1,0 +1,210 @@
+"""Entries of the zoo: models of other packages, and the ways in which each is split.
+
+A file `<package>_entries.py` has the entries of a package in a list `ENTRIES`. It imports the
+package only inside of functions: the list can be read where the package is not installed.
+`examine` runs one entry on one grid, on every worker; `test_zoo.py` calls it, and `zoo_page.py`
+makes a page of what was found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tessel
+from tessel.testing import check_model
+
+FILES = {  # of the entries of each package, by the name by which it is imported
+    "torch": "torch_entries",
+    "torchvision": "torchvision_entries",
+    "timm": "timm_entries",
+    "segmentation_models_pytorch": "smp_entries",
+    "monai": "monai_entries",
+    "deepinv": "deepinv_entries",
+    "diffusers": "diffusers_entries",
+    "transformers": "transformers_entries",
+    "neuralop": "neuralop_entries",
+    "torch_geometric": "geometric_entries",
+}
+RESULTS = Path(__file__).parents[2] / "build" / "zoo"
+TOLERANCE = 1e-9  # relative to the largest value of a tensor, as `check_model` has it
+LIMIT = 120.0  # seconds for one entry on one grid; most take a few on a quiet machine
+
+Grid = tuple[int, ...]
+ROWS, COLUMNS, QUARTERS = (1, 1, 2, 1), (1, 1, 1, 2), (1, 1, 2, 2)  # of pictures
+THIRDS, SAMPLES = (1, 1, 3, 1), (2, 1, 1, 1)
+SLABS, BEAMS = (1, 1, 2, 1, 1), (1, 1, 1, 2, 2)  # of volumes and films
+TOKENS = (1, 2, 1)  # of sequences with features
+
+
+@dataclass(frozen=True)
+class ZooEntry:
+    """A model of a package, what it is called with, and the grids over which it is split.
+
+    Args:
+        package: by which it is imported.
+        name: of the entry; no other one of the package has it.
+        make: makes the model, with random weights and without a network.
+        inputs: makes what it is called with: a tuple of arguments, or a dict of them by name.
+            Tensors with as many dimensions as a grid has axes are spread, others stay whole.
+        train: the grids on which it is run in training mode.
+        eval: the same in evaluation mode.
+        method: what is called, if not the model itself.
+        loss: of the output, as for `check_model`; by default a weighted sum.
+        spread: spreads the inputs otherwise: it gets them and the partition, and returns them.
+        gathers: functions that gather their operands, since they have no rule; others must not.
+        raises: part of the error, for a model that cannot be split; empty for one that can.
+        because: why it raises or gathers, for the page.
+        limit: seconds for one grid.
+    """
+
+    package: str
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], Any]
+    train: tuple[Grid, ...] = (ROWS,)
+    eval: tuple[Grid, ...] = (QUARTERS,)
+    method: str = "forward"
+    loss: Callable[[Any], Tensor] | None = None
+    spread: Callable[[Any, tessel.Partition], Any] | None = None
+    gathers: frozenset[str] = frozenset()
+    raises: str = ""
+    because: str = ""
+    limit: float = LIMIT
+
+    def splits(self) -> Iterator[tuple[Grid, bool]]:
+        """Each grid, and whether the model is in training mode."""
+        yield from ((grid, True) for grid in self.train)
+        yield from ((grid, False) for grid in self.eval)
+
+
+@dataclass
+class ZooResult:
+    """What was found about an entry on one grid.
+
+    Attributes:
+        verdict: `exact`, `wrong`, `raises` or `late`.
+        error: the largest, relative to the largest value of its tensor.
+        sent: bytes that a worker sends in a step, forward and backward.
+        share: of the memory that one process takes for the tensors of a step.
+        gathered: functions that gathered their operands.
+        said: the error of a model that is not exact.
+    """
+
+    package: str
+    name: str
+    split: str
+    verdict: str
+    error: float = math.nan
+    sent: int = 0
+    share: float = math.nan
+    gathered: list[str] = field(default_factory=list)
+    said: str = ""
+    because: str = ""
+    seconds: float = 0.0
+
+    def save(self) -> None:
+        """Keep it in a file, of which the page is made."""
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        name = f"{self.package} {self.name} {self.split}".replace(os.sep, "_")
+        (RESULTS / f"{name}.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load_all(cls) -> list[ZooResult]:
+        return [cls(**json.loads(each.read_text())) for each in sorted(RESULTS.glob("*.json"))]
+
+
+class MethodModel(nn.Module):
+    """A method of a model as a model of its own."""
+
+    def __init__(self, inner: nn.Module, method: str) -> None:
+        super().__init__()
+        self.inner, self.method = inner, method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, self.method)(*args, **kwargs)
+
+
+def all_entries() -> list[ZooEntry]:
+    """The entries of all packages, whether these are installed or not."""
+    return [each for package in FILES for each in entries_of(package)]
+
+
+def entries_of(package: str) -> list[ZooEntry]:
+    """The entries of a package."""
+    return list(importlib.import_module(FILES[package]).ENTRIES)
+
+
+def floats(*shape: int, seed: int = 1) -> Callable[[], tuple[Tensor, ...]]:
+    """An input of random numbers, such as a batch of pictures."""
+    return lambda: (torch.randn(shape, generator=torch.Generator().manual_seed(seed)),)
+
+
+def split_name(grid: Grid, training: bool) -> str:
+    """A grid and a mode in words: `1×1×2×1, train`."""
+    return f"{'×'.join(map(str, grid))}, {'train' if training else 'eval'}"
+
+
+def examine(package: str, name: str, grid: Grid, training: bool) -> ZooResult:
+    """Compare an entry, split over a grid, with one process; on all workers of the grid."""
+    (entry,) = (each for each in entries_of(package) if each.name == name)
+    result = ZooResult(package, name, split_name(grid, training), "exact", because=entry.because)
+    begin = time.monotonic()
+    with float64(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package, and of gathers, which are in the report
+        torch.manual_seed(0)
+        model = unsettled(entry.make()).double().train(training)
+        if entry.method != "forward":
+            model = MethodModel(model, entry.method).train(training)
+        inputs = entry.inputs()
+        P = tessel.world().create_cartesian_topology_partition(grid)
+        if entry.spread is not None:
+            inputs = entry.spread(inputs, P)
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        try:
+            report = check_model(
+                model, *args, where=P, kwargs=kwargs, loss=entry.loss, rtol=TOLERANCE
+            )
+        except AssertionError as error:
+            report = getattr(error, "report", None)
+            result.verdict, result.said = "raises" if report is None else "wrong", str(error)
+    if report is not None:
+        relative = [TOLERANCE * each.error / each.allowed for each in report.values if each.allowed]
+        result.error = max(relative, default=0.0)
+        result.sent = report.bytes_forward + report.bytes_backward
+        result.share = report.peak / max(1, report.peak_alone)
+        result.gathered = sorted({each.name for each in report.gathers})
+    result.seconds = time.monotonic() - begin
+    return result
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Models that make tensors of their own make them in double precision, too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def unsettled(model: nn.Module) -> nn.Module:
+    """Add a little to all parameters: those that begin with zero or one would hide mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter += 0.02 * torch.randn_like(parameter)
+    return model

@@ -1,0 +1,5 @@
+"""Entries of torch_geometric."""
+
+from entries import ZooEntry
+
+ENTRIES: list[ZooEntry] = []

@@ -1,0 +1,5 @@
+"""Entries of neuraloperator."""
+
+from entries import ZooEntry
+
+ENTRIES: list[ZooEntry] = []

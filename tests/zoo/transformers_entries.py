@@ -1,0 +1,5 @@
+"""Entries of transformers."""
+
+from entries import ZooEntry
+
+ENTRIES: list[ZooEntry] = []

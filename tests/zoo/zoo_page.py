@@ -1,0 +1,101 @@
+"""The page of the zoo: a table of what `make zoo` found, package by package.
+
+Only the sections of packages of which there are results are written anew: `make zoo PACKAGE=timm`
+leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from entries import FILES, ZooResult
+
+PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
+
+HEAD = """# Models of other packages
+
+Models that nobody here wrote, converted as they are by [`distribute_module`](models.md) and
+compared with one process: outputs, gradients of all parameters and of the input, and buffers after
+two calls, in float64, with random weights. `make zoo` installs the packages, at the versions in
+`pyproject.toml`, runs the models and writes this page; `tests/zoo/` has the entries.
+
+- *split*: the number of parts of each dimension of the input (of pictures: batch, channels, height,
+  width), and the mode of the model.
+- **✓**: everything is equal to 1e-9 of the largest value of its tensor. *error*: the largest one
+  that was found, so relative.
+- **raises**: on all workers, before anything wrong is computed; a note below the table says why.
+- *sent*: what a worker sends in a step, forward and backward, most of which is gradients of weights
+  where a model is as small as these are.
+- *memory*: of a worker for the tensors of a step, relative to one process. Gradients of weights are
+  whole on every worker, which counts for much in small models.
+- *gathered*: functions that have no rule, and compute with whole operands on every worker.
+"""
+COLUMNS = ("model", "split", "exact", "error", "sent", "memory", "gathered")
+
+
+def section(package: str, results: list[ZooResult]) -> str:
+    """The table of a package, and notes."""
+    notes: dict[str, int] = {}
+    lines = [
+        f"## {package}\n",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * 2}:-:|---:|---:|---:|---|",
+    ]
+    for each in results:
+        exact = {"exact": "✓", "wrong": "**wrong**"}.get(each.verdict, each.verdict)
+        if each.because:
+            exact += f" ({notes.setdefault(each.because, len(notes) + 1)})"
+        measured = not math.isnan(each.error)
+        figures = [f"{each.error:.0e}", in_bytes(each.sent), f"{each.share:.0%}"]
+        gathered = ", ".join(f"`{name}`" for name in each.gathered)
+        cells = [each.name, each.split, exact, *(figures if measured else [""] * 3), gathered]
+        lines.append(f"| {' | '.join(cells)} |")
+    if notes:
+        lines += ["", *(f"{number}. {text}" for text, number in notes.items())]
+    return "\n".join([*lines, ""])
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes with its unit."""
+    for unit in ("B", "kB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} MB"
+
+
+def sections_of(text: str) -> dict[str, str]:
+    """The sections of a page, by their packages."""
+    parts = text.split("\n## ")[1:]
+    return {each.partition("\n")[0]: f"## {each.rstrip()}\n" for each in parts}
+
+
+def totals(sections: dict[str, str]) -> str:
+    """Of each package: its models, those exact on all grids, and those that gather nothing."""
+    lines = ["| package | models | exact | gather nothing |", "|---|---:|---:|---:|"]
+    sums = [0, 0, 0]
+    for package, text in sections.items():
+        rows = [each.split(" | ") for each in text.splitlines() if each.startswith("| ")][1:]
+        names = {row[0] for row in rows}
+        inexact = {row[0] for row in rows if not row[2].startswith("✓")}
+        gathering = {row[0] for row in rows if "`" in row[-1]}
+        counts = [len(names), len(names - inexact), len(names - inexact - gathering)]
+        sums = [a + b for a, b in zip(sums, counts, strict=True)]
+        lines.append(f"| {package} | {' | '.join(map(str, counts))} |")
+    return "\n".join([*lines, f"| all | {' | '.join(map(str, sums))} |", ""])
+
+
+def page(results: list[ZooResult], before: str) -> str:
+    """The text of the page; packages without results keep the sections that they have."""
+    known = sections_of(before)
+    for package in FILES:
+        found = [each for each in results if each.package == package]
+        if found:
+            known[package] = section(package, found)
+    ordered = {package: known[package] for package in FILES if package in known}
+    return "\n".join([HEAD, totals(ordered), *ordered.values()])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(ZooResult.load_all(), PAGE.read_text() if PAGE.exists() else ""))
