@@ -273,6 +273,21 @@ def test_dropout_between_layers_is_the_same_everywhere(run: Run) -> None:
         close("dropout", each, first, 1e-12)
 
 
+def outside() -> None:
+    """A worker outside of the partition follows, and takes part in the backward pass."""
+    world = tessel.world()
+    P = world.create_partition_inclusive([0, 1]).create_cartesian_topology_partition([1, 2, 1])
+    layer = nn.LSTM(6, 4, batch_first=True).double()
+    x = tessel.spread(values(SHAPE, 1), P)
+    y, (last, _) = layer(x)
+    assert y.shape == (5, 7, 4) and last.shape == (1, 5, 4)
+    y.sum().backward()
+
+
+def test_workers_outside_follow(run: Run) -> None:
+    run(outside, nprocs=3)
+
+
 def test_bad_input_raises_as_in_torch(run: Run) -> None:
     run(check_bad_input, nprocs=2)
 
@@ -285,4 +300,11 @@ def check_bad_input() -> None:
         layer(x, (wrong, wrong))
     with pytest.raises(RuntimeError, match=r"input\.size"):
         layer(tessel.spread(values((5, 7, 3), 1), line(1)))
+    with pytest.raises((RuntimeError, ValueError), match="dtype"):
+        layer(x.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (layer.float()(each.float())[0] for each in (values(SHAPE, 1), x))
+    assert found.dtype == expected.dtype
+    close("autocast", found.full().double(), expected.double(), 0.05)
+    layer.double()
     close("after it", F.relu(layer(x)[0]).full(), F.relu(layer(values(SHAPE, 1))[0]), 1e-12)

@@ -100,6 +100,11 @@ def _check(
     expected: Sequence[Shape],
 ) -> None:
     """Raise before parts are taken of tensors that do not fit each other."""
+    kinds = {each.dtype for each in (x, *states, *params)}
+    if len(kinds) > 1 and not torch.is_autocast_enabled(x.device.type):
+        # torch would, on workers that have something to compute
+        names = ", ".join(sorted(map(str, kinds)))
+        raise RuntimeError(f"{name}: input, states and weights must have one dtype, got {names}")
     if params[0].shape[-1] != x.shape[-1]:
         raise RuntimeError(
             f"{name}: expected an input with {params[0].shape[-1]} features, got {x.shape[-1]}"
@@ -140,7 +145,9 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     ends = [(given["num_layers"] * ways, lengths["n"], n) for n in (width, cells)]
     _check(name, x, states, params, ends)
     operands = [x, *states]
-    if isinstance(x, Tensor) and _passes_states(x._layout, letters):
+    # autocast may give states of another dtype than it got, which only some workers would know
+    can_pass = isinstance(x, Tensor) and not torch.is_autocast_enabled(x.device.type)
+    if can_pass and _passes_states(x._layout, letters):
         return _passed(name, func, given, x, states, width)
     batch = _planned(name, (letters, "lnh", "lnc")[: len(operands)], operands)
     shape = tuple((lengths | {"i": width * ways})[letter] for letter in letters)
