@@ -144,6 +144,7 @@ def check_kinds() -> None:
         check_model(Conditioned(), x, labels, where=line(axis), fallback="raise")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_kinds(run: Run, nprocs: int) -> None:
     run(check_kinds, nprocs=nprocs, timeout=100)

@@ -87,6 +87,7 @@ def check_grids() -> None:
         check_model(model, values(SHAPE, 1), where=where, fallback="raise")
 
 
+@pytest.mark.slow
 def test_grids_and_uneven_parts(run: Run) -> None:
     run(check_grids, nprocs=4, timeout=100)
 
@@ -218,6 +219,7 @@ def check_loops() -> None:
         check_model(Pictures(), values((2, 3, 3, 5, 4), 1), where=line(axis, 5), fallback="raise")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_loops_with_states_made_inside(run: Run, nprocs: int) -> None:
     run(check_loops, nprocs=nprocs, timeout=100)
