@@ -952,3 +952,42 @@ SENT = {
 @pytest.mark.parametrize("case", SENT, ids=lambda case: case[0])
 def test_a_step_sends_no_more_than_layers_would(run: Run, nprocs: int, case: Any) -> None:
     assert run(traffic_of_a_step, *case, nprocs=nprocs) == SENT[case][nprocs]
+
+
+class WrittenWhole(torch.nn.Module):
+    """Writes parts into a tensor that torch.zeros makes, and returns that or what follows of it."""
+
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(x.shape, dtype=x.dtype)
+        y[..., 1:] = x[..., :-1] * 3
+        return {"itself": y, "twice": y * 2, "sum": x + y}[self.last]
+
+
+def parts_written_whole(last: str) -> tuple[str, float]:
+    """What a caller with parts hears, and how wrong the result for spread tensors is."""
+    P = tessel.world().create_cartesian_topology_partition([1, tessel.world().size])
+    model = tessel.nn.distribute_module(WrittenWhole(last), P)
+    x = torch.arange(10.0).reshape(2, 5)
+    layout = tessel.Layout.balanced(P, x.shape)
+    expected = WrittenWhole(last)(x)
+    found: Any = model(tessel.spread(x, P))
+    error = float(
+        ((found.full() if isinstance(found, tessel.Tensor) else found) - expected).abs().max()
+    )
+    try:
+        part = model(layout.local_part(x))
+    except NotImplementedError as refused:
+        return str(refused), error
+    assert torch.equal(part, layout.local_part(expected))
+    return "", error
+
+
+@pytest.mark.parametrize("last", ["itself", "twice", "sum"])
+def test_what_was_written_whole_does_not_leave_as_a_part(run: Run, last: str) -> None:
+    for said, error in run(parts_written_whole, last, nprocs=2):
+        assert error == 0.0
+        assert ("leaves the model where a part is expected" in said) == (last != "sum"), said
