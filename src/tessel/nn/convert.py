@@ -27,7 +27,7 @@ from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
 from tessel.tensor.gathering import fallback as choose_fallback
-from tessel.tensor.shared_random import common_seed, seed_generators
+from tessel.tensor.shared_random import common_seed, has_common_seed, seed_generators
 from tessel.tensor.table import gathered, in_backward, running, spread_among, tensors
 from tessel.transport import kept_in_job
 
@@ -217,8 +217,13 @@ class Entrance:
         no_parts = (each.dim() != self.P_x.dim for each in tensors(args, kwargs))
         if self.name != "forward" and not spread and all(no_parts):
             return self.forward(*args, **kwargs)
-        if running.get() is not None or (spread and in_backward()):
-            return self.forward(*args, **kwargs)  # inside of a model, or of a checkpoint
+        if running.get() is not None:
+            return self.forward(*args, **kwargs)  # inside of a model
+        # What a checkpoint computes again is inside, too, and so is all that it calls: plain
+        # tensors are whole there. A checkpoint puts back the generators that it found.
+        if in_backward() and (spread or has_common_seed()):
+            with setting(running, self.P_x), choose_fallback(self.fallback):
+                return self.forward(*args, **kwargs)
         if not self.P_x.active:
             first = next(tensors(args, kwargs), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
