@@ -32,8 +32,10 @@ LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter lim
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     """The workers of this run."""
-    preload = (*PRELOAD, *ZOO) if is_zoo(request.config) else PRELOAD
-    with WorkerPool(timeout=60.0, threads=1, preload=preload) as pool:
+    zoo = is_zoo(request.config)
+    with WorkerPool(timeout=60.0, threads=1, preload=(*PRELOAD, *ZOO * zoo)) as pool:
+        if zoo:  # what these import takes minutes on a busy machine, which no test is to pay
+            pool.run(os.getpid, nprocs=4, timeout=900)
         yield pool
 
 

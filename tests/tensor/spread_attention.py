@@ -239,6 +239,13 @@ LAYERS = {
         (X,),
         order=1,
     ),
+    "heads, causal by the hint alone": Case(  # torch does not look at the mask then
+        lambda x, m: heads(batch_first=True, add_bias_kv=True)(
+            x, x, x, attn_mask=m, is_causal=True, need_weights=False
+        )[0],
+        (X, (5, 5)),
+        order=1,
+    ),
     "encoder in training": Case(lambda x: encoder(batch_first=True).train()(x), (X,), order=1),
     "encoder in evaluation": Case(lambda x: encoder(batch_first=True).eval()(x), (X,), order=1),
     "encoder without gradients": Case(

@@ -12,6 +12,7 @@ import torch
 import tessel
 from parity import values
 from tessel import Layout
+from tessel.tensor.gathering import noted_gathers
 
 Run = Callable[..., list[Any]]
 
@@ -210,3 +211,40 @@ def truth() -> None:
 
 def test_a_truth_value_is_no_number(run: Run) -> None:
     run(truth, nprocs=2, timeout=60)
+
+
+def put_into_whole() -> None:
+    """Tensors that a model makes are plain, and whole: what is put into them is gathered."""
+
+    def does(x: torch.Tensor) -> torch.Tensor:
+        items, sums = torch.zeros(7, 5, dtype=x.dtype), torch.zeros(6, 5, dtype=x.dtype)
+        items[1:] = x**2
+        sums += x**3
+        return (items[:6] * x).sum() + (sums * 2).square().sum()
+
+    x, whole = rows().requires_grad_(), values((6, 5), 1).requires_grad_()
+    with noted_gathers() as gathers:
+        y = does(x)
+    assert [each.num_bytes for each in gathers] == [x.nbytes] * 2
+    y.backward()
+    does(whole).backward()
+    assert torch.allclose(y, does(whole), 1e-12)
+    assert torch.allclose(x.grad.full(), whole.grad, 1e-12)
+    with tessel.fallback("raise"), pytest.raises(NotImplementedError, match="that is whole"):
+        does(x)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_part_that_is_put_into_a_whole_tensor_is_gathered(run: Run, nprocs: int) -> None:
+    run(put_into_whole, nprocs=nprocs, timeout=60)
+
+
+def put_where_others_are() -> None:
+    P = tessel.world().create_partition_inclusive([0, 1])
+    x = tessel.spread(values((6,), 1), P.create_cartesian_topology_partition([2]))
+    with pytest.raises(NotImplementedError, match="that is whole"):
+        torch.zeros(6, dtype=x.dtype)[:] = x
+
+
+def test_workers_outside_have_no_values_for_a_whole_tensor(run: Run) -> None:
+    run(put_where_others_are, nprocs=3, timeout=60)

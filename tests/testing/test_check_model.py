@@ -71,9 +71,10 @@ class Noisy(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
         self.drop = nn.Dropout(0.4, inplace=True)
+        self.memory = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.3)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.attention(x, x, x, need_weights=False)[0] + self.memory(x)[0]
         x = self.drop(x * 2) + torch.rand_like(x) + 0.1 * torch.rand_like(time).sum()
         x = F.dropout(x, 0.2) * torch.empty(x.shape[0], 1, 1, dtype=x.dtype).bernoulli_(0.7)
         x = x * x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.7) + x.new_empty(x.shape).normal_()

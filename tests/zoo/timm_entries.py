@@ -115,7 +115,7 @@ ENTRIES = [
         ),
         floats(2, 3, 64, 64),
     ),
-    entry(
+    entry(  # in evaluation mode it keeps a graph from call to call, and raises in one process, too
         "levit_128s",
         model(
             "levit_128s",
@@ -126,6 +126,8 @@ ENTRIES = [
             num_heads=(2, 3, 4),
         ),
         floats(4, 3, 64, 64),
+        train=(ROWS, THIRDS),
+        eval=(),
     ),
     entry(
         "MetaFormer, pooling (PoolFormer)",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.fx import GraphModule, Proxy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tessel.core.agreement import agree, tell
 from tessel.core.context import setting
@@ -23,12 +26,13 @@ from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
 from tessel.nn import buckets
 from tessel.nn.layer import Layer, alone, entered, lies, needs_of
+from tessel.nn.nesting import nested, tensors_in
 from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice
 from tessel.tensor.gathering import fallback as choose_fallback
 from tessel.tensor.shared_random import common_seed, has_common_seed, seed_generators
-from tessel.tensor.table import gathered, in_backward, running, spread_among, tensors
+from tessel.tensor.table import gathered, in_backward, is_whole, running
 from tessel.transport import kept_in_job
 
 nn = torch.nn
@@ -72,10 +76,18 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     check_choice(fallback)
     stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
     equalize([value for _, value in _values(model)], P_x)
-    place_regions(model, P_x)
+    conversion = Conversion(P_x, stream, fallback)
+    conversion.enter(model)
+    return model
+
+
+def _place_entrances(model: nn.Module, conversion: Conversion) -> None:
+    """Let all methods of all modules agree on their input, if they are called from outside."""
+    place_regions(model, conversion.P_x)
     for module in model.modules():
         own = module.__dict__.get("forward")
-        elsewhere = isinstance(own, Entrance) and own.P_x != P_x  # converted for other workers
+        # converted for other workers
+        elsewhere = isinstance(own, Entrance) and own.conversion.P_x != conversion.P_x
         if isinstance(module, Layer) or elsewhere:
             continue
         # Models are also called by methods such as `encode`. With parts these would compute with
@@ -92,8 +104,7 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
             and isinstance(module.__dict__.get(name), Entrance | None)
         ]
         for name in ("forward", *others):
-            module.__dict__[name] = Entrance(module, P_x, stream, fallback, name)
-    return model
+            module.__dict__[name] = Entrance(module, conversion, name)
 
 
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
@@ -135,7 +146,12 @@ def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
     }
     values = (*model.named_parameters(), *model.named_buffers())
     return [
-        (name, value) for name, value in values if id(value) not in placed and not state_of(value)
+        (name, value)
+        for name, value in values
+        if id(value) not in placed
+        and not state_of(value)
+        # what lies spread is right where it lies; lazy layers draw what they need in the first call
+        and not isinstance(value, SpreadTensor | UninitializedParameter | UninitializedBuffer)
     ]
 
 
@@ -164,6 +180,111 @@ class Stream:
             yield
 
 
+class Conversion:
+    """What all entrances of a converted model have in common.
+
+    Args:
+        P_x: where the input lies.
+        stream: the random numbers of the model.
+        fallback: what is done with functions that have no rule.
+    """
+
+    def __init__(self, P_x: Partition, stream: Stream, fallback: str) -> None:
+        self.P_x, self.stream, self.fallback = P_x, stream, fallback
+        # the parameters and buffers that all workers have alike, by their identities
+        self._alike: dict[int, weakref.ref[Tensor]] = {}
+
+    def enter(self, model: nn.Module) -> None:
+        """Take a model in whose parameters and buffers are alike on all workers."""
+        _place_entrances(model, self)
+        self.note(Contents(model).values)
+
+    def note(self, values: Iterable[Tensor]) -> None:
+        """Remember values that all workers have alike."""
+        for value in values:
+            self._alike[id(value)] = weakref.ref(value)
+
+    def unknown(self, values: Iterable[Tensor]) -> list[Tensor]:
+        """Those that came into the model since its last call; a copy of a model knows none."""
+        known = self._alike
+        # an identity may be that of a tensor that is gone
+        return [v for v in values if (ref := known.get(id(v))) is None or ref() is not v]
+
+    def late_form(self, model: nn.Module, contents: Contents) -> tuple[Any, ...]:
+        """What was put into a model after its conversion, as all workers must have it."""
+        late = {id(value) for value in self.unknown(contents.values)}
+        if not late and not contents.unentered:
+            return ()
+        values = [
+            (name, tuple(value.shape), str(value.dtype))
+            for name, value in _values(model)
+            if id(value) in late
+        ]
+        modules = [(type(each).__qualname__, each.extra_repr()) for each in contents.unentered]
+        return (*values, *modules)
+
+    def take_in(self, model: nn.Module, contents: Contents) -> None:
+        """Give what was put into a model later the values of the first worker, and entrances."""
+        late = {id(value) for value in self.unknown(contents.values)}
+        equalize([value for _, value in _values(model) if id(value) in late], self.P_x)
+        self.enter(model)
+
+    def settle(self, model: nn.Module) -> None:
+        """Keep what a call has put into parameters and buffers as torch would have it there.
+
+        What every worker has whole becomes plain again: it enters a `state_dict`, and optimizers.
+        """
+        contents = Contents(model)
+        if any(isinstance(value, SpreadTensor) for value in contents.values):
+            for module in model.modules():
+                _make_plain(module._parameters, nn.Parameter)
+                _make_plain(module._buffers, Tensor.requires_grad_)
+            contents = Contents(model)
+        self.note(self.unknown(contents.values))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_alike": {}}  # those of a copy are others
+
+
+def _make_plain(values: dict[str, Any], make: Callable[[Tensor, bool], Tensor]) -> None:
+    for name, value in values.items():
+        if isinstance(value, SpreadTensor) and is_whole(value.layout):
+            values[name] = make(value.local.detach(), value.requires_grad)
+
+
+class Contents:
+    """What a model holds: each call begins with a look at it, by one walk that makes no names.
+
+    Attributes:
+        parameters: in the order of `model.parameters()`.
+        values: parameters and buffers.
+        unentered: modules that are not converted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters: dict[int, Tensor] = {}
+        buffers: dict[int, Tensor] = {}
+        self.unentered: list[nn.Module] = []
+        seen: set[int] = set()
+
+        def walk(module: nn.Module) -> None:
+            seen.add(id(module))
+            is_entered = isinstance(module.__dict__.get("forward"), Entrance)
+            if not is_entered and not isinstance(module, Layer):
+                self.unentered.append(module)
+            for held, found in ((module._parameters, parameters), (module._buffers, buffers)):
+                for value in held.values():
+                    if value is not None:
+                        found.setdefault(id(value), value)
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    walk(child)
+
+        walk(model)
+        self.parameters = list(parameters.values())
+        self.values = [*self.parameters, *buffers.values()]
+
+
 class Entrance:
     """The `forward` of a module in a converted model: the outermost agrees on the input.
 
@@ -172,24 +293,14 @@ class Entrance:
 
     Args:
         module: whose own method it calls.
-        P_x: where the input lies.
-        stream: the random numbers of the model.
-        fallback: what is done with functions that have no rule.
+        conversion: of the model.
         name: of the method.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        P_x: Partition,
-        stream: Stream,
-        fallback: str,
-        name: str = "forward",
-    ) -> None:
+    def __init__(self, module: nn.Module, conversion: Conversion, name: str = "forward") -> None:
         own = module.__dict__.get(name)  # somebody may have put one into this module
         self.own: Any = own.own if isinstance(own, Entrance) else own
-        self.module, self.P_x, self.stream, self.fallback = module, P_x, stream, fallback
-        self.name = name
+        self.module, self.conversion, self.name = module, conversion, name
         self.schedule = buckets.BucketSchedule()
 
     def __getattr__(self, name: str) -> Any:
@@ -199,7 +310,11 @@ class Entrance:
                 return inspect.signature(self.own)
             method = inspect.getattr_static(type(self.module), self.name)
             return inspect.signature(method.__get__(self.module, type(self.module)))
-        raise AttributeError(f"'Entrance' object has no attribute {name!r}")
+        raise AttributeError(
+            f"'Entrance' object has no attribute {name!r}: the methods of a converted model are "
+            f"not plain functions; torch.export and others that read code come before "
+            f"distribute_module"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
@@ -207,91 +322,132 @@ class Entrance:
             return self.own(*args, **kwargs)
         if isinstance(self.module, nn.SyncBatchNorm):  # whose own makes exchanges between workers
             return nn.modules.batchnorm._BatchNorm.forward(self.module, *args, **kwargs)
+        if isinstance(self.module, torch.jit.ScriptModule):  # traced ones: their class has no code
+            return self.module._c._get_method(self.name)(*args, **kwargs)
         # found in the class, and bound, unless it is a static method
         method = inspect.getattr_static(type(self.module), self.name)
         return method.__get__(self.module, type(self.module))(*args, **kwargs)
 
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        spread = next(spread_among(args, kwargs), None) is not None
-        no_parts = (each.dim() != self.P_x.dim for each in tensors(args, kwargs))
-        if self.name != "forward" and not spread and all(no_parts):
-            return self.forward(*args, **kwargs)
         if running.get() is not None:
             return self.forward(*args, **kwargs)  # inside of a model
+        P_x = self.conversion.P_x
+        given = tensors_in(args, kwargs)
+        spread = any(isinstance(each, SpreadTensor) for each in given)
+        no_parts = (each.dim() != P_x.dim for each in given)
+        if self.name != "forward" and not spread and all(no_parts):
+            return self.forward(*args, **kwargs)
         # What a checkpoint computes again is inside, too, and so is all that it calls: plain
         # tensors are whole there. A checkpoint puts back the generators that it found.
         if in_backward() and (spread or has_common_seed()):
-            with setting(running, self.P_x), choose_fallback(self.fallback):
+            with setting(running, P_x), choose_fallback(self.conversion.fallback):
                 return self.forward(*args, **kwargs)
-        if not self.P_x.active:
-            first = next(tensors(args, kwargs), torch.empty(0))
+        if not P_x.active:
+            first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
-        if self.P_x.size == 1 and not spread:
+        if P_x.size == 1 and not spread:
             with setting(alone, True):
                 return self.forward(*args, **kwargs)
+        _check_untraced(self.module, (args, kwargs))
+        contents = Contents(self.module)
         # buckets first: what they foresee is part of what workers agree on with the input
         with (
-            buckets.in_buckets(self.schedule, self.module.parameters()),
-            self.stream.flowing(),
-            setting(running, self.P_x),
-            choose_fallback(self.fallback),
+            buckets.in_buckets(self.schedule, contents.parameters),
+            self.conversion.stream.flowing(),
+            setting(running, P_x),
+            choose_fallback(self.conversion.fallback),
         ):
-            args, kwargs = self._entered(args, kwargs)
+            args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
-                buckets.agree_on_uses(self.module, self.P_x)
+                buckets.agree_on_uses(self.module, P_x)
             except BaseException as error:  # others may still wait for this worker
-                self.P_x.prepare().give_up(error)
+                P_x.prepare().give_up(error)
                 raise
+        self.conversion.settle(self.module)
         if spread:  # the result goes as the input came
             return result
-        return tree_map(
+        return nested(
             lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
             result,
         )
 
-    def _entered(self, args: Any, kwargs: Any) -> Any:
+    def _entered(self, args: Any, kwargs: Any, given: list[Tensor], contents: Contents) -> Any:
         """The arguments, with spread tensors in the places of parts."""
-        found = [each for each in tensors(args, kwargs) if not isinstance(each, SpreadTensor)]
+        P_x = self.conversion.P_x
+        found = [each for each in given if not isinstance(each, SpreadTensor)]
         dims = tuple(each.dim() for each in found)
         # Axis d splits dimension d, so that what has other dimensions is no part, and is whole.
-        parts = [each for each in found if each.dim() == self.P_x.dim]
-        if not parts and next(spread_among(args, kwargs), None) is not None:
+        parts = [each for each in found if each.dim() == P_x.dim]
+        late = self.conversion.late_form(self.module, contents)
+        if not parts and not late and len(found) < len(given):
             return args, kwargs
         # where nothing is a part, what there is raises on all workers
-        brought: list[Any] = parts or [next(iter(found), None)]
-        flags, is_off = needs_of(self.module.parameters())
+        brought: list[Any] = parts
+        if not parts and len(found) == len(given):
+            brought = [next(iter(found), None)]
+        flags, is_off = needs_of(contents.parameters)
         plan = buckets.foreseen()
-        state = (dims, self.module.training, is_off, plan, *flags)
+        state = (dims, self.module.training, is_off, plan, late, *flags)
         calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})
         if state not in calls:
             mode = "training" if self.module.training else "evaluation"
             mode += ", under torch.no_grad()" if is_off else ""
             method = "" if self.name == "forward" else f".{self.name}"
             call = (
-                f"{type(self.module).__name__}{method} over {self.P_x} in {mode}, with "
+                f"{type(self.module).__name__}{method} over {P_x} in {mode}, with "
                 f"{flags.count(True)} of {len(flags)} parameters to train and tensors of {dims} "
                 f"dimensions, and {buckets.described(plan)}"
             )
+            if late:
+                call += f"; put in since the last call: {late[:8]}"
             calls[state] = call, f"{call} {state}"
         call, identity = calls[state]  # in words, and all in which workers must be alike
         names = [f"input {number}" for number in range(len(brought))]
-        held, _ = agree(self.P_x, call, *brought, names=names, identity=identity)
-        # in the order of `tree_map` below
-        entries = iter([(lies(self.P_x, tuple(shapes.items())), meta) for shapes, meta in held])
+        held, _ = agree(P_x, call, *brought, names=names, identity=identity)
+        if late:  # on all workers, as they have just agreed
+            self.conversion.take_in(self.module, contents)
+        # in the order of `nested` below
+        entries = iter([(lies(P_x, tuple(shapes.items())), meta) for shapes, meta in held])
 
         def enter(value: Any) -> Any:
             is_plain = isinstance(value, Tensor) and not isinstance(value, SpreadTensor)
-            if not is_plain or value.dim() != self.P_x.dim:
+            if not is_plain or value.dim() != P_x.dim:
                 return value
             layout, meta = next(entries)
             return SpreadTensor(entered(value, layout, meta).view_as(value), layout)
 
-        return tree_map(enter, (args, kwargs))
+        return nested(enter, (args, kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _check_untraced(module: nn.Module, arguments: Any) -> None:
+    """Raise if a graph is made of a converted model: what is between its layers would see parts.
+
+    One that is made already holds layers of the model, which are converted, and is not itself.
+    """
+    frame, around = sys._getframe(1), module
+    while frame is not None and around is module:
+        if frame.f_code is _CALL:
+            around = frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    is_graph = isinstance(around, GraphModule) and around is not module
+    seen: list[Any] = []
+    nested(seen.append, arguments)
+    is_traced = torch.jit.is_tracing() or any(isinstance(each, Proxy) for each in seen)
+    if is_graph or is_traced:
+        raise NotImplementedError(
+            f"{type(module).__name__} is converted, and the model around it is traced: what stands "
+            f"between its layers would see parts in place of the whole. Trace first, and convert "
+            f"the result: tessel.nn.distribute_module(torch.fx.symbolic_trace(model), P_x); the "
+            f"same holds for torchvision's create_feature_extractor, torch.export and torch.jit"
+        )
 
 
 @kept_in_job

@@ -352,6 +352,29 @@ def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
     return pulled_back(lambda x: F.adaptive_avg_pool2d(x, grad.shape[-2:]), grad, x)[0]
 
 
+@operator(*(f"upsample_nearest{n}d.vec" for n in (1, 2, 3)))
+def upsample(x: Any, size: Any, scales: Any) -> Any:
+    return F.interpolate(x, size, scales, mode="nearest")
+
+
+@operator(*(f"_upsample_nearest_exact{n}d.vec" for n in (1, 2, 3)))
+def upsample_exactly(x: Any, size: Any, scales: Any) -> Any:
+    return F.interpolate(x, size, scales, mode="nearest-exact")
+
+
+_MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+@operator(*(f"upsample_{mode}{n}d.vec" for n, mode in _MODES.items()))
+def upsample_linearly(x: Any, size: Any, align_corners: bool, scales: Any) -> Any:
+    return F.interpolate(x, size, scales, _MODES[x.dim() - 2], align_corners)
+
+
+@operator("upsample_bicubic2d.vec")
+def upsample_bicubic(x: Any, size: Any, align_corners: bool, scales: Any) -> Any:
+    return F.interpolate(x, size, scales, "bicubic", align_corners)
+
+
 @operator("embedding")
 def embedding(weight: Any, indices: Any, *of_gradients: Any) -> Any:
     """The other arguments concern gradients alone."""
@@ -365,7 +388,8 @@ def embedding_backward(grad: Any, indices: Any, length: int, padding: int, by_co
 
     if by_count:
         raise unsupported("embedding_dense_backward", "not by counts", *held_layouts(grad, indices))
-    return pulled_back(embedded, grad, grad.new_zeros(length, grad.shape[-1]))[0]
+    table = torch.zeros(length, grad.shape[-1], dtype=grad.dtype, device=grad.device)
+    return pulled_back(embedded, grad, table)[0]
 
 
 # -- losses ---------------------------------------------------------------------------------------

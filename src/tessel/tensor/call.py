@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch._ops import OpOverload
 
 from tessel.tensor import attributes
 from tessel.tensor.aten import ELEMENTWISE, OPERATORS, below_autograd, of_values
@@ -85,6 +86,8 @@ def name_of(func: Any) -> str:
     """
     if isinstance(func, _SCRIPTED):
         return f"scripted {func.name}"
+    if isinstance(func, OpOverload):
+        return f"operator {func.name()}"
     if getattr(func, "__module__", None) == "torch.nn.init":  # some are named as methods are
         return f"init {func.__name__}"
     if func.__name__ in ("__get__", "__set__", "__delete__"):
@@ -99,6 +102,8 @@ def rule_of(name: str) -> Rule:
     """What is done with a function of this name."""
     if name.startswith("scripted "):
         return scripted
+    if name.startswith("operator "):
+        return overload
     if name.startswith("init "):
         return random.initialize
     if name in attributes.OF_THE_WHOLE:
@@ -123,6 +128,21 @@ def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(common_seed(number))
         return of_whole(name, func, args, kwargs)
+
+
+def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """An operator that is called by its own name, as in exported graphs: what its function does.
+
+    Functions and methods of torch that are written in C++ are made of the same schemas: with the
+    same arguments they are the same operators.
+    """
+    schema, namespace = func._schema, func.namespace
+    own = schema.name.partition("::")[2]
+    known = OPERATORS.get(func.name())
+    if known is None and namespace == "aten":
+        places = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+        known = next((getattr(each, own) for each in places if hasattr(each, own)), None)
+    return follow(name, func, args, kwargs) if known is None else known(*args, **kwargs)
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

@@ -26,6 +26,7 @@ from tessel.tensor.table import (
     spread_among,
 )
 from tessel.tensor.tensor import Tensor
+from tessel.transport import num_workers
 
 _CHOICES = ("gather", "raise")
 _choice: ContextVar[str] = ContextVar("fallback", default="gather")
@@ -80,8 +81,10 @@ def without_rule(
 ) -> Any:
     """Gather the operands and let every worker compute the same, or raise."""
     changes = is_in_place(name) or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
-    if not may_gather() or changes:
+    if not may_gather():
         raise why
+    if changes:
+        return _into_whole(name, func, args, kwargs, why)
     if is_random(name):  # each worker would draw numbers of its own
         raise why
     # Forward mode has levels of its own, from which a gradient does not find back to the parts.
@@ -93,6 +96,21 @@ def without_rule(
             "in backward mode, as torch.func.vjp or torch.autograd.grad"
         )
     return of_whole(name, func, args, kwargs)
+
+
+def _into_whole(
+    name: str, func: Any, args: Arguments, kwargs: Settings, why: UnsupportedError
+) -> Any:
+    """Change a plain tensor, which every worker has, by whole values; raise for any other."""
+    spread = list(spread_among(args, kwargs))
+    target = args[0] if args else None
+    is_plain = isinstance(target, torch.Tensor) and not isinstance(target, Tensor)
+    # Workers outside of the partition have the plain tensor, too, and no values for it.
+    everywhere = all(each._layout.partition.size == num_workers() for each in spread)
+    if not is_plain or not everywhere or not is_in_place(name) or "out" in kwargs:
+        raise why
+    say(name, spread)
+    return func(target, *gathered(args[1:]), **gathered(kwargs))
 
 
 def of_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

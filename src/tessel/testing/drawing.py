@@ -18,7 +18,7 @@ from tessel import transport
 from tessel.core.partition import Partition
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.call import name_of
-from tessel.tensor.rules import random
+from tessel.tensor.rules import random, recurrent
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import RULES, shared_whole
 from tessel.tensor.tensor import open_part
@@ -58,13 +58,16 @@ def drawing(x: torch.Tensor) -> torch.Tensor:
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function draws random numbers."""
     name = name_of(func)
-    # Attention draws inside of a function whose rule stands elsewhere, and only if it drops.
+    rule = RULES.get(name)
+    # Attention draws inside of a function whose rule stands elsewhere, and only if it drops; so do
+    # recurrent layers.
     if func is F.multi_head_attention_forward:
         given = _SIGNATURE.bind(*args, **kwargs).arguments
         return given["dropout_p"] > 0 and bool(given.get("training", True))
     if name == "scaled_dot_product_attention":
         return bool(argument(args, kwargs, 4, "dropout_p", 0.0) > 0)
-    rule = RULES.get(name)
+    if rule is recurrent.sequences:
+        return recurrent.drops(args, kwargs)
     return rule is not None and rule.__module__ == random.__name__
 
 

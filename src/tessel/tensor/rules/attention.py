@@ -324,7 +324,9 @@ def _heads_attended(q: Any, k: Any, v: Any, padding: Any, mask: Any, given: Sett
     if given["add_zero_attn"]:
         zeros = torch.zeros(batch, heads, 1, width // heads, dtype=q.dtype, device=q.device)
         k, v = torch.cat([k, zeros], 2), torch.cat([v, zeros], 2)
-    bias = _bias(padding, mask, q, k.shape[2])
+    # With the hint alone torch does not look at the mask, which must be a causal one.
+    is_causal = given["is_causal"] and padding is None and not given["need_weights"]
+    bias = None if is_causal else _bias(padding, mask, q, k.shape[2])
     dropout = given["dropout_p"] if given["training"] else 0.0
     weights = None
     if given["need_weights"]:
@@ -334,7 +336,7 @@ def _heads_attended(q: Any, k: Any, v: Any, padding: Any, mask: Any, given: Sett
         found = weights @ v
         weights = weights.mean(1) if given["average_attn_weights"] else weights
     else:
-        found = F.scaled_dot_product_attention(q, k, v, bias, dropout)
+        found = F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal)
     found = found.permute(2, 0, 1, 3).reshape(length, batch, width)
     return F.linear(found, given["out_proj_weight"], given["out_proj_bias"]), weights
 

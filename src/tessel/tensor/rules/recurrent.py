@@ -109,9 +109,8 @@ def _check(
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu", plain=True)
 def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What `torch.nn.LSTM`, `GRU` and `RNN` call: the output, and the last states."""
-    is_packed = len(args) > 3 and isinstance(args[3], list | tuple)
-    given = dict(zip(_PACKED if is_packed else _SEQUENCE, args, strict=False)) | kwargs
-    if given["dropout"] > 0 and given["train"] and given["num_layers"] > 1:
+    given, is_packed = _named(args, kwargs)
+    if drops(args, kwargs):
         return _layer_by_layer(func, given, is_packed)
     if is_packed:
         # Sequences of different length, moment by moment: every worker computes with all of them.
@@ -144,6 +143,18 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if isinstance(x, Tensor):  # results lie as the input did
         y = y.move_to(split_like(x._layout, shape))
     return (y, *last)
+
+
+def drops(args: Arguments, kwargs: Settings) -> bool:
+    """Whether a call of `lstm` and such draws random numbers, for dropout between layers."""
+    given, _ = _named(args, kwargs)
+    return bool(given["dropout"] > 0 and given["train"] and given["num_layers"] > 1)
+
+
+def _named(args: Arguments, kwargs: Settings) -> tuple[Settings, bool]:
+    """The arguments by name, and whether sequences are packed."""
+    is_packed = len(args) > 3 and isinstance(args[3], list | tuple)
+    return dict(zip(_PACKED if is_packed else _SEQUENCE, args, strict=False)) | kwargs, is_packed
 
 
 def _layer_by_layer(func: Any, given: Settings, is_packed: bool) -> Any:

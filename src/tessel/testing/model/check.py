@@ -120,7 +120,7 @@ def _run_both(
     layouts, arguments = given.layouts(), given.wholes()
     # here, since workers outside of the partition agree on spread tensors, too
     entered = [arguments.entered(layouts) for _ in range(calls)]
-    first = converted.forward.stream.seed if partition.active else 0
+    first = converted.forward.conversion.stream.seed if partition.active else 0
     seeds = [first + number for number in range(calls)]
 
     def in_one_process() -> OneProcess | None:

@@ -1,0 +1,80 @@
+"""Nesting: tensors inside of the arguments and results of a model, in all that torch code passes.
+
+Besides lists, tuples, dictionaries and what is registered with torch's `pytree`, these are
+dataclasses, subclasses of lists and dictionaries, and `collections.UserDict`, as tokenizers give.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, tree_map
+
+
+def nested(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same nesting with other members; dataclasses are copied, and not made anew.
+
+    >>> nested(lambda x: x + 1, {"a": [1, 2]})
+    {'a': [2, 3]}
+    """
+
+    def changed(leaf: Any) -> Any:
+        if not _is_ours(leaf):
+            return change(leaf)
+        new = _copied(leaf)
+        kind = next((each for each in _DICTIONARIES if isinstance(leaf, each)), None)
+        if kind is not None:
+            for key, member in leaf.items():  # round what its class makes of an assignment
+                kind.__setitem__(new, key, nested(change, member))
+        if isinstance(leaf, list):
+            new[:] = [nested(change, member) for member in leaf]
+        for field in fields(leaf) if is_dataclass(leaf) else ():
+            if isinstance(leaf, dict) and field.name in leaf:  # as outputs of diffusers have both
+                member = new[field.name]
+            elif hasattr(leaf, field.name):
+                member = nested(change, getattr(leaf, field.name))
+            else:
+                continue
+            object.__setattr__(new, field.name, member)  # of a frozen one, too, as it is a copy
+        return new
+
+    return tree_map(changed, value, is_leaf=_is_ours)
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """All tensors, in the order in which `nested` comes to them."""
+    found: list[Tensor] = []
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append(value)
+        return value
+
+    nested(note, values)
+    return found
+
+
+_DICTIONARIES: tuple[Any, ...] = (OrderedDict, dict, UserDict)
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy(value)
+    except TypeError:  # a dictionary that cannot be made without arguments
+        kind: Any = type(value)
+        new = kind.__new__(kind)
+        new.__dict__.update(value.__dict__)
+        return new
+
+
+def _is_ours(value: Any) -> bool:
+    if type(value) in SUPPORTED_NODES:
+        return False
+    if is_dataclass(value):
+        return not isinstance(value, type)
+    return isinstance(value, (*_DICTIONARIES, list))
