@@ -698,6 +698,51 @@ def check_checkpoint_of_a_leaf() -> None:
     agree_with(alone, spread, SPLIT, (2, 3, 7, 8))
 
 
+class Table(nn.Module):
+    """A table with the dimensions of a picture, which a block calls with a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, places: Tensor) -> Tensor:
+        return places.cos() * self.scale
+
+
+class Placed(nn.Module):
+    """A block that calls a module without a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv = Table(), nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[2], dtype=x.dtype).reshape(1, 1, -1, 1)
+        return self.table(places) * self.conv(x)
+
+
+class WithTable(nn.Module):
+    """A checkpoint of such a block, or of a function that begins with its table."""
+
+    def __init__(self, saves: bool, of_function: bool) -> None:
+        super().__init__()
+        self.saves, self.of_function, self.block = saves, of_function, Placed()
+
+    def begun(self, x: Tensor) -> Tensor:
+        return self.block.table(torch.ones(1, 1, 1, 8, dtype=x.dtype)) * self.block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        does = (lambda x: self.begun(x)) if self.of_function else self.block
+        return checkpoint(does, x, use_reentrant=False) if self.saves else does(x)
+
+
+def check_checkpoint_with_plain_tensors() -> None:
+    for of_function in (False, True):
+        alone, _ = pair(lambda of=of_function: WithTable(False, of), SPLIT)
+        _, spread = pair(lambda of=of_function: WithTable(True, of), SPLIT)
+        agree_with(alone, spread, SPLIT, (2, 3, 7, 8))
+
+
 def check_memory() -> None:
     """Nothing of a pass without gradients stays, and nothing of one with, once it is over."""
     kept: list[Any] = []
@@ -913,6 +958,7 @@ CHECKS: Sequence[Callable[[], None]] = (
         check_several,
     ),
     *(check_memory_of_a_model, check_checkpoint_of_a_leaf, check_output_lies_as_the_input),
+    check_checkpoint_with_plain_tensors,
     *(check_one_agreement_for_several_inputs, check_own_forward, check_short_means),
     *(check_placeholders, check_parts_of_a_model_of_one_worker),
 )

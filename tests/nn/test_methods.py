@@ -194,7 +194,6 @@ RAISE: dict[str, Callable[[Tensor], Tensor]] = {
     "set_": lambda y: torch.empty(0, dtype=y.dtype).set_(y.detach()).cumsum(2),
     "storage": lambda y: torch.empty(0, dtype=y.dtype).set_(y.detach().untyped_storage()),
     "share_memory_": lambda y: y.detach().share_memory_().cumsum(2),
-    "copy_": lambda y: torch.empty(y.shape, dtype=y.dtype).copy_(y).cumsum(2),
     "out": lambda y: torch.cumsum(y.detach(), 2, out=torch.empty(y.shape, dtype=y.dtype)),
     "apply_": lambda y: y.detach().clone().apply_(lambda value: value + 1).cumsum(2),
 }
@@ -252,3 +251,32 @@ def test_what_would_see_the_part_alone_raises(run: Run) -> None:
     first, second = run(cannot_make_anew, nprocs=2, timeout=60)
     assert first == second
     assert list(first) == list(RAISE)
+
+
+class IntoPlain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return torch.empty(y.shape, dtype=y.dtype).copy_(y).cumsum(2)
+
+
+def copy_into_plain() -> None:
+    """A tensor that the model makes is whole on every worker, and leaves it so."""
+    torch.manual_seed(0)
+    alone = IntoPlain().double()
+    model = tessel.nn.distribute_module(copy.deepcopy(alone), in_space())
+    x = values(SHAPE, 1)
+    expected, found = alone(x), model(own_part(x))
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_put_into_a_plain_tensor_is_whole(run: Run) -> None:
+    run(copy_into_plain, nprocs=2, timeout=100)

@@ -107,7 +107,8 @@ BY_VALUES |= {
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"refused"}))
 def test_functions_between_movements(run: Run, family: str) -> None:
-    names = list(FAMILIES[family])
+    # a plain tensor is on all workers, and one outside has no values for it: all raise
+    names = [name for name in FAMILIES[family] if name != "written into a plain tensor"]
     said = run(check_functions, names, nprocs=3, timeout=100)[0]
     for absent, text in said.values():
         assert text.startswith(f"worker {absent}: ValueError: torch's `"), text

@@ -31,7 +31,7 @@ from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.gathering import check_choice, written_whole
 from tessel.tensor.gathering import fallback as choose_fallback
-from tessel.tensor.shared_random import common_seed, seed_generators
+from tessel.tensor.shared_random import common_seed, has_common_seed, seed_generators
 from tessel.tensor.table import gathered, in_backward, is_whole, running
 from tessel.transport import kept_in_job
 
@@ -340,8 +340,11 @@ class Entrance:
         no_parts = (each.dim() != P_x.dim for each in given)
         if self.name != "forward" and not spread and all(no_parts):
             return self.forward(*args, **kwargs)
-        if spread and in_backward():  # inside of a checkpoint
-            return self.forward(*args, **kwargs)
+        # What a checkpoint computes again is inside, too, and so is all that it calls: plain
+        # tensors are whole there. A checkpoint puts back the generators that it found.
+        if in_backward() and (spread or has_common_seed()):
+            with setting(running, P_x), choose_fallback(self.conversion.fallback):
+                return self.forward(*args, **kwargs)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
