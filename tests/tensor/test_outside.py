@@ -105,10 +105,13 @@ BY_VALUES |= {
 }
 
 
+# a plain tensor is on all workers, and one outside has no values for it: all of them raise
+INTO_PLAIN = {"written into a plain tensor", "spectral convolution"}
+
+
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"refused"}))
 def test_functions_between_movements(run: Run, family: str) -> None:
-    # a plain tensor is on all workers, and one outside has no values for it: all raise
-    names = [name for name in FAMILIES[family] if name != "written into a plain tensor"]
+    names = [name for name in FAMILIES[family] if name not in INTO_PLAIN]
     said = run(check_functions, names, nprocs=3, timeout=100)[0]
     for absent, text in said.values():
         assert text.startswith(f"worker {absent}: ValueError: torch's `"), text
