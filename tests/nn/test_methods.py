@@ -194,6 +194,7 @@ RAISE: dict[str, Callable[[Tensor], Tensor]] = {
     "set_": lambda y: torch.empty(0, dtype=y.dtype).set_(y.detach()).cumsum(2),
     "storage": lambda y: torch.empty(0, dtype=y.dtype).set_(y.detach().untyped_storage()),
     "share_memory_": lambda y: y.detach().share_memory_().cumsum(2),
+    "copy_": lambda y: torch.empty(y.shape, dtype=y.dtype).copy_(y).cumsum(2),
     "out": lambda y: torch.cumsum(y.detach(), 2, out=torch.empty(y.shape, dtype=y.dtype)),
     "apply_": lambda y: y.detach().clone().apply_(lambda value: value + 1).cumsum(2),
 }
@@ -264,12 +265,12 @@ class IntoPlain(nn.Module):
 
 
 def copy_into_plain() -> None:
-    """A tensor that the model makes is whole on every worker, and leaves it so."""
+    """A tensor that the model makes is whole on every worker, with the gradients of one process."""
     torch.manual_seed(0)
     alone = IntoPlain().double()
     model = tessel.nn.distribute_module(copy.deepcopy(alone), in_space())
     x = values(SHAPE, 1)
-    expected, found = alone(x), model(own_part(x))
+    expected, found = alone(x), model(tessel.spread(x, in_space()))
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
     expected.square().sum().backward()
     found.square().sum().backward()
