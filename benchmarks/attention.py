@@ -20,11 +20,10 @@ from harness.claim import Case, Claim, Settings
 from harness.command import main
 from harness.contenders import Counted, InOneProcess, OnWorkers
 from torch import Tensor
-from values import check_close
+from values import check_close, peak
 
 import tessel
 from tessel.tensor.rules import attention, attention_plan
-from tessel.testing import count_memory
 
 ALONE, GATHERED = "one process", "all keys gathered"
 TOLERANCE = 1e-4  # of float32, in sums of some thousand numbers
@@ -119,27 +118,20 @@ def by_one(settings: Settings) -> Callable[[], object]:
     return Problem(settings, 1).alone()
 
 
-def _peak(step: Callable[[], object]) -> int:
-    step()  # what is kept between calls is there
-    with count_memory() as memory:
-        step()
-    return memory.peak
-
-
 def memory_of_tessel(settings: Settings) -> int:
-    return _peak(by_tessel(settings))
+    return peak(by_tessel(settings))
 
 
 def memory_of_ring(settings: Settings) -> int:
-    return _peak(by_ring(settings))
+    return peak(by_ring(settings))
 
 
 def memory_of_gathering(settings: Settings) -> int:
-    return _peak(by_gathering(settings))
+    return peak(by_gathering(settings))
 
 
 def memory_of_one(settings: Settings) -> int:
-    return _peak(by_one(settings))
+    return peak(by_one(settings))
 
 
 def is_memory(case: Case) -> bool:

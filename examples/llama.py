@@ -46,7 +46,7 @@ class Settings:
     steps: int = 6
     width: int = 64
     layers: int = 2
-    rate: float = 3e-3
+    rate: float = 1e-3
     weights: Path | None = None
 
 

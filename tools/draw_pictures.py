@@ -25,7 +25,7 @@ EXAMPLES = {
     "classes": "",
     "deblur": "--parts 2 2",
     "gpt": "",
-    "llama": "--length 2048 --steps 12",
+    "llama": "--length 2048 --steps 16",
     "segment": "--size 64 64 64 --steps 30",
     "vae": "--size 48",
 }

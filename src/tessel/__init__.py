@@ -6,6 +6,7 @@ import it.
 
 import importlib as _importlib
 import sys as _sys
+from typing import Any as _Any
 
 # First of all: the kernel imports `transport`, which imports `core.boxes`. If something imported
 # `transport` before, the kernel would find it half made.
@@ -57,6 +58,7 @@ from tessel.state import collect_state_dict as collect_state_dict
 from tessel.state import relocate_state_dict as relocate_state_dict
 from tessel.tensor import Tensor as Tensor
 from tessel.tensor import arange as arange
+from tessel.tensor import contractions as _contractions
 from tessel.tensor import empty as empty
 from tessel.tensor import explain as explain
 from tessel.tensor import fallback as fallback
@@ -84,5 +86,13 @@ for _name in (
     *("save_weights", "load_weights"),
 ):
     setattr(nn, _name, getattr(state, _name))
+
+
+def __getattr__(name: str) -> _Any:
+    """What opt_einsum looks for in the package of a tensor's class; no names of Tessel's own."""
+    if name in ("einsum", "tensordot", "transpose"):
+        return getattr(_contractions, name)
+    raise AttributeError(f"module 'tessel' has no attribute {name!r}")
+
 
 slice = _slices  # bound here alone, so that no module of the package loses the builtin

@@ -698,6 +698,51 @@ def check_checkpoint_of_a_leaf() -> None:
     agree_with(alone, spread, SPLIT, (2, 3, 7, 8))
 
 
+class Table(nn.Module):
+    """A table with the dimensions of a picture, which a block calls with a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, places: Tensor) -> Tensor:
+        return places.cos() * self.scale
+
+
+class Placed(nn.Module):
+    """A block that calls a module without a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv = Table(), nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[2], dtype=x.dtype).reshape(1, 1, -1, 1)
+        return self.table(places) * self.conv(x)
+
+
+class WithTable(nn.Module):
+    """A checkpoint of such a block, or of a function that begins with its table."""
+
+    def __init__(self, saves: bool, of_function: bool) -> None:
+        super().__init__()
+        self.saves, self.of_function, self.block = saves, of_function, Placed()
+
+    def begun(self, x: Tensor) -> Tensor:
+        return self.block.table(torch.ones(1, 1, 1, 8, dtype=x.dtype)) * self.block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        does = (lambda x: self.begun(x)) if self.of_function else self.block
+        return checkpoint(does, x, use_reentrant=False) if self.saves else does(x)
+
+
+def check_checkpoint_with_plain_tensors() -> None:
+    for of_function in (False, True):
+        alone, _ = pair(lambda of=of_function: WithTable(False, of), SPLIT)
+        _, spread = pair(lambda of=of_function: WithTable(True, of), SPLIT)
+        agree_with(alone, spread, SPLIT, (2, 3, 7, 8))
+
+
 def check_memory() -> None:
     """Nothing of a pass without gradients stays, and nothing of one with, once it is over."""
     kept: list[Any] = []
@@ -913,6 +958,7 @@ CHECKS: Sequence[Callable[[], None]] = (
         check_several,
     ),
     *(check_memory_of_a_model, check_checkpoint_of_a_leaf, check_output_lies_as_the_input),
+    check_checkpoint_with_plain_tensors,
     *(check_one_agreement_for_several_inputs, check_own_forward, check_short_means),
     *(check_placeholders, check_parts_of_a_model_of_one_worker),
 )
@@ -952,3 +998,42 @@ SENT = {
 @pytest.mark.parametrize("case", SENT, ids=lambda case: case[0])
 def test_a_step_sends_no_more_than_layers_would(run: Run, nprocs: int, case: Any) -> None:
     assert run(traffic_of_a_step, *case, nprocs=nprocs) == SENT[case][nprocs]
+
+
+class WrittenWhole(torch.nn.Module):
+    """Writes parts into a tensor that torch.zeros makes, and returns that or what follows of it."""
+
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(x.shape, dtype=x.dtype)
+        y[..., 1:] = x[..., :-1] * 3
+        return {"itself": y, "twice": y * 2, "sum": x + y}[self.last]
+
+
+def parts_written_whole(last: str) -> tuple[str, float]:
+    """What a caller with parts hears, and how wrong the result for spread tensors is."""
+    P = tessel.world().create_cartesian_topology_partition([1, tessel.world().size])
+    model = tessel.nn.distribute_module(WrittenWhole(last), P)
+    x = torch.arange(10.0).reshape(2, 5)
+    layout = tessel.Layout.balanced(P, x.shape)
+    expected = WrittenWhole(last)(x)
+    found: Any = model(tessel.spread(x, P))
+    error = float(
+        ((found.full() if isinstance(found, tessel.Tensor) else found) - expected).abs().max()
+    )
+    try:
+        part = model(layout.local_part(x))
+    except NotImplementedError as refused:
+        return str(refused), error
+    assert torch.equal(part, layout.local_part(expected))
+    return "", error
+
+
+@pytest.mark.parametrize("last", ["itself", "twice", "sum"])
+def test_what_was_written_whole_does_not_leave_as_a_part(run: Run, last: str) -> None:
+    for said, error in run(parts_written_whole, last, nprocs=2):
+        assert error == 0.0
+        assert ("leaves the model where a part is expected" in said) == (last != "sum"), said

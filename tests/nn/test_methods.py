@@ -252,3 +252,32 @@ def test_what_would_see_the_part_alone_raises(run: Run) -> None:
     first, second = run(cannot_make_anew, nprocs=2, timeout=60)
     assert first == second
     assert list(first) == list(RAISE)
+
+
+class IntoPlain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return torch.empty(y.shape, dtype=y.dtype).copy_(y).cumsum(2)
+
+
+def copy_into_plain() -> None:
+    """A tensor that the model makes is whole on every worker, with the gradients of one process."""
+    torch.manual_seed(0)
+    alone = IntoPlain().double()
+    model = tessel.nn.distribute_module(copy.deepcopy(alone), in_space())
+    x = values(SHAPE, 1)
+    expected, found = alone(x), model(tessel.spread(x, in_space()))
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_put_into_a_plain_tensor_is_whole(run: Run) -> None:
+    run(copy_into_plain, nprocs=2, timeout=100)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+import tessel
 from parity import values
 from spread_cases import Case, Shape, positive, truths
 
@@ -217,6 +218,21 @@ ELEMENTS: dict[str, Case] = {
             torch.full_like(x, 2.5) * x,
             torch.empty_like(x).fill_(3.0) * x,
         )
+    ),
+    "written into a plain tensor": Case(
+        lambda x: (
+            torch.zeros(4, 5, 6).double().copy_(x),
+            torch.ones(4, 5, 6).double().add_(x, alpha=2) * x,
+        ),
+        may_gather=True,
+    ),
+    "contractions by opt_einsum's names": Case(
+        lambda x, y: (
+            tessel.einsum("abc,bd->acd", x, y),
+            tessel.tensordot(x, y, axes=([1], [0])),
+            tessel.transpose(x, (2, 0, 1)),
+        ),
+        ((4, 5, 6), (5, 3)),
     ),
     "made in a model": Case(
         lambda x: (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from spread_cases import Case
 
@@ -35,6 +36,17 @@ for _kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
             ),
             ((4, 5, 6),),
         )
+
+
+def spectral_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """Kept modes in the middle of a shifted spectrum, put into zeros made inside."""
+    modes = torch.fft.fftshift(torch.fft.rfftn(x, dim=(-2, -1)), dim=-2)
+    out = torch.zeros(2, 3, 5, 4, dtype=torch.complex128)
+    kept = slice(None), slice(None), slice(1, 4), slice(3)
+    out[kept] = torch.einsum("bixy,ioxy->boxy", modes[kept], weight + 0j)
+    return torch.fft.irfftn(torch.fft.ifftshift(out, dim=-2), s=(5, 6), dim=(-2, -1))
+
+
 FOURIER |= {
     "complex input": Case(
         lambda x, y: (
@@ -54,6 +66,9 @@ FOURIER |= {
     ),
     "fftshift": Case(lambda x: torch.fft.fftshift(x)),
     "ifftshift": Case(lambda x: torch.fft.ifftshift(x, dim=(0, 2)) + torch.fft.fftshift(x, 1)),
+    "spectral convolution": Case(
+        spectral_convolution, ((2, 4, 5, 6), (4, 3, 3, 3)), may_gather=True
+    ),
     "fftfreq": Case(lambda x: x * torch.fft.fftfreq(6, dtype=x.dtype)),
 }
 

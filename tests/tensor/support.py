@@ -72,8 +72,10 @@ FACTORIES: Rows = {
     "Tensor.new_zeros Tensor.new_ones Tensor.new_full Tensor.new_empty Tensor.new_tensor": [
         "new",
         "new ones",
+        "new tensors",
     ],
     "zeros arange linspace eye as_tensor meshgrid, in a model": ["made in a model"],
+    "plain.copy_(x); plain.add_(x)": ["written into a plain tensor"],
     "meshgrid": ["meshgrid"],
 }
 
@@ -190,12 +192,20 @@ INDEXING: Rows = {
         *("lists", "tensors of*", "index without*", "index_select", "spread index*"),
     ],
     "x[index, :, index]": ["several tensors of indices"],
+    "Tensor.scatter_add_ Tensor.scatter_reduce_, in message passing": [
+        *("graph convolution*", "graph attention*", "sums over graphs"),
+    ],
+    "index_select index_add scatter_add scatter_reduce, of rows": [
+        "rows *",
+        "scatter_reduce of rows*",
+        "an index that is*",
+    ],
     "x[True]": ["truth values"],
     "nonzero argwhere, where of a condition": ["nonzero", "where of a condition"],
     "x[mask]": ["mask of all", "mask of rows", "mask of columns", "mask beside slices"],
     "masked_select": ["masked_select"],
     "gather take_along_dim": ["gather*", "take_along*", "argsort and gather"],
-    "scatter scatter_add scatter_reduce": ["scatter*"],
+    "scatter scatter_add scatter_reduce": ["scatter [!r]*", "scatter_reduce", "scatter_reduce in*"],
     "index_add index_copy index_fill index_reduce": [
         "index functions*",
         "index_add in*",

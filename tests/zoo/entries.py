@@ -67,6 +67,7 @@ class ZooEntry:
         gathers: functions that gather their operands, since they have no rule; others must not.
         raises: part of the error, for a model that cannot be split; empty for one that can.
         because: why it raises or gathers, for the page.
+        tolerance: a larger one, for what a model computes in single precision, whatever its dtype.
         limit: seconds for one grid.
     """
 
@@ -82,6 +83,7 @@ class ZooEntry:
     gathers: frozenset[str] = frozenset()
     raises: str = ""
     because: str = ""
+    tolerance: float = TOLERANCE
     limit: float = LIMIT
 
     def splits(self) -> Iterator[tuple[Grid, bool]]:
@@ -175,13 +177,14 @@ def examine(package: str, name: str, grid: Grid, training: bool) -> ZooResult:
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         try:
             report = check_model(
-                model, *args, where=P, kwargs=kwargs, loss=entry.loss, rtol=TOLERANCE
+                model, *args, where=P, kwargs=kwargs, loss=entry.loss, rtol=entry.tolerance
             )
         except AssertionError as error:
             report = getattr(error, "report", None)
             result.verdict, result.said = "raises" if report is None else "wrong", str(error)
     if report is not None:
-        relative = [TOLERANCE * each.error / each.allowed for each in report.values if each.allowed]
+        share = entry.tolerance
+        relative = [share * each.error / each.allowed for each in report.values if each.allowed]
         result.error = max(relative, default=0.0)
         result.sent = report.bytes_forward + report.bytes_backward
         result.share = report.peak / max(1, report.peak_alone)

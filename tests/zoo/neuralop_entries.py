@@ -1,5 +1,60 @@
-"""Entries of neuraloperator."""
+"""Entries of neuraloperator: Fourier neural operators on squares, cubes and spheres."""
 
-from entries import ZooEntry
+from __future__ import annotations
 
-ENTRIES: list[ZooEntry] = []
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from entries import BEAMS, COLUMNS, QUARTERS, ROWS, SAMPLES, SLABS, ZooEntry, floats
+
+
+def model(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    """A model by its name; weights in single precision become double."""
+
+    def make() -> nn.Module:
+        from neuralop import models
+
+        made = getattr(models, name)(in_channels=3, out_channels=1, hidden_channels=8, **settings)
+        for parameter in made.parameters():
+            if parameter.is_complex():
+                parameter.data = parameter.data.to(torch.complex128)
+        return made
+
+    return make
+
+
+SCALINGS = [[1, 1], [0.5, 0.5], [2, 2]]
+UNO = {
+    "lifting_channels": 8,
+    "projection_channels": 8,
+    "n_layers": 3,
+    "uno_out_channels": [8, 8, 8],
+    "uno_n_modes": [[4, 4]] * 3,
+    "uno_scalings": SCALINGS,
+    "channel_mlp_skip": "linear",
+}
+
+entry = partial(ZooEntry, "neuralop", train=(ROWS, SAMPLES), eval=(QUARTERS, COLUMNS))
+modes = partial(
+    entry,
+    gathers=frozenset({"__setitem__"}),
+    because="it puts the kept modes into zeros that it makes, which every worker has",
+)
+
+ENTRIES = [
+    modes("FNO", model("FNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 16, 12)),
+    modes(
+        "FNO of volumes",
+        model("FNO", n_modes=(4, 4, 4), n_layers=2),
+        floats(1, 3, 8, 8, 6),
+        train=(SLABS,),
+        eval=(BEAMS,),
+    ),
+    modes("TFNO", model("TFNO", n_modes=(6, 6), n_layers=2, rank=0.3), floats(2, 3, 16, 12)),
+    modes("UNO", model("UNO", **UNO), floats(2, 3, 16, 12)),
+    modes("SFNO", model("SFNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 12, 24)),
+]

@@ -22,8 +22,9 @@ two calls, in float64, with random weights. `make zoo` installs the packages, at
 
 - *split*: the number of parts of each dimension of the input (of pictures: batch, channels, height,
   width), and the mode of the model.
-- **✓**: everything is equal to 1e-9 of the largest value of its tensor. *error*: the largest one
-  that was found, so relative.
+- **✓**: everything is equal to 1e-9 of the largest value of its tensor; to 1e-5 for models that
+  compute norms, positions or losses in single precision, whatever their dtype. *error*: the largest
+  one that was found, so relative.
 - **raises**: on all workers, before anything wrong is computed; a note below the table says why.
 - *sent*: what a worker sends in a step, forward and backward, most of which is gradients of weights
   where a model is as small as these are.

@@ -1,4 +1,4 @@
-"""Conversion: any torch model, over tensors that are spread over workers."""
+"""ModelConversion: any torch model, over tensors that are spread over workers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tessel.nn.layer import Layer, alone, entered, lies, needs_of
 from tessel.nn.nesting import nested, tensors_in
 from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
-from tessel.tensor.gathering import check_choice
+from tessel.tensor.gathering import check_choice, written_whole
 from tessel.tensor.gathering import fallback as choose_fallback
-from tessel.tensor.shared_random import common_seed, seed_generators
+from tessel.tensor.shared_random import common_seed, has_common_seed, seed_generators
 from tessel.tensor.table import gathered, in_backward, is_whole, running
 from tessel.transport import kept_in_job
 
@@ -76,12 +76,12 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     check_choice(fallback)
     stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
     equalize([value for _, value in _values(model)], P_x)
-    conversion = Conversion(P_x, stream, fallback)
+    conversion = ModelConversion(P_x, stream, fallback)
     conversion.enter(model)
     return model
 
 
-def _place_entrances(model: nn.Module, conversion: Conversion) -> None:
+def _place_entrances(model: nn.Module, conversion: ModelConversion) -> None:
     """Let all methods of all modules agree on their input, if they are called from outside."""
     place_regions(model, conversion.P_x)
     for module in model.modules():
@@ -180,7 +180,7 @@ class Stream:
             yield
 
 
-class Conversion:
+class ModelConversion:
     """What all entrances of a converted model have in common.
 
     Args:
@@ -297,7 +297,9 @@ class Entrance:
         name: of the method.
     """
 
-    def __init__(self, module: nn.Module, conversion: Conversion, name: str = "forward") -> None:
+    def __init__(
+        self, module: nn.Module, conversion: ModelConversion, name: str = "forward"
+    ) -> None:
         own = module.__dict__.get(name)  # somebody may have put one into this module
         self.own: Any = own.own if isinstance(own, Entrance) else own
         self.module, self.conversion, self.name = module, conversion, name
@@ -338,8 +340,11 @@ class Entrance:
         no_parts = (each.dim() != P_x.dim for each in given)
         if self.name != "forward" and not spread and all(no_parts):
             return self.forward(*args, **kwargs)
-        if spread and in_backward():  # inside of a checkpoint
-            return self.forward(*args, **kwargs)
+        # What a checkpoint computes again is inside, too, and so is all that it calls: plain
+        # tensors are whole there. A checkpoint puts back the generators that it found.
+        if in_backward() and (spread or has_common_seed()):
+            with setting(running, P_x), choose_fallback(self.conversion.fallback):
+                return self.forward(*args, **kwargs)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
@@ -354,11 +359,14 @@ class Entrance:
             self.conversion.stream.flowing(),
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
+            setting(written_whole, []),
         ):
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
                 buckets.agree_on_uses(self.module, P_x)
+                if not spread:
+                    self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
                 raise
@@ -369,6 +377,26 @@ class Entrance:
             lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
             result,
         )
+
+    def _check_no_whole(self, result: Any) -> None:
+        """Raise for a plain result that may hold parts which were written into a plain tensor.
+
+        It is whole, where the caller expects a part. It may also come from elsewhere in the model,
+        but that cannot be seen.
+        """
+        plain = [
+            each
+            for each in tensors_in(result)
+            if not isinstance(each, SpreadTensor | nn.Parameter)
+            and each.dim() == self.conversion.P_x.dim
+        ]
+        if plain and (names := written_whole.get()):
+            raise NotImplementedError(
+                f"{type(self.module).__name__}: a plain tensor of shape {tuple(plain[0].shape)} "
+                f"leaves the model where a part is expected, and {names[0]} wrote parts into a "
+                f"plain tensor, as a whole. Make that tensor by torch.zeros_like(x) or "
+                f"x.new_zeros(x.shape) of what is written to it, or give the model spread tensors"
+            )
 
     def _entered(self, args: Any, kwargs: Any, given: list[Tensor], contents: Contents) -> Any:
         """The arguments, with spread tensors in the places of parts."""

@@ -388,7 +388,8 @@ def embedding_backward(grad: Any, indices: Any, length: int, padding: int, by_co
 
     if by_count:
         raise unsupported("embedding_dense_backward", "not by counts", *held_layouts(grad, indices))
-    return pulled_back(embedded, grad, grad.new_zeros(length, grad.shape[-1]))[0]
+    table = torch.zeros(length, grad.shape[-1], dtype=grad.dtype, device=grad.device)
+    return pulled_back(embedded, grad, table)[0]
 
 
 # -- losses ---------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from tessel.transport import num_workers
 _CHOICES = ("gather", "raise")
 _choice: ContextVar[str] = ContextVar("fallback", default="gather")
 _said: set[tuple[str, CallSite]] = set()
+# What parts were written into as a whole, since a model was called; None outside of models.
+written_whole: ContextVar[list[str] | None] = ContextVar("written_whole", default=None)
 
 
 class GatherWarning(UserWarning):
@@ -110,6 +112,8 @@ def _into_whole(
     if not is_plain or not everywhere or not is_in_place(name) or "out" in kwargs:
         raise why
     say(name, spread)
+    if (written := written_whole.get()) is not None:
+        written.append(name)
     return func(target, *gathered(args[1:]), **gathered(kwargs))
 
 

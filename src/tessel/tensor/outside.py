@@ -26,8 +26,16 @@ from tessel.core.layout import Layout
 from tessel.core.linop import LinearOperator
 from tessel.core.partition import Outline, Partition
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.rules.pointwise import has_shape_of_operand, is_in_place
-from tessel.tensor.table import Arguments, Settings, held_layouts, outlining, parts, tensors
+from tessel.tensor.rules.pointwise import is_in_place, new_layout
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    held_layouts,
+    outlines,
+    outlining,
+    parts,
+    tensors,
+)
 from tessel.tensor.tensor import Tensor, absent, nodes_of, open_part
 from tessel.transport import kept_in_job
 
@@ -41,8 +49,7 @@ def outlined(
         follow: follows the rule of a function.
         name, func, args, kwargs: the function and its arguments.
     """
-    if name.startswith("new_") and not has_shape_of_operand(name, args, kwargs):
-        # a plain tensor, for which no values are needed
+    if name.startswith("new_") and _is_plain(name, func, args, kwargs):  # it needs no values
         return func(*parts(args), **parts(kwargs))
     originals: dict[int, Tensor] = {}
 
@@ -84,6 +91,12 @@ def outlined(
         with torch._C.DisableTorchFunctionSubclass():
             target.requires_grad_()
     return found
+
+
+def _is_plain(name: str, func: Any, args: Arguments, kwargs: Settings) -> bool:
+    """Whether a new tensor is one that all workers have, and not spread as the first argument."""
+    shape = tuple(outlines(func, args, kwargs).shape)
+    return name == "new_tensor" or new_layout(args[0]._layout, shape) is None
 
 
 @kept_in_job

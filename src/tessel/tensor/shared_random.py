@@ -19,6 +19,11 @@ def common_seed(number: int) -> int:
     return _SIGN << _BITS | number % 2**_BITS
 
 
+def has_common_seed() -> bool:
+    """Whether torch's generator was seeded so: random numbers are those of a converted model."""
+    return torch.initial_seed() >> _BITS == _SIGN
+
+
 def seed_generators(seed: int) -> None:
     """Seed torch's generators, as `torch.manual_seed` does.
 
@@ -41,8 +46,7 @@ def common_number(partition: Partition) -> int:
         with unset_fake_temporarily():
             return int(torch.randint(2**62, ()))  # generators stay in step
     number = int(torch.randint(2**62, ()))
-    is_common = torch.initial_seed() >> _BITS == _SIGN
-    if is_common or partition.size == 1 or not partition.active:
+    if has_common_seed() or partition.size == 1 or not partition.active:
         return number
     heard = agree(partition, "a random function of a spread tensor", numbers=[number])
     return heard.numbers[partition.ranks[0]][0]

@@ -1,14 +1,14 @@
 """Indexing: slices and numbers, tensors of indices, assignment, and pieces along a dimension.
 
-Slices and numbers are the same on all workers, so each knows what the others read. The values of a
-tensor of indices are never looked at to decide what moves: the dimension that they index becomes
-whole instead, through a host.
+Slices and numbers are the same on all workers, so each knows what the others read. Rows at an
+index of a split dimension come from the parts that have them (`rows.py`). For other tensors of
+indices the dimensions that they index become whole, through a host.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from operator import index as as_int
@@ -29,6 +29,7 @@ from tessel.tensor.rules.masks import (
 )
 from tessel.tensor.rules.pointwise import changed, check_change, fitted, pointwise
 from tessel.tensor.rules.reductions import argument, dims_of
+from tessel.tensor.rules.rows import Write, has_rows, receiving, row_index, rows_at, written_rows
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -249,9 +250,13 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
     neighbours, the first places.
     """
     layout = x._layout
+    shape = tuple(torch.broadcast_shapes(*(each.shape for each in indices.values())))
+    if shape and [layout.is_split(dim) for dim in indices].count(True) == 1:
+        merged = _merged(x, indices)
+        if merged is not None:
+            return rows_at(*merged)
     for dim, index in indices.items():
         _check_range(index, dim, layout.shape[dim], negative=True)
-    shape = tuple(torch.broadcast_shapes(*(each.shape for each in indices.values())))
     if len(indices) > 1:  # they are small beside what they pick
         indices = {dim: whole_of(index) for dim, index in indices.items()}
     split = [each for each in held_layouts(list(indices.values())) if not is_whole(each)]
@@ -275,6 +280,31 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
     if len(shape) == len(indices) == 1 and not split:  # one dimension for one: it lies as before
         return y.move_to(split_like(layout, target.shape))
     return y
+
+
+def _merged(x: Tensor, indices: dict[int, torch.Tensor]) -> tuple[Tensor, int, torch.Tensor] | None:
+    """A look-up along several dimensions, of which one is split, as one along their product.
+
+    That product lies in the same parts, if the split dimension is its first.
+    """
+    layout = x._layout
+    (split,) = (dim for dim in indices if layout.is_split(dim))
+    partitions = {each._layout.partition for each in indices.values() if isinstance(each, Tensor)}
+    if not has_rows(layout, split) or partitions - {layout.partition}:
+        return None
+    if len(indices) == 1:
+        return x, split, indices[split]
+    dims = sorted(indices)
+    at = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    order = [split, *(dim for dim in dims if dim != split)]
+    index: Any = 0
+    for dim in order:
+        length = layout.shape[dim]
+        _check_range(indices[dim], dim, length, negative=True)
+        index = index * length + indices[dim] % max(1, length)
+    places = range(at, at + len(order))
+    merged: Any = x.movedim(order, tuple(places)).flatten(at, at + len(order) - 1)
+    return merged, at, index
 
 
 @kept_in_job
@@ -535,12 +565,55 @@ def _replaced(name: str, x: Tensor, result: Tensor) -> Tensor:
 def _origin(name: str, x: Tensor, there: Layout) -> torch.Tensor:
     """The part that a function reads; a copy of what it will change, as the derivative reads it."""
     part = moved(x, there)
-    changes = name.endswith("_") and part is x._part and part.requires_grad
+    changes = name.endswith("_") and part is x._part and torch.is_grad_enabled()
     return part.clone() if changes else part
 
 
 def _out_of_place(name: str) -> Any:
     return getattr(torch, name.removesuffix("_"))
+
+
+def _rows_replaced(
+    name: str,
+    x: Tensor,
+    dim: int,
+    along: Callable[[torch.Tensor, int], torch.Tensor | None],
+    index: torch.Tensor,
+    source: Any,
+    write: Write,
+    adds: bool,
+    negative: bool = False,
+) -> Tensor | None:
+    """What a function that writes rows gives, where rows are on the workers that have them.
+
+    None if nothing is split along the dimension, or if the index says more than rows.
+    """
+    layout = x._layout
+    named = isinstance(source, torch.Tensor) and source.dim() > 0
+    if any(each.partition != layout.partition for each in held_layouts((index, source))):
+        return None
+    if not any(
+        each.is_split(dim) for each in held_layouts((x, source if named else None))
+    ) and not (isinstance(index, Tensor) and index._layout.shape and index._layout.is_split(0)):
+        return None
+    rows = along(index, dim)
+    if rows is None:
+        return None
+    if isinstance(source, torch.Tensor) and not named:
+        source = whole_of(source)
+    found = receiving(
+        layout,
+        dim,
+        source._layout if isinstance(source, Tensor) else None,
+        rows._layout if isinstance(rows, Tensor) else None,
+    )
+    if found is None:
+        return None
+    there, _ = found
+    part = _origin(name, x, there)
+    adds = adds and part.dtype != torch.bool
+    y = written_rows(part, there, dim, rows, source, write, adds=adds, negative=negative)
+    return _replaced(name, x, made(y, there).move_to(layout))
 
 
 def _whole_index(index: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -557,8 +630,16 @@ def index_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     if not x.dim():
         return made(func(opened(x)[0], dim, _whole_index(index, x._layout)), x._layout)
     (dim,) = dims_of(dim, x._layout)
+    if _are_rows(x._layout, dim, index):
+        return rows_at(x, dim, index.reshape(-1), negative=False)
     _check_range(index, dim, x.shape[dim])
     return x[(*[slice(None)] * dim, index.reshape(-1))]
+
+
+def _are_rows(layout: Layout, dim: int, index: torch.Tensor) -> bool:
+    """Whether rows of a split dimension are named by an index that lies on the same workers."""
+    apart = isinstance(index, Tensor) and index._layout.partition != layout.partition
+    return has_rows(layout, dim) and not apart
 
 
 @rule("take")
@@ -581,9 +662,14 @@ def gather(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return made(func(opened(x)[0], dim, index), shared_whole(x._layout.partition, index.shape))
     (dim,) = dims_of(dim, x._layout)
     shape = tuple(index.shape) or (1,)
+    corner = tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(shape))
+    row = row_index(index, dim) if index.dim() and _are_rows(x._layout, dim, index) else None
+    if row is not None:
+        y = rows_at(x[corner], dim, row, negative=False)
+        return y.move_to(index._layout) if isinstance(index, Tensor) else y
     _check_range(index, dim, x.shape[dim])
     origin = x._layout
-    x = x[tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(shape))]
+    x = x[corner]
     there = hosted(x._layout, (dim,))
     places = reshaped_along(there, shape, (dim,))
     spread = as_spread(index.reshape(shape), there.partition)
@@ -626,17 +712,30 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not layout.shape or not index.dim():
         raise unsupported(name, "tensors without dimensions are not known", layout)
     (dim,) = dims_of(dim, layout)
+    shape = tuple(index.shape)
+    if isinstance(source, torch.Tensor):
+        source = source[tuple(slice(n) for n in shape)]
+    if all(n == m for d, (n, m) in enumerate(zip(shape, layout.shape, strict=True)) if d != dim):
+
+        def write(part: torch.Tensor, rows: torch.Tensor, values: Any) -> torch.Tensor:
+            lengths = [len(rows) if d == dim else n for d, n in enumerate(part.shape)]
+            at = rows.view([-1 if d == dim else 1 for d in range(part.dim())]).expand(lengths)
+            found: torch.Tensor = function(part, dim, at, values, **given)
+            return found
+
+        adds = name.startswith("scatter_add") or given.get("reduce") in ("sum", "add")
+        y = _rows_replaced(name, x, dim, row_index, index, source, write, adds)
+        if y is not None:
+            return y
     _check_range(index, dim, layout.shape[dim])
     there = hosted(x._layout, (dim,))
-    shape = tuple(index.shape)
     places = there  # of the first indices, where they are; along `dim`, as many as there are
     for d, (cut, n) in enumerate(zip(there.cuts, shape, strict=True)):
         clipped = tuple((min(a, n), min(b, n)) for a, b in cut.intervals)
         places = recut(places, d, Cut(cut.axes, ((0, n),) if d == dim else clipped), n)
     chosen = moved(as_spread(index, there.partition), places)
     if isinstance(source, torch.Tensor):
-        corner = source[tuple(slice(n) for n in shape)]
-        source = moved(as_spread(corner, there.partition), places)
+        source = moved(as_spread(source, there.partition), places)
     y = made(function(_origin(name, x, there), dim, chosen, source, **given), there)
     return _replaced(name, x, y.move_to(layout))
 
@@ -656,7 +755,18 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if not layout.shape:
         raise unsupported(name, "tensors without dimensions are not known", layout)
     (dim,) = dims_of(dim, layout)
-    _check_range(index, dim, layout.shape[dim], negative=last == "value")
+
+    def write(part: torch.Tensor, rows: torch.Tensor, values: Any) -> torch.Tensor:
+        found: torch.Tensor = function(part, dim, rows, values, **given)
+        return found
+
+    adds, counts_back = name.startswith("index_add"), last == "value"
+    y = _rows_replaced(
+        name, x, dim, lambda i, _: i.reshape(-1), index, source, write, adds, counts_back
+    )
+    if y is not None:
+        return y
+    _check_range(index, dim, layout.shape[dim], negative=counts_back)
     there = hosted(x._layout, (dim,))
     if isinstance(source, torch.Tensor) and source.dim():
         lying = reshaped_along(there, tuple(source.shape), (dim,))

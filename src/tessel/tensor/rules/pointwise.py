@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.tensor.table import (
     Arguments,
@@ -24,6 +25,7 @@ from tessel.tensor.table import (
     of_cuts,
     opened,
     outdate_copies,
+    outlines,
     parts,
     rule,
     sliced,
@@ -262,25 +264,51 @@ def detach(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     return note_view(made(args[0]._part.detach(), args[0]._layout), args[0])
 
 
-@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """A tensor of its own: in parts if it has the shape of the operand, else whole on all workers.
+@rule("new_tensor")
+def new_tensor(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A tensor of its own, which all workers have whole."""
+    check_whole(name, args[1:], kwargs)
+    return func(*parts(args), **parts(kwargs))
 
-    Code that writes `x.new_zeros(x.shape)` means what `torch.zeros_like(x)` gives.
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty")
+def new(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A tensor of its own, which lies as this one does if it is as long in what is not split.
+
+    So what is written there, say sums of messages to the nodes of a graph, stays in parts. Any
+    other tensor, or one too short to be split, is on all workers, whole.
     """
     check_whole(name, args[1:], kwargs)
-    if not has_shape_of_operand(name, args, kwargs):
+    x = args[0]
+    there = new_layout(x._layout, tuple(outlines(func, args, kwargs).shape))
+    if there is None:
         return func(*parts(args), **parts(kwargs))
-    part, layout = args[0]._part, args[0]._layout
-    settings = {key: value for key, value in kwargs.items() if key != "size"}
-    fill = args[2:3] if name == "new_full" else ()
-    return made(func(part, part.shape, *parts(fill), **parts(settings)), layout)
+    # what is left of the arguments without the size: the value, and keywords
+    rest = args[2:] if name == "new_full" else ()
+    settings = {key: each for key, each in parts(kwargs).items() if key != "size"}
+    return made(func(x._part, there.local_shape, *parts(rest), **settings), there)
 
 
-def has_shape_of_operand(name: str, args: Arguments, kwargs: Settings) -> bool:
-    """Whether a `new_` tensor has the shape of the tensor whose method this is."""
-    if name == "new_tensor":
-        return False
-    first = args[1] if len(args) > 1 else kwargs.get("size")
-    size = first if isinstance(first, list | tuple) else args[1:]
-    return tuple(size) == tuple(args[0].shape)
+@kept_in_job
+def new_layout(layout: Layout, shape: Shape) -> Layout | None:
+    """How a new tensor lies beside one that is like it but for its rows; None if it is plain.
+
+    Code that writes `x.new_zeros(x.shape)` means what `torch.zeros_like(x)` gives. What a number
+    for each sample is drawn into, `x.new_empty(len(x), 1, 1)`, is plain however x is split: else
+    the numbers would depend on the split.
+    """
+    if shape == layout.shape:
+        return layout
+    if len(shape) != len(layout.shape) or is_whole(layout):
+        return None
+    pairs = list(zip(layout.cuts, shape, strict=True))
+    split = [len(cut.intervals) > 1 for cut in layout.cuts]
+    if any(n < len(cut.intervals) for cut, n in pairs if len(cut.intervals) > 1):
+        return None
+    if any(n != m for n, m, rows in zip(shape, layout.shape, split, strict=True) if not rows):
+        return None
+    cuts = tuple(
+        cut if n == m else Cut(cut.axes, boxes.balanced(n, len(cut.intervals)))
+        for (cut, n), m in zip(pairs, layout.shape, strict=True)
+    )
+    return of_cuts(layout.partition, shape, cuts)

@@ -1,8 +1,9 @@
 """Recurrent layers and cells: each sample on its own, so the batch may be split.
 
-Sequences and features are whole on the worker that computes: axes that split them go over to the
-batch if it is long enough. Dropout between layers is torch's function of it, and so draws the same
-numbers for every layout.
+Where the sequence is split, states are passed on from part to part (`tensor/recurrence.py`).
+Features are whole on the worker that computes: axes that split them go over to another dimension
+that is long enough. Dropout between layers is torch's function of it, and so draws the same numbers
+for every layout.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ import torch.nn.functional as F  # noqa: N812
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.shared import anchored_zeros, used
 from tessel.tensor.gathering import may_gather, of_whole
+from tessel.tensor.recurrence import Wave, pipeline, run_together
 from tessel.tensor.rules.batched import part_of, plan_of
-from tessel.tensor.rules.hosting import split_like
+from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.table import (
     Arguments,
     Settings,
+    as_spread,
     check_whole,
     held_layouts,
     is_whole,
     made,
+    moved,
     parts,
     rule,
     unsupported,
 )
 from tessel.tensor.tensor import Tensor
+from tessel.transport import kept_in_job
 
 _SEQUENCE = (
     *("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional"),
@@ -95,6 +100,11 @@ def _check(
     expected: Sequence[Shape],
 ) -> None:
     """Raise before parts are taken of tensors that do not fit each other."""
+    kinds = {each.dtype for each in (x, *states, *params)}
+    if len(kinds) > 1 and not torch.is_autocast_enabled(x.device.type):
+        # torch would, on workers that have something to compute
+        names = ", ".join(sorted(map(str, kinds)))
+        raise RuntimeError(f"{name}: input, states and weights must have one dtype, got {names}")
     if params[0].shape[-1] != x.shape[-1]:
         raise RuntimeError(
             f"{name}: expected an input with {params[0].shape[-1]} features, got {x.shape[-1]}"
@@ -134,6 +144,10 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     ends = [(given["num_layers"] * ways, lengths["n"], n) for n in (width, cells)]
     _check(name, x, states, params, ends)
     operands = [x, *states]
+    # autocast may give states of another dtype than it got, which only some workers would know
+    can_pass = isinstance(x, Tensor) and not torch.is_autocast_enabled(x.device.type)
+    if can_pass and _passes_states(x._layout, letters):
+        return _passed(name, func, given, x, states, width)
     batch = _planned(name, (letters, "lnh", "lnc")[: len(operands)], operands)
     shape = tuple((lengths | {"i": width * ways})[letter] for letter in letters)
     lies = [batch.layout(shape, letters.index("n"))]
@@ -143,6 +157,78 @@ def sequences(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if isinstance(x, Tensor):  # results lie as the input did
         y = y.move_to(split_like(x._layout, shape))
     return (y, *last)
+
+
+def _passes_states(layout: Layout, letters: str) -> bool:
+    """Whether a sequence stays split: in parts of which each moment is in one."""
+    time = letters.index("t")
+    cut = hosted(layout, (2,)).cuts[time]
+    return len(cut.intervals) > 1 and layout.owns_once and bool(layout.shape[letters.index("n")])
+
+
+def _passed(
+    name: str, func: Any, given: Settings, x: Tensor, states: Sequence[torch.Tensor], width: int
+) -> Any:
+    """The same with the sequence split: states are passed on from part to part.
+
+    One pipeline takes all layers at once; of two directions each layer needs both of the one
+    before, which go opposite ways at the same time.
+    """
+    check_whole(name, given["params"])
+    there = hosted(x._layout, (2,))
+    batch_first, ways = given["batch_first"], 2 if given["bidirectional"] else 1
+    time, batch = (1, 0) if batch_first else (0, 1)
+    params = [used(parts(each), there) for each in given["params"]]
+    depth = given["num_layers"] if ways == 1 else 1  # layers that are computed at once
+    count = len(params) * depth // len(states[0])  # parameters of one way through them
+    y = moved(x, there)
+    partition = there.partition
+    held: list[Any] = [as_spread(each, partition) for each in states]
+    firsts: list[list[torch.Tensor]] = []
+    ends: list[torch.Tensor] = []
+    routes = [pipeline(there, time, batch, backward) for backward in (False, True)[:ways]]
+    # taken out before anything is computed: movements come in the same order on all workers
+    for number in range(len(states[0]) // depth):
+        route = routes[number % ways]
+        rows = slice(number * depth, (number + 1) * depth)
+        firsts.append([moved(each[rows], route.held_at(0, depth, each.shape[-1])) for each in held])
+    anchors = [y, *params, *(each for first in firsts for each in first)]
+
+    def direction(number: int, x: torch.Tensor) -> Wave:
+        route = routes[number % ways]
+        weights = params[number * count : (number + 1) * count]
+
+        def compute(x: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
+            x = x.flip(time) if route.backward else x
+            hidden = tuple(states) if name == "lstm" else states[0]
+            settings = (given["has_biases"], depth, 0.0, given["train"], False, batch_first)
+            found = _as_list(func(x, hidden, weights, *settings))
+            return [found[0].flip(time) if route.backward else found[0], *found[1:]]
+
+        return Wave(route, x, firsts[number], anchors, width, compute)
+
+    for layer in range(len(firsts) // ways):
+        waves = [direction(layer * ways + way, y) for way in range(ways)]
+        run_together(*waves)
+        found = [each.result() for each in waves]
+        y = torch.cat([each for each, _ in found], -1) if ways > 1 else found[0][0]
+        for wave, (_, last) in zip(waves, found, strict=True):
+            # of the last states every worker gets those of its samples, in one message
+            packed = torch.cat(last, -1)
+            at = wave.way.held_at(len(wave.way.order) - 1, depth, packed.shape[-1])
+            ends.append(made(packed, at).move_to(_samples(there, batch, at.shape)))
+    shape = (*there.shape[:2], width * ways)
+    result = made(y, reshaped_along(there, shape, (2,))).move_to(split_like(x._layout, shape))
+    final = torch.cat(ends) if len(ends) > 1 else ends[0]
+    return (result, *final.split([each.shape[-1] for each in states], -1))
+
+
+@kept_in_job
+def _samples(layout: Layout, batch: int, shape: Shape) -> Layout:
+    """How the last states lie: as the samples do, and the same along all other axes."""
+    cut = layout.cuts[batch]
+    shared = tuple(axis for axis in range(layout.partition.dim) if axis not in cut.axes)
+    return Layout(layout.partition, shape, (Cut.whole(shape[0]), cut, Cut.whole(shape[2])), shared)
 
 
 def drops(args: Arguments, kwargs: Settings) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from tessel import transport
 from tessel.encoding import encodable
@@ -209,10 +209,7 @@ def _random_state() -> tuple[Any, ...]:
 
 def _derived(result: Any, loss: Loss) -> Outputs:
     """The outputs by name, after the backward pass of their loss."""
-    outputs: Outputs = [
-        (f"output{keystr(path)}", value)
-        for path, value in tree_flatten_with_path(opened(result))[0]
-    ]
+    outputs = _named(opened(result))
     if loss is None and not any(isinstance(value, Tensor) for _, value in outputs):
         raise ValueError(f"there are no tensors in the output, a {type(result).__name__}")
     found = [value for _, value in outputs if isinstance(value, Tensor) and value.requires_grad]
@@ -226,6 +223,15 @@ def _derived(result: Any, loss: Loss) -> Outputs:
         # no function of the table takes part in this: what seeds the pass is right in any case
         torch.autograd.backward(found, [_weights(each, k) for k, each in enumerate(found)])
     return [(n, value.detach() if isinstance(value, Tensor) else value) for n, value in outputs]
+
+
+def _named(result: Any) -> Outputs:
+    """All values of an output; by numbers where a class of its own does not tell their names."""
+    try:
+        found = tree_flatten_with_path(result)[0]
+    except ValueError:  # as of diffusers, which registers no names
+        return [(f"output[{k}]", value) for k, value in enumerate(tree_flatten(result)[0])]
+    return [(f"output{keystr(path)}", value) for path, value in found]
 
 
 def _weights(like: Tensor, number: int) -> Tensor:

@@ -1,0 +1,36 @@
+"""What opt_einsum asks of the package of a tensor's class; tensorly contracts by it.
+
+It looks for these names in the package and, without them, takes tensors for numpy's. Operands may
+be spread or plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def einsum(equation: str, *operands: Tensor) -> Tensor:
+    """Torch's own."""
+    return torch.einsum(equation, *operands)
+
+
+def tensordot(x: Tensor, y: Tensor, axes: Any = 2) -> Tensor:
+    """Torch's, with numpy's name for the dimensions.
+
+    >>> tensordot(torch.ones(2, 3), torch.ones(3, 4), axes=1).shape
+    torch.Size([2, 4])
+    """
+    return torch.tensordot(x, y, dims=axes)
+
+
+def transpose(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """All dimensions in another order, as numpy's has it.
+
+    >>> transpose(torch.ones(2, 3, 4), (2, 0, 1)).shape
+    torch.Size([4, 2, 3])
+    """
+    return x.permute(*axes)

@@ -1,0 +1,296 @@
+"""Rows at an index of a split dimension: read from the parts that have them, and written there.
+
+Only rows that another worker has travel, each once for a worker that reads it, and as one sum for a
+worker that adds to it. The index may be on all workers, or split as the values are that belong to
+it. Everything else lies where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tessel.core import boxes
+from tessel.core.layout import Cut, Layout
+from tessel.core.partition import Partition
+from tessel.core.shared import anchored_zeros
+from tessel.tensor.row_exchange import RowExchange, is_consecutive, owners, place_of, told
+from tessel.tensor.table import (
+    as_spread,
+    computed,
+    is_whole,
+    made,
+    moved,
+    of_cuts,
+    outlining,
+    recut,
+)
+from tessel.tensor.tensor import Tensor, open_part
+from tessel.transport import kept_in_job
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def has_rows(layout: Layout, dim: int) -> bool:
+    """Whether a dimension lies in parts of which each has rows of its own."""
+    return layout.is_split(dim) and is_consecutive(layout.cuts[dim], layout.shape[dim])
+
+
+@kept_in_job
+def _index_layout(rows: Cut, length: int, index: Layout) -> Layout:
+    """How an index lies for which rows are read: along one dimension as workers have rows."""
+    split = [cut for cut in index.cuts if len(cut.intervals) > 1]
+    if [cut.axes for cut in split] == [rows.axes] and index.owns_once:
+        # axes of one worker may split other dimensions of the tensor
+        pairs = zip(index.cuts, index.shape, strict=True)
+        kept = (cut if len(cut.intervals) > 1 else Cut.whole(n) for cut, n in pairs)
+        return of_cuts(index.partition, index.shape, tuple(kept))
+    n = len(rows.intervals)
+    if index.shape == (length,):
+        return of_cuts(index.partition, index.shape, (rows,))
+    first = index.shape[0] >= n
+    dim = 0 if first else max(range(len(index.shape)), key=lambda d: index.shape[d])
+    cuts = [Cut.whole(m) for m in index.shape]
+    cuts[dim] = Cut(rows.axes, boxes.balanced(index.shape[dim], n))
+    return of_cuts(index.partition, index.shape, tuple(cuts))
+
+
+def rows_at(x: Tensor, dim: int, index: torch.Tensor, negative: bool = True) -> Tensor:
+    """The rows of a split dimension at an index, whose dimensions take the place of this one.
+
+    Args:
+        x: the tensor.
+        dim: a dimension for which `has_rows` holds.
+        index: of one dimension at least; spread, or the same on all workers.
+        negative: whether it may count from the end.
+    """
+    layout = x._layout
+    rows, length, partition = layout.cuts[dim], layout.shape[dim], layout.partition
+    spread = as_spread(index, partition)
+    lies = _index_layout(rows, length, spread._layout)
+    shape = (*layout.shape[:dim], *index.shape, *layout.shape[dim + 1 :])
+    target = of_cuts(partition, shape, (*layout.cuts[:dim], *lies.cuts, *layout.cuts[dim + 1 :]))
+    part = open_part(x)
+    if outlining.get():  # nobody can say which rows these are, and none of them comes here
+        return made(anchored_zeros(target.local_shape, part), target)
+    with torch.no_grad():
+        mine = moved(spread, lies).reshape(-1).long()
+        if is_whole(spread._layout):
+            whole = open_part(spread).long()
+            check_range((whole,), dim, length, negative)
+            readers = _readers(lies, whole.device).reshape(-1)
+            whole, mine = whole.reshape(-1) % max(1, length), mine % max(1, length)
+            exchange, found = RowExchange.known(partition, rows, readers, whole, distinct=True)
+            order = torch.searchsorted(found, mine)
+        else:
+            check_told(partition, rows.axes, mine, dim, length, negative)
+            mine = mine % max(1, length)
+            owner = owners(mine, rows.intervals)
+            starts = torch.tensor([start for start, _ in rows.intervals], device=mine.device)
+            exchange, order = RowExchange.asked(
+                partition, rows.axes, owner, mine - starts[owner], distinct=True
+            )
+    table = exchange.read(part, layout, dim)
+    y = computed(lambda rows: rows.index_select(dim, order), table)
+    return made(y.reshape(target.local_shape), target)
+
+
+def _readers(lies: Layout, device: torch.device) -> torch.Tensor:
+    """For each entry of an index, the place of the worker that has it."""
+    (dim,) = (d for d in range(len(lies.shape)) if lies.is_split(d))
+    place = owners(torch.arange(lies.shape[dim], device=device), lies.cuts[dim].intervals)
+    return place.view([-1 if d == dim else 1 for d in range(len(lies.shape))]).expand(lies.shape)
+
+
+def check_range(
+    values: tuple[torch.Tensor, ...], dim: int, length: int, negative: bool = False
+) -> None:
+    """Raise if an index that all workers have is out of range, as torch would where it is used."""
+    for index in values:
+        if index.numel() and index.device.type == "cpu":
+            _check_bounds(int(index.amin()), int(index.amax()), dim, length, negative)
+
+
+def check_told(
+    partition: Partition,
+    axes: tuple[int, ...],
+    index: torch.Tensor,
+    dim: int,
+    length: int,
+    negative: bool,
+) -> None:
+    """The same for an index of which each worker has a part: they tell each other its bounds."""
+    bounds = index.new_tensor([0, 0])
+    if index.numel():
+        bounds = torch.stack(torch.aminmax(index))
+    low, high = told(partition, axes, bounds).unbind(1)
+    _check_bounds(int(low.amin()), int(high.amax()), dim, length, negative)
+
+
+def _check_bounds(low: int, high: int, dim: int, length: int, negative: bool) -> None:
+    if low < (-length if negative else 0) or high >= max(1, length):
+        wrong = high if high >= length else low
+        raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {length}")
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+@kept_in_job
+def receiving(
+    layout: Layout, dim: int, values: Layout | None, index: Layout | None
+) -> tuple[Layout, Cut] | None:
+    """How a tensor lies to whose rows is written, and how the values lie along this dimension.
+
+    Args:
+        layout: of the tensor.
+        dim: the dimension of its rows.
+        values: how the values lie that are written, if they are spread.
+        index: the same of their index, along the dimension of rows.
+
+    Returns:
+        None if neither the tensor nor what is written is split along the dimension, or if an axis
+        that splits one of them is taken by another dimension of the tensor.
+    """
+    cuts = [
+        (each.cuts[at], each.shape[at])
+        for each, at in ((layout, dim), (values, dim), (index, 0))
+        if each is not None and each.shape and len(each.cuts[at].intervals) > 1
+    ]
+    if not cuts or not all(is_consecutive(*each) for each in cuts):
+        return None
+    axes = cuts[0][0].axes
+    if not layout.is_split(dim):
+        taken = {a for d, cut in enumerate(layout.cuts) if d != dim for a in cut.axes}
+        if taken & {*axes} or not {*axes} <= {*layout.shared, *layout.cuts[dim].axes}:
+            return None
+        n = len(cuts[0][0].intervals)
+        whole = Cut(axes, boxes.balanced(layout.shape[dim], n))
+        shared = tuple(axis for axis in layout.shared if axis not in axes)
+        free = tuple(a for a in layout.cuts[dim].axes if a not in axes)
+        layout = replace(
+            layout,
+            cuts=(*layout.cuts[:dim], whole, *layout.cuts[dim + 1 :]),
+            shared=tuple(sorted({*shared, *free})),
+        )
+    return layout, cuts[0][0]
+
+
+def written_rows(
+    x: torch.Tensor,
+    layout: Layout,
+    dim: int,
+    index: torch.Tensor,
+    values: Any,
+    write: Write,
+    *,
+    adds: bool,
+    negative: bool = False,
+) -> torch.Tensor:
+    """A part in which rows at an index got other values.
+
+    Args:
+        x: this worker's part.
+        layout: how it lies, with rows of its own on each worker.
+        dim: the dimension of the rows.
+        index: of one dimension; spread, or the same on all workers.
+        values: a row for each entry of the index, spread or plain, or one number for all of them.
+        write: what puts rows into a part: of the part, of rows of it, and of values.
+        adds: whether values of one row are added, so that each worker can do so with its own before
+            they travel.
+        negative: whether the index may count from the end.
+    """
+    rows, length, partition = layout.cuts[dim], layout.shape[dim], layout.partition
+    spread = as_spread(index, partition)
+    place = place_of(partition, rows.axes)
+    start, stop = rows.intervals[place]
+    is_number = not isinstance(values, torch.Tensor) or not values.dim()
+    is_known = is_whole(spread._layout)
+    all_here = is_number or is_whole(as_spread(values, partition)._layout)
+    if outlining.get():
+        hung = [] if is_number else [open_part(as_spread(values, partition))]
+        return x + anchored_zeros((), x, *hung)
+    if is_number and not is_known:
+        spread = as_spread(spread.full(), partition)
+        is_known = True
+    if is_known:
+        check_range((open_part(spread),), dim, length, negative)
+    if is_known and all_here:
+        # every worker has all that is written, and takes what belongs to its rows
+        whole = open_part(spread).long() % max(1, length)
+        mine = ((whole >= start) & (whole < stop)).nonzero().squeeze(1)
+        if is_number:
+            return write(x, whole[mine] - start, values)
+        # whole along the axes that split the rows, a copy for each worker of its own
+        there = recut(layout, dim, Cut.whole(values.shape[dim]), values.shape[dim])
+        part = moved(as_spread(values, partition), there)
+        return write(x, whole[mine] - start, part.index_select(dim, mine))
+    lies = _values_cut(rows, dim, spread._layout, as_spread(values, partition)._layout)
+    there = recut(layout, dim, lies, values.shape[dim])
+    part = moved(as_spread(values, partition), there)
+    with torch.no_grad():
+        along = of_cuts(partition, (values.shape[dim],), (lies,))
+        mine = moved(spread, along).long()
+        if is_known:
+            whole = open_part(spread).long() % max(1, length)
+            mine = mine % max(1, length)
+            readers = _readers(along, whole.device)
+            exchange, found = RowExchange.known(partition, rows, readers, whole, distinct=adds)
+            if adds:
+                order = torch.searchsorted(found, mine)
+            else:
+                sorts = torch.argsort(owners(mine, rows.intervals), stable=True)
+        else:
+            check_told(partition, rows.axes, mine, dim, length, negative)
+            mine = mine % max(1, length)
+            owner = owners(mine, rows.intervals)
+            starts = torch.tensor([begin for begin, _ in rows.intervals], device=mine.device)
+            exchange, order = RowExchange.asked(
+                partition, rows.axes, owner, mine - starts[owner], distinct=adds
+            )
+            sorts = torch.argsort(owner, stable=True)
+    if adds:
+        count = sum(exchange.counts[place])
+        sums = part.new_zeros([count if d == dim else n for d, n in enumerate(part.shape)])
+        sent = sums.index_add(dim, order, part)
+    else:
+        sent = part.index_select(dim, sorts)
+    return write(x, *exchange.write(sent, layout, dim))
+
+
+def _values_cut(rows: Cut, dim: int, index: Layout, values: Layout) -> Cut:
+    """How values lie along the dimension of rows: as they do, as their index does, or evenly."""
+    for cut, length in ((values.cuts[dim], values.shape[dim]), (index.cuts[0], index.shape[0])):
+        if cut.axes == rows.axes and len(cut.intervals) > 1 and is_consecutive(cut, length):
+            return cut
+    return Cut(rows.axes, boxes.balanced(values.shape[dim], len(rows.intervals)))
+
+
+def row_index(index: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """The index along one dimension, if it says the same for all others; None if it may not.
+
+    Strides tell: this is how an index is expanded for `scatter`. Workers that have parts of an
+    index tell each other what they see, since they must go the same way.
+    """
+    first = tuple(slice(None) if d == dim else 0 for d in range(index.dim()))
+    others = [d for d in range(index.dim()) if d != dim]
+    if not isinstance(index, Tensor) or is_whole(index._layout):
+        part = open_part(index) if isinstance(index, Tensor) else index
+        return part[first] if _is_expanded(part, others) else None
+    layout, part = index._layout, open_part(index)
+    if any(map(layout.is_split, others)):
+        return None  # strides of a part say nothing of the parts beside it
+    alike = _is_expanded(part, others)
+    if not outlining.get():
+        partition = layout.partition
+        every = tuple(range(partition.dim))
+        alike = bool(told(partition, every, torch.tensor([alike], device=part.device)).all())
+    along = of_cuts(layout.partition, (layout.shape[dim],), (layout.cuts[dim],))
+    return made(part[first], along) if alike else None
+
+
+def _is_expanded(part: torch.Tensor, dims: list[int]) -> bool:
+    return 0 not in part.shape and all(part.shape[d] == 1 or part.stride(d) == 0 for d in dims)

@@ -1,0 +1,225 @@
+"""Small models of the kinds that people use: tables of vectors, places of maxima, noise.
+
+Output, all gradients and buffers are those of one process, and nothing is gathered. What a model
+draws is the same on any number of workers, however its input is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import tessel
+from parity import close, values
+from tessel import Partition
+from tessel.testing import check_model
+
+Run = Callable[..., list[Any]]
+
+
+def line(axis: int, dims: int = 4) -> Partition:
+    """All workers along one axis."""
+    sizes = [1] * dims
+    sizes[axis] = tessel.world().size
+    return tessel.world().create_cartesian_topology_partition(sizes)
+
+
+class Quantized(nn.Module):
+    """A VQ-VAE: the nearest vector of a table, with a gradient straight through."""
+
+    def __init__(self, by_distance: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by_distance = by_distance
+        self.encoder, self.decoder = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 3, 3, padding=1)
+        self.table = nn.Embedding(7, 5)
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        z = self.encoder(x)
+        rows, table = z.permute(0, 2, 3, 1).reshape(-1, 5), self.table.weight
+        if self.by_distance:
+            nearest = torch.cdist(rows, table).argmin(1)
+            found = self.table(nearest)
+        else:
+            squares = rows.pow(2).sum(1, keepdim=True) + table.pow(2).sum(1)
+            nearest = (squares - 2 * rows @ table.t()).argmin(1)
+            found = F.one_hot(nearest, 7).to(x.dtype) @ table
+        found = found.view(len(x), *z.shape[2:], 5).permute(0, 3, 1, 2)
+        loss = F.mse_loss(found, z.detach()) + 0.25 * F.mse_loss(found.detach(), z)
+        used = F.one_hot(nearest, 7).to(x.dtype).mean(0)
+        perplexity = torch.exp(-(used * (used + 1e-10).log()).sum())
+        return self.decoder(z + (found - z).detach()), loss, perplexity
+
+
+class Averaged(nn.Module):
+    """The same with a table of buffers, which averages learn in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Conv2d(3, 5, 3, padding=1)
+        self.register_buffer("table", torch.randn(7, 5))
+        self.register_buffer("sums", torch.randn(7, 5))
+        self.register_buffer("counts", torch.ones(7))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encoder(x)
+        rows = z.permute(0, 2, 3, 1).flatten(0, 2)
+        nearest = torch.cdist(rows, self.table).argmin(1)
+        chosen = F.one_hot(nearest, 7).type(rows.dtype)
+        found = F.embedding(nearest, self.table).view(len(x), *z.shape[2:], -1).movedim(-1, 1)
+        if self.training:
+            with torch.no_grad():
+                self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+                self.sums.mul_(0.9).add_(chosen.t() @ rows, alpha=0.1)
+                self.table.copy_(self.sums / (self.counts + 1e-5).unsqueeze(1))
+        return z + (found - z).detach()
+
+
+class Unpooled(nn.Module):
+    """Values go back to where the largest ones were."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pool = getattr(nn, f"MaxPool{dims}d")(2, return_indices=True)
+        self.unpool = getattr(nn, f"MaxUnpool{dims}d")(2)
+        self.conv = getattr(nn, f"Conv{dims}d")(3, 3, 3, padding=1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, places = self.pool(self.conv(x))
+        return self.conv(self.unpool(torch.tanh(y), places, output_size=x.shape))
+
+
+class Words(nn.Module):
+    """Ids that are split, a table of positions, and one with a row that is not learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.positions = nn.Embedding(11, 6, padding_idx=2), nn.Embedding(20, 6)
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids) + self.positions(torch.arange(ids.shape[1])))
+
+
+class Conditioned(nn.Module):
+    """Labels that all workers have, beside pictures that are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.conv = nn.Embedding(11, 3), nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.SyncBatchNorm(3)  # statistics of the whole
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        y = self.conv(x) + self.table(labels)[:, :, None, None]
+        if type(x) is Tensor:  # in one process torch has it on GPUs only
+            return nn.modules.batchnorm._BatchNorm.forward(self.norm, y)
+        return self.norm(y)
+
+
+def check_kinds() -> None:
+    x = values((2, 3, 7, 6), 1)
+    for model in (Quantized(True), Quantized(False), Averaged(), Averaged().eval()):
+        check_model(model, x, where=line(2), fallback="raise")
+    for dims in (1, 2, 3):
+        picture = values((2, 3, *(9, 6, 4)[:dims]), 1)
+        check_model(Unpooled(dims), picture, where=line(2, dims + 2), fallback="raise")
+    ids = torch.arange(36).reshape(4, 9) * 7 % 11
+    for axis in (0, 1):
+        check_model(Words(), ids, where=line(axis, 2), fallback="raise")
+    for axis in (0, 2):
+        labels = torch.tensor([1, 5])
+        check_model(Conditioned(), x, labels, where=line(axis), fallback="raise")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_kinds(run: Run, nprocs: int) -> None:
+    run(check_kinds, nprocs=nprocs, timeout=100)
+
+
+def drop_path(x: Tensor) -> Tensor:  # as timm has it
+    kept = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.6)
+    return x * kept.div_(0.6)
+
+
+def drop_path_by_rand(x: Tensor) -> Tensor:
+    noise = 0.6 + torch.rand(x.shape[0], 1, 1, 1, dtype=x.dtype, device=x.device)
+    return x.div(0.6) * noise.floor_()
+
+
+def stochastic_depth(x: Tensor) -> Tensor:  # as torchvision has it
+    noise = torch.empty([x.shape[0], 1, 1, 1], dtype=x.dtype, device=x.device)
+    return x * noise.bernoulli_(0.6).div_(0.6)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "drop path": drop_path,
+    "drop path by rand": drop_path_by_rand,
+    "stochastic depth": stochastic_depth,
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "dropout2d": lambda x: F.dropout2d(x, 0.4),
+    "gaussian noise": lambda x: x + 0.1 * torch.randn_like(x),
+    "noise of a shape": lambda x: x + torch.randn(x.shape, dtype=x.dtype),
+    "noise in place": lambda x: x + x.new_empty(x.shape).normal_(),
+    "bernoulli_": lambda x: x * torch.empty_like(x).bernoulli_(0.3),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "drop connect": lambda x: F.conv2d(x, F.dropout(torch.ones(2, 4, 3, 3, dtype=x.dtype), 0.5)),
+    "permutation": lambda x: x[:, torch.randperm(x.shape[1])],
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.name, self.conv = name, nn.Conv2d(3, 4, 3, padding=1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DRAWS[self.name](self.conv(x))
+
+
+def drawn(axis: int) -> list[Any]:
+    """Two calls of each model, and the gradient of its weight, after the same seed."""
+    found = []
+    for name in DRAWS:
+        model = Drawing(name)
+        torch.manual_seed(5)
+        model = tessel.nn.distribute_module(model, line(axis), "raise")
+        x = tessel.spread(values((4, 3, 7, 6), 1), line(axis))
+        one, two = model(x), model(x)
+        assert not torch.equal(one.full(), two.full()), name
+        two.square().sum().backward()
+        found += [one.detach().full().flatten(), two.detach().full().flatten()]
+        found.append(model.conv.weight.grad.flatten())
+    return torch.cat(found).tolist()
+
+
+def test_draws_are_the_same_on_any_number_of_workers(run: Run) -> None:
+    first, *others = (run(drawn, axis, nprocs=n)[0] for axis, n in ((0, 1), (0, 2), (2, 2), (2, 3)))
+    for each in others:
+        close("draws", torch.tensor(each), torch.tensor(first), 1e-10)
+
+
+def check_draws() -> None:
+    """A model that draws can be compared with one process, which draws the same numbers."""
+    for name in DRAWS:
+        check_model(
+            Drawing(name), values((4, 3, 7, 6), 1), where=line(2), fallback="raise", calls=1
+        )
+
+
+def test_draws_are_those_of_one_process(run: Run) -> None:
+    run(check_draws, nprocs=2, timeout=100)
