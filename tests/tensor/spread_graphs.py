@@ -102,12 +102,12 @@ GRAPHS = {
         make=graph,
     ),
     **{
-        f"scatter_reduce of rows by {reduce}": Case(neighbours(reduce), SHAPES, make=graph, order=1)
+        f"scatter_reduce of rows by {reduce}": Case(neighbours(reduce), SHAPES, make=graph)
         for reduce in ("mean", "prod", "amax", "amin")
     },
     **{
         f"scatter_reduce of rows by {reduce} without the first": Case(
-            neighbours(reduce, include_self=False), SHAPES, make=ties, order=1
+            neighbours(reduce, include_self=False), SHAPES, make=ties
         )
         for reduce in ("mean", "amax")
     },
@@ -134,7 +134,6 @@ GRAPHS = {
         ],
         SHAPES,
         make=graph,
-        order=1,
     ),
     "sums over graphs": Case(
         lambda x: x.new_zeros((2, FEATURES)).scatter_add_(

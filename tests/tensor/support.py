@@ -593,7 +593,7 @@ def _shown(cell: Cell, notes: dict[str, int]) -> str:
 
 def _named(functions: str) -> str:
     """Names of functions as code; after a comma, words."""
-    if functions.startswith("x["):
+    if functions.startswith("x[") or "; " in functions:
         return ", ".join(f"`{each}`" for each in functions.split("; "))
     names, comma, words = functions.partition(", ")
     if " of " in names or " and " in names:  # words alone
