@@ -45,9 +45,12 @@ def segresnet() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    from torchvision.models import swin_t
+    from torchvision.models import SwinTransformer
 
-    return swin_t(stochastic_depth_prob=0.0)
+    # swin_t, without stochastic depth, so that it can be compared with itself
+    return SwinTransformer(
+        [4, 4], 96, [2, 2, 6, 2], [3, 6, 12, 24], [7, 7], stochastic_depth_prob=0.0
+    )
 
 
 def vit() -> nn.Module:
