@@ -5,13 +5,16 @@ profiler: kernel launches, copies and fills, waits of the host for the device, N
 host's time until the step is queued. If there are fewer GPUs than workers, each worker counts as a
 host of its own and they share GPUs: the counts are real, the times are not.
 
-    python benchmarks/launches.py [--workers 2] [--names]
+    python benchmarks/launches.py [--workers 2] [--names] [--host]
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import io
 import os
+import pstats
 import statistics
 import sys
 import time
@@ -62,7 +65,19 @@ def step_of(name: str, alone: bool) -> Callable[[], None]:
     return step
 
 
-def counts(name: str, alone: bool) -> tuple[dict[str, float], Counter[str]]:
+def on_host(step: Callable[[], None]) -> str:
+    """Where Python spends the time of a step."""
+    seen = cProfile.Profile()
+    torch.cuda.synchronize()
+    with seen:
+        for _ in range(5):
+            step()
+    text = io.StringIO()
+    pstats.Stats(seen, stream=text).sort_stats("tottime").print_stats(45)
+    return text.getvalue()
+
+
+def counts(name: str, alone: bool) -> tuple[dict[str, float], Counter[str], str]:
     """What one step asks for, and the names of kernels and operators, by how often they occur."""
     step = step_of(name, alone)
     for _ in range(4):
@@ -84,7 +99,7 @@ def counts(name: str, alone: bool) -> tuple[dict[str, float], Counter[str]]:
     found["waits"] = max(0, found["waits"] - _ends(recorded))
     found["NCCL"] = sum(number for each, number in names.items() if each.startswith("ncclDev"))
     found["host ms"] = 1e3 * statistics.median(hosts)
-    return found, names
+    return found, names, on_host(step)
 
 
 def _ends(recorded: Any) -> int:
@@ -94,7 +109,7 @@ def _ends(recorded: Any) -> int:
     return sum(e.name in waits and e.time_range.start > last for e in recorded.events())
 
 
-def on_worker(name: str, alone: bool) -> tuple[dict[str, float], Counter[str]]:
+def on_worker(name: str, alone: bool) -> tuple[dict[str, float], Counter[str], str]:
     rank = os.environ.get("RANK", "0")  # one worker is no job
     os.environ.update(NCCL_HOSTID=f"worker-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     torch.cuda.set_device(int(rank) % torch.cuda.device_count())
@@ -105,6 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2, help="how many, each with its slab")
     parser.add_argument("--names", action="store_true", help="also what is called more often")
+    parser.add_argument("--host", action="store_true", help="also where Python spends its time")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -126,6 +142,8 @@ def main() -> int:
             more = rows["Tessel"][1] - rows["torch"][1]
             for each, number in more.most_common(70):
                 print(f"{number:6} more  {each[:150]}")
+        if given.host:
+            print(rows["Tessel"][2])
     return 0
 
 

@@ -46,7 +46,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.graph",),
     ("core.windows",),
     (
-        *("core.boxes", "core.context", "core.handles"),
+        *("core.boxes", "core.context", "core.handles", "core.numbers"),
         *("encoding", "endings", "errors", "limits", "machine", "version"),
     ),
     ("settings",),
