@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tessel.limits import time_limit
+from tessel.machine import keep_freed_memory
 from tessel.settings import warn_of_unknown, whole_number
 
 _CAN_BE_DISTRIBUTED = dist.is_available()  # torch may have been built without it
@@ -52,6 +53,7 @@ def join(backend: str | None = None) -> bool:
         torch.cuda.set_device(whole_number("LOCAL_RANK", 0))
         backend = "cpu:gloo,cuda:nccl"  # workers also agree, by small tensors of the CPU
     store, rank, workers = _rendezvous()
+    keep_freed_memory()  # as `tessel run` does: with torchrun a step may take twice as long else
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=workers, timeout=time_limit()
     )
