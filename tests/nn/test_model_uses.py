@@ -520,6 +520,22 @@ class Checkpointed(Net):
         return checkpoint(lambda v, dims: self.head(v.mean(dims)), y, (2, 3), use_reentrant=False)
 
 
+def check_autocast() -> None:
+    """Batch norms of what autocast leaves in float32, and workers with nothing to convolve."""
+    torch.manual_seed(0)
+    layers = [nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()]
+    layers += [nn.ConvTranspose2d(4, 4, 2, 2), nn.Conv2d(4, 4, 3, 4, 1), nn.BatchNorm2d(4)]
+    one = nn.Sequential(*layers)
+    model = converted(copy.deepcopy(one))
+    x = values((2, 3, 4, 8), 1).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = one(x), model(tessel.spread(x, place()))
+    assert found.dtype == found.local.dtype == expected.dtype
+    close("output", found.full().float(), expected.float(), 0.1)  # of bfloat16, after norms
+    for name, buffer in model.named_buffers():
+        close(name, buffer.double(), one.get_buffer(name).double(), 1e-2)
+
+
 def check_checkpoints() -> None:
     alone = Net()
     alone.norm.momentum = 1 - (1 - 0.1) ** 2  # a batch norm that runs twice counts twice
@@ -550,7 +566,7 @@ CHECKS = (
     *(check_compiled, check_compiled_inside, check_traced, check_traced_after_conversion),
     *(check_features, check_exported, check_scripted, check_parametrized, check_put_in_later),
     *(check_put_in_by_some, check_lazy, check_items, check_kept, check_containers),
-    *(check_training, check_checkpoints, check_functional),
+    *(check_training, check_autocast, check_checkpoints, check_functional),
 )
 
 

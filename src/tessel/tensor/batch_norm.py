@@ -62,6 +62,12 @@ class BatchNorm:
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         x, weight, bias = xs
         assert x is not None
+        with torch.autocast(x.device.type, enabled=False):  # statistics are not to be rounded
+            return self._normalized(x, weight, bias)
+
+    def _normalized(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
         moments = self._gathered(*(self._cuda_moments(x) if x.is_cuda else _moments(x)))
         if not x.is_cuda:
             mean, variance = self._combined(moments)

@@ -255,6 +255,17 @@ def check_dtypes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
                 )
 
 
+def as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype that autocast, if it is on, has products and convolutions in.
+
+    Where torch computes nothing it casts nothing, and workers would have tensors of two dtypes.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
 def check_whole(name: str, *values: Any) -> None:
     """Raise if operands that a function takes whole are split."""
     layouts = held_layouts(values)

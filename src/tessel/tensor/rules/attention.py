@@ -27,6 +27,7 @@ from tessel.tensor.table import (
     Arguments,
     Settings,
     arguments_of,
+    as_autocast,
     made,
     of_cuts,
     open_part,
@@ -77,7 +78,7 @@ class _AttentionCall:
     ) -> None:
         self.func, self.shape = func, shape
         found, self.is_causal, self.groups = named_operands(operands, given)
-        self.operands = tuple(map(_cast, found))
+        self.operands = tuple(map(as_autocast, found))
         q, scale = self.operands[0], given.get("scale")
         self.scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else float(scale)
         self.p = float(given.get("dropout_p", 0.0))
@@ -234,14 +235,6 @@ def ways_of(
     shapes = tuple(tuple(each.shape) for each in operands)
     partition = next(each for each in layouts if each is not None).partition
     return plans(partition, shapes, layouts, is_causal, groups, attention_plan.GATHERED)
-
-
-def _cast(x: torch.Tensor) -> torch.Tensor:
-    """An operand as autocast, if it is on, casts it for attention."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
 
 
 def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:

@@ -26,7 +26,15 @@ from tessel.tensor import overlapped_convolution
 from tessel.tensor.padding import PeriodicHalo, periodic_halo
 from tessel.tensor.rules.products import Contraction, bias_of, operand, summed
 from tessel.tensor.rules.products import planned as planned_product
-from tessel.tensor.table import Arguments, Settings, check_dtypes, is_whole, rule, whole_part
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    as_autocast,
+    check_dtypes,
+    is_whole,
+    rule,
+    whole_part,
+)
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.tensor import made, opened
 from tessel.tensor.windowed import Windowed, hashable, outline, tuple_of
@@ -451,7 +459,7 @@ def of_read(
     D = settings.num_dims
     if 0 in target.local_shape or 0 in x.shape:  # outputs that read no inputs
         y = anchored_zeros(target.local_shape, x, weight, bias)
-        return y if bias is None or 0 in y.shape else y + bias.reshape(-1, *[1] * D)
+        return as_autocast(y if bias is None or 0 in y.shape else y + bias.reshape(-1, *[1] * D))
     own = _Channels.of(target, settings)
     if not in_blocks and own.groups < settings.groups:
         weight, bias = weight[own.rows], None if bias is None else bias[own.rows]

@@ -18,7 +18,7 @@ from tessel.core.shared import anchored_zeros, used
 from tessel.core.windows import Groups, TransposedWindow
 from tessel.tensor.rules.convolution import check_numbers, convolve_with
 from tessel.tensor.rules.products import Contraction, bias_of, operand
-from tessel.tensor.table import Arguments, Settings, check_dtypes, rule
+from tessel.tensor.table import Arguments, Settings, as_autocast, check_dtypes, rule
 from tessel.tensor.windowed import Windowed, hashable, outline, tuple_of
 from tessel.transport import kept_in_job
 
@@ -157,7 +157,7 @@ def of_read(
     assert box is not None
     own = box[-D - 1]
     if 0 in target.local_shape or 0 in x.shape:
-        y = anchored_zeros(target.local_shape, x, weight, bias)
+        y = as_autocast(anchored_zeros(target.local_shape, x, weight, bias))
     else:
         y = _trimmed(x, weight, plan, target, settings, own)
         length = own[1] - own[0]
@@ -166,7 +166,7 @@ def of_read(
     if bias is None or 0 in y.shape:
         return y
     bias = bias if in_blocks else bias[slice(*own)]
-    return y + bias.reshape(-1, *[1] * D)
+    return as_autocast(y + bias.reshape(-1, *[1] * D))
 
 
 def _as_torch(
