@@ -252,8 +252,8 @@ class HypotheticalPartition(Partition):
 def world() -> Partition:
     """The partition of all workers of the job, in a row.
 
-    Under `torchrun` or `tessel run` this joins the job; in a plain `python script.py` it is a
-    world of one worker, on which everything works and nothing is sent.
+    Under `torchrun`, `tessel run`, `srun` or `mpirun` this joins the job; in a plain
+    `python script.py` it is a world of one worker, on which everything works and nothing is sent.
 
     >>> import tessel
     >>> tessel.world().ranks

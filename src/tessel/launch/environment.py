@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tessel.launch.gate import loopback
-from tessel.machine import keep_freed_memory
+from tessel.machine import keep_freed_memory, loopback
 
 _OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),

@@ -35,5 +35,6 @@ from tessel.transport.reading import is_pinned as is_pinned
 from tessel.transport.traffic import Traffic as Traffic
 from tessel.transport.wire import share_over as share_over
 from tessel.transport.world import is_distributed as is_distributed
+from tessel.transport.world import launched_as as launched_as
 from tessel.transport.world import num_workers as num_workers
 from tessel.transport.world import this_worker as this_worker
