@@ -46,7 +46,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core.graph",),
     ("core.windows",),
     (
-        *("core.boxes", "core.context", "core.handles"),
+        *("core.boxes", "core.context", "core.handles", "core.numbers"),
         *("encoding", "endings", "errors", "limits", "machine", "version"),
     ),
     ("settings",),
@@ -233,7 +233,8 @@ def test_gradients_that_are_no_adjoints() -> None:
     # `backward` of attributes.py is the method of a spread tensor, `vjp` that of a user's physics
     gradients -= {("attributes.py", "backward"), ("operators.py", "vjp"), ("linop.py", "backward")}
     files = ("linop.py", "overlapped_linear.py", "tensor.py", "block_sum.py")
-    assert gradients == {(file, "vjp") for file in (*files, "blockwise_attention.py")}
+    files = (*files, "blockwise_attention.py", "batch_norm.py")
+    assert gradients == {(file, "vjp") for file in files}
     # attributes.py has that of a spread tensor, which its user registers
     assert hooks == {"distributing.py", "attributes.py", "replicas.py"}
 

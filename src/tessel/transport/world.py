@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tessel.limits import time_limit
+from tessel.machine import keep_freed_memory
 from tessel.settings import warn_of_unknown, whole_number
 from tessel.transport.launchers import LaunchedJob, find_job, meet, own_interface
 
@@ -76,6 +77,7 @@ def join(backend: str | None = None) -> bool:
         torch.cuda.set_device(place % torch.cuda.device_count() if _binds_gpus() else place)
         backend = "cpu:gloo,cuda:nccl"  # workers also agree, by small tensors of the CPU
     store, rank, workers = _rendezvous()
+    keep_freed_memory()  # as `tessel run` does: with torchrun a step may take twice as long else
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=workers, timeout=time_limit()
     )

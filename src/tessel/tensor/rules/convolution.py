@@ -321,7 +321,8 @@ def convolve_parts(
         return of_read(part, own, added, there.padding, terms, settings, in_blocks=True), terms
     # numbers that tests change: what is kept of a layout must follow them
     strips = overlapped_convolution
-    way = _Way.of(layout, settings, strips.LEAST_VALUES, strips.LEAST_RATIO, strips.LARGEST_SHARE)
+    least = strips.LEAST_VALUES_ON_GPU if x.is_cuda else strips.LEAST_VALUES
+    way = _Way.of(layout, settings, least, strips.LEAST_RATIO, strips.LARGEST_SHARE)
     target, reads = way.target, way.reads
     weight, bias = used(weight, layout), used(bias, layout)
     if layout.is_outside:
