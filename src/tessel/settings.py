@@ -24,6 +24,11 @@ KNOWN = (
         "TESSEL_TRANSPORT",
     ),
 )
+# by which mpirun and srun tell a process that it is one of their tasks
+OF_TASKS = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
+    *("SLURM_STEP_ID", "SLURM_STEPID"),
+)
 _FOR_TESTS = "TESSEL_TEST_"  # names that tests may give to variables of their own
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; torch counts milliseconds
 _warned: set[str] = set()

@@ -19,6 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tessel
+from tessel.settings import OF_TASKS
 from tessel.transport import launchers, world
 from tessel.transport.launchers import (
     FIRST_PORT,
@@ -166,6 +168,22 @@ def test_jobs(
 )
 def test_worlds_of_one(environ: dict[str, str]) -> None:
     assert find_job(environ) is None
+
+
+def size_of_world() -> int:
+    return tessel.world().size
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("environ", [OF_OPEN_MPI, OF_MPICH, OF_SRUN])
+def test_workers_of_a_task_are_no_tasks(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert find_job(without({**os.environ}, *OF_TASKS)) is None
+    for count in (1, 2):
+        assert tessel.launch(size_of_world, count) == [count] * count
 
 
 SEVERAL_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
@@ -390,6 +408,7 @@ open(f"{sys.argv[1]}-{world.size}-{world.rank}-{os.getpid()}", "w").write(repr(l
 COMMANDS = {
     "openmpi": ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "3"),
     "mpich": ("mpirun.mpich", "-n", "3"),
+    "slurm": ("srun", "--overcommit", "-n", "3"),
 }
 
 
@@ -397,7 +416,9 @@ def launch(name: str, tmp_path: Path, **more: str) -> list[list[object]]:
     """What the tasks of a script say that a launcher has started."""
     command = COMMANDS[name]
     if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} is not installed (Debian: openmpi-bin, mpich)")
+        pytest.skip(f"{command[0]} is not installed (Debian: openmpi-bin, mpich, slurm-client)")
+    if name == "slurm" and subprocess.run(["sinfo"], capture_output=True, timeout=60).returncode:
+        pytest.skip("no SLURM controller answers here")
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [*command, sys.executable, "script.py", "said"],
@@ -414,7 +435,7 @@ def launch(name: str, tmp_path: Path, **more: str) -> list[list[object]]:
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("name", COMMANDS)
-def test_mpirun(name: str, tmp_path: Path) -> None:
+def test_launchers_start_one_job(name: str, tmp_path: Path) -> None:
     said = launch(name, tmp_path)
     assert said == [[rank, 3, 6.0, str(rank), "3", "127.0.0.1"] for rank in range(3)]
 
@@ -422,6 +443,6 @@ def test_mpirun(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("name", COMMANDS)
-def test_mpirun_of_worlds_of_one(name: str, tmp_path: Path) -> None:
+def test_launchers_start_worlds_of_one(name: str, tmp_path: Path) -> None:
     said = launch(name, tmp_path, TESSEL_LAUNCHER="none")
     assert said == [[0, 1, 1.0, None, None, None]] * 3
