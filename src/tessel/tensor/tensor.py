@@ -83,6 +83,7 @@ class Tensor(torch.Tensor):
     ]  # what is done with one of spread tensors and others that know their layouts
     below: ClassVar[Handler]  # what is done for code that went round torch's functions
     as_shard: ClassVar[Callable[[Tensor], torch.Tensor]]  # what `tessel.distributed` makes of parts
+    as_dtensor: ClassVar[Callable[[Tensor, Any], Any]]  # what `tessel.interop` makes of them
 
     @staticmethod
     def __new__(cls, part: torch.Tensor, layout: Layout, records: bool = True) -> Tensor:
@@ -174,6 +175,22 @@ class Tensor(torch.Tensor):
         split along several dimensions, or unevenly: `move_to` brings it there.
         """
         return Tensor.as_shard(self)
+
+    @untraced
+    def to_dtensor(self, mesh: Any = None) -> Any:
+        """This tensor as a `torch.distributed.tensor.DTensor`, without a copy; gradients pass.
+
+        An axis that splits dimension d is `Shard(d)`, shared copies are `Replicate()`, separate
+        ones `Partial()`. `tessel.from_dtensor` is the way back.
+
+        Args:
+            mesh: a `DeviceMesh` with the same workers on the same grid; None for
+                `partition.to_mesh()`, for which all workers of the job call this.
+
+        Raises:
+            ValueError: if placements cannot say it, as parts that are not those of `torch.chunk`.
+        """
+        return Tensor.as_dtensor(self, mesh)
 
     @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
