@@ -101,7 +101,15 @@ class Move(LinearOperator):
             return node(x, self.handle)
         stages = self.stages
         y = stages[0](x) if len(stages) == 1 else stages[0].before(stages[1], x)
-        return shaped(y, self.codomain.local_shape)
+        return self._as_output(y)
+
+    def _as_output(self, y: Tensor) -> Tensor:
+        """What has arrived, in the shape of the part; no view, since nobody has what it views.
+
+        Torch would not let a view that comes out of an autograd function be changed in place.
+        """
+        y = shaped(y, self.codomain.local_shape)
+        return y.detach() if y._is_view() else y
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need first; the result waits for what comes and gives the output.
@@ -116,7 +124,7 @@ class Move(LinearOperator):
             y = receives.pop()()  # what was sent is not kept until the last stage has landed
             for stage in rest:
                 y = stage.begin(y)()
-            return shaped(y, self.codomain.local_shape)
+            return self._as_output(y)
 
         return wait
 
