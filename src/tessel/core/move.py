@@ -128,6 +128,22 @@ class Move(LinearOperator):
 
         return wait
 
+    def start_adding(self, x: Tensor, total: Tensor) -> Callable[[], None]:
+        """The same, where the output is added to a contiguous tensor that nobody changes meanwhile.
+
+        There is no other room for it, unless it comes in several stages or as another type.
+        """
+        (first, *rest), shape = self.stages, self.codomain.local_shape
+        assert total.shape == shape and total.is_contiguous()
+        if not rest and not first.plan.silent and x.dtype == total.dtype:
+            return first.begin_adding(x, total.view(first.plan.target_shape))
+        wait = self.start(x)
+
+        def add() -> None:
+            total.add_(wait())
+
+        return add
+
 
 class Stage:
     """One exchange, as one worker sees it: called, it gives the output.
@@ -174,6 +190,12 @@ class Stage:
             return y
 
         return arrive
+
+    def begin_adding(self, x: Tensor, y: Tensor) -> Callable[[], None]:
+        """Send what others need; the result adds what arrives to what is in its place."""
+        x = shaped(x, self.plan.source_shape)
+        receives = [buffer._replace(adds=True) for buffer in self._receives(y)]
+        return self.group.exchange(self._sends(x), receives, x.device, self.plan.dense)
 
     def before(self, second: Stage, x: Tensor) -> Tensor:
         """A sum in two exchanges; the part that this worker sums up lies in the output at once."""
