@@ -226,7 +226,7 @@ class BlockSum:
                 None if x is None else each.piece(x, tile)
                 for x, each in zip(held, self.inputs, strict=True)
             ]
-            terms = list(self.term(tile, *pieces))
+            terms: list[Any] = list(self.term(tile, *pieces))
             for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True)):
                 piece, like, total = terms[n], held[k], found[n]
                 terms[n] = total  # so that no term is kept longer than it is needed
