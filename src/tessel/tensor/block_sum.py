@@ -187,8 +187,6 @@ class BlockSum:
     outputs: tuple[Operand, ...]
     like: tuple[int, ...] = ()
 
-    first_kept = 0
-
     @property
     def group(self) -> Group:
         return self.schedule.partition.prepare()
@@ -226,11 +224,11 @@ class BlockSum:
                 None if x is None else each.piece(x, tile)
                 for x, each in zip(held, self.inputs, strict=True)
             ]
-            terms: list[Any] = list(self.term(tile, *pieces))
+            terms: list[Tensor | None] = list(self.term(tile, *pieces))
             for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True)):
                 piece, like, total = terms[n], held[k], found[n]
-                terms[n] = total  # so that no term is kept longer than it is needed
-                assert like is not None
+                terms[n] = None  # no term is kept longer than it is needed
+                assert piece is not None and like is not None
                 if total is None and len(tiles) == 1 and piece.shape == like.shape:
                     found[n] = widened(piece)
                     continue
