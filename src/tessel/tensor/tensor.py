@@ -207,6 +207,14 @@ class Tensor(torch.Tensor):
         return restored, (part, self._layout, getattr(self, "_is_param", False))
 
 
+# What compilers say where their graph may not end, as inside of a higher-order operator.
+_METHOD: Any = Tensor.__torch_function__
+_METHOD.__func__._torchdynamo_disable_msg = (
+    "functions of spread tensors follow rules, which compilers call and do not trace; in the place "
+    "of flex_attention use torch.nn.functional.scaled_dot_product_attention with a mask"
+)
+
+
 def absent(what: str, layout: Layout) -> ValueError:
     """What to raise on a worker outside of a partition if it asks for values."""
     return ValueError(
