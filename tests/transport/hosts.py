@@ -8,14 +8,20 @@ host: `python hosts.py TASK FIRST COUNT FOLDER` forks its workers, which do a ta
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import heapq
 import itertools
 import os
+import random
+import select
 import shutil
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +35,7 @@ LIMIT = 15.0  # seconds for which workers wait for each other
 DEVICES = ("cable0", "cable1")
 ADDRESSES = ("10.77.9.1", "10.77.9.2")
 PORT = 29513
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _numbers = itertools.count()  # of pairs, whose names must differ
 
 
@@ -40,6 +47,7 @@ class Hosts:
 
     def __init__(self, names: tuple[str, str], folder: Path) -> None:
         self.names, self.folder = names, folder
+        self.cable: BadCable | None = None
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, task: str) -> None:
@@ -111,6 +119,8 @@ class Hosts:
         for each in self._started:
             each.kill()
             each.wait()
+        if self.cable is not None:
+            self.cable.close()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
@@ -119,17 +129,81 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
+class BadCable(threading.Thread):
+    """A cable that delays packets and loses some, for kernels without netem.
+
+    Its ends are TUN devices, whose packets this process carries from one to the other.
+
+    Args:
+        names: of the namespaces in which the ends are.
+        delays: the least and the most seconds of a packet; those that differ change their order.
+        loss: which share of the packets is lost.
+    """
+
+    def __init__(self, names: tuple[str, str], delays: tuple[float, float], loss: float) -> None:
+        super().__init__(daemon=True)
+        self._delays, self._loss, self._random = delays, loss, random.Random(0)
+        self._ended = threading.Event()
+        self.carried = self.lost = 0
+        self._ends: list[int] = []
+        for name, device in zip(names, DEVICES, strict=True):
+            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            self._ends.append(end)
+            flags = struct.pack("16sH22x", device.encode(), _IFF_TUN | _IFF_NO_PI)
+            fcntl.ioctl(end, _TUNSETIFF, flags)
+            ip("link", "set", device, "netns", name)  # it stays connected with the descriptor
+        self.start()
+
+    def run(self) -> None:
+        waiting: list[tuple[float, int, int, bytes]] = []  # when, and to which end
+        for number in itertools.count():
+            ready, _, _ = select.select(self._ends, [], [], 0.001)
+            for end in ready:
+                with contextlib.suppress(OSError):
+                    packet = os.read(end, 65536)
+                    other = self._ends[1 - self._ends.index(end)]
+                    self.carried += 1
+                    if self._random.random() < self._loss:
+                        self.lost += 1
+                        continue
+                    due = time.monotonic() + self._random.uniform(*self._delays)
+                    heapq.heappush(waiting, (due, number, other, packet))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, end, packet = heapq.heappop(waiting)
+                with contextlib.suppress(OSError):  # a device that is down
+                    os.write(end, packet)
+            if self._ended.is_set():
+                return
+
+    def close(self) -> None:
+        self._ended.set()
+        if self.is_alive():
+            self.join()
+        for end in self._ends:
+            os.close(end)  # the devices go with their descriptors
+
+
 @contextlib.contextmanager
-def two_hosts(folder: Path) -> Iterator[Hosts]:
-    """Two hosts that are gone afterwards, whatever happens."""
+def two_hosts(
+    folder: Path, cable: Callable[[tuple[str, str]], BadCable] | None = None
+) -> Iterator[Hosts]:
+    """Two hosts that are gone afterwards, whatever happens.
+
+    Args:
+        folder: for their output.
+        cable: makes a bad one between their namespaces; None for a good one.
+    """
     name = f"tessel{os.getpid()}-{next(_numbers)}"
     names = (f"{name}a", f"{name}b")
     hosts = Hosts(names, folder)
     try:
         for name in names:
             ip("netns", "add", name)
-        ends = (DEVICES[0], "netns", names[0]), (DEVICES[1], "netns", names[1])
-        ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        if cable is None:
+            ends = (DEVICES[0], "netns", names[0]), (DEVICES[1], "netns", names[1])
+            ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        else:
+            hosts.cable = cable(names)
         for name, device, address in zip(names, DEVICES, ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
             ip("-n", name, "link", "set", device, "up")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts import LIMIT, WORKERS, Hosts, two_hosts, why_no_netem, why_not
+from hosts import LIMIT, WORKERS, BadCable, Hosts, two_hosts, why_no_netem, why_not
 
 pytestmark = pytest.mark.slow
 SECONDS_TO_COMPARE = 100.0
@@ -38,6 +38,27 @@ def test_a_bad_cable_changes_nothing_but_time(hosts: Hosts, words: str) -> None:
     hosts.start("compare")
     assert hosts.ends(3 * SECONDS_TO_COMPARE) == [0, 0], hosts.outputs
     assert hosts.said() == dict.fromkeys(range(WORKERS), "right")
+
+
+@pytest.mark.limit(400)
+@pytest.mark.parametrize(
+    ("delays", "loss"),
+    [((0.005, 0.005), 0.0), ((0.0, 0.0), 0.01), ((0.0, 0.004), 0.0)],
+    ids=["late", "lost", "out of order"],
+)
+def test_packets_that_are_late_or_lost_change_nothing_but_time(
+    tmp_path: Path, delays: tuple[float, float], loss: float
+) -> None:
+    if why_not():
+        pytest.skip(why_not())
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("this system has no TUN devices")
+    with two_hosts(tmp_path, lambda names: BadCable(names, delays, loss)) as hosts:
+        hosts.start("compare")
+        assert hosts.ends(3 * SECONDS_TO_COMPARE) == [0, 0], hosts.outputs
+        assert hosts.said() == dict.fromkeys(range(WORKERS), "right")
+        assert hosts.cable is not None and hosts.cable.carried > 100
+        assert bool(hosts.cable.lost) is bool(loss)
 
 
 def test_a_cut_cable_ends_all_workers_with_a_sentence(hosts: Hosts) -> None:
