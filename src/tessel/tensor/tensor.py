@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd.graph import saved_tensors_hooks
 
 from tessel.core.graph import untraced
 from tessel.core.layout import Layout
@@ -270,8 +271,15 @@ def open_part(x: Tensor) -> torch.Tensor:
         # where the history between wrappers starts
         inputs = [each.variable for each in nodes_of(alias) if hasattr(each, "variable")]
         first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
-        x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
+        # It stays with x: a checkpoint in which x is opened first must not count what it saves,
+        # which is not saved when the checkpoint computes again.
+        with saved_tensors_hooks(_itself, _itself):
+            x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
         return bridge
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def opened(x: Any) -> tuple[torch.Tensor, Layout]:
