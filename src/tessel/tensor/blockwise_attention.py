@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tessel.core.boxes import Box
 from tessel.core.layout import Shape
+from tessel.core.numbers import constant
 from tessel.tensor.block_sum import (
     ROWS,
     BlockSchedule,
@@ -90,7 +91,7 @@ class Scores:
         """Keys or values for each head of the queries."""
         if self.heads is None:
             return x
-        return x.index_select(-3, torch.tensor(self.heads, device=x.device))
+        return x.index_select(-3, constant(self.heads, torch.int64, x.device))
 
     def dropped(self, tile: Tile, weights: Tensor) -> Tensor:
         """Weights, or what stands in their place, with dropout."""
@@ -116,6 +117,8 @@ class BlockwiseAttention:
     operands: tuple[Operand, ...]
     batch: Shape
 
+    first_kept = 0
+
     @property
     def group(self) -> Group:
         return self.schedule.partition.prepare()
@@ -129,13 +132,17 @@ class BlockwiseAttention:
         for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
                 old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
-                more, sums = self._attended(tile, *self._pieces(tile, held))
-                new = torch.logaddexp(old, sums)
-                # where nothing is seen yet both are -inf, and their difference is no number
-                base = new.masked_fill(new == -math.inf, 0)
-                out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
-                old.copy_(new)
+                self._merge(old, out, *self._attended(tile, *self._pieces(tile, held)))
         return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
+
+    @staticmethod
+    def _merge(old: Tensor, out: Tensor, more: Tensor, sums: Tensor) -> None:
+        """Put the attention to more keys into that to the ones before, with its logarithms."""
+        new = torch.logaddexp(old, sums)
+        # where nothing is seen yet both are -inf, and their difference is no number
+        base = new.masked_fill(new == -math.inf, 0)
+        out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
+        old.copy_(new)
 
     def _pieces(self, tile: Tile, held: Sequence[Tensor | None]) -> list[Any]:
         both = zip(held, self.operands, strict=True)
@@ -275,5 +282,5 @@ def _like(grad: Tensor, x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
     """The gradient of keys or values, summed over the heads of queries that share them."""
     if heads is None or grad.shape == x.shape:
         return grad
-    index = torch.tensor(heads, device=grad.device)
+    index = constant(tuple(heads), torch.int64, grad.device)
     return x.new_zeros(x.shape, dtype=grad.dtype).index_add_(-3, index, grad)

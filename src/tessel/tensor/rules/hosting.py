@@ -80,17 +80,23 @@ def split_like(layout: Layout, shape: Shape) -> Layout:
     return replace(even, cuts=cuts)
 
 
-def along(x: Tensor, dims: Sequence[int], compute: Callable[[torch.Tensor], Any]) -> Any:
+def along(
+    x: Tensor,
+    dims: Sequence[int],
+    compute: Callable[[torch.Tensor], Any],
+    there: Layout | None = None,
+) -> Any:
     """What a function that mixes some dimensions, and keeps their number, makes of a tensor.
 
     Args:
         x: the tensor.
         dims: what is mixed; the others are treated one by one.
         compute: the function of a part in which these are whole; it gives one tensor, or a tuple.
+        there: where they are whole, if not at the longest hosts.
     """
     mixed = tuple(dims)
     layout = x._layout
-    there = hosted(layout, mixed)
+    there = hosted(layout, mixed) if there is None else there
     part = moved(x, there)
     try_values(compute, part, there)
     result = computed(compute, part)
