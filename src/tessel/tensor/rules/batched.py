@@ -39,7 +39,7 @@ def batched(
         whole: the letters that the function mixes, and those that it adds.
         operands: the tensors.
         func: the function of the operands, or of parts of them that have these letters whole. The
-            outline of torch's own is remembered; to find that of `grid_sample` takes 10 ms and more.
+            outline of torch's own is remembered; that of `grid_sample` takes 10 ms to find.
         settings: its other arguments, by name.
     """
     given = dict(settings or {})
