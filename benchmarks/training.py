@@ -44,10 +44,12 @@ ALONE, APART = "torch, 1 process", "nothing exchanged"
 MODELS = {"ResNet18": (64, 1000), "UNet": (3, 16)}  # and their arguments
 
 
-def partition(shape: list[int]) -> tessel.Partition:
-    """All workers in slabs along the first dimension of space."""
-    world = tessel.world()
-    return world.create_cartesian_topology_partition([1, 1, world.size, *[1] * (len(shape) - 3)])
+def partition(settings: Settings) -> tessel.Partition:
+    """All workers on the grid of a case, or in slabs along the first dimension of space."""
+    world, shape = tessel.world(), settings["shape"]
+    slabs = [1, 1, world.size, *[1] * (len(shape) - 3)]
+    grid = settings.get("grid", slabs) if world.size > 1 else slabs
+    return world.create_cartesian_topology_partition(grid)
 
 
 def plain(settings: Settings) -> nn.Module:
@@ -60,7 +62,7 @@ def converted(settings: Settings) -> nn.Module:
     """Over all workers; in a world of one it stays torch's own."""
     if tessel.world().size == 1:
         return plain(settings)
-    return tessel.nn.distribute_module(plain(settings), partition(settings["shape"]))
+    return tessel.nn.distribute_module(plain(settings), partition(settings))
 
 
 def tiny(settings: Settings) -> Settings:
@@ -71,7 +73,7 @@ def tiny(settings: Settings) -> Settings:
 def check(settings: Settings) -> None:
     """Output and gradients are those of torch's own model, in double precision."""
     shape = tiny(settings)["shape"]
-    layout = tessel.Layout.balanced(partition(shape), shape)
+    layout = tessel.Layout.balanced(partition(settings), shape)
     alone, spread = plain(settings).double(), converted(settings).double()
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected, found = alone(x), spread(layout.local_part(x))
@@ -94,7 +96,7 @@ def training(model: nn.Module, settings: Settings) -> Callable[[], object]:
     """A step on this worker's part of a batch."""
     shape = settings["shape"]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    x = torch.randn(tessel.Layout.balanced(partition(shape), shape).local_shape)
+    x = torch.randn(tessel.Layout.balanced(partition(settings), shape).local_shape)
 
     def step() -> Tensor:
         optimizer.zero_grad()

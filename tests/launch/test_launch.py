@@ -513,6 +513,32 @@ def test_workers_keep_the_memory_of_freed_tensors(
         assert faults < 0.8 * pages if keeps else faults > 0.95 * pages
 
 
+def test_workers_of_any_launcher_keep_it(tmp_path: Path) -> None:
+    """torchrun, srun and others start plain processes, which join a job."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import tessel; tessel.world()\n"
+        "from test_launch import faults_of_new_tensors; print(faults_of_new_tensors())"
+    )
+    taken = ("MALLOC_", "TESSEL_ALLOC")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    faults = []
+    for choice in ("keep", "system"):
+        found = subprocess.run(
+            [sys.executable, str(script)],
+            env={**own, **job, "TESSEL_ALLOCATOR": choice},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        faults.append(int(found.stdout))
+    pages = 30 * 2**25 // 4096
+    assert faults[0] < 0.8 * pages and faults[1] > 0.95 * pages
+
+
 def huge_pages_of_a_tensor() -> int:
     """Bytes in huge pages while a tensor of 64 MiB is there."""
     x = torch.ones(2**24)

@@ -1,4 +1,4 @@
-"""Small models of the kinds that people use: tables of vectors, places of maxima, noise.
+"""Small models of the kinds that people use: tables of vectors, places of maxima, pyramids, noise.
 
 Output, all gradients and buffers are those of one process, and nothing is gathered. What a model
 draws is the same on any number of workers, however its input is split.
@@ -127,6 +127,126 @@ class Conditioned(nn.Module):
         if type(x) is Tensor:  # in one process torch has it on GPUs only
             return nn.modules.batchnorm._BatchNorm.forward(self.norm, y)
         return self.norm(y)
+
+
+class Detecting(nn.Module):
+    """A feature pyramid with one head for all levels, anchors, and the loss of RetinaNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        steps = [nn.Conv2d(a, b, 3, 2, 1) for a, b in ((3, 4), (4, 6), (6, 8))]
+        self.steps = nn.ModuleList(steps)
+        self.inner = nn.ModuleList(nn.Conv2d(channels, 5, 1) for channels in (4, 6, 8))
+        self.outer = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(3))
+        self.head = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.GroupNorm(5, 5), nn.ReLU())
+        self.scores, self.boxes = nn.Conv2d(5, 6, 3, padding=1), nn.Conv2d(5, 8, 3, padding=1)
+        self.double()
+
+    def forward(self, x: Tensor, boxes: Tensor, labels: Tensor) -> Any:
+        levels, y = [], x
+        for step in self.steps:
+            y = F.relu(step(y))
+            levels.append(y)
+        top = self.inner[2](levels[2])
+        pyramid = [self.outer[2](top)]
+        for k in (1, 0):
+            lateral = self.inner[k](levels[k])
+            top = lateral + F.interpolate(top, size=lateral.shape[-2:], mode="nearest")
+            pyramid.insert(0, self.outer[k](top))
+        pyramid.append(F.max_pool2d(pyramid[-1], 1, 2))
+        features = [self.head(each) for each in pyramid]
+        scores = torch.cat([self.rows(self.scores(each), 3) for each in features], 1)
+        shifts = torch.cat([self.rows(self.boxes(each), 4) for each in features], 1)
+        anchors = torch.cat([self.anchors(each, x.shape[-2] / each.shape[-2]) for each in features])
+        losses = [self.loss(*each, anchors, boxes, labels) for each in zip(scores, shifts)]  # noqa: B905
+        return torch.stack(losses).mean(), scores, shifts
+
+    def rows(self, y: Tensor, columns: int) -> Tensor:
+        n, _, height, width = y.shape
+        y = y.view(n, -1, columns, height, width).permute(0, 3, 4, 1, 2)
+        return y.reshape(n, -1, columns)
+
+    def anchors(self, y: Tensor, stride: float) -> Tensor:
+        """Two boxes around each place, by their corners."""
+        rows, columns = (torch.arange(n, dtype=y.dtype, device=y.device) for n in y.shape[-2:])
+        centers = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1).reshape(-1, 1, 2)
+        sizes = torch.tensor([[1.0, 1.0], [2.0, 1.0]], dtype=y.dtype)
+        return torch.cat([centers - sizes, centers + sizes], -1).reshape(-1, 4) * stride
+
+    def loss(
+        self, scores: Tensor, shifts: Tensor, anchors: Tensor, boxes: Tensor, labels: Tensor
+    ) -> Tensor:
+        low = torch.max(anchors[:, None, :2], boxes[:, :2])
+        high = torch.min(anchors[:, None, 2:], boxes[:, 2:])
+        common = (high - low).clamp(min=0).prod(-1)
+        areas = [(each[:, 2:] - each[:, :2]).prod(-1) for each in (anchors, boxes)]
+        overlap = common / (areas[0][:, None] + areas[1] - common)
+        best, match = overlap.max(1)
+        found = best > 0.2
+        target = torch.zeros_like(scores)
+        target[found, labels[match[found]]] = 1.0
+        of_classes = F.binary_cross_entropy_with_logits(scores, target, reduction="sum")
+        of_boxes = F.smooth_l1_loss(
+            shifts[found], (boxes[match] - anchors)[found] / 8, reduction="sum"
+        )
+        return (of_classes + of_boxes) / found.sum().clamp(min=1)
+
+
+class Flow(nn.Module):
+    """RAFT: all pairs of two pictures, a pyramid of them, and lookups around where a flow leads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.InstanceNorm2d(4), nn.ReLU())
+        self.update = nn.Conv2d(2 * 9 + 2, 2, 3, padding=1)
+        self.double()
+
+    def forward(self, first: Tensor, second: Tensor) -> Any:
+        a, b = self.encoder(torch.cat([first, second])).chunk(2)
+        n, channels, height, width = a.shape
+        pairs = (a.flatten(2).transpose(1, 2) @ b.flatten(2)) / channels**0.5
+        pairs = pairs.view(n * height * width, 1, height, width)
+        pyramid = [pairs, F.avg_pool2d(pairs, 2)]
+        steps = torch.meshgrid(*[torch.arange(k, dtype=a.dtype) for k in (height, width)])
+        origin = torch.stack(steps[::-1])[None].expand(n, -1, -1, -1)
+        near = torch.linspace(-1, 1, 3, dtype=a.dtype)
+        window = torch.stack(torch.meshgrid(near, near), -1).view(1, 3, 3, 2)
+        places, flows = origin, []
+        for _ in range(2):
+            places = places.detach()
+            around = places.permute(0, 2, 3, 1).reshape(-1, 1, 1, 2)
+            read = []
+            for level, volume in enumerate(pyramid):
+                high, wide = volume.shape[-2:]
+                at = around / 2**level + window
+                scale = torch.tensor([2 / (wide - 1), 2 / (high - 1)], dtype=a.dtype)
+                found = F.grid_sample(volume, at * scale - 1, align_corners=True)
+                read.append(found.view(n, height, width, -1))
+            looked = torch.cat(read, -1).permute(0, 3, 1, 2)
+            places = places + self.update(torch.cat([looked, places - origin], 1))
+            flow = F.interpolate(places - origin, scale_factor=2, mode="bilinear")
+            flows.append(2 * flow)
+        return flows
+
+
+def check_detection_and_flow() -> None:
+    boxes = torch.tensor([[2.0, 3.0, 9.0, 12.0], [8.0, 1.0, 22.0, 14.0]], dtype=torch.float64)
+    labels = torch.tensor([2, 0])
+    picture = values((2, 3, 24, 20), 1)
+    for axis in (0, 2, 3):
+        given = (picture, boxes, labels)
+        check_model(Detecting(), *given, where=line(axis), fallback="raise")
+    frames = values((2, 3, 16, 12), 2), values((2, 3, 16, 12), 3)
+    for axis in (0, 2):
+        check_model(Flow(), *frames, where=line(axis), fallback="raise")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_detection_and_flow(run: Run, nprocs: int) -> None:
+    run(check_detection_and_flow, nprocs=nprocs, timeout=100)
 
 
 def check_kinds() -> None:

@@ -226,24 +226,40 @@ def test_loops_with_states_made_inside(run: Run, nprocs: int) -> None:
 
 
 class Packed(nn.Module):
-    def __init__(self) -> None:
+    """Sequences of different length, the longest first or not, in one direction or in two."""
+
+    def __init__(self, kind: str, is_sorted: bool, **settings: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner = nn.LSTM(6, 4, batch_first=True).double()
+        self.inner = getattr(nn, kind)(6, 4, **settings).double()
+        self.is_sorted = is_sorted
 
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.tensor([7, 2, 5, 3, 1])
-        rows = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
-        return nn.utils.rnn.pad_packed_sequence(self.inner(rows)[0], batch_first=True)[0]
+    def forward(self, x: Tensor) -> Any:
+        batch_first = self.inner.batch_first
+        lengths = torch.tensor([7, 5, 5, 3, 1] if self.is_sorted else [2, 7, 5, 3, 1])
+        rows = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first, self.is_sorted)
+        y, last = self.inner(rows)
+        return *nn.utils.rnn.pad_packed_sequence(y, batch_first), last
+
+
+PACKED: tuple[tuple[str, bool, dict[str, Any]], ...] = (
+    ("LSTM", False, {"batch_first": True}),
+    ("LSTM", True, {"bidirectional": True, "num_layers": 2}),
+    ("GRU", False, {"bidirectional": True}),
+)
 
 
 def check_packed() -> None:
     """Sequences of different length gather, or raise."""
-    for axis in (0, 1):
-        assert check_model(Packed(), values(SHAPE, 1), where=line(axis)).gathers
-        model = tessel.nn.distribute_module(Packed(), line(axis), "raise")
-        with pytest.raises(NotImplementedError, match="_pack_padded_sequence"):
-            model(Layout.balanced(line(axis), SHAPE).local_part(values(SHAPE, 1)))
+    for kind, is_sorted, settings in PACKED:
+        x = values(SHAPE, 1) if "batch_first" in settings else values(SHAPE, 1).transpose(0, 1)
+        for axis in (0, 1):
+            model = Packed(kind, is_sorted, **settings)
+            report = check_model(model, x.contiguous(), where=line(axis))
+            assert {each.name for each in report.gathers} == {"_pack_padded_sequence"}
+            model = tessel.nn.distribute_module(model, line(axis), "raise")
+            with pytest.raises(NotImplementedError, match="_pack_padded_sequence"):
+                model(Layout.balanced(line(axis), x.shape).local_part(x))
 
 
 def test_packed_sequences(run: Run) -> None:

@@ -100,6 +100,26 @@ WRITING = {
     "at a mask of nothing": Case(
         written(lambda y, z: assign(y, y.detach() > 99, z.reshape(-1)[:0])), (SHAPE, SHAPE)
     ),
+    "one value at several masks": Case(
+        written(lambda y: (assign(y, (ROWS, ..., LAST), 2.0), assign(y, (COLUMNS[:4], 1, LAST), 3)))
+    ),
+    "values at a mask and indices": Case(
+        written(
+            lambda y, z: (
+                assign(y, (y.detach()[:, 0, 0] < 99, torch.tensor([0, 2, 2, 4])), z[:, 0]),
+                assign(y, (slice(None), COLUMNS, torch.tensor([5, 1])), z[:, 1:3, 0]),
+            )
+        ),
+        (SHAPE, SHAPE),
+    ),
+    "values that are added at masks": Case(
+        lambda x, y: (
+            x.index_put((ROWS,), y[:3], accumulate=True),
+            x.index_put((ROWS, torch.tensor([1, 1, 0])), y[:3, 0], accumulate=True),
+            x.index_put((x > 0,), y[0, 0, 0], accumulate=True),
+        ),
+        (SHAPE, SHAPE),
+    ),
     "masked_scatter of several": Case(
         lambda x, y: (x.masked_scatter(x > 0, y), torch.masked_scatter(x, LAST, y)), (SHAPE, SHAPE)
     ),

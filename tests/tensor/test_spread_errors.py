@@ -157,6 +157,11 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
     ),
     "one_hot": (lambda: F.one_hot(last_is(5), 4), RuntimeError, "smaller"),
     "one_hot of negative": (lambda: F.one_hot(last_is(-1)), RuntimeError, "non-negative"),
+    "a mask of another length beside indices": (
+        lambda: reals(6, 4).__setitem__((torch.ones(5).bool(), torch.arange(5) % 4), 1.0),
+        IndexError,
+        "shape of the mask",
+    ),
     "attention of other sizes": (
         lambda: F.scaled_dot_product_attention(
             reals(6, 2, 3, 4), reals(6, 2, 3, 5), reals(6, 2, 3, 5)

@@ -82,6 +82,21 @@ class Noisy(nn.Module):
         return x * random.random() * np.random.rand()
 
 
+class NoisyAgain(nn.Module):
+    """The same in checkpoints of both kinds; and a gradient that is taken in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Noisy(), Noisy(), Noisy()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x = checkpoint(self.first, x, time, use_reentrant=False)
+        x = checkpoint(self.second, x, time, use_reentrant=True)
+        energy = checkpoint(lambda v: self.third(v, time).square(), x, use_reentrant=False)
+        (force,) = torch.autograd.grad(energy, x, torch.ones_like(energy), create_graph=True)
+        return x + F.dropout(force, 0.3)
+
+
 class Twice(nn.Module):
     """One layer that is called twice, changes its input in place, and computes again."""
 
@@ -154,6 +169,17 @@ def words_with_a_loss() -> ModelReport:
 
 def noise() -> ModelReport:
     return check_model(seeded(Noisy), values(3, 5, 8), values(3), where=grid(0, 1, 1))
+
+
+def noise_again() -> ModelReport:
+    return check_model(seeded(NoisyAgain), values(3, 5, 8), values(3), where=grid(0, 1, 1))
+
+
+def noise_again_with_a_loss() -> ModelReport:
+    loss = lambda y: F.dropout(y, 0.5).square().mean()  # noqa: E731
+    return check_model(
+        seeded(NoisyAgain), values(3, 5, 8), values(3), where=grid(1, 0, 1), loss=loss
+    )
 
 
 def twice() -> ModelReport:
@@ -234,6 +260,8 @@ RIGHT: dict[str, Callable[[], ModelReport]] = {
     "words": words,
     "words_with_a_loss": words_with_a_loss,
     "noise": noise,
+    "noise_again": noise_again,
+    "noise_again_with_a_loss": noise_again_with_a_loss,
     "twice": twice,
     "frozen": frozen,
     "answer": answer,

@@ -185,6 +185,56 @@ ENTRIES = [
         eval=(SLABS,),
     ),
     entry(
+        "UNet2DModel",
+        model(
+            "UNet2DModel",
+            **{"sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1},
+            **{"norm_num_groups": 4, "attention_head_dim": 4},
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        ),
+        lambda: (*floats(2, 3, 16, 16)(), torch.tensor([3, 7])),
+    ),
+    entry(
+        "ControlNetModel",
+        model(
+            "ControlNetModel",
+            **{"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4},
+            **{"cross_attention_dim": 8, "attention_head_dim": 4},
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            conditioning_embedding_out_channels=(4, 8, 8, 8),
+        ),
+        lambda: (*conditions(2, 4, 16, 16)(), torch.randn(2, 3, 128, 128)),
+    ),
+    entry(
+        "UNetMotionModel",
+        model(
+            "UNetMotionModel",
+            **{"sample_size": 16, "block_out_channels": (32, 32), "layers_per_block": 1},
+            **{"norm_num_groups": 4, "cross_attention_dim": 8, "num_attention_heads": 2},
+            **{"motion_num_attention_heads": 2, "motion_max_seq_length": 4},
+            **names("Motion"),
+        ),
+        # a text for each frame
+        lambda: (*conditions(1, 4, 3, 8, 8)()[:2], torch.randn(3, 5, 8)),
+        train=(HEIGHTS,),
+        eval=(SLABS, BEAMS),
+    ),
+    entry(
+        "UNetSpatioTemporalConditionModel",
+        model(
+            "UNetSpatioTemporalConditionModel",
+            **{"sample_size": 16, "block_out_channels": (32, 32), "layers_per_block": 1},
+            **{"num_attention_heads": (2, 2), "cross_attention_dim": 8},
+            **{"addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 12},
+            **names("SpatioTemporal"),
+        ),
+        # frames come before channels
+        lambda: (*conditions(1, 2, 8, 16, 16)(), torch.tensor([[6.0, 127.0, 0.02]])),
+        train=(HEIGHTS,),
+        eval=((1, 2, 1, 1, 1), BEAMS),
+    ),
+    entry(
         "Transformer2DModel",
         model(
             "Transformer2DModel",
@@ -229,6 +279,47 @@ ENTRIES = [
         train=(TOKENS,),
         eval=((1, 3, 1),),
         tolerance=SINGLE,
+    ),
+    entry(
+        "SanaTransformer2DModel",
+        model(
+            "SanaTransformer2DModel",
+            **{"in_channels": 4, "out_channels": 4, "num_layers": 1, "sample_size": 16},
+            **{"num_attention_heads": 2, "attention_head_dim": 4, "caption_channels": 8},
+            **{"num_cross_attention_heads": 2, "cross_attention_head_dim": 4},
+            **{"cross_attention_dim": 8, "mlp_ratio": 2.0},
+        ),
+        given(2, 4, 16, 16),
+        tolerance=SINGLE,
+    ),
+    entry(
+        "LTXVideoTransformer3DModel",
+        model(
+            "LTXVideoTransformer3DModel",
+            **{"in_channels": 4, "out_channels": 4, "num_layers": 1, "caption_channels": 8},
+            **{"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16},
+        ),
+        given(
+            *(1, 12, 4),
+            **{"num_frames": 3, "height": 2, "width": 2},
+            encoder_attention_mask=torch.tensor([[1, 1, 1, 0, 0]]),
+        ),
+        train=(TOKENS,),
+        eval=((1, 3, 1),),
+        tolerance=SINGLE,
+    ),
+    entry(
+        "CogVideoXTransformer3DModel",
+        model(
+            "CogVideoXTransformer3DModel",
+            **{"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1},
+            **{"in_channels": 4, "out_channels": 4, "time_embed_dim": 4, "text_embed_dim": 8},
+            **{"sample_width": 8, "sample_height": 8, "sample_frames": 9},
+            max_text_seq_length=5,
+        ),
+        given(1, 3, 4, 8, 8),  # frames come before channels
+        train=(HEIGHTS,),
+        eval=((1, 2, 1, 1, 1), BEAMS),
     ),
     entry(
         "WanTransformer3DModel",

@@ -129,6 +129,22 @@ ENTRIES = [
         limit=240,
     ),
     entry(
+        "SwinUNETR, more parts",
+        model(
+            "SwinUNETR",
+            1,
+            2,
+            depths=(1, 1, 1, 1),
+            num_heads=(1, 1, 2, 2),
+            feature_size=12,
+            window_size=3,
+        ),
+        floats(1, 1, 64, 64, 32),
+        train=(),
+        eval=((1, 1, 2, 2, 1), (1, 1, 3, 1, 1)),
+        limit=240,
+    ),
+    entry(
         "SwinUNETR V2, 2-D",
         model(
             "SwinUNETR",

@@ -1,4 +1,4 @@
-"""Entries of torchvision: classifiers, segmentation, video, flow, in few and narrow layers."""
+"""Entries of torchvision: classifiers, segmentation, detection, video, flow."""
 
 from __future__ import annotations
 
@@ -112,6 +112,67 @@ def pyramid() -> nn.Module:
     )
 
 
+def marked(count: int) -> list[dict[str, Tensor]]:
+    """Boxes and labels for each picture."""
+    boxes = torch.tensor([[3.0, 4.0, 30.0, 40.0], [20.0, 22.0, 50.0, 61.0]])
+    return [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in range(count)]
+
+
+def anchors() -> Any:
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+
+    return AnchorGenerator(((16,),) * 4, ((0.5, 1.0),) * 4)
+
+
+PLAIN = {"min_size": 64, "max_size": 64, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+
+
+class RetinaNet(nn.Module):
+    """RetinaNet with its transform, or from pictures on; its loss, or what heads give."""
+
+    def __init__(self, transforms: bool) -> None:
+        from torchvision.models.detection import RetinaNet
+
+        super().__init__()
+        self.net = RetinaNet(pyramid(), 3, anchor_generator=anchors(), **PLAIN)
+        self.transforms = transforms
+
+    def forward(self, x: Tensor) -> Any:
+        from torchvision.models.detection.image_list import ImageList
+
+        if self.transforms:
+            return self.net(list(x), marked(len(x)))
+        features = list(self.net.backbone(x).values())
+        found = self.net.head(features)
+        if not self.training:
+            return found
+        places = self.net.anchor_generator(ImageList(x, [x.shape[-2:]] * len(x)), features)
+        return self.net.compute_loss(marked(len(x)), found, places)
+
+
+class Proposals(nn.Module):
+    """Faster R-CNN as far as it is torch code: pyramid, proposals of all anchors, their loss."""
+
+    def __init__(self) -> None:
+        from torchvision.models.detection import FasterRCNN
+
+        super().__init__()
+        net = FasterRCNN(pyramid(), 3, rpn_anchor_generator=anchors(), **PLAIN)
+        self.backbone, self.rpn = net.backbone, net.rpn
+
+    def forward(self, x: Tensor) -> Any:
+        from torchvision.models.detection.image_list import ImageList
+        from torchvision.models.detection.rpn import concat_box_prediction_layers
+
+        features = list(self.backbone(x).values())
+        scores, shifts = concat_box_prediction_layers(*self.rpn.head(features))
+        places = self.rpn.anchor_generator(ImageList(x, [x.shape[-2:]] * len(x)), features)
+        boxes = self.rpn.box_coder.decode(shifts, places)
+        labels, matched = self.rpn.assign_targets_to_anchors(places, marked(len(x)))
+        targets = self.rpn.box_coder.encode(matched, places)
+        return boxes, scores, self.rpn.compute_loss(scores, shifts, labels, targets)
+
+
 def video(convolution: str) -> nn.Module:
     from torchvision.models.video import resnet as module
 
@@ -207,6 +268,17 @@ ENTRIES = [
     entry("FCN", partial(segmentation, "fcn"), floats(2, 3, 64, 64)),
     entry("LRASPP", partial(segmentation, "lraspp"), floats(2, 3, 64, 64)),
     entry("feature pyramid", pyramid, floats(2, 3, 64, 64)),
+    entry("RetinaNet", partial(RetinaNet, False), floats(2, 3, 64, 64), train=(ROWS, THIRDS)),
+    entry(
+        "RetinaNet, with its transform",
+        partial(RetinaNet, True),
+        floats(2, 3, 64, 64),
+        eval=(),
+        gathers=frozenset({"copy_"}),
+        because="its transform copies pictures into a batch that it makes, whole on every worker; "
+        "so is all that follows. What picks among boxes in evaluation is compiled, and gathers",
+    ),
+    entry("Faster R-CNN, proposals", Proposals, floats(2, 3, 64, 64), train=(ROWS, THIRDS)),
     entry("R3D", partial(video, "Conv3DSimple"), films, train=(SLABS,), eval=()),
     entry("MC3", partial(video, "Conv3DNoTemporal"), films, train=(BEAMS,), eval=(SLABS,)),
     entry("Swin3D", swin3d, floats(1, 3, 5, 32, 32), train=(SLABS,), eval=(BEAMS,)),

@@ -458,7 +458,15 @@ def record_several(
 
 
 class DifferentiableMap(Protocol):
-    """What maps several tensors, or None, to several, and gives the gradients itself."""
+    """What maps several tensors, or None, to several, and gives the gradients itself.
+
+    Attributes:
+        first_kept: of the results, the first that `vjp` gets, and all behind it. What is not kept
+            may be freed, or changed in place.
+    """
+
+    @property
+    def first_kept(self) -> int: ...
 
     @property
     def group(self) -> transport.Group:
@@ -474,9 +482,9 @@ class DifferentiableMap(Protocol):
         xs: Sequence[Tensor | None],
         ys: Sequence[Tensor],
     ) -> Sequence[Tensor | None]:
-        """The gradients of the inputs that need one, recorded if gradients are.
+        """The gradients of the inputs `xs` that need one, recorded if gradients are.
 
-        None in the place of a gradient of a result is a zero.
+        `ys` are the results that are kept. None in the place of a gradient of a result is a zero.
         """
         ...
 
@@ -484,7 +492,7 @@ class DifferentiableMap(Protocol):
 def record_map(function: DifferentiableMap, *xs: Tensor | None) -> tuple[Tensor, ...]:
     """Apply a map so that autograd gets the gradients that it gives itself.
 
-    It keeps inputs and results, and nothing in between. Not for forward mode, transforms or
+    It keeps inputs and some results, and nothing in between. Not for forward mode, transforms or
     compilers.
     """
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in xs):
@@ -641,7 +649,7 @@ class _ApplyMap(_ApplyAnyMode):
         ctx.call = _number_of_call(ctx.function)
         ctx.num_inputs = len(xs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*xs, *output)
+        ctx.save_for_backward(*xs, *output[ctx.function.first_kept :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -24,6 +24,7 @@ from tessel.core.agreement import TensorMeta
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.linop import LinearOperator, record_several
 from tessel.core.move import Move
+from tessel.core.numbers import constant
 from tessel.core.partition import Partition
 from tessel.core.plan import LARGE
 from tessel.transport import kept_in_job
@@ -95,9 +96,16 @@ def _replicate(domain: Layout, separate: tuple[int, ...]) -> Replicate:
 
 def replicate(value: Tensor, layout: Layout, separate: Iterable[int]) -> Tensor:
     """Use a shared value in a computation of its own along the axes `separate`."""
+    use = replication(layout, tuple(separate))
+    return value if use is None else use.apply(value)
+
+
+@kept_in_job
+def replication(layout: Layout, separate: tuple[int, ...]) -> Replicate | None:
+    """How a shared value is used along the axes `separate`; None where nobody else uses it."""
     sizes = layout.partition.shape
     axes = tuple(axis for axis in separate if sizes[axis] > 1 and axis in layout.shared)
-    return _replicate(layout, axes).apply(value) if axes else value
+    return _replicate(layout, axes) if axes else None
 
 
 @overload
@@ -253,16 +261,17 @@ class GradientBucket:
             for grad, length in zip(grads, self._lengths, strict=True)
         ]
         if len(flat) > 1:  # a single gradient travels as it is, without a copy and a flag
-            flat = [torch.cat([*flat, self.like.new_tensor([grad is not None for grad in grads])])]
+            flags = tuple(float(grad is not None) for grad in grads)
+            flat = [torch.cat([*flat, constant(flags, self.like.dtype, self.like.device)])]
         wait = self._sum.start(flat[0])
 
         def arrive() -> Parts:
             summed = wait()
-            *parts, flags = summed.split([*self._lengths, summed.numel() - sum(self._lengths)])
+            *parts, said = summed.split([*self._lengths, summed.numel() - sum(self._lengths)])
             found = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-            if is_all or not flags.numel():  # no need to read them
+            if is_all or not said.numel():  # no need to read them
                 return tuple(found)
-            there = flags.ne(0).tolist()
+            there = said.ne(0).tolist()
             return tuple(part if flag else None for part, flag in zip(found, there, strict=True))
 
         return arrive

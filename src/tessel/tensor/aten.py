@@ -160,13 +160,44 @@ def index(x: Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
 @operator("index_put")
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     if any(each is None for each in indices):  # which torch.index_put does not take
-        raise unsupported("index_put", "not without an index", *held_layouts(x, indices, values))
+        if accumulate:
+            why = "nothing is added without an index"
+            raise unsupported("index_put", why, *held_layouts(x, indices, values))
+        y = x.clone()
+        y[tuple(slice(None) if each is None else each for each in indices)] = values
+        return y
     return torch.index_put(x, tuple(indices), values, accumulate)
 
 
 @operator("constant_pad_nd")
 def pad(x: Tensor, widths: Sequence[int], value: float = 0) -> Any:
     return F.pad(x, widths, "constant", value)
+
+
+@operator("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
+def pad_by_reflection(x: Tensor, widths: Sequence[int]) -> Any:
+    return F.pad(x, widths, "reflect")
+
+
+@operator("replication_pad1d", "replication_pad2d", "replication_pad3d")
+def pad_by_replication(x: Tensor, widths: Sequence[int]) -> Any:
+    return F.pad(x, widths, "replicate")
+
+
+@operator("alias")
+def alias(x: Tensor) -> Any:
+    return x.view(x.shape)
+
+
+@operator("_to_copy")
+def to_copy(x: Tensor, *, dtype: Any = None, device: Any = None, **others: Any) -> Any:
+    """The other arguments concern memory, of which a wrapper has none."""
+    return x.to(device=device or x.device, dtype=dtype or x.dtype, copy=True)
+
+
+@operator("copy")
+def copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    return source.expand(x.shape).to(device=x.device, dtype=x.dtype, copy=True)
 
 
 @operator("select_backward")
@@ -219,6 +250,36 @@ def softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> A
 @operator("_log_softmax_backward_data")
 def log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Any:
     return (grad - y.exp() * grad.sum(dim, keepdim=True)).to(dtype)
+
+
+@operator("_cdist_forward")
+def distances(x: Any, y: Any, p: float, mode: int | None) -> Any:
+    modes = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist")
+    return torch.cdist(x, y, p, (*modes, "donot_use_mm_for_euclid_dist")[mode or 0])
+
+
+# What Fourier transforms are divided by: nothing, the root of the number of values, that number.
+_FORWARD = ("backward", "ortho", "forward")
+_INVERSE = _FORWARD[::-1]
+
+
+@operator("_fft_c2c")
+def fourier(x: Any, dims: Sequence[int], norm: int, forward: bool) -> Any:
+    if forward:
+        return torch.fft.fftn(x, dim=tuple(dims), norm=_FORWARD[norm])
+    return torch.fft.ifftn(x, dim=tuple(dims), norm=_INVERSE[norm])
+
+
+@operator("_fft_r2c")
+def fourier_of_reals(x: Any, dims: Sequence[int], norm: int, onesided: bool) -> Any:
+    function = torch.fft.rfftn if onesided else torch.fft.fftn
+    return function(x, dim=tuple(dims), norm=_FORWARD[norm])
+
+
+@operator("_fft_c2r")
+def fourier_to_reals(x: Any, dims: Sequence[int], norm: int, length: int) -> Any:
+    lengths = [*(x.shape[dim] for dim in dims[:-1]), length]
+    return torch.fft.irfftn(x, lengths, tuple(dims), _INVERSE[norm])
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -310,11 +371,93 @@ def layer_norm_backward(
     return of_x, of_weight, of_bias
 
 
+@operator("native_group_norm")
+def group_norm(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    samples: int,
+    channels: int,
+    size: int,
+    groups: int,
+    eps: float,
+) -> tuple[Any, Any, Any]:
+    """As torch's: with the means and the inverses of the deviations of groups."""
+    _check_long(x, weight)
+    grouped = x.unflatten(1, (groups, channels // groups))
+    dims = tuple(range(2, grouped.dim()))
+    variance, mean = torch.var_mean(grouped, dims, correction=0, keepdim=True)
+    deviation = (variance + eps).rsqrt()
+    y = _scaled(((grouped - mean) * deviation).flatten(1, 2), weight, bias)
+    return y, mean.reshape(samples, groups), deviation.reshape(samples, groups)
+
+
+@operator("_native_batch_norm_legit_no_training")
+def batch_norm_in_evaluation(
+    x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
+    """As torch's: beside the result what would be statistics, which are empty here."""
+    y = F.batch_norm(x, mean, variance, weight, bias, False, momentum, eps)
+    empty = torch.empty(0, dtype=x.dtype, device=x.device)
+    return y, empty, empty.clone()
+
+
+@operator("_native_batch_norm_legit.no_stats")
+def batch_norm(
+    x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
+    """By the statistics of the batch, which come with the result."""
+    variance, mean = _moments_of_channels(x, weight)
+    deviation = (variance + eps).rsqrt()
+    return _scaled((x - mean) * deviation, weight, bias), mean.flatten(), deviation.flatten()
+
+
+@operator("_native_batch_norm_legit_functional")
+def batch_norm_with_averages(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """The same with averages over batches, which are results as well."""
+    if not training:
+        raise unsupported("batch_norm", "not in evaluation by this operator", *held_layouts(x))
+    found = _moments_of_channels(x, weight)
+    deviation = (found[0] + eps).rsqrt()
+    y = _scaled((x - found[1]) * deviation, weight, bias)
+    count = x.numel() // max(1, x.shape[1])
+    unbiased = found[0].flatten() * (count / max(1, count - 1))
+    averages = (
+        ((1 - momentum) * old + momentum * new.detach())
+        for old, new in ((mean, found[1].flatten()), (variance, unbiased))
+    )
+    return y, found[1].flatten(), deviation.flatten(), *averages
+
+
+def _moments_of_channels(x: Tensor, weight: Any) -> tuple[Any, Any]:
+    """The variance and the mean of each channel."""
+    _check_long(x, weight)
+    dims = tuple(dim for dim in range(x.dim()) if dim != 1)
+    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    return variance, mean
+
+
+def _scaled(y: Any, weight: Any, bias: Any) -> Any:
+    """Channels times a weight, plus a bias."""
+    shape = (-1, *[1] * (y.dim() - 2))
+    y = y if weight is None else y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
 def _check_long(*values: Any) -> None:
     """Torch computes with short numbers in longer ones here, and gives some of these back."""
     for each in values:
         if each is not None and each.dtype not in (torch.float32, torch.float64):
-            raise unsupported("layer_norm", "not with such numbers", *held_layouts(values))
+            raise unsupported("norm", "not with such numbers", *held_layouts(values))
 
 
 @operator("max_pool2d_with_indices")
@@ -347,6 +490,27 @@ def adaptive_avg_pool2d(x: Any, size: Any) -> Any:
     return F.adaptive_avg_pool2d(x, size)
 
 
+@operator("_adaptive_avg_pool3d")
+def adaptive_avg_pool3d(x: Any, size: Any) -> Any:
+    return F.adaptive_avg_pool3d(x, size)
+
+
+@operator("im2col")
+def unfolded(x: Any, size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    return F.unfold(x, size, dilation, padding, stride)
+
+
+@operator("col2im")
+def folded(x: Any, output: Any, size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    return F.fold(x, output, size, dilation, padding, stride)
+
+
+@operator("grid_sampler_2d", "grid_sampler_3d")
+def sampled(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> Any:
+    modes, paddings = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
+    return F.grid_sample(x, grid, modes[mode], paddings[padding], align_corners)
+
+
 @operator("_adaptive_avg_pool2d_backward")
 def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
     return pulled_back(lambda x: F.adaptive_avg_pool2d(x, grad.shape[-2:]), grad, x)[0]
@@ -373,6 +537,24 @@ def upsample_linearly(x: Any, size: Any, align_corners: bool, scales: Any) -> An
 @operator("upsample_bicubic2d.vec")
 def upsample_bicubic(x: Any, size: Any, align_corners: bool, scales: Any) -> Any:
     return F.interpolate(x, size, scales, "bicubic", align_corners)
+
+
+@operator(*(f"upsample_nearest{n}d" for n in (1, 2, 3)))
+def upsample_to(x: Any, size: Any, *scales: Any) -> Any:
+    _check_by_size(x, scales)
+    return F.interpolate(x, size, mode="nearest")
+
+
+@operator(*(f"upsample_{mode}{n}d" for n, mode in _MODES.items()))
+def upsample_linearly_to(x: Any, size: Any, align_corners: bool, *scales: Any) -> Any:
+    _check_by_size(x, scales)
+    return F.interpolate(x, size, mode=_MODES[x.dim() - 2], align_corners=align_corners)
+
+
+def _check_by_size(x: Any, scales: Sequence[Any]) -> None:
+    """Scales beside sizes need not agree with these: then values are read elsewhere."""
+    if any(each is not None for each in scales):
+        raise unsupported("interpolate", "not with sizes and scales at once", *held_layouts(x))
 
 
 @operator("embedding")

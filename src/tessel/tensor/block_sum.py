@@ -187,6 +187,8 @@ class BlockSum:
     outputs: tuple[Operand, ...]
     like: tuple[int, ...] = ()
 
+    first_kept = 0
+
     @property
     def group(self) -> Group:
         return self.schedule.partition.prepare()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tessel.core.boxes import Box
 from tessel.core.layout import Shape
+from tessel.core.numbers import constant
 from tessel.tensor.block_sum import (
     ROWS,
     BlockSchedule,
@@ -90,7 +91,7 @@ class Scores:
         """Keys or values for each head of the queries."""
         if self.heads is None:
             return x
-        return x.index_select(-3, torch.tensor(self.heads, device=x.device))
+        return x.index_select(-3, constant(self.heads, torch.int64, x.device))
 
     def dropped(self, tile: Tile, weights: Tensor) -> Tensor:
         """Weights, or what stands in their place, with dropout."""
@@ -115,6 +116,8 @@ class BlockwiseAttention:
     scores: Scores
     operands: tuple[Operand, ...]
     batch: Shape
+
+    first_kept = 0
 
     @property
     def group(self) -> Group:
@@ -279,5 +282,5 @@ def _like(grad: Tensor, x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
     """The gradient of keys or values, summed over the heads of queries that share them."""
     if heads is None or grad.shape == x.shape:
         return grad
-    index = torch.tensor(heads, device=grad.device)
+    index = constant(tuple(heads), torch.int64, grad.device)
     return x.new_zeros(x.shape, dtype=grad.dtype).index_add_(-3, index, grad)

@@ -142,7 +142,14 @@ def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if known is None and namespace == "aten":
         places = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
         known = next((getattr(each, own) for each in places if hasattr(each, own)), None)
-    return follow(name, func, args, kwargs) if known is None else known(*args, **kwargs)
+        return follow(name, func, args, kwargs) if known is None else known(*args, **kwargs)
+    if known is not None:
+        try:
+            return known(*args, **kwargs)
+        except UnsupportedError:
+            if not may_gather():
+                raise
+    return follow(name, func, args, kwargs)
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:

@@ -23,6 +23,7 @@ from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
 from tessel.core.move import Move
+from tessel.core.numbers import constant
 from tessel.core.partition import Partition
 from tessel.tensor.table import gathered, of_cuts, recut
 from tessel.tensor.tensor import move
@@ -40,7 +41,7 @@ def is_consecutive(cut: Cut, length: int) -> bool:
 
 def owners(index: Tensor, intervals: Sequence[Interval]) -> Tensor:
     """In which of some consecutive intervals each index lies."""
-    stops = torch.tensor([stop for _, stop in intervals], device=index.device)
+    stops = constant(tuple(stop for _, stop in intervals), torch.int64, index.device)
     return torch.searchsorted(stops, index.contiguous(), right=True)
 
 

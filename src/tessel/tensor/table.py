@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
@@ -18,9 +17,9 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.numbers import to_keep
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros, shared_whole, used
 from tessel.tensor.tensor import Tensor, made, move, open_part, opened  # noqa: F401
@@ -261,13 +260,6 @@ def check_whole(name: str, *values: Any) -> None:
     layouts = held_layouts(values)
     if not all(map(is_whole, layouts)):
         raise unsupported(name, "all but its first argument must be whole", *layouts)
-
-
-@contextmanager
-def to_keep() -> Iterator[None]:
-    """Tensors that are made here and kept have values and can be derived, whoever asks first."""
-    with torch.inference_mode(False), unset_fake_temporarily():
-        yield
 
 
 def whole_part(value: Any, x: Layout) -> Any:

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd.graph import saved_tensors_hooks
 
 from tessel.core.graph import untraced
 from tessel.core.layout import Layout
@@ -83,6 +84,7 @@ class Tensor(torch.Tensor):
     ]  # what is done with one of spread tensors and others that know their layouts
     below: ClassVar[Handler]  # what is done for code that went round torch's functions
     as_shard: ClassVar[Callable[[Tensor], torch.Tensor]]  # what `tessel.distributed` makes of parts
+    as_dtensor: ClassVar[Callable[[Tensor, Any], Any]]  # what `tessel.interop` makes of them
 
     @staticmethod
     def __new__(cls, part: torch.Tensor, layout: Layout, records: bool = True) -> Tensor:
@@ -176,6 +178,22 @@ class Tensor(torch.Tensor):
         return Tensor.as_shard(self)
 
     @untraced
+    def to_dtensor(self, mesh: Any = None) -> Any:
+        """This tensor as a `torch.distributed.tensor.DTensor`, without a copy; gradients pass.
+
+        An axis that splits dimension d is `Shard(d)`, shared copies are `Replicate()`, separate
+        ones `Partial()`. `tessel.from_dtensor` is the way back.
+
+        Args:
+            mesh: a `DeviceMesh` with the same workers on the same grid; None for
+                `partition.to_mesh()`, for which all workers of the job call this.
+
+        Raises:
+            ValueError: if placements cannot say it, as parts that are not those of `torch.chunk`.
+        """
+        return Tensor.as_dtensor(self, mesh)
+
+    @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = new = Tensor(deepcopy(self._part, memo), self._layout)
@@ -253,8 +271,15 @@ def open_part(x: Tensor) -> torch.Tensor:
         # where the history between wrappers starts
         inputs = [each.variable for each in nodes_of(alias) if hasattr(each, "variable")]
         first, *rest = (each._part if isinstance(each, Tensor) else each for each in inputs)
-        x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
+        # It stays with x: a checkpoint in which x is opened first must not count what it saves,
+        # which is not saved when the checkpoint computes again.
+        with saved_tensors_hooks(_itself, _itself):
+            x.__dict__["_bridge"] = bridge = record_product(_History(alias, inputs), first, *rest)
         return bridge
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def opened(x: Any) -> tuple[torch.Tensor, Layout]:

@@ -14,6 +14,7 @@ from tessel.core import boxes
 from tessel.core.boxes import Box, Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
+from tessel.core.numbers import constant
 from tessel.core.shared import Replicate, anchored_zeros
 from tessel.core.windows import Mirrored, ReceptiveField, reads
 from tessel.transport import kept_in_job
@@ -130,7 +131,7 @@ class Windowed:
     def in_order(self, x: Tensor) -> Tensor:
         """What windows cover of what was read, also beyond the border of the tensor."""
         for dim, places in self.places:
-            x = x.index_select(dim, torch.tensor(places, device=x.device))
+            x = x.index_select(dim, constant(tuple(places), torch.int64, x.device))
         return x
 
     @cached_property

@@ -7,11 +7,13 @@ workers. To compare it with one process, that one has to draw these numbers, too
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from tessel import transport
@@ -37,6 +39,8 @@ class Drawing(torch.Tensor):
     ) -> Any:
         if _draws(func, args, kwargs or {}):
             return _drawn(func, args, kwargs or {})
+        if func in _BACKWARD_PASSES:
+            return _passed_back(func, args, kwargs or {})
         result = super().__torch_function__(func, types, args, kwargs or {})
         if func.__name__.startswith("new_") and result.shape != args[0].shape:
             return plain(result)  # as that of a spread tensor is
@@ -72,6 +76,31 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_BACKWARD_PASSES = {
+    each: inspect.signature(each)
+    for each in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
+
+
+def _passed_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward pass, in which a checkpoint computes again with tensors that draw.
+
+    What torch does with subclasses by default would switch their functions off until the pass is
+    over: dropout would drop others than before. So torch gets edges of the graph for tensors.
+    """
+    given = _BACKWARD_PASSES[func].bind(*args, **kwargs).arguments
+    if func is torch.Tensor.backward:
+        given["tensors"], given["grad_tensors"] = given.pop("self"), given.pop("gradient", None)
+        func = torch.autograd.backward
+
+    def enter(name: str, x: Any) -> Any:
+        if not isinstance(x, Drawing):
+            return x
+        return plain(x) if name in ("grad_tensors", "grad_outputs") else get_gradient_edge(x)
+
+    with DisableTorchFunctionSubclass():
+        given = {name: tree_map(partial(enter, name), value) for name, value in given.items()}
+    return tree_map(lambda x: drawing(x) if isinstance(x, torch.Tensor) else x, func(**given))
 
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -138,6 +138,7 @@ def swap(
 
     def receive() -> None:
         for buffer, value in zip(receives, values, strict=True):
-            buffer.put(value)
+            if value is not buffer.place:  # where it is already
+                buffer.put(value)
 
     return receive

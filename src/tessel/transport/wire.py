@@ -63,7 +63,9 @@ def swap(
 ) -> list[Tensor]:
     """One collective for all messages of a group; what came, for each buffer.
 
-    Messages carry a number, if there is one, which must be the same on all workers.
+    Messages carry a number, if there is one, which must be the same on all workers. Without one, as
+    on a GPU, where each copy is a launch, a single message leaves from where it lies, and comes to
+    its place at once.
     """
     given = {buffer.worker: as_bytes(packed(buffer.tensor)) for buffer in sends}
     asked = {buffer.worker: buffer.place.nbytes for buffer in receives}
@@ -75,7 +77,13 @@ def swap(
         mine = torch.tensor([number, 0]).view(torch.uint8)
         parts = [torch.cat([mine, part]) for part in parts]
         takes = [mine.numel() + size for size in takes]
-    received = all_to_all(torch.cat(parts), [part.numel() for part in parts], takes, handle)
+    full = [part for part in parts if part.numel()]
+    sent = full[0] if len(full) == 1 else torch.cat(parts)
+    place = _only_place(receives) if number is None else None
+    into = sent.new_empty(sum(takes)) if place is None else as_bytes(place)
+    received = all_to_all(sent, into, [part.numel() for part in parts], takes, handle)
+    if place is not None:
+        return [buffer.place for buffer in receives]
     came: Sequence[Tensor] = received.split(takes)
     if number is not None:
         if any(not torch.equal(part[: mine.numel()], mine) for part in came):
@@ -85,9 +93,19 @@ def swap(
     return [found[worker].view(place.dtype).view(place.shape) for worker, place, _ in receives]
 
 
-def all_to_all(send: Tensor, gives: Sequence[int], takes: Sequence[int], handle: Any) -> Tensor:
+def _only_place(receives: Sequence[ReceiveBuffer]) -> Tensor | None:
+    """Where all that comes may be written as it comes; None if it must be put in its places."""
+    full = [buffer for buffer in receives if buffer.place.numel()]
+    if len(full) != 1 or full[0].adds:
+        return None
+    place = full[0].place
+    return place if place.is_contiguous() and not place.is_conj() and not place.is_neg() else None
+
+
+def all_to_all(
+    send: Tensor, received: Tensor, gives: Sequence[int], takes: Sequence[int], handle: Any
+) -> Tensor:
     """Send `gives[k]` bytes to the k-th worker, get `takes[k]` from it."""
-    received = send.new_empty(sum(takes))
     dist.all_to_all_single(received, send, list(takes), list(gives), group=handle)
     return received
 

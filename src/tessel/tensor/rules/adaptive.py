@@ -22,11 +22,12 @@ from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
+from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import AdaptiveWindow, reads
 from tessel.tensor.rules.pools import global_places
 from tessel.tensor.rules.reductions import argument
-from tessel.tensor.table import Arguments, Settings, made, opened, rule, to_keep
+from tessel.tensor.table import Arguments, Settings, made, opened, rule
 from tessel.tensor.windowed import ReceptiveFields, Windowed, hashable, leading, outline
 from tessel.transport import kept_in_job
 
@@ -103,8 +104,8 @@ def average(x: Tensor, layout: Layout, shape: Shape, num_dims: int) -> tuple[Ten
         for dim, spans in enumerate(way.spans, x.ndim - num_dims):
             if not spans.fits:
                 # windows made equally long, one after the other: each is a row to be summed
-                rows = wide.index_select(dim, _constant(spans.indices, torch.int64, x.device))
-                rows = rows * _along(_constant(spans.weights, wide.dtype, x.device), dim, x.ndim)
+                rows = wide.index_select(dim, constant(spans.indices, torch.int64, x.device))
+                rows = rows * _along(constant(spans.weights, wide.dtype, x.device), dim, x.ndim)
                 wide = rows.unflatten(dim, (-1, spans.longest)).sum(dim + 1)
         y = _fitting_average(wide, way.spans)[0].to(x.dtype)
     return (way.sum.apply(y) if any(way.partial) else y), way.target
@@ -342,14 +343,6 @@ class Spans:
         return any(share != 1 for share in self.shares)
 
 
-@lru_cache(maxsize=1024)
-def _constant(
-    numbers: tuple[float, ...] | Numbers, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    with to_keep():
-        return torch.tensor(numbers, dtype=dtype, device=device)
-
-
 def _joined(x: Tensor, all_spans: Sequence[Spans], pool: Pool) -> tuple[Tensor, ...]:
     """What `pool` gives for all groups of windows that fit, put together."""
     misfit = next((at for at, spans in enumerate(all_spans) if not spans.fits), None)
@@ -373,7 +366,7 @@ def _fitting_average(x: Tensor, all_spans: Sequence[Spans]) -> tuple[Tensor]:
     y = _AVERAGES[D - 1](x, tuple(len(spans.windows) for spans in all_spans))
     for dim, spans in enumerate(all_spans, x.ndim - D):
         if spans.fits and spans.holds_less:
-            y = y * _along(_constant(spans.shares, y.dtype, x.device), dim, x.ndim)
+            y = y * _along(constant(spans.shares, y.dtype, x.device), dim, x.ndim)
     return (y,)
 
 
@@ -398,7 +391,7 @@ def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
             result: Any = _MAXIMA[len(sizes) - 1](x, sizes, return_indices=with_places)
         else:  # torch's pool over adjacent windows, so that it takes the same of ties
             for dim, spans in enumerate(all_spans, x.ndim - len(all_spans)):
-                x = x.index_select(dim, _constant(spans.indices, torch.int64, x.device))
+                x = x.index_select(dim, constant(spans.indices, torch.int64, x.device))
             kernel = tuple(spans.longest for spans in all_spans)
             pooled = _FIXED_MAXIMA[len(kernel) - 1]
             result = pooled(x, kernel, kernel, return_indices=with_places)
@@ -406,7 +399,7 @@ def _maximum(x: Tensor, way: Way, with_places: bool) -> Maxima:
             return result, result.detach()
         values, places = result
         looked_up = [spans.inputs if fits else spans.global_indices for spans in all_spans]
-        tables = [_constant(indices, torch.int64, x.device) for indices in looked_up]
+        tables = [constant(indices, torch.int64, x.device) for indices in looked_up]
         local = [len(indices) for indices in looked_up]
         return values, global_places(places, local, lengths, [t.__getitem__ for t in tables])
 
@@ -484,7 +477,7 @@ class Stack:
         for dim, table in reversed(list(enumerate(self.tables))):
             if table is not None:
                 indices, most = table
-                x = x.index_select(dim, _constant(indices, torch.int64, x.device))
+                x = x.index_select(dim, constant(indices, torch.int64, x.device))
                 x = x.unflatten(dim, (-1, most)).movedim(dim + 1, -1)
         return x.flatten(len(self.tables))
 

@@ -29,6 +29,7 @@ from tessel.tensor.rules.products import planned as planned_product
 from tessel.tensor.table import Arguments, Settings, check_dtypes, is_whole, rule, whole_part
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.tensor import made, opened
+from tessel.tensor.thin_volumes import in_order, order_for, turned, turned_back
 from tessel.tensor.windowed import Windowed, hashable, outline, tuple_of
 from tessel.transport import kept_in_job
 
@@ -321,7 +322,8 @@ def convolve_parts(
         return of_read(part, own, added, there.padding, terms, settings, in_blocks=True), terms
     # numbers that tests change: what is kept of a layout must follow them
     strips = overlapped_convolution
-    way = _Way.of(layout, settings, strips.LEAST_VALUES, strips.LEAST_RATIO, strips.LARGEST_SHARE)
+    least = strips.LEAST_VALUES_ON_GPU if x.is_cuda else strips.LEAST_VALUES
+    way = _Way.of(layout, settings, least, strips.LEAST_RATIO, strips.LARGEST_SHARE)
     target, reads = way.target, way.reads
     weight, bias = used(weight, layout), used(bias, layout)
     if layout.is_outside:
@@ -385,16 +387,17 @@ def _convolved(
     settings: ConvolutionSettings,
     groups: int | None = None,
 ) -> Tensor:
-    y: Tensor = _CONVOLUTIONS[settings.num_dims - 1](
-        x,
-        weight,
-        bias,
-        settings.stride,
-        padding,
-        settings.dilation,
-        settings.groups if groups is None else groups,
-    )
-    return y
+    groups = settings.groups if groups is None else groups
+    numbers: tuple[Numbers, ...] = (settings.stride, padding, settings.dilation)
+    convolve: Any = _CONVOLUTIONS[settings.num_dims - 1]
+    order = order_for(x, groups)
+    y: Tensor
+    if order is None:
+        y = convolve(x, weight, bias, *numbers, groups)
+        return y
+    numbers = tuple(in_order(each, order) for each in numbers)
+    y = convolve(turned(x, order), turned(weight, order), bias, *numbers, groups)
+    return turned_back(y, order)
 
 
 def _by_strips(

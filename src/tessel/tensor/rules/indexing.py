@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import index as as_int
 from typing import Any
 
@@ -137,9 +137,7 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     given = key if isinstance(key, tuple) else (key,)
     masks = [k for k, each in enumerate(given) if is_mask(each)]
     if len(masks) > 1 or (masks and any(_is_index(each) for each in given)):
-        # Several tensors are broadcast against each other: masks become the indices that they name.
-        lists = (places_of([each]) if is_mask(each) else [each] for each in given)
-        return base[tuple(chain.from_iterable(lists))]
+        return base[_with_places(given, base._layout)]
     if masks:
         rest, at = _beside_mask(given, masks[0], base.dim())
         return masked_values(name, base if rest is None else base[rest], given[masks[0]], at)
@@ -162,6 +160,33 @@ def getitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 def _is_index(item: Any) -> bool:
     return isinstance(item, torch.Tensor | list | range) and not is_mask(item)
+
+
+def _with_places(given: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """A key in which masks are the indices that they name, on all workers.
+
+    Several tensors in a key are broadcast against each other, which says nothing of masks.
+    """
+    shapes = [
+        (tuple(each.shape) if isinstance(each, torch.Tensor) else (len(each),))
+        if is_mask(each)
+        else None
+        for each in given
+    ]
+    lengths = [
+        len(shape) if shape else each is not None and each is not Ellipsis
+        for each, shape in zip(given, shapes, strict=True)
+    ]
+    at, found = 0, list[Any]()
+    for each, shape, length in zip(given, shapes, lengths, strict=True):
+        if shape and shape != layout.shape[at : at + length]:
+            raise IndexError(
+                f"The shape of the mask {list(shape)} at index {at} does not match the shape of "
+                f"the indexed tensor {list(layout.shape)}"
+            )
+        found += places_of([each]) if shape else [each]
+        at += len(layout.shape) - sum(lengths) if each is Ellipsis else length
+    return tuple(found)
 
 
 def _beside_mask(given: Sequence[Any], place: int, ndim: int) -> tuple[Any, int]:
@@ -455,7 +480,8 @@ def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> N
     """Values at a mask; beside slices and numbers, in what these pick, which is put back then."""
     places = [k for k, each in enumerate(given) if is_mask(each)]
     if len(places) > 1 or any(_is_index(each) for each in given):
-        raise unsupported(name, "beside a mask only slices and numbers are known", x._layout)
+        x[_with_places(given, x._layout)] = value
+        return
     (place,) = places
     rest, at = _beside_mask(given, place, x.dim())
     if not isinstance(value, torch.Tensor):
@@ -570,9 +596,9 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values at indices of the first dimensions, in the place of others or added to them."""
     x, layout = args[0], args[0]._layout
     given = dict(zip(("indices", "values", "accumulate"), args[1:], strict=False)) | kwargs
+    if any(map(is_mask, given["indices"])) and given.get("accumulate", False):
+        given["indices"] = _with_places(given["indices"], layout)
     if any(map(is_mask, given["indices"])):
-        if given.get("accumulate", False):
-            raise unsupported(name, "values that are added at a mask are not known", layout)
         y = x if name.endswith("_") else x.clone()
         y[tuple(slice(None) if each is None else each for each in given["indices"])] = given[
             "values"

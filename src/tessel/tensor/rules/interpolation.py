@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tessel.core.boxes import Interval, shift
 from tessel.core.layout import Layout, Shape
+from tessel.core.numbers import to_keep
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Cubic, Interpolation, Linear, Nearest
 from tessel.tensor.rules.adaptive import average
 from tessel.tensor.rules.hosting import along
-from tessel.tensor.table import Arguments, made, opened, outlines, rule, to_keep
+from tessel.tensor.table import Arguments, made, opened, outlines, rule
 from tessel.tensor.windowed import Windowed, leading, outline, windowed
 
 Taps = tuple[tuple[Tensor, Tensor | None], ...]  # indices and weights; none if all are 1

@@ -17,6 +17,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
+from tessel.core.numbers import constant
 from tessel.tensor.rules.pointwise import changed, check_change, common_layout, fitted, pointwise
 from tessel.tensor.rules.reductions import argument
 from tessel.tensor.table import (
@@ -200,7 +201,7 @@ def nonzero(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     choice = chosen(name, x._layout, x if x.dtype == torch.bool else x != 0)
     box = choice.there.box()
     assert box is not None
-    starts = torch.tensor([start for start, _ in box], device=x.device)
+    starts = constant(tuple(start for start, _ in box), torch.int64, x.device)
     (runs,) = choice.result.cuts
     rows = replace(
         choice.result,

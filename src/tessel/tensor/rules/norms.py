@@ -20,7 +20,9 @@ from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.move import Move
-from tessel.core.shared import anchored_zeros, replicate, used_together
+from tessel.core.numbers import constant
+from tessel.core.shared import anchored_zeros, replicate, replication, used_together
+from tessel.tensor.batch_norm import BatchNorm, can_use_kernels, normalize
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -132,8 +134,9 @@ class Gathering:
 
     def shares(self, like: Tensor) -> Tensor:
         """What part of all averaged values lies at each place."""
-        counts = torch.tensor(self.counts, dtype=like.dtype, device=like.device)
-        return (counts / sum(self.counts)).reshape(-1, *[1] * len(self.lengths))
+        total = sum(self.counts)
+        shares = constant(tuple(count / total for count in self.counts), like.dtype, like.device)
+        return shares.reshape(-1, *[1] * len(self.lengths))
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ class ChannelGroups(Gathering):
             [boxes.volume((boxes.overlap(part, group) or (0, 0), *space)) for group in groups]
             for part, *space in self.places
         ]
-        table = torch.tensor(counts, dtype=like.dtype, device=like.device)
+        flat = constant(tuple(n for row in counts for n in row), like.dtype, like.device)
+        table = flat.view(len(counts), -1)
         return (table / table.sum(0)).unsqueeze(1)  # (place, 1, group)
 
 
@@ -496,15 +500,31 @@ def batch_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
                 if each is not None and new is not None:
                     each.copy_(new)
     else:
-        means, variances = gathering.gather(*_local_moments(norm.x))
-        mean, variance = _combined(means, variances, gathering.shares(means))
-        if norm.tracks:
-            _update(norm.running(), mean, _unbiased(variance, gathering), given["momentum"])
-        both = norm.parameters(gathering.axes)
-        y = _normalized(norm.x, mean, variance, *both, given["eps"], gathering)
+        y = _normalize_over_parts(norm, gathering)
     if norm.tracks:
         norm.collect_running()
     return norm.result(y)
+
+
+def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
+    """With the statistics of all workers, which running ones take in, on this worker's part."""
+    eps, momentum = norm.given["eps"], norm.given["momentum"]
+    running, parameters = norm.running(), norm.parameters(gathering.axes)
+
+    def composed(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, track: bool = False
+    ) -> Tensor:
+        means, variances = gathering.gather(*_local_moments(x))
+        mean, variance = _combined(means, variances, gathering.shares(means))
+        if track:
+            _update(running, mean, _unbiased(variance, gathering), momentum)
+        return _normalized(x, mean, variance, weight, bias, eps, gathering)
+
+    use = replication(gathering.statistics, gathering.axes)
+    if use is None or not can_use_kernels(norm.x, *parameters, *running):
+        return composed(norm.x, *parameters, track=norm.tracks)
+    kernels = BatchNorm(gathering.move, use.H, gathering.counts, eps, running, momentum, composed)
+    return normalize(kernels, norm.x, *parameters)
 
 
 def _unbiased(variance: Tensor, gathering: Gathering) -> Tensor:
@@ -574,7 +594,7 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             return norm.result(norm.anchored_zeros(weight, bias))
         return norm.result(torch.group_norm(x, groups.local_shape[1], weight, bias, given["eps"]))
     rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
-    members = torch.tensor(groups.members, dtype=torch.long, device=x.device)
+    members = constant(tuple(groups.members), torch.int64, x.device)
     means, variances = (each.reshape(x.shape[:2]) for each in _local_moments(rows))
     # the moments of groups from those of channels; zeros for a group without a channel
     like = groups.local_shape

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tessel.core.boxes import Interval
 from tessel.core.layout import Layout, Shape
+from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros
 from tessel.core.windows import Window
 from tessel.tensor import interior_border
@@ -245,7 +246,7 @@ class AveragePool(Pool):
             if all(len(set(each)) == 1 for each in counts):
                 divisor = math.prod(each[0] for each in counts)
             else:
-                tensors = [torch.tensor(each, dtype=x.dtype, device=x.device) for each in counts]
+                tensors = [constant(tuple(each), x.dtype, x.device) for each in counts]
                 divisor = math.prod(torch.meshgrid(*tensors, indexing="ij"))
         if sums.is_floating_point():
             return sums / divisor

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
+from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, total
 from tessel.tensor.rules.reductions import without
 from tessel.tensor.table import gathered, is_whole, of_dim, shared_whole
@@ -98,7 +99,7 @@ class CrossEntropy:
         merged = _merged(facts_of_classes(shard, none, own, smooths), layout, dim)
         counted = target.masked_fill(ignored, 0)
         parts = [each for each in layout.cuts[dim].intervals if each[0] < each[1]]
-        stops = torch.tensor([stop for _, stop in parts], device=target.device)
+        stops = constant(tuple(stop for _, stop in parts), torch.int64, target.device)
         # bucketize gives the place of the worker that has the class of a sample
         each = merged.surprise(torch.bucketize(counted, stops, right=True))
         weights = torch.ones_like(each) if weight is None else weight[counted].to(each.dtype)
@@ -108,7 +109,7 @@ class CrossEntropy:
         if not smooths:
             return found
         if weight is None:
-            sums = each.new_tensor([stop - start for start, stop in parts])
+            sums = constant(tuple(stop - start for start, stop in parts), each.dtype, each.device)
         else:
             sums = torch.stack([weight[a:b].sum(dtype=each.dtype) for a, b in parts])
         smooth = self._reduced(merged.smooth(sums).masked_fill(ignored, 0), divisor, samples)

@@ -1,0 +1,151 @@
+"""What a training step asks of a GPU: launches, copies, waits and NCCL calls, beside torch's own.
+
+Workers with NCCL train a ResNet-18 and a 3-D U-Net in slabs. One step is recorded by torch's
+profiler: kernel launches, copies and fills, waits of the host for the device, NCCL kernels, and the
+host's time until the step is queued. If there are fewer GPUs than workers, each worker counts as a
+host of its own and they share GPUs: the counts are real, the times are not.
+
+    python benchmarks/launches.py [--workers 2] [--names] [--host]
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import os
+import pstats
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import tessel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "common"))
+import models  # (the same models as in the tests)
+
+MODELS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
+    "ResNet-18 8×3×512×512": ("ResNet18", (64, 1000), (8, 3, 512, 512)),
+    "3-D U-Net 128×128×128": ("UNet", (3, 16), (1, 1, 128, 128, 128)),
+}
+KINDS = {
+    "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
+    "copies, fills": ("cudaMemcpyAsync", "cudaMemsetAsync", "cudaMemcpy", "cudaMemset"),
+    "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+}
+LIMIT = 300.0  # seconds for one job
+
+
+def step_of(name: str, alone: bool) -> Callable[[], None]:
+    """A training step of torch's own model, or of this worker's part."""
+    kind, arguments, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = getattr(models, kind)(*arguments), torch.randn(shape)
+    if not alone:
+        P = tessel.world().create_cartesian_topology_partition(
+            [1, 1, tessel.world().size, *[1] * (len(shape) - 3)]
+        )
+        model = tessel.nn.distribute_module(model, P)
+        x = tessel.Layout.balanced(P, shape).local_part(x).clone()
+    model, x = model.cuda(), x.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def on_host(step: Callable[[], None]) -> str:
+    """Where Python spends the time of a step."""
+    seen = cProfile.Profile()
+    torch.cuda.synchronize()
+    with seen:
+        for _ in range(5):
+            step()
+    text = io.StringIO()
+    pstats.Stats(seen, stream=text).sort_stats("tottime").print_stats(45)
+    return text.getvalue()
+
+
+def counts(name: str, alone: bool) -> tuple[dict[str, float], Counter[str], str]:
+    """What one step asks for, and the names of kernels and operators, by how often they occur."""
+    step = step_of(name, alone)
+    for _ in range(4):
+        step()
+    hosts = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        hosts.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        step()
+    names: Counter[str] = Counter()
+    for event in recorded.events():
+        names[event.name] += 1
+    found: dict[str, float] = {kind: sum(names[each] for each in of) for kind, of in KINDS.items()}
+    # the profiler itself waits for the device at its end
+    found["waits"] = max(0, found["waits"] - _ends(recorded))
+    found["NCCL"] = sum(number for each, number in names.items() if each.startswith("ncclDev"))
+    found["host ms"] = 1e3 * statistics.median(hosts)
+    return found, names, on_host(step)
+
+
+def _ends(recorded: Any) -> int:
+    """How often the host waited after the step: by the profiler's own end."""
+    last = max(e.time_range.start for e in recorded.events() if e.name in KINDS["launches"])
+    waits = KINDS["waits"]
+    return sum(e.name in waits and e.time_range.start > last for e in recorded.events())
+
+
+def on_worker(name: str, alone: bool) -> tuple[dict[str, float], Counter[str], str]:
+    rank = os.environ.get("RANK", "0")  # one worker is no job
+    os.environ.update(NCCL_HOSTID=f"worker-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(int(rank) % torch.cuda.device_count())
+    return counts(name, alone)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=2, help="how many, each with its slab")
+    parser.add_argument("--names", action="store_true", help="also what is called more often")
+    parser.add_argument("--host", action="store_true", help="also where Python spends its time")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("launches: needs a GPU")
+        return 0
+    backend = "cpu:gloo,cuda:nccl"
+    for name in (each for each in MODELS if given.only in each):
+        print(f"\n{name:32}", *(f"{kind:>14}" for kind in [*KINDS, "NCCL", "host ms"]))
+        rows = {}
+        for text, workers, alone in (("torch", 1, True), ("Tessel", given.workers, False)):
+            arguments: Any = dict(timeout=LIMIT, backend=backend)
+            rows[text] = tessel.launch(on_worker, workers, name, alone, **arguments)[0]
+            label = f"{text}, {workers} worker{'s' * (workers > 1)}"
+            print(f"{label:32}", *(f"{value:14.6g}" for value in rows[text][0].values()))
+        ratio = rows["Tessel"][0]["launches"] / rows["torch"][0]["launches"]
+        host = rows["Tessel"][0]["host ms"] / rows["torch"][0]["host ms"]
+        print(f"launches {ratio:.2f} times (aim 1.6), host time {host:.2f} times (aim 1.5)")
+        if given.names:
+            more = rows["Tessel"][1] - rows["torch"][1]
+            for each, number in more.most_common(70):
+                print(f"{number:6} more  {each[:150]}")
+        if given.host:
+            print(rows["Tessel"][2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Small tensors of numbers that the host knows, kept on the devices that asked for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+
+@contextmanager
+def to_keep() -> Iterator[None]:
+    """Tensors that are made here and kept have values and can be derived, whoever asks first."""
+    with torch.inference_mode(False), unset_fake_temporarily():
+        yield
+
+
+@lru_cache(maxsize=4096)
+def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor on a device, which nobody may change.
+
+    To a GPU they are copied once: the host would wait each time until the GPU has done everything
+    before.
+    """
+    with to_keep():
+        return torch.tensor(numbers, dtype=dtype, device=device)

@@ -1,0 +1,218 @@
+"""Batch norm of a split tensor by torch's own kernels.
+
+The rule composes it of functions that torch derives: some twenty of them on tensors of one number a
+channel, and their gradients, which take longer than the norm itself where a kernel takes longer to
+launch than to run. This is the same map in few kernels, with its gradient written out; what is
+derived again is the composition.
+
+With N values in all, x̂ = (x − m) / s and s = √(v + ε):
+
+Forward:   y = w x̂ + b.
+Gradient:  of b, Σ g;  of w, Σ g x̂;  of x, w/s (g − (Σ g + x̂ Σ g x̂) / N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tessel.core.linop import LinearOperator, in_transform, record_map
+from tessel.core.move import Move
+from tessel.core.numbers import constant
+from tessel.tensor.table import outlining
+from tessel.transport import Group
+
+_KINDS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """(x, w, b) to y, and to what its gradient needs: the mean, and the variance (1/s on a GPU).
+
+    Args:
+        gather: two moments of this worker's part to those of all places.
+        total: the sum of two statistics over all workers.
+        counts: how many values of a channel lie at each place.
+        eps: what is added to the variance.
+        running: the running mean and variance, which are changed, or None.
+        momentum: how much the new ones count.
+        composed: the same of functions that torch derives; it leaves running statistics alone.
+    """
+
+    gather: Move
+    total: LinearOperator
+    counts: tuple[int, ...]
+    eps: float
+    running: tuple[Tensor | None, Tensor | None]
+    momentum: float
+    composed: Callable[..., Tensor]
+
+    first_kept = 1  # y may be changed in place
+
+    @property
+    def group(self) -> Group:
+        return self.gather.group
+
+    def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
+        x, weight, bias = xs
+        assert x is not None
+        moments = self._gathered(*(self._cuda_moments(x) if x.is_cuda else _moments(x)))
+        if not x.is_cuda:
+            mean, variance = self._combined(moments)
+            self._update(mean, variance)
+            if not x.numel():
+                return torch.empty_like(x), mean, variance
+            return (
+                F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps),
+                mean,
+                variance,
+            )
+        there = [place for place, count in enumerate(self.counts) if count]
+        if len(there) < len(self.counts):  # of no values torch's kernel makes no number
+            moments = torch.stack([moments[place] for place in there])
+        counts = constant(tuple(self.counts[place] for place in there), moments.dtype, x.device)
+        mean, scale = torch.batch_norm_gather_stats_with_counts(
+            x, moments[:, 0], moments[:, 1], *self.running, self.momentum, self.eps, counts
+        )
+        if not x.numel():
+            return torch.empty_like(x), mean, scale
+        return torch.batch_norm_elemt(x, weight, bias, mean, scale, self.eps), mean, scale
+
+    def vjp(
+        self,
+        grads: Sequence[Tensor | None],
+        needs: Sequence[bool],
+        xs: Sequence[Tensor | None],
+        ys: Sequence[Tensor],
+    ) -> Sequence[Tensor | None]:
+        """The gradients of x, w and b; those of the composition if they are derived again."""
+        (grad, *_), (x, weight, _) = grads, xs
+        assert x is not None
+        if grad is None:
+            grad = torch.zeros_like(x)
+        if torch.is_grad_enabled():
+            return self._derivable(grad, needs, xs)
+        given = self._cuda_gradient if x.is_cuda else self._gradient
+        found = given(grad, x, weight, *ys)
+        return [each if need else None for each, need in zip(found, needs, strict=True)]
+
+    def _derivable(
+        self, grad: Tensor, needs: Sequence[bool], xs: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        wanted = [x for x, need in zip(xs, needs, strict=True) if need and x is not None]
+        found: Any = torch.autograd.grad(
+            self.composed(*xs), wanted, grad, create_graph=True, materialize_grads=True
+        )
+        each = iter(found)
+        return [next(each) if need else None for need in needs]
+
+    def _gathered(self, *moments: Tensor) -> Tensor:
+        """Those of all places, each of which has two rows."""
+        return self.gather.apply(torch.stack(moments).reshape(self.gather.domain.local_shape))
+
+    # -- on a processor, whose kernels take means and variances
+
+    def _combined(self, moments: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and variance of all places from those of each (Chan's formula)."""
+        count = sum(self.counts)
+        means, variances = moments.unbind(1)
+        shares = constant(tuple(n / count for n in self.counts), means.dtype, means.device)
+        mean = shares @ means
+        return mean, shares @ torch.addcmul(variances, means - mean, means - mean)
+
+    def _update(self, mean: Tensor, variance: Tensor) -> None:
+        count = sum(self.counts)
+        unbiased = variance * (count / (count - 1)) if self.running[1] is not None else variance
+        for each, new in zip(self.running, (mean, unbiased), strict=True):
+            if each is not None:
+                each.lerp_(new, self.momentum)
+
+    def _gradient(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor
+    ) -> Sequence[Tensor]:
+        here = grad.new_zeros(grad.shape), torch.zeros_like(mean), torch.zeros_like(mean)
+        if x.numel():
+            here = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, mean, variance, None, None, False, self.eps, [True] * 3
+            )
+        of_x, of_weight, of_bias = here
+        both = self.total.apply(torch.stack([of_weight, of_bias]))
+        # the kernel took m and v for numbers; what they depend on is linear in x̂
+        slope = (variance + self.eps).rsqrt() / -sum(self.counts)
+        first, second = both * (slope if weight is None else slope * weight)
+        if x.numel():
+            of_x += F.batch_norm(x, mean, variance, first, second, False, 0.0, self.eps)
+        return of_x, *both
+
+    # -- on a GPU, whose kernels for several workers take the reciprocal of s
+
+    def _cuda_moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.numel():
+            return torch.batch_norm_stats(x, self.eps)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        nothing = x.new_zeros(x.shape[1], dtype=wide)
+        return nothing, nothing
+
+    def _cuda_gradient(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor
+    ) -> Sequence[Tensor]:
+        if x.numel():
+            grad = grad.contiguous(memory_format=_memory_format(x))
+            sums = torch.batch_norm_backward_reduce(
+                grad, x, mean, scale, weight, True, False, False
+            )[:2]
+        else:
+            sums = torch.zeros_like(mean), torch.zeros_like(mean)
+        both = self.total.apply(torch.stack(sums))
+        kind = torch.float32 if weight is None else weight.dtype
+        parameters = (both[1] * scale).to(kind), both[0].to(kind)
+        if not x.numel():
+            return torch.zeros_like(x), *parameters
+        counts = constant(self.counts, torch.int32, x.device)
+        of_x = torch.batch_norm_backward_elemt(
+            grad, x, mean, scale, weight, both[0], both[1], counts
+        )
+        return of_x, *parameters
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and variance of each channel, in the kernels that are quickest; zeros of nothing."""
+    dims = (0, *range(2, x.dim()))
+    count = max(1, prod(x.shape[dim] for dim in dims))
+    mean = x.sum(dims) / count
+    centre = mean.reshape(-1, *[1] * (x.dim() - 2)).expand_as(x)
+    return mean, F.mse_loss(x, centre, reduction="none").sum(dims) / count
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """That of x: kernels take two tensors that lie alike."""
+    for dim, known in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dim and x.is_contiguous(memory_format=known):
+            return known
+    return torch.contiguous_format
+
+
+def can_use_kernels(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether torch's kernels take these, and no more than reverse mode is asked for."""
+    if outlining.get() or in_transform() or torch.compiler.is_compiling():
+        return False
+    if x.device.type not in ("cpu", "cuda"):
+        return False
+    kinds = {each.dtype for each in others if each is not None}
+    if x.is_cuda:  # which compute short numbers in float32
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return kinds <= {wide}
+    return x.dtype in _KINDS and kinds <= {x.dtype}
+
+
+def normalize(norm: BatchNorm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm of this worker's part."""
+    if x.is_cuda:
+        x = x.contiguous(memory_format=_memory_format(x))
+    return record_map(norm, x, weight, bias)[0]

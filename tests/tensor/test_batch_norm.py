@@ -1,0 +1,117 @@
+"""Batch norm by torch's kernels: the same as one process gives, however it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import tessel
+from tessel.tensor import batch_norm
+
+Run = Callable[..., list[Any]]
+# grids and shapes: even, uneven and empty parts, channels split beside space, three dimensions
+CASES = [
+    ((1, 1, 2, 1), (2, 3, 4, 5)),
+    ((2, 1, 2, 1), (3, 2, 5, 2)),
+    ((1, 1, 4), (2, 3, 3)),
+    ((1, 2, 2, 1), (2, 4, 5, 3)),
+    ((1, 1, 2, 1, 2), (1, 2, 3, 2, 5)),
+    ((4, 1), (3, 2)),
+]
+
+
+def values(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5
+
+
+def derived(x: Any, given: list[Tensor | None], running: list[Tensor] | None, wants_x: bool) -> Any:
+    """The norm, changed in place, its first gradients, and those of their squares."""
+    mean, variance = running or (None, None)
+    wanted = [each for each in (x if wants_x else None, *given) if each is not None]
+    y = F.batch_norm(x, mean, variance, *given, training=True, momentum=0.3)
+    y = y.relu_()  # what the norm keeps must not be its result
+    weights = values(*y.shape, seed=7)
+    if isinstance(y, tessel.Tensor):
+        weights = tessel.spread(weights, y.layout)
+    loss = (y * weights).sum()
+    if not wanted:
+        return [y], [], []
+    first = torch.autograd.grad(loss, wanted, create_graph=True)
+    again = sum((each**2).sum() for each in first)
+    second = torch.autograd.grad(again, wanted) if again.requires_grad else ()
+    return [y], first, second
+
+
+def compare(grid: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """All ways to call it, beside torch; how often the kernels were used."""
+    P = tessel.world().create_cartesian_topology_partition(grid)
+    count = 0
+    apply = batch_norm.BatchNorm._apply
+
+    def counted(self: batch_norm.BatchNorm, *xs: Tensor | None) -> Any:
+        nonlocal count
+        count += 1
+        return apply(self, *xs)
+
+    batch_norm.BatchNorm._apply = counted  # type: ignore[method-assign]
+    try:
+        for affine in (True, False):
+            for tracks in (True, False):
+                for wants_x in (True, False):
+                    _compare(P, shape, affine, tracks, wants_x)
+    finally:
+        batch_norm.BatchNorm._apply = apply  # type: ignore[method-assign]
+    return count
+
+
+def _compare(
+    P: tessel.Partition, shape: tuple[int, ...], affine: bool, tracks: bool, wants_x: bool
+) -> None:
+    channels = shape[1]
+    found = []
+    for spreads in (False, True):
+        x: Any = values(*shape, seed=0)
+        x = tessel.spread(x, P) if spreads else x
+        x.requires_grad_(wants_x)
+        given: list[Tensor | None] = [None, None]
+        if affine:
+            given = [values(channels, seed=seed).requires_grad_() for seed in (1, 2)]
+        running = [values(channels, seed=seed).abs() for seed in (3, 4)] if tracks else None
+        found.append((*derived(x, given, running, wants_x), running or []))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            one = one.full() if isinstance(one, tessel.Tensor) else one
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("grid", "shape"), CASES)
+def test_kernels_give_what_torch_gives(run: Run, grid: Any, shape: Any) -> None:
+    nprocs = 1
+    for n in grid:
+        nprocs *= n
+    assert all(count == 8 for count in run(compare, grid, shape, nprocs=nprocs, timeout=60))
+
+
+def mixed() -> list[str]:
+    """Numbers that the processor's kernels do not take: torch's functions do."""
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, 1])
+    said = []
+    for dtype, kind in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
+        x = values(2, 3, 4, 5, seed=0).to(dtype)
+        weight = values(3, seed=1).to(kind)
+        y: Any = F.batch_norm(tessel.spread(x, P), None, None, weight, None, True)
+        z = F.batch_norm(x, None, None, weight, None, True)
+        torch.testing.assert_close(y.full(), z, rtol=2e-2, atol=2e-2)
+        said.append(str(y.dtype))
+    return said
+
+
+def test_short_numbers(run: Run) -> None:
+    assert run(mixed, nprocs=2) == [["torch.bfloat16", "torch.float32"]] * 2
