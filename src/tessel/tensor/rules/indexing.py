@@ -213,6 +213,22 @@ def _picked(x: Tensor, picks: tuple[Pick, ...], news: tuple[int, ...]) -> Tensor
     """Slices and numbers; a number of a split dimension gives values that all workers share."""
     layout = x._layout
     reads, target = _reading(layout, picks, news)
+    if reads != layout:
+        # What is not picked of whole dimensions does not travel; a number is a slice until then.
+        here: list[Run] = []
+        left: list[Pick] = []
+        for dim, (pick, n) in enumerate(zip(picks, layout.shape, strict=True)):
+            if layout.is_split(dim):
+                here.append((0, n, 1))
+                left.append(pick)
+            elif isinstance(pick, int):
+                here.append((pick, pick + 1, 1))
+                left.append(0)
+            else:
+                here.append(pick)
+                left.append((0, len(range(*pick)), 1))
+        if here != [(0, n, 1) for n in layout.shape]:
+            return _picked(_picked(x, tuple(here), ()), tuple(left), news)
     local: list[Any] = []
     for dim, pick in enumerate(picks):
         if not layout.is_split(dim):
