@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ZOO := $(VENV)/.zoo
+# Tests start interpreters, each of which would compile the package, and pytest its tests, where
+# this is set: keep what was compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-quick soak sanitize venv bench lint format types docs pictures support zoo clean
 

@@ -113,14 +113,15 @@ def draw(result: Result, folder: Path) -> Path:
         numbers = [case.workers for case in slabs]
         alone = slabs[0].summaries[TESSEL].median * slabs[0].workers
         panel.plot(numbers, [alone / n for n in numbers], ":", color="#888888", label="ideal")
-        for text, given, who in (
-            ("Tessel, slabs", slabs, TESSEL),
-            ("Tessel, blocks", blocks, TESSEL),
-            (THREADS, slabs, THREADS),
+        for text, given, who, colour in (
+            ("Tessel, slabs", slabs, TESSEL, "#1f6fb4"),
+            ("Tessel, blocks", blocks, TESSEL, "#2a9d5c"),
+            (THREADS, slabs, THREADS, "#d9822b"),
         ):
             if given:
                 times = [case.summaries[who].median for case in given]
-                panel.plot([case.workers for case in given], times, "o-", label=text)
+                where = [case.workers for case in given]
+                panel.plot(where, times, "o-", color=colour, label=text)
         panel.set(xscale="log", yscale="log", title=name, xlabel="workers, or threads")
         panel.set_xticks(numbers, [str(n) for n in numbers])
         panel.minorticks_off()

@@ -24,7 +24,11 @@ torch.set_num_threads(1)  # of this process: tensors are small here, and more th
 # tensors of some functions, and with forward mode
 PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
 ALONE = ("launch", "transport")  # folders whose tests must have the machine for themselves,
-BESIDE = ("test_message", "test_protocol", "test_unequal_workers")  # but for these, of values alone
+# but for these, of values alone
+BESIDE = (
+    *("test_launchers", "test_message", "test_protocol", "test_sanitizers"),
+    "test_unequal_workers",
+)
 ZOO = ("timm", "segmentation_models_pytorch", "monai", "diffusers", "transformers", "neuralop")
 LIMIT = 120.0  # seconds for a test; a call to the pool has its own, shorter limit
 

@@ -329,8 +329,7 @@ def test_tests_mirror_the_tree() -> None:
     """Each package has a folder of tests, and a test file has a name of its own."""
     tests = Path(__file__).parent
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    without = {"interop"}  # names of `state`, where they are tested
-    assert packages - without <= {path.name for path in tests.iterdir() if path.is_dir()}
+    assert packages <= {path.name for path in tests.iterdir() if path.is_dir()}
     names = [path.name for path in tests.rglob("*.py")]
     assert len(names) == len(set(names)), "workers import a test file by its name alone"
 

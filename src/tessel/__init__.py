@@ -30,6 +30,7 @@ from tessel.distributed import register_parallel_attribute as register_parallel_
 from tessel.distributed import register_parallel_dim as register_parallel_dim
 from tessel.distributed.slices import slices as _slices
 from tessel.errors import WorkerLost as WorkerLost
+from tessel.interop import from_dtensor as from_dtensor
 from tessel.launch import launch as launch
 from tessel.nn.parallel import (
     register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore,

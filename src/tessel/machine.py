@@ -1,10 +1,15 @@
-"""What the machine offers to this process: cores, memory, shared memory."""
+"""What the machine offers to this process: cores, memory, shared memory, interfaces."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import ipaddress
 import math
 import os
+import socket
+import struct
 from pathlib import Path
 
 from tessel.settings import chosen
@@ -14,6 +19,7 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # the variable that torch reads
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 _LARGEST = 2**31 - 1
 _CGROUP = Path("/sys/fs/cgroup")
+_SIOCGIFADDR = 0x8915
 
 
 def usable_cores() -> int:
@@ -58,6 +64,30 @@ def shared_memory() -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this host's network interface that has an address, if it is known."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            number, *_, name = line.split()
+            if int(number, 16) == int(wanted):
+                return name
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(query.fileno(), _SIOCGIFADDR, request)[20:24]
+                if found == wanted.packed:
+                    return name
+    return loopback() if wanted.is_loopback else None  # which has all of 127.0.0.0/8
+
+
+def loopback() -> str | None:
+    """The name of the loopback interface, if this host has one."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def keep_freed_memory() -> bool:

@@ -14,8 +14,20 @@ import warnings
 
 PREFIX = "TESSEL_"
 KNOWN = (
-    *("TESSEL_ALLOCATOR", "TESSEL_CHECK", "TESSEL_DEBUG", "TESSEL_ENGINE", "TESSEL_LOG"),
-    *("TESSEL_MACHINE", "TESSEL_TIMEOUT", "TESSEL_TOKEN", "TESSEL_TRANSPORT"),
+    *("TESSEL_ALLOCATOR", "TESSEL_CHECK", "TESSEL_DEBUG", "TESSEL_ENGINE"),
+    *(
+        "TESSEL_LAUNCHER",
+        "TESSEL_LOG",
+        "TESSEL_MACHINE",
+        "TESSEL_TIMEOUT",
+        "TESSEL_TOKEN",
+        "TESSEL_TRANSPORT",
+    ),
+)
+# by which mpirun and srun tell a process that it is one of their tasks
+OF_TASKS = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
+    *("SLURM_STEP_ID", "SLURM_STEPID"),
 )
 _FOR_TESTS = "TESSEL_TEST_"  # names that tests may give to variables of their own
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; torch counts milliseconds

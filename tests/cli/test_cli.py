@@ -399,6 +399,8 @@ HEALTHY = Facts(
     transport="shared memory",
     nvidia_driver=False,
     job_variables=(),
+    launched=None,
+    launch_problem=None,
     matplotlib="3.10",
 )
 
@@ -420,6 +422,7 @@ def test_the_doctor_finds_nothing_on_a_healthy_machine() -> None:
         ({"host_address": None}, False, "host, does not resolve", "/etc/hosts"),
         ({"gloo_interface": "eth7"}, True, "eth7", "lo, eth0"),
         ({"job_variables": ("RANK", "WORLD_SIZE")}, False, "RANK", "unset RANK"),
+        ({"launch_problem": "no address; set MASTER_ADDR"}, False, "no address", "set MASTER_ADDR"),
         ({"omp_num_threads": "8"}, False, "16 threads on 8 cores", "4 or less"),
         ({"usable_cores": 2}, False, "2 of the 8 cores", "OMP_NUM_THREADS=2"),
         ({"shared_memory": 2**26}, False, "64 MiB", "--shm-size"),

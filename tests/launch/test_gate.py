@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessel.launch import gate
-from tessel.launch.gate import Endpoint, Gate, GateError, Tunnel, interface_of, read_token
+from tessel.launch.gate import Endpoint, Gate, GateError, Tunnel, read_token
+from tessel.machine import interface_of
 
 TOKEN = b"0123456789abcdef"
 SOON = 5.0  # seconds, for what takes milliseconds

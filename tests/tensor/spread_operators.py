@@ -99,7 +99,6 @@ OTHERS = {
             )
         ),
         (SHAPE,),
-        order=1,
     ),
     "operator: windows": Case(
         lambda x: aten.col2im.default(
@@ -116,7 +115,6 @@ OTHERS = {
             for mode, padding, corners in ((0, 0, False), (0, 1, True), (2, 2, False))
         ),
         (SHAPE,),
-        order=1,
     ),
     "operator: upsampling to a size": Case(
         lambda x: (

@@ -26,6 +26,7 @@ from tessel import Layout, Partition
 from tessel.tensor import gathering
 from tessel.tensor.gathering import GatherWarning
 from tessel.tensor.table import FOUND, RULES
+from tessel.transport import kept_in_job
 from test_spread import CASES, Verdict, check, partition
 from test_spread_random import FUNCTIONS, SHAPE, drawn
 
@@ -405,8 +406,13 @@ def fitting(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
 
 
-def layouts(shape: tuple[int, ...]) -> Iterator[tuple[str, Layout]]:
+@kept_in_job
+def layouts(shape: tuple[int, ...]) -> list[tuple[str, Layout]]:
     """How a tensor may lie on the workers, with the columns that say so."""
+    return [*_layouts(shape)]
+
+
+def _layouts(shape: tuple[int, ...]) -> Iterator[tuple[str, Layout]]:
     row, D = Partition(tuple(range(WORKERS)), (WORKERS,)), len(shape)
     for dim in range(D):
         yield str(dim), Layout.split(row, shape, _axes(D, dim))

@@ -23,7 +23,7 @@ from tessel import Layout, Partition
 from tessel.core.layout import Cut
 from tessel.tensor.counter_random import uniform_in
 from tessel.tensor.rules import attention, attention_plan
-from tessel.testing import count_traffic
+from tessel.testing import count_memory, count_traffic
 
 Run = Callable[..., list[Any]]
 Shape = tuple[int, ...]
@@ -257,6 +257,29 @@ def test_no_worker_has_more_scores_than_a_block(
     workers, length = 4, 96
     found = run(largest_of, length, settings, order, nprocs=workers)
     assert max(found) <= (length // workers) ** 2  # its queries × one block of keys
+
+
+def peak_of(way: str, shape: Shape) -> float:
+    """What a step has at once, in parts of an operand."""
+    layout = row(shape, 2)
+    parts = [layout.local_part(values(shape, k)).clone().requires_grad_() for k in range(3)]
+
+    def step() -> None:
+        y: Any = F.scaled_dot_product_attention(*(tessel.from_local(x, layout) for x in parts))
+        torch.autograd.grad(y.local, parts, parts[0].detach())
+
+    with only(way):
+        step()  # what is kept between calls is there
+        with count_memory() as memory:
+            step()
+    return memory.peak / parts[0].nbytes
+
+
+def test_a_ring_needs_less_memory_than_gathered_keys(run: Run) -> None:
+    shape = (1, 2, 2048, 64)
+    ring, gathered = (max(run(peak_of, way, shape, nprocs=4)) for way in ("ring", "gather"))
+    # the result, gradients 3, a block 2, the next one 2, terms 3, those on their way back 2
+    assert ring < 14 < gathered
 
 
 def bytes_of(way: str, shape: Shape, is_causal: bool) -> tuple[int, int, int]:

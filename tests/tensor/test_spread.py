@@ -22,6 +22,7 @@ from tessel import Layout, Partition
 from tessel.tensor import gathering
 from tessel.tensor.gathering import GatherWarning
 from tessel.tensor.rules import losses
+from tessel.transport import kept_in_job
 
 Run = Callable[..., list[Any]]
 Shape = tuple[int, ...]
@@ -41,8 +42,13 @@ def partition(grid: Sequence[int]) -> Partition:
     return Partition(tuple(range(prod(grid))), tuple(grid))
 
 
-def ways(shape: Shape, workers: int) -> Iterator[Layout]:
+@kept_in_job
+def ways(shape: Shape, workers: int) -> list[Layout]:
     """How a tensor may lie on so many workers: each dimension split, two, uneven, whole."""
+    return [*_ways(shape, workers)]
+
+
+def _ways(shape: Shape, workers: int) -> Iterator[Layout]:
     row = Partition(tuple(range(workers)), (workers,))
     D = len(shape)
     for dim in range(D):

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch.nn.attention.flex_attention import flex_attention
 
 import tessel
 from parity import values
@@ -217,6 +219,12 @@ BAD: dict[str, tuple[Callable[[], Any], Any, str]] = {
         RuntimeError,
         "float32",
     ),
+    # was: the compiler that it calls said that it cannot trace us
+    "flex_attention": (
+        lambda: flex_attention(torch.ones(6, 2, 4, 8), *[split(torch.ones(6, 2, 4, 8))] * 2),
+        NotImplementedError,
+        r"flex_attention .* use torch\.nn\.functional\.scaled_dot_product_attention",
+    ),
     "fft of no length": (lambda: torch.fft.fft(reals(6), n=0), RuntimeError, "Invalid"),
     "fft beyond": (lambda: torch.fft.fft(reals(6), dim=3), IndexError, "range"),
 }
@@ -235,6 +243,12 @@ def check_bad(name: str) -> str:
 def test_bad_values_raise_on_every_worker(run: Run, name: str) -> None:
     said = run(check_bad, name, nprocs=3, timeout=30)
     assert len(set(said)) == 1
+
+
+def test_flex_attention_of_compilers() -> None:
+    x = split(torch.ones(1, 2, 4, 8))
+    with pytest.raises(Unsupported, match="in the place of flex_attention use torch"):
+        torch.compile(flex_attention, backend="eager")(x, x, x)
 
 
 def check_weights_of_l1() -> None:

@@ -95,6 +95,17 @@ def check_moves() -> None:
         x.move_to([2, 1])  # type: ignore[arg-type]
 
 
+def check_changes_of_what_was_moved() -> None:
+    """Sums of separate copies are tensors of their own, which may be changed in place."""
+    P = rows()
+    separate = Layout.whole(P, SHAPE)
+    x = values(SHAPE, 1).requires_grad_()
+    y = tessel.Move(separate, separate.summed)(x)
+    close("sum", y.add_(1).detach(), P.size * x.detach() + 1)
+    y.sum().backward()
+    close("gradient", x.grad, torch.ones_like(x))
+
+
 def check_gradients() -> None:
     """Of leaves that are plain, of parts and of spread leaves: all of one process."""
     weights = values(SHAPE, 7)
@@ -598,7 +609,7 @@ CHECKS = (
     ),
     *(check_making, check_bad_input, check_layers, check_outside, check_grids),
     *(check_comparisons, check_other_dtypes, check_detach_in_place, check_initialization),
-    *(check_named_arguments, check_shapes_in_place),
+    *(check_named_arguments, check_shapes_in_place, check_changes_of_what_was_moved),
 )
 
 

@@ -39,22 +39,18 @@ UNO = {
 }
 
 entry = partial(ZooEntry, "neuralop", train=(ROWS, SAMPLES), eval=(QUARTERS, COLUMNS))
-modes = partial(
-    entry,
-    gathers=frozenset({"__setitem__"}),
-    because="it puts the kept modes into zeros that it makes, which every worker has",
-)
 
 ENTRIES = [
-    modes("FNO", model("FNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 16, 12)),
-    modes(
+    entry("FNO", model("FNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 16, 12)),
+    entry(
         "FNO of volumes",
         model("FNO", n_modes=(4, 4, 4), n_layers=2),
         floats(1, 3, 8, 8, 6),
         train=(SLABS,),
         eval=(BEAMS,),
+        tolerance=1e-5,  # neuralop puts the kept modes into zeros in single precision
     ),
-    modes("TFNO", model("TFNO", n_modes=(6, 6), n_layers=2, rank=0.3), floats(2, 3, 16, 12)),
-    modes("UNO", model("UNO", **UNO), floats(2, 3, 16, 12)),
-    modes("SFNO", model("SFNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 12, 24)),
+    entry("TFNO", model("TFNO", n_modes=(6, 6), n_layers=2, rank=0.3), floats(2, 3, 16, 12)),
+    entry("UNO", model("UNO", **UNO), floats(2, 3, 16, 12)),
+    entry("SFNO", model("SFNO", n_modes=(6, 6), n_layers=2), floats(2, 3, 12, 24)),
 ]

@@ -127,6 +127,18 @@ def check_job_variables(facts: Facts) -> Finding | None:
     )
 
 
+def check_launcher(facts: Facts) -> Finding | None:
+    """A task of srun or mpirun that cannot join its job is not a world of one."""
+    if facts.launch_problem is None:
+        return None
+    what, _, mend = facts.launch_problem.rpartition("; ")
+    return Finding(
+        False,
+        f"this is one of several tasks, and scripts cannot join their job: {what}",
+        mend,
+    )
+
+
 def check_threads(facts: Facts) -> Finding | None:
     """Workers share the cores."""
     asked = facts.omp_num_threads  # of each worker: already two of them share the cores
@@ -213,6 +225,7 @@ CHECKS: tuple[Check, ...] = (
     check_interface,
     check_hostname,
     check_job_variables,
+    check_launcher,
     check_gpu_is_used,
     check_threads,
     check_quota,

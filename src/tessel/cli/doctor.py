@@ -129,6 +129,7 @@ def facts_table(facts: Facts) -> Table:
         "open files": f"{facts.open_files} per process",
         "host": f"{facts.hostname} ({facts.host_address or 'does not resolve'})",
         "interfaces": ", ".join(facts.interfaces),
+        "launcher": facts.launched or "none: a script is a world of one",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=True)
     table.add_column(style="cyan", no_wrap=True)

@@ -44,6 +44,8 @@ class Facts:
     transport: str
     nvidia_driver: bool
     job_variables: tuple[str, ...]
+    launched: str | None
+    launch_problem: str | None
     matplotlib: str | None
 
 
@@ -67,6 +69,11 @@ def gather_facts() -> Facts:
         matplotlib = version("matplotlib")
     except PackageNotFoundError:
         matplotlib = None
+    launched = launch_problem = None
+    try:
+        launched = transport.launched_as()
+    except ValueError as error:
+        launch_problem = str(error)
     engine = f"{'with' if transport.has_engine() else 'without'} the compiled engine"
     moves_by = f"shared memory, {engine}"
     if transport.chosen_transport() == "gloo":
@@ -96,6 +103,8 @@ def gather_facts() -> Facts:
         transport=moves_by,
         nvidia_driver=shutil.which("nvidia-smi") is not None,
         job_variables=tuple(v for v in ("RANK", "WORLD_SIZE") if v in os.environ),
+        launched=launched,
+        launch_problem=launch_problem,
         matplotlib=matplotlib,
     )
 

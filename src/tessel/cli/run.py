@@ -45,8 +45,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tessel.cli.rendezvous import BACKEND, SECONDS_TO_MEET, HostRendezvous
 from tessel.cli.stragglers import Stragglers
-from tessel.launch.gate import Endpoint, GateError, interface_of, loopback, read_token
-from tessel.machine import ALLOCATORS, usable_cores
+from tessel.launch.gate import Endpoint, GateError, read_token
+from tessel.machine import ALLOCATORS, interface_of, loopback, usable_cores
 from tessel.settings import chosen, time_limit
 from tessel.transport.copy_program import ENGINES
 from tessel.transport.job import TRANSPORTS

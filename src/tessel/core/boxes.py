@@ -35,6 +35,17 @@ def balanced(length: int, parts: int) -> tuple[Interval, ...]:
     return consecutive(short + (part < longer) for part in range(parts))
 
 
+def chunked(length: int, parts: int) -> tuple[Interval, ...]:
+    """Consecutive parts as `torch.chunk` and DTensor's `Shard` cut them: the last are shorter.
+
+    >>> from tessel.core.boxes import chunked
+    >>> chunked(10, 4)
+    ((0, 3), (3, 6), (6, 9), (9, 10))
+    """
+    size = -(-length // parts)
+    return tuple((min(length, k * size), min(length, (k + 1) * size)) for k in range(parts))
+
+
 def balanced_part(length: int, parts: int, place: int) -> Interval:
     """One of the intervals of `balanced`.
 

@@ -350,17 +350,22 @@ class Layout:
 
     def agreement(self, box: Box) -> Iterator[tuple[Coordinates, Box]]:
         """The places on the grid (0 along shared axes) whose boxes meet `box`, and where."""
-        hits = [
-            [(k, part) for k, own in enumerate(cut.intervals) if (part := boxes.overlap(own, want))]
-            for cut, want in zip(self.cuts, box, strict=True)
-        ]
+        hits = []  # for each dimension, the coordinates at which an interval lies that meets `box`
+        for cut, want in zip(self.cuts, box, strict=True):
+            sizes = [self.partition.shape[axis] for axis in cut.axes]
+            hits.append(
+                [
+                    (tuple(zip(cut.axes, boxes.unravel(k, sizes), strict=True)), part)
+                    for k, own in enumerate(cut.intervals)
+                    if (part := boxes.overlap(own, want))
+                ]
+            )
         copies = [range(self.partition.shape[axis]) for axis in self.separate]
         for chosen in product(*hits):
             met = tuple(part for _, part in chosen)
             coordinates = [0] * self.partition.dim
-            for cut, (k, _) in zip(self.cuts, chosen, strict=True):  # which stores interval k there
-                sizes = [self.partition.shape[axis] for axis in cut.axes]
-                for axis, coordinate in zip(cut.axes, boxes.unravel(k, sizes), strict=True):
+            for places, _ in chosen:
+                for axis, coordinate in places:
                     coordinates[axis] = coordinate
             for copy in product(*copies):
                 for axis, coordinate in zip(self.separate, copy, strict=True):

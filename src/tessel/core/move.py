@@ -101,7 +101,15 @@ class Move(LinearOperator):
             return node(x, self.handle)
         stages = self.stages
         y = stages[0](x) if len(stages) == 1 else stages[0].before(stages[1], x)
-        return shaped(y, self.codomain.local_shape)
+        return self._as_output(y)
+
+    def _as_output(self, y: Tensor) -> Tensor:
+        """What has arrived, in the shape of the part; no view, since nobody has what it views.
+
+        Torch would not let a view that comes out of an autograd function be changed in place.
+        """
+        y = shaped(y, self.codomain.local_shape)
+        return y.detach() if y._is_view() else y
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need first; the result waits for what comes and gives the output.
@@ -116,9 +124,25 @@ class Move(LinearOperator):
             y = receives.pop()()  # what was sent is not kept until the last stage has landed
             for stage in rest:
                 y = stage.begin(y)()
-            return shaped(y, self.codomain.local_shape)
+            return self._as_output(y)
 
         return wait
+
+    def start_adding(self, x: Tensor, total: Tensor) -> Callable[[], None]:
+        """The same, where the output is added to a contiguous tensor that nobody changes meanwhile.
+
+        There is no other room for it, unless it comes in several stages or as another type.
+        """
+        (first, *rest), shape = self.stages, self.codomain.local_shape
+        assert total.shape == shape and total.is_contiguous()
+        if not rest and not first.plan.silent and x.dtype == total.dtype:
+            return first.begin_adding(x, total.view(first.plan.target_shape))
+        wait = self.start(x)
+
+        def add() -> None:
+            total.add_(wait())
+
+        return add
 
 
 class Stage:
@@ -166,6 +190,12 @@ class Stage:
             return y
 
         return arrive
+
+    def begin_adding(self, x: Tensor, y: Tensor) -> Callable[[], None]:
+        """Send what others need; the result adds what arrives to what is in its place."""
+        x = shaped(x, self.plan.source_shape)
+        receives = [buffer._replace(adds=True) for buffer in self._receives(y)]
+        return self.group.exchange(self._sends(x), receives, x.device, self.plan.dense)
 
     def before(self, second: Stage, x: Tensor) -> Tensor:
         """A sum in two exchanges; the part that this worker sums up lies in the output at once."""

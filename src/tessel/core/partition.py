@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from operator import index as as_int
-from typing import Self
+from typing import Any, Self
+
+import torch
 
 from tessel import transport
 from tessel.core import boxes
@@ -141,6 +143,51 @@ class Partition:
         """
         return Partition(self.ranks, tuple(shape))
 
+    @classmethod
+    def from_mesh(cls, mesh: Any) -> Partition:
+        """The workers of a `DeviceMesh` on its grid: axis k is the mesh's dimension k.
+
+        All workers of the job call this. A part of a mesh (`mesh["space"]`) is another on each
+        worker: make the partition of the whole mesh, and take its `slices`.
+
+        Args:
+            mesh: a `torch.distributed.DeviceMesh`.
+        """
+        numbers = getattr(mesh, "mesh", None)
+        if not isinstance(numbers, torch.Tensor):
+            raise TypeError(f"from_mesh: a torch.distributed.DeviceMesh is needed, got {mesh!r}")
+        return cls(tuple(numbers.flatten().tolist()), tuple(numbers.shape))
+
+    def to_mesh(self, device_type: str | None = None, names: Sequence[str] | None = None) -> Any:
+        """These workers on their grid as a `torch.distributed.DeviceMesh`; kept for the job.
+
+        All workers of the job call this, since torch makes groups for the mesh. Workers along each
+        axis must be in ascending order, since torch sorts them.
+
+        Args:
+            device_type: "cpu" or "cuda"; None for "cuda" in a job with NCCL, else "cpu".
+            names: of its dimensions, one for each axis.
+        """
+        if names is not None and len(names) != self.dim:
+            raise ValueError(f"to_mesh: {self.dim} names are needed for {self}, got {names!r}")
+        self.check_as_mesh()
+        given = None if names is None else tuple(names)
+        return transport.mesh_of(self.ranks, self.shape, device_type, given)
+
+    def check_as_mesh(self) -> None:
+        """Raise if torch would take the workers of a mesh with this grid in another order.
+
+        Its groups sort their workers, and DTensor takes the place in a group for that on the grid.
+        """
+        for axis in range(self.dim):
+            for row in self.rows([axis]):
+                if row != tuple(sorted(row)):
+                    raise ValueError(
+                        f"workers {row} along axis {axis} of {self} are not in ascending order, "
+                        f"and torch's DTensor would mix up their parts; use a partition with "
+                        f"ascending workers along each axis"
+                    )
+
     def rows(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """The workers in rows: those of one row differ only along `axes`."""
         along = self.axes(axes)
@@ -252,8 +299,8 @@ class HypotheticalPartition(Partition):
 def world() -> Partition:
     """The partition of all workers of the job, in a row.
 
-    Under `torchrun` or `tessel run` this joins the job; in a plain `python script.py` it is a
-    world of one worker, on which everything works and nothing is sent.
+    Under `torchrun`, `tessel run`, `srun` or `mpirun` this joins the job; in a plain
+    `python script.py` it is a world of one worker, on which everything works and nothing is sent.
 
     >>> import tessel
     >>> tessel.world().ranks

@@ -139,9 +139,10 @@ def plan(source: Layout, target: Layout, worker: int) -> Plan:
     # Whether every worker takes only from itself: of all workers, not of this one, since a group
     # that has nothing to send makes no exchange at all, and everybody must know that.
     is_silent = all(
-        piece.peer == each
+        _giver(source, place, target, each) == each
         for each in target.partition.ranks
-        for piece in _takes(source, target, each)
+        if (box := target.box(each)) is not None
+        for place, _ in source.agreement(box)
     )
     # Whether everybody, more than two, takes from everybody: then one all-to-all is quickest.
     workers, cuts = set(source.partition.ranks), zip(source.cuts, target.cuts, strict=True)

@@ -1,8 +1,10 @@
-"""Tessel and other parts of torch: sharded checkpoints of `torch.distributed.checkpoint`.
+"""Tessel and other parts of torch: DTensors, and checkpoints of `torch.distributed.checkpoint`.
 
-It may import `state`, where they are implemented, and packages below it.
+It may import `state`, where checkpoints are implemented, and packages below it.
 """
 
+from tessel.interop.dtensors import from_dtensor as from_dtensor
+from tessel.interop.dtensors import layout_of as layout_of
 from tessel.state.checkpoint import ModelState as ModelState
 from tessel.state.checkpoint import OptimizerState as OptimizerState
 from tessel.state.checkpoint import Part as Part

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from tessel.launch.gate import loopback
-from tessel.machine import keep_freed_memory
+from tessel.machine import keep_freed_memory, loopback
+from tessel.settings import OF_TASKS
 
 _OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
@@ -44,14 +44,14 @@ class Environment(NamedTuple):
         )
 
     def enter(self, known: dict[str, str], variables: dict[str, str]) -> None:
-        """Take on this environment, with these variables instead of those that torchrun sets.
+        """Take on this environment, with these variables instead of those that launchers set.
 
         `known` are the environment variables of the environment before, and then those of this one.
         """
         environ = {
             name: value
             for name, value in self.environ.items()
-            if not name.startswith("TORCHELASTIC_") and name not in _OF_TORCHRUN
+            if not name.startswith("TORCHELASTIC_") and name not in (*_OF_TORCHRUN, *OF_TASKS)
         } | variables
         # Only what has changed since the last call: what the worker has set itself stays.
         for name in known.keys() - environ.keys():

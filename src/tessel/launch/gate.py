@@ -17,14 +17,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import hmac
-import ipaddress
 import os
 import secrets
 import socket
 import stat
-import struct
 import threading
 import time
 from collections.abc import Coroutine
@@ -39,7 +36,6 @@ _SECONDS_TO_PROVE = 10.0
 _SECONDS_BETWEEN_ATTEMPTS = 0.2
 _MOST_STRANGERS = 64  # connections at a time that have proved nothing yet
 _FEWEST_LETTERS = 16  # of a token
-_SIOCGIFADDR = 0x8915
 
 
 class GateError(OSError):
@@ -132,30 +128,6 @@ def _checked_token(token: bytes, source: str) -> bytes:
             f"the token in {source} must have {_FEWEST_LETTERS} letters or more, got {len(token)}"
         )
     return token
-
-
-def interface_of(address: str) -> str | None:
-    """The name of this host's network interface that has an address, if it is known."""
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    if wanted.version == 6:
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            number, *_, name = line.split()
-            if int(number, 16) == int(wanted):
-                return name
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(query.fileno(), _SIOCGIFADDR, request)[20:24]
-                if found == wanted.packed:
-                    return name
-    return loopback() if wanted.is_loopback else None  # which has all of 127.0.0.0/8
-
-
-def loopback() -> str | None:
-    """The name of the loopback interface, if this host has one."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 class _Secret:

@@ -29,6 +29,7 @@ from tessel.nn.layer import Layer, alone, entered, lies, needs_of
 from tessel.nn.nesting import nested, tensors_in
 from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.adoption import belongs_elsewhere
 from tessel.tensor.gathering import check_choice, written_whole
 from tessel.tensor.gathering import fallback as choose_fallback
 from tessel.tensor.shared_random import common_seed, has_common_seed, seed_generators
@@ -343,7 +344,12 @@ class Entrance:
         # What a checkpoint computes again is inside, too, and so is all that it calls: plain
         # tensors are whole there. A checkpoint puts back the generators that it found.
         if in_backward() and (spread or has_common_seed()):
-            with setting(running, P_x), choose_fallback(self.conversion.fallback):
+            held = self._held_by(Contents(self.module), given)
+            with (
+                setting(running, P_x),
+                choose_fallback(self.conversion.fallback),
+                setting(belongs_elsewhere, held),
+            ):
                 return self.forward(*args, **kwargs)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
@@ -360,6 +366,7 @@ class Entrance:
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
             setting(written_whole, []),
+            setting(belongs_elsewhere, self._held_by(contents, given)),
         ):
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
@@ -377,6 +384,17 @@ class Entrance:
             lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
             result,
         )
+
+    def _held_by(self, contents: Contents, given: list[Tensor]) -> Callable[[Tensor], bool]:
+        """What knows the tensors that others than the code of the model may look at."""
+
+        def is_held(x: Tensor) -> bool:
+            known = (*contents.values, *given)
+            return any(each is x for each in known) or any(
+                each is x for module in self.module.modules() for each in vars(module).values()
+            )
+
+        return is_held
 
     def _check_no_whole(self, result: Any) -> None:
         """Raise for a plain result that may hold parts which were written into a plain tensor.

@@ -6,7 +6,9 @@ Values can be read from a tensor that every worker has whole.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ OF_THE_WHOLE = frozenset(
     (
         *("get shape", "get dtype", "get device", "get ndim", "get is_cuda", "get itemsize"),
         *("get is_mps", "get is_xpu", "get is_cpu", "get is_sparse", "get is_quantized"),
-        *("get is_meta", "get is_nested", "get nbytes", "get is_sparse_csr", "get is_mkldnn"),
+        *("get is_meta", "get nbytes", "get is_sparse_csr", "get is_mkldnn"),
         *("get is_vulkan", "get is_ipu", "get is_xla", "get is_mtia", "get is_maia"),
         *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"),
         *("is_floating_point", "is_complex", "get_device", "element_size", "__hash__"),
@@ -55,6 +57,29 @@ def of_the_whole(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
 def of_the_part(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """What is the same for a part as for the whole, or of autograd's graph."""
     return func(open_part(args[0]), *args[1:], **kwargs)
+
+
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+
+
+@rule("get is_nested")
+def is_nested(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """A spread tensor is not; and `flex_attention` raises, which asks this first.
+
+    It hands its operands to a compiler without asking them: all else comes too late for an error
+    of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(8):  # ours, and the one that asks
+        if frame is not None and frame.f_globals.get("__name__") == _FLEX_ATTENTION:
+            raise NotImplementedError(
+                f"flex_attention compiles its own code and has no rule for spread tensors, got "
+                f"{args[0]._layout}; use torch.nn.functional.scaled_dot_product_attention with "
+                f"is_causal=True or attn_mask=..., a tensor of what the mask_mod or score_mod "
+                f"gives: it leaves batch, heads and sequence split"
+            )
+        frame = None if frame is None else frame.f_back
+    return of_the_whole(name, func, args, kwargs)
 
 
 @rule("get requires_grad", "get grad_fn", "get is_leaf")

@@ -162,6 +162,7 @@ def visits(
             assert x is not None
             coming[k] = inputs[k].fetch(schedule, step + 1).start(x)
         yield step, held, schedule.tiles(schedule.place, step)
+        held.clear()  # before there is room for the block after the next
 
 
 ROWS = Operand(rows=True)  # a row of numbers for each query
@@ -195,30 +196,48 @@ class BlockSum:
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         xs = tuple(None if x is None else x.detach() for x in xs)
         totals = [_zeros(xs[k]) for k in self.like]
-        sent: list[tuple[Tensor, Wait]] = []  # outputs of the step before, on their way back
+        waits: list[Callable[[], None]] = []  # for outputs of the step before, on their way back
         for step, held, tiles in visits(self.schedule, self.inputs, xs):
             # outputs whose columns are another's go back to it
             back = [each.layout is not None and step > 0 for each in self.outputs]
-            found = [
-                _zeros(held[k]) if goes else total
-                for total, k, goes in zip(totals, self.like, back, strict=True)
-            ]
-            for tile in tiles:
-                pieces = [
-                    None if x is None else each.piece(x, tile)
-                    for x, each in zip(held, self.inputs, strict=True)
-                ]
-                terms = self.term(tile, *pieces)
-                for each, whole, piece in zip(self.outputs, found, terms, strict=True):
-                    each.piece(whole, tile).add_(piece)
-            _add(sent)
-            sent = [
-                (totals[n], each.fetch(self.schedule, step).H.start(found[n].to(_dtype(xs[k]))))
-                for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True))
-                if back[n]
-            ]
-        _add(sent)
+            own = [None if goes else total for total, goes in zip(totals, back, strict=True)]
+            found = self._summed(held, tiles, own)
+            while waits:
+                waits.pop(0)()
+            for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True)):
+                if back[n]:
+                    part = found[n].to(_dtype(xs[k]))
+                    waits.append(each.fetch(self.schedule, step).H.start_adding(part, totals[n]))
+            del found
+        for wait in waits:
+            wait()
         return tuple(t.to(_dtype(xs[k])) for t, k in zip(totals, self.like, strict=True))
+
+    def _summed(
+        self, held: Sequence[Tensor | None], tiles: Sequence[Tile], own: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """What the tiles of a step add up to, in the tensors that are given for some outputs.
+
+        Another output is the term itself, if there is one tile and it has all rows and columns.
+        """
+        found = list(own)
+        for tile in tiles:
+            pieces = [
+                None if x is None else each.piece(x, tile)
+                for x, each in zip(held, self.inputs, strict=True)
+            ]
+            terms: list[Tensor | None] = list(self.term(tile, *pieces))
+            for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True)):
+                piece, like, total = terms[n], held[k], found[n]
+                terms[n] = None  # no term is kept longer than it is needed
+                assert piece is not None and like is not None
+                if total is None and len(tiles) == 1 and piece.shape == like.shape:
+                    found[n] = widened(piece)
+                    continue
+                total = _zeros(like) if total is None else total
+                each.piece(total, tile).add_(piece)
+                found[n] = total
+        return [_zeros(held[k]) if x is None else x for x, k in zip(found, self.like, strict=True)]
 
     def vjp(
         self,
@@ -268,12 +287,6 @@ def derived(term: Term, count: int, wanted: tuple[int, ...]) -> Term:
         return tuple(found)
 
     return derivative
-
-
-def _add(sent: list[tuple[Tensor, Wait]]) -> None:
-    """Add what has come back to what it belongs to."""
-    for total, wait in sent:
-        total.add_(wait())
 
 
 def _dtype(x: Tensor | None) -> torch.dtype:

@@ -132,13 +132,17 @@ class BlockwiseAttention:
         for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
                 old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
-                more, sums = self._attended(tile, *self._pieces(tile, held))
-                new = torch.logaddexp(old, sums)
-                # where nothing is seen yet both are -inf, and their difference is no number
-                base = new.masked_fill(new == -math.inf, 0)
-                out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
-                old.copy_(new)
+                self._merge(old, out, *self._attended(tile, *self._pieces(tile, held)))
         return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
+
+    @staticmethod
+    def _merge(old: Tensor, out: Tensor, more: Tensor, sums: Tensor) -> None:
+        """Put the attention to more keys into that to the ones before, with its logarithms."""
+        new = torch.logaddexp(old, sums)
+        # where nothing is seen yet both are -inf, and their difference is no number
+        base = new.masked_fill(new == -math.inf, 0)
+        out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
+        old.copy_(new)
 
     def _pieces(self, tile: Tile, held: Sequence[Tensor | None]) -> list[Any]:
         both = zip(held, self.operands, strict=True)

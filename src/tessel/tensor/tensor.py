@@ -84,6 +84,7 @@ class Tensor(torch.Tensor):
     ]  # what is done with one of spread tensors and others that know their layouts
     below: ClassVar[Handler]  # what is done for code that went round torch's functions
     as_shard: ClassVar[Callable[[Tensor], torch.Tensor]]  # what `tessel.distributed` makes of parts
+    as_dtensor: ClassVar[Callable[[Tensor, Any], Any]]  # what `tessel.interop` makes of them
 
     @staticmethod
     def __new__(cls, part: torch.Tensor, layout: Layout, records: bool = True) -> Tensor:
@@ -177,6 +178,22 @@ class Tensor(torch.Tensor):
         return Tensor.as_shard(self)
 
     @untraced
+    def to_dtensor(self, mesh: Any = None) -> Any:
+        """This tensor as a `torch.distributed.tensor.DTensor`, without a copy; gradients pass.
+
+        An axis that splits dimension d is `Shard(d)`, shared copies are `Replicate()`, separate
+        ones `Partial()`. `tessel.from_dtensor` is the way back.
+
+        Args:
+            mesh: a `DeviceMesh` with the same workers on the same grid; None for
+                `partition.to_mesh()`, for which all workers of the job call this.
+
+        Raises:
+            ValueError: if placements cannot say it, as parts that are not those of `torch.chunk`.
+        """
+        return Tensor.as_dtensor(self, mesh)
+
+    @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = new = Tensor(deepcopy(self._part, memo), self._layout)
@@ -189,6 +206,14 @@ class Tensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         part = self._part.detach().requires_grad_(self._part.requires_grad)
         return restored, (part, self._layout, getattr(self, "_is_param", False))
+
+
+# What compilers say where their graph may not end, as inside of a higher-order operator.
+_METHOD: Any = Tensor.__torch_function__
+_METHOD.__func__._torchdynamo_disable_msg = (
+    "functions of spread tensors follow rules, which compilers call and do not trace; in the place "
+    "of flex_attention use torch.nn.functional.scaled_dot_product_attention with a mask"
+)
 
 
 def absent(what: str, layout: Layout) -> ValueError:

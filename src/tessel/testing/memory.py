@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.table import tensors
 
 
 class Memory:
@@ -71,8 +71,8 @@ class _MemoryCounter(TorchDispatchMode):
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    for each in tree_leaves(values):
+    for each in tensors(values):
         if isinstance(each, SpreadTensor):
             each = each._part  # what this worker stores of it
-        if isinstance(each, torch.Tensor) and each.device.type != "meta":
+        if each.device.type != "meta":
             yield each.untyped_storage()

@@ -31,9 +31,11 @@ from tessel.transport.job import start as start
 from tessel.transport.job import tagged as tagged
 from tessel.transport.job import total_traffic as total_traffic
 from tessel.transport.job import when_joined as when_joined
+from tessel.transport.mesh import mesh_of as mesh_of
 from tessel.transport.reading import is_pinned as is_pinned
 from tessel.transport.traffic import Traffic as Traffic
 from tessel.transport.wire import share_over as share_over
 from tessel.transport.world import is_distributed as is_distributed
+from tessel.transport.world import launched_as as launched_as
 from tessel.transport.world import num_workers as num_workers
 from tessel.transport.world import this_worker as this_worker

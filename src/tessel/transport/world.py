@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tessel.limits import time_limit
 from tessel.machine import keep_freed_memory
 from tessel.settings import warn_of_unknown, whole_number
+from tessel.transport.launchers import LaunchedJob, find_job, meet, own_interface
 
 _CAN_BE_DISTRIBUTED = dist.is_available()  # torch may have been built without it
 
@@ -36,21 +37,44 @@ def num_workers() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
+def launched_as() -> str | None:
+    """What the launcher's variables say of this process; None for a world of one.
+
+    Raises:
+        ValueError: as `join` does.
+    """
+    rank, workers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is not None and workers is not None:
+        return f"RANK and WORLD_SIZE: worker {rank} of {workers}"
+    job = find_job(os.environ)
+    return None if job is None else str(job)
+
+
 def join(backend: str | None = None) -> bool:
     """Join the job that the launcher's environment describes; whether there was one to join.
 
     Args:
         backend: "gloo" or "nccl"; None for what fits the devices.
+
+    Raises:
+        ValueError: if the variables of srun or mpirun say that there are several tasks, but not how
+            they meet.
+        RuntimeError: if they do not meet.
     """
     if is_distributed():
         return False
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        launched = find_job(os.environ)
+        if launched is not None:
+            _enter(launched)
     warn_of_unknown()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
     if backend is None:
         backend = "nccl" if _has_own_gpu() else "gloo"
     if backend == "nccl":
-        torch.cuda.set_device(whole_number("LOCAL_RANK", 0))
+        place = whole_number("LOCAL_RANK", 0)
+        torch.cuda.set_device(place % torch.cuda.device_count() if _binds_gpus() else place)
         backend = "cpu:gloo,cuda:nccl"  # workers also agree, by small tensors of the CPU
     store, rank, workers = _rendezvous()
     keep_freed_memory()  # as `tessel run` does: with torchrun a step may take twice as long else
@@ -68,9 +92,31 @@ class _Place:
     rank: int
     workers: int
     jobs: int = 0
+    binds_gpus: bool = False  # each worker sees its own ones alone
 
 
 _places: dict[tuple[str | None, ...], _Place] = {}  # by what the environment says of them
+
+
+def _key() -> tuple[str | None, ...]:
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    return tuple(os.environ.get(name) for name in names)
+
+
+def _enter(job: LaunchedJob) -> None:
+    """Meet the other tasks that srun or mpirun has started, and set what torchrun would have set.
+
+    After they have met, and not before: a second attempt is to look at the launcher's variables.
+    """
+    store = meet(job, time_limit())
+    for name, value in job.variables.items():
+        os.environ.setdefault(name, value)
+    interface = own_interface(job)
+    if interface is not None:  # Gloo and NCCL would take what the host's name stands for
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    _places.clear()
+    _places[_key()] = _Place(store, job.rank, job.workers, binds_gpus=job.binds_gpus)
 
 
 def _rendezvous() -> tuple[Any, int, int]:
@@ -79,8 +125,7 @@ def _rendezvous() -> tuple[Any, int, int]:
     The store of the launcher outlives a job: one who comes to the next job early must not find the
     server of the last one as it goes, or the addresses that were left there.
     """
-    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    key = tuple(os.environ.get(name) for name in names)
+    key = _key()
     if key not in _places:
         _places.clear()
         limit = time_limit()
@@ -95,9 +140,17 @@ def _has_own_gpu() -> bool:
     """Whether each worker of this host can have a GPU, which NCCL does not let two share."""
     workers = whole_number("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if gpus and _binds_gpus():
+        return True
     if 0 < gpus < workers:
         warnings.warn(
             f"{workers} workers on a host with {gpus} GPUs: tensors are sent over Gloo, not NCCL",
             stacklevel=5,
         )
     return gpus >= workers
+
+
+def _binds_gpus() -> bool:
+    """Whether the launcher lets each worker see GPUs that no other one has."""
+    place = _places.get(_key())
+    return place is not None and place.binds_gpus

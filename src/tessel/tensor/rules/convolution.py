@@ -37,6 +37,7 @@ from tessel.tensor.table import (
 )
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.tensor import made, opened
+from tessel.tensor.thin_volumes import in_order, order_for, turned, turned_back
 from tessel.tensor.windowed import Windowed, hashable, outline, tuple_of
 from tessel.transport import kept_in_job
 
@@ -394,16 +395,17 @@ def _convolved(
     settings: ConvolutionSettings,
     groups: int | None = None,
 ) -> Tensor:
-    y: Tensor = _CONVOLUTIONS[settings.num_dims - 1](
-        x,
-        weight,
-        bias,
-        settings.stride,
-        padding,
-        settings.dilation,
-        settings.groups if groups is None else groups,
-    )
-    return y
+    groups = settings.groups if groups is None else groups
+    numbers: tuple[Numbers, ...] = (settings.stride, padding, settings.dilation)
+    convolve: Any = _CONVOLUTIONS[settings.num_dims - 1]
+    order = order_for(x, groups)
+    y: Tensor
+    if order is None:
+        y = convolve(x, weight, bias, *numbers, groups)
+        return y
+    numbers = tuple(in_order(each, order) for each in numbers)
+    y = convolve(turned(x, order), turned(weight, order), bias, *numbers, groups)
+    return turned_back(y, order)
 
 
 def _by_strips(

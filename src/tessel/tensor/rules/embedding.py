@@ -67,7 +67,7 @@ def embedding(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     equation = ((letters, "XY"), letters + "Y")
     if isinstance(weight, Tensor) and weight._layout.is_split(0):
         return _of_rows(name, equation, indices, weight, given)
-    return batched(name, equation, "X", (indices, weight), lambda i, w: func(i, w, **given))
+    return batched(name, equation, "X", (indices, weight), func, given)
 
 
 def _of_rows(name: str, equation: Any, indices: Tensor, weight: Tensor, given: Settings) -> Tensor:
@@ -108,9 +108,7 @@ def embedding_bag(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
     if holds_anywhere((indices < 0) | (indices >= weight.shape[0])):
         raise IndexError(f"index out of range: the table has {weight.shape[0]} rows")
     if factors is None:
-        return batched(
-            name, (("nl", "XY"), "nY"), "lX", (indices, weight), lambda i, w: func(i, w, **given)
-        )
+        return batched(name, (("nl", "XY"), "nY"), "lX", (indices, weight), func, given)
     return batched(
         name,
         (("nl", "XY", "nl"), "nY"),
@@ -162,7 +160,7 @@ def searchsorted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     rows = ascii_lowercase[: x.dim() - 1] if sequence.dim() > 1 else ""
     letters = ascii_lowercase[: x.dim() - 1] + "Y" if x.dim() else ""
     equation = ((rows + "X", letters), letters)
-    return batched(name, equation, "X", (sequence, x), lambda s, v: func(s, v, **rest))
+    return batched(name, equation, "X", (sequence, x), func, rest)
 
 
 def _without(kwargs: Settings, name: str) -> Settings:
@@ -174,13 +172,13 @@ def grid_sample(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Values of images between their points: whole images, and points in parts."""
     given = arguments_of(name, func, args, kwargs)
     x, grid = given.pop("input"), given.pop("grid")
-    outlines(func, (x, grid), given)
     if given["align_corners"] is None:
-        given["align_corners"] = False  # torch has warned of it
+        outlines(func, (x, grid), given)  # torch's own warning
+        given["align_corners"] = False
     space, points = ("XYZ"[: x.dim() - 2], "xyz"[: x.dim() - 2])
     equation = (("nc" + space, "n" + points + "k"), "nc" + points)
     whole = space + "k"
-    return batched(name, equation, whole, (x, grid), lambda a, b: func(a, b, **given))
+    return batched(name, equation, whole, (x, grid), func, given)
 
 
 @rule("affine_grid")

@@ -3,6 +3,10 @@
 Transforms along different dimensions commute, but for the one that is real on one side: it is the
 first of a transform of real tensors, and the last of one to them. Dimensions that are whole are
 transformed where they are; one that is split goes to its hosts, and comes back.
+
+In a converted model a spectrum of several dimensions does not come back: it stays split along its
+other dimensions, in which models take few modes and combine them one by one, and from which the
+inverse transform brings the result home. So what travels there and back is one tensor each.
 """
 
 from __future__ import annotations
@@ -12,9 +16,18 @@ from typing import Any
 
 import torch
 
-from tessel.tensor.rules.hosting import along
+from tessel.core.layout import Layout
+from tessel.tensor.rules.hosting import along, hosted
 from tessel.tensor.rules.reductions import argument, dims_of
-from tessel.tensor.table import Arguments, Settings, outlines, rule
+from tessel.tensor.table import (
+    Arguments,
+    Settings,
+    in_backward,
+    in_checkpoint,
+    outlines,
+    rule,
+    running,
+)
 from tessel.tensor.tensor import Tensor
 from tessel.tensor.windowed import outline
 
@@ -55,8 +68,13 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
     if not dims:  # torch gives what it got, in the type of a transform
         return x if x.is_complex() else x + 0j
     sizes = [None] * len(dims) if lengths is None else [None if n == -1 else n for n in lengths]
-    most, last, is_first = _SEVERAL[name.removeprefix("fft_")[:-1]]
+    kind = name.removeprefix("fft_")[:-1]
+    most, last, is_first = _SEVERAL[kind]
     steps = list(zip(dims, sizes, strict=True))
+    # What a checkpoint computes again, it may compute outside of the model.
+    model = None if in_checkpoint() or in_backward() else running.get()
+    if model is not None and model == layout.partition and model.dim == ndim and len(dims) > 1:
+        return _through_hosts(kind, x, steps, norm)
     if is_first:
         x = _along_one(last, x, *steps[-1], norm)
     # The others commute: whole dimensions at once, then split ones, one after the other.
@@ -70,6 +88,28 @@ def transform_several(name: str, func: Any, args: Arguments, kwargs: Settings) -
         if x._layout.is_split(dim):
             x = _along_one(most, x, dim, n, norm)
     return x if is_first else _along_one(last, x, *steps[-1], norm)
+
+
+def _through_hosts(
+    kind: str, x: Tensor, steps: list[tuple[int, int | None]], norm: str | None
+) -> Tensor:
+    """Along several dimensions in a model, one after the other, from host to host.
+
+    What is transformed hosts what will be: at the end, the last one is hosted by the others. The
+    result of a transform back lies as the model's tensors do, where axis d splits dimension d.
+    """
+    most, last, is_first = _SEVERAL[kind]
+    dims = {dim for dim, _ in steps}
+    # the whole ones first, since they can be hosts; but the real one is the first, or the last
+    rest = sorted(steps[:-1], key=lambda step: x._layout.is_split(step[0]))
+    order = [(steps[-1], last), *((step, most) for step in rest)]
+    order = order if is_first else [*order[1:], order[0]]
+    for (dim, n), function in order:
+        x = x.move_to(hosted(x._layout, (dim,), tuple(sorted(dims - {dim}))))
+        x = _along_one(function, x, dim, n, norm)
+    if kind in ("fft", "rfft", "ihfft"):
+        return x
+    return x.move_to(Layout.balanced(x._layout.partition, x.shape))
 
 
 def _along_one(kind: str, x: Tensor, dim: int, n: int | None, norm: str | None) -> Tensor:

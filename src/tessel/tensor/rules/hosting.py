@@ -22,21 +22,22 @@ from tessel.tensor.tensor import Tensor
 from tessel.transport import kept_in_job
 
 
-def hosted(layout: Layout, dims: tuple[int, ...]) -> Layout:
+def hosted(layout: Layout, dims: tuple[int, ...], hosts: tuple[int, ...] = ()) -> Layout:
     """A layout of the same tensor with some dimensions whole, on as many workers as it can be.
 
-    The layout itself, if they are.
+    The layout itself, if they are. Hosts are the longest dimensions, of those that are given if
+    one is long enough.
 
     >>> import tessel
     >>> layout = tessel.Layout.balanced(tessel.world(), (6,))
     >>> hosted(layout, (0,)) is layout
     True
     """
-    return _hosted(layout, dims) if any(map(layout.is_split, dims)) else layout
+    return _hosted(layout, dims, hosts) if any(map(layout.is_split, dims)) else layout
 
 
 @kept_in_job
-def _hosted(layout: Layout, dims: tuple[int, ...]) -> Layout:
+def _hosted(layout: Layout, dims: tuple[int, ...], first: tuple[int, ...]) -> Layout:
     sizes = layout.partition.shape
     cuts = list(layout.cuts)
     for dim in dims:
@@ -52,6 +53,7 @@ def _hosted(layout: Layout, dims: tuple[int, ...]) -> Layout:
             shared.append(axis)
             continue
         # the longest parts, so that what remains of them is even
+        hosts = [dim for dim in hosts if dim in first] or hosts
         host = max(hosts, key=lambda dim: layout.shape[dim] / len(cuts[dim].intervals))
         axes = (*cuts[host].axes, axis)
         count = len(cuts[host].intervals) * sizes[axis]

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from tessel.core import boxes
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.tensor.adoption import adopted
 from tessel.tensor.rules.batched import whole_of
 from tessel.tensor.rules.hosting import hosted, reshaped_along, split_like
 from tessel.tensor.rules.masks import (
@@ -212,6 +213,22 @@ def _picked(x: Tensor, picks: tuple[Pick, ...], news: tuple[int, ...]) -> Tensor
     """Slices and numbers; a number of a split dimension gives values that all workers share."""
     layout = x._layout
     reads, target = _reading(layout, picks, news)
+    if reads != layout:
+        # What is not picked of whole dimensions does not travel; a number is a slice until then.
+        here: list[Run] = []
+        left: list[Pick] = []
+        for dim, (pick, n) in enumerate(zip(picks, layout.shape, strict=True)):
+            if layout.is_split(dim):
+                here.append((0, n, 1))
+                left.append(pick)
+            elif isinstance(pick, int):
+                here.append((pick, pick + 1, 1))
+                left.append(0)
+            else:
+                here.append(pick)
+                left.append((0, len(range(*pick)), 1))
+        if here != [(0, n, 1) for n in layout.shape]:
+            return _picked(_picked(x, tuple(here), ()), tuple(left), news)
     local: list[Any] = []
     for dim, pick in enumerate(picks):
         if not layout.is_split(dim):
@@ -398,10 +415,11 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     x, key, value = args
     if not isinstance(x, Tensor):
         layouts = held_layouts(args)
-        if not all(map(is_whole, layouts)):
+        if all(map(is_whole, layouts)):
+            func(*parts(args))
+            return
+        if not adopted(x, _around(name, x, key, value)):
             raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
-        func(*parts(args))
-        return
     given = key if isinstance(key, tuple) else (key,)
     if "_withheld" in x.__dict__ and not any(map(is_mask, given)):
         put_back(x, _items(name, key, x._layout), value)
@@ -428,6 +446,34 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
     part = moved(x, there).clone()
     part[at] = value
     _replaced("__setitem_", x, made(part, there))
+
+
+def _around(name: str, x: torch.Tensor, key: Any, value: Any) -> Layout | None:
+    """How a plain tensor lies after a write of parts into some slices of it; None if that is more.
+
+    Each dimension is split as in the values, in balanced parts where it is longer.
+    """
+    given = key if isinstance(key, tuple) else (key,)
+    if not isinstance(value, Tensor) or any(is_mask(each) or _is_index(each) for each in given):
+        return None
+    layout = value._layout
+    items = _items(name, key, shared_whole(layout.partition, x.shape))
+    return _around_region(layout, tuple(x.shape), tuple(items))
+
+
+@kept_in_job
+def _around_region(layout: Layout, shape: Shape, items: tuple[Pick | None, ...]) -> Layout | None:
+    cuts = {}
+    kept = [k for k, each in enumerate(items) if not isinstance(each, int)]
+    dims = [sum(each is not None for each in items[:k]) for k in range(len(items))]
+    # values are broadcast: their last dimensions are those of the slices
+    for k, cut, n in zip(kept[::-1], layout.cuts[::-1], layout.shape[::-1], strict=False):
+        dim, count = dims[k], len(cut.intervals)
+        if items[k] is not None and 1 < count <= shape[dim]:
+            even = Cut(cut.axes, boxes.balanced(shape[dim], count))
+            cuts[dim] = cut if n == shape[dim] else even
+    whole = [Cut.whole(n) for n in shape]
+    return of_cuts(layout.partition, shape, tuple(cuts.get(d, w) for d, w in enumerate(whole)))
 
 
 def _assign_at_mask(name: str, x: Tensor, given: Sequence[Any], value: Any) -> None:

@@ -288,8 +288,17 @@ def loss_dtype(func: Any, kinds: Kinds, autocast: bool) -> torch.dtype:
     kind = torch.int64 if target.dtype == torch.uint8 else target.dtype
     shape = target.shape if is_row or len(x.shape) != len(target.shape) else ()
     given["target"] = target._replace(dtype=kind, shape=shape)
-    func(**{key: _outlined(each) for key, each in given.items()})
+    # which shapes fit depends neither on how losses are summed up nor on how much is smoothed
+    values_only = ("reduction", "label_smoothing")
+    _check_shapes(func, tuple(each for each in given.items() if each[0] not in values_only))
     return found.dtype
+
+
+@lru_cache(maxsize=1024)
+@_asked()
+def _check_shapes(func: Any, kinds: Kinds) -> None:
+    """Raise torch's own error for shapes that do not fit; without values, in Python, for 20 ms."""
+    func(**{key: _outlined(each) for key, each in kinds})
 
 
 @rule("linear_cross_entropy", plain=True)

@@ -11,6 +11,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
+from tessel.tensor.adoption import adopted
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -98,9 +99,12 @@ def pointwise(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if is_in_place(name) or bool(kwargs.get("inplace")):  # the others lie as the first does
         first, layouts = args[0], held_layouts(args, kwargs)
         if not isinstance(first, Tensor):
-            if not all(map(is_whole, layouts)):
+            if all(map(is_whole, layouts)):
+                return func(*parts(args), **parts(kwargs))
+            if not isinstance(first, torch.Tensor) or not adopted(
+                first, common_layout(name, [*args, *kwargs.values()])
+            ):
                 raise unsupported(name, "it would put a part into a tensor that is whole", *layouts)
-            return func(*parts(args), **parts(kwargs))
         # `x[1:] += y` puts the view that is changed back into x, where it need not be one
         goes_back = name in _AUGMENTED and may_go_back(first)
         if not goes_back:

@@ -76,26 +76,47 @@ def rows_at(x: Tensor, dim: int, index: torch.Tensor, negative: bool = True) -> 
     part = open_part(x)
     if outlining.get():  # nobody can say which rows these are, and none of them comes here
         return made(anchored_zeros(target.local_shape, part), target)
-    with torch.no_grad():
-        mine = moved(spread, lies).reshape(-1).long()
-        if is_whole(spread._layout):
-            whole = open_part(spread).long()
-            check_range((whole,), dim, length, negative)
-            readers = _readers(lies, whole.device).reshape(-1)
-            whole, mine = whole.reshape(-1) % max(1, length), mine % max(1, length)
-            exchange, found = RowExchange.known(partition, rows, readers, whole, distinct=True)
-            order = torch.searchsorted(found, mine)
-        else:
-            check_told(partition, rows.axes, mine, dim, length, negative)
-            mine = mine % max(1, length)
-            owner = owners(mine, rows.intervals)
-            starts = torch.tensor([start for start, _ in rows.intervals], device=mine.device)
-            exchange, order = RowExchange.asked(
-                partition, rows.axes, owner, mine - starts[owner], distinct=True
-            )
+    exchange, order = _exchange_of(layout, dim, spread, lies, distinct=True, negative=negative)
     table = exchange.read(part, layout, dim)
     y = computed(lambda rows: rows.index_select(dim, order), table)
     return made(y.reshape(target.local_shape), target)
+
+
+@torch.no_grad()
+def _exchange_of(
+    layout: Layout, dim: int, index: Tensor, lies: Layout, *, distinct: bool, negative: bool
+) -> tuple[RowExchange, torch.Tensor]:
+    """The exchange of the rows at an index, and the order of this worker's entries in it.
+
+    Args:
+        layout: of the tensor that has the rows.
+        dim: the dimension of the rows.
+        index: the rows; on all workers, or in parts.
+        lies: how entries of the index lie for whom they are read or written.
+        distinct: whether a row travels once for a worker, however often its entries name it. Then
+            the order says for each entry where its row is among those that travel; else it says
+            which entry travels first, second, and so on.
+        negative: whether the index may count from the end.
+    """
+    rows, length, partition = layout.cuts[dim], layout.shape[dim], layout.partition
+    mine = moved(index, lies).reshape(-1).long()
+    if is_whole(index._layout):
+        whole = open_part(index).long()
+        check_range((whole,), dim, length, negative)
+        readers = _readers(lies, whole.device).reshape(-1)
+        whole, mine = whole.reshape(-1) % max(1, length), mine % max(1, length)
+        exchange, found = RowExchange.known(partition, rows, readers, whole, distinct=distinct)
+        if distinct:
+            return exchange, torch.searchsorted(found, mine)
+        return exchange, torch.argsort(owners(mine, rows.intervals), stable=True)
+    check_told(partition, rows.axes, mine, dim, length, negative)
+    mine = mine % max(1, length)
+    owner = owners(mine, rows.intervals)
+    starts = torch.tensor([start for start, _ in rows.intervals], device=mine.device)
+    exchange, order = RowExchange.asked(
+        partition, rows.axes, owner, mine - starts[owner], distinct=distinct
+    )
+    return exchange, order if distinct else torch.argsort(owner, stable=True)
 
 
 def _readers(lies: Layout, device: torch.device) -> torch.Tensor:
@@ -216,9 +237,8 @@ def written_rows(
     if is_number and not is_known:
         spread = as_spread(spread.full(), partition)
         is_known = True
-    if is_known:
-        check_range((open_part(spread),), dim, length, negative)
     if is_known and all_here:
+        check_range((open_part(spread),), dim, length, negative)
         # every worker has all that is written, and takes what belongs to its rows
         whole = open_part(spread).long() % max(1, length)
         mine = ((whole >= start) & (whole < stop)).nonzero().squeeze(1)
@@ -231,33 +251,14 @@ def written_rows(
     lies = _values_cut(rows, dim, spread._layout, as_spread(values, partition)._layout)
     there = recut(layout, dim, lies, values.shape[dim])
     part = moved(as_spread(values, partition), there)
-    with torch.no_grad():
-        along = of_cuts(partition, (values.shape[dim],), (lies,))
-        mine = moved(spread, along).long()
-        if is_known:
-            whole = open_part(spread).long() % max(1, length)
-            mine = mine % max(1, length)
-            readers = _readers(along, whole.device)
-            exchange, found = RowExchange.known(partition, rows, readers, whole, distinct=adds)
-            if adds:
-                order = torch.searchsorted(found, mine)
-            else:
-                sorts = torch.argsort(owners(mine, rows.intervals), stable=True)
-        else:
-            check_told(partition, rows.axes, mine, dim, length, negative)
-            mine = mine % max(1, length)
-            owner = owners(mine, rows.intervals)
-            starts = torch.tensor([begin for begin, _ in rows.intervals], device=mine.device)
-            exchange, order = RowExchange.asked(
-                partition, rows.axes, owner, mine - starts[owner], distinct=adds
-            )
-            sorts = torch.argsort(owner, stable=True)
+    along = of_cuts(partition, (values.shape[dim],), (lies,))
+    exchange, order = _exchange_of(layout, dim, spread, along, distinct=adds, negative=negative)
     if adds:
         count = sum(exchange.counts[place])
         sums = part.new_zeros([count if d == dim else n for d, n in enumerate(part.shape)])
         sent = sums.index_add(dim, order, part)
     else:
-        sent = part.index_select(dim, sorts)
+        sent = part.index_select(dim, order)
     return write(x, *exchange.write(sent, layout, dim))
 
 

@@ -1,0 +1,161 @@
+"""DTensors: spread tensors as torch's own, and back, without a copy.
+
+A mesh is a partition, and a placement says of one axis what a layout does:
+
+    Shard(d)       the axis splits dimension d, as `torch.chunk` does
+    Replicate()    shared copies
+    Partial()      separate copies, whose sum is meant
+
+Both also agree on gradients: that of a replicated value is whole on each worker, and so is that of
+each summand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tessel.core import boxes
+from tessel.core.boxes import Interval
+from tessel.core.layout import Cut, Layout, Shape
+from tessel.core.partition import Partition
+from tessel.tensor import Tensor, from_local
+
+
+def from_dtensor(x: Any) -> Tensor:
+    """A `torch.distributed.tensor.DTensor` as a spread tensor, without a copy.
+
+    Nothing moves, the parts share memory, and gradients pass both ways. All workers of the job call
+    this.
+
+    Args:
+        x: the DTensor.
+
+    Raises:
+        NotImplementedError: for placements that no layout can say: sums are `Partial("sum")`.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(x, DTensor):
+        raise TypeError(f"from_dtensor: a DTensor is needed, got {type(x).__name__}")
+    layout = layout_of(x.device_mesh, x.placements, x.shape)
+    # The gradient of a summand is that of the sum, which each worker has.
+    gradients = [Replicate() if each.is_partial() else each for each in x.placements]
+    return from_local(x.to_local(grad_placements=gradients), layout)
+
+
+def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Layout:
+    """The layout of a DTensor of this shape; `x.move_to(layout)` brings a spread tensor there.
+
+    All workers of the job call this.
+
+    Args:
+        mesh: a `DeviceMesh`.
+        placements: one for each dimension of the mesh.
+        shape: of the whole tensor.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    partition = Partition.from_mesh(mesh)
+    partition.check_as_mesh()
+    lengths = tuple(int(length) for length in shape)
+    if len(placements) != partition.dim:
+        raise ValueError(
+            f"one placement for each of the {partition.dim} dimensions of {mesh} is needed, got "
+            f"{tuple(placements)}"
+        )
+    axes: dict[int, list[int]] = {dim: [] for dim in range(len(lengths))}
+    shared = []
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard and -len(lengths) <= placement.dim < len(lengths):
+            axes[placement.dim % len(lengths)].append(axis)
+        elif isinstance(placement, Replicate):
+            shared.append(axis)
+        elif not (type(placement) is Partial and placement.reduce_op == "sum"):
+            raise NotImplementedError(
+                f"{placement!r} along dimension {axis} of {mesh} of a tensor of shape {lengths}: a "
+                f"layout can say Shard, Replicate and Partial('sum'); call "
+                f"x.redistribute(placements=…) first"
+            )
+    cuts = tuple(_cut(partition, axes[dim], length) for dim, length in enumerate(lengths))
+    return Layout(partition, lengths, cuts, tuple(shared))
+
+
+def _cut(partition: Partition, axes: Sequence[int], length: int) -> Cut:
+    """How DTensor cuts a dimension along these axes: each cuts the parts of those before it."""
+    parts: list[Interval] = [(0, length)]
+    for axis in axes:
+        parts = [
+            boxes.shift(piece, start)
+            for start, stop in parts
+            for piece in boxes.chunked(stop - start, partition.shape[axis])
+        ]
+    return Cut(tuple(axes), tuple(parts))
+
+
+def to_dtensor(x: Tensor, mesh: Any) -> Any:
+    """A spread tensor as a DTensor: see `Tensor.to_dtensor`."""
+    from torch.distributed.tensor import DTensor
+
+    layout = x.layout
+    partition = layout.partition
+    placements = _placements(layout)
+    if mesh is None:
+        mesh = partition.to_mesh(x.device.type)
+    grid = getattr(mesh, "mesh", None)
+    expected = torch.tensor(partition.ranks).reshape(partition.shape)
+    if not (isinstance(grid, torch.Tensor) and torch.equal(grid.cpu().long(), expected)):
+        raise ValueError(
+            f"to_dtensor: a DeviceMesh of {partition} is needed, got {mesh!r}; x.move_to("
+            f"tessel.interop.layout_of(mesh, placements, x.shape)) brings the tensor there"
+        )
+    target = layout_of(mesh, placements, layout.shape)
+    if layout.blocks or not _same_boxes(layout, target):
+        raise ValueError(
+            f"to_dtensor: DTensor cannot say {layout}, but parts as torch.chunk cuts them; call "
+            f"x.move_to(tessel.interop.layout_of(mesh, {placements}, x.shape)) first"
+        )
+    part = x.local
+    return DTensor.from_local(
+        part,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=_stride(part, layout.shape),
+    )
+
+
+def _placements(layout: Layout) -> tuple[Any, ...]:
+    """What DTensor says of each axis."""
+    from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+    found: list[Placement] = [Partial()] * layout.partition.dim
+    for axis in layout.shared:
+        found[axis] = Replicate()
+    for dim, cut in enumerate(layout.cuts):
+        for axis in cut.axes:
+            found[axis] = Shard(dim)
+    return tuple(found)
+
+
+def _same_boxes(layout: Layout, other: Layout) -> bool:
+    """Whether all workers store the same in both, whatever the order of axes is."""
+    return all(layout.box(worker) == other.box(worker) for worker in layout.partition.ranks)
+
+
+def _stride(part: torch.Tensor, shape: Shape) -> tuple[int, ...]:
+    """The strides of the whole, if it lay in memory in the order of the part."""
+    step, strides = 1, [0] * len(shape)
+    sizes = tuple(part.shape) if part.ndim == len(shape) else shape  # outside there is no part
+    order = part.stride() if part.ndim == len(shape) else torch.empty(shape, device="meta").stride()
+    # a dimension of length 1 may have any stride, and comes where it stands
+    for dim in sorted(range(len(shape)), key=lambda d: (order[d], sizes[d] == 1, -d)):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+Tensor.as_dtensor = staticmethod(to_dtensor)

@@ -1,0 +1,50 @@
+"""Thin volumes: parts of a volume that torch would convolve slowly because of their shape.
+
+Torch takes oneDNN for a single volume if the product of its channels and of all but the last of its
+lengths is large, and copies windows into a matrix else. A slab of 8×96×96 with 16 channels falls
+below, and takes three times as long as one of 16×96×96. Which dimension is the last one does not
+matter to a convolution: with the shortest there the product is largest.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+MOST_SLOW = 20480  # the product up to which torch does not take oneDNN (ATen's Convolution.cpp)
+Order = tuple[int, int, int]
+T = TypeVar("T")
+
+
+def order_for(x: Tensor, groups: int) -> Order | None:
+    """The order of a volume's three dimensions in which torch is quick; None to leave it."""
+    if x.dim() != 5 or len(x) != 1 or groups != 1 or x.device.type != "cpu":
+        return None  # several volumes, groups, and other devices are not judged by this
+    if x.dtype != torch.float32 or not torch.backends.mkldnn.enabled:
+        return None
+    _, channels, *lengths = x.shape
+    last = min(range(3), key=lambda dim: lengths[dim])
+    if channels * prod(lengths[:2]) > MOST_SLOW:
+        return None
+    if channels * prod(lengths[:last] + lengths[last + 1 :]) <= MOST_SLOW:
+        return None
+    first, second = (dim for dim in range(3) if dim != last)
+    return first, second, last
+
+
+def in_order(values: tuple[T, ...], order: Order) -> tuple[T, ...]:
+    """Something of each dimension, in another order of them."""
+    return tuple(values[dim] for dim in order)
+
+
+def turned(x: Tensor, order: Order) -> Tensor:
+    """A tensor with its last three dimensions in another order."""
+    return x.permute(0, 1, *(2 + dim for dim in order))
+
+
+def turned_back(y: Tensor, order: Order) -> Tensor:
+    """A tensor with them in their own order, and in memory, too: what follows is quicker then."""
+    return y.permute(0, 1, *(2 + order.index(dim) for dim in range(3))).contiguous()

@@ -1,0 +1,529 @@
+"""Launchers: how `srun` and `mpirun` tell each task its number, and where their tasks meet.
+
+`torchrun` and `tessel run` set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Other launchers have
+variables of their own for the first two, and say nothing of a meeting point: it is derived from
+what all tasks know alike (the list of hosts, the name of the job), without a message. Variables
+that say that there are several tasks, and not how they meet, raise: a world of one would be silent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tessel.machine import interface_of, loopback
+
+CHOICE = "TESSEL_LAUNCHER"
+FIRST_PORT, NUM_PORTS = 20000, 8192  # below the ports that systems give away by themselves
+USUAL_SECONDS = 300.0  # to meet, as torch's store
+_LOOPBACK = "127.0.0.1"
+_SECONDS_BETWEEN_LOOKS, _SECONDS_TO_TELL = 0.05, 2.0
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # of SLURM: batch scripts, interactive shells and the like
+_WAY_OUT = (
+    f"set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each task, or {CHOICE}=none if each is "
+    f"to be a world of its own"
+)
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables by which a launcher tells a task its place; of alternatives the first counts.
+
+    Args:
+        name: by which TESSEL_LAUNCHER chooses it.
+        command: what its users start.
+        rank: the number of the task.
+        workers: how many tasks there are.
+        local_rank: its number among those of its host.
+        local_workers: how many tasks its host has.
+        job: what is the same for all tasks of one start, and another for each start.
+    """
+
+    name: str
+    command: str
+    rank: tuple[str, ...]
+    workers: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_workers: tuple[str, ...]
+    job: tuple[str, ...]
+
+
+OPEN_MPI = Launcher(
+    "openmpi",
+    "mpirun of Open MPI",
+    rank=("OMPI_COMM_WORLD_RANK",),
+    workers=("OMPI_COMM_WORLD_SIZE",),
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_workers=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)
+MPICH = Launcher(  # Intel MPI and others have the same process manager, Hydra; Cray's has PALS
+    "mpich",
+    "mpirun of MPICH or Intel MPI",
+    rank=("PMI_RANK",),
+    workers=("PMI_SIZE",),
+    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    local_workers=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    job=("PMI_JOBID", "PALS_APID"),
+)
+SLURM = Launcher(
+    "slurm",
+    "srun",
+    rank=("SLURM_PROCID",),
+    workers=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    local_rank=("SLURM_LOCALID",),
+    local_workers=(),  # it is listed, see `_local_tasks`
+    job=("SLURM_JOB_ID", "SLURM_JOBID"),
+)
+# MPI first: where mpirun runs in a job of SLURM, it starts its daemons by srun, one for each host,
+# and what their variables say is passed on to the tasks.
+LAUNCHERS = (OPEN_MPI, MPICH, SLURM)
+CHOICES = ("auto", "none", *(each.name for each in LAUNCHERS))
+
+
+@dataclass(frozen=True)
+class LaunchedJob:
+    """A job as one of its tasks sees it.
+
+    Args:
+        launcher: who has started it.
+        rank: the number of this task.
+        workers: how many there are.
+        local_rank: its number among those of its host; None if nobody says so.
+        local_workers: how many its host has; None if nobody says so.
+        address: where worker 0 listens.
+        port: where worker 0 listens.
+        name: of the job, another for each start where the launcher has one.
+        binds_gpus: whether each task sees GPUs of its own alone.
+    """
+
+    launcher: Launcher
+    rank: int
+    workers: int
+    local_rank: int | None
+    local_workers: int | None
+    address: str
+    port: int
+    name: str
+    binds_gpus: bool = False
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What torchrun would have set."""
+        given = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.workers,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_workers,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+        }
+        return {name: str(value) for name, value in given.items() if value is not None}
+
+    @property
+    def is_on_one_host(self) -> bool:
+        return self.local_workers == self.workers
+
+    def __str__(self) -> str:
+        return (
+            f"worker {self.rank} of {self.workers}, started by {self.launcher.command}; all meet "
+            f"at {self.address}:{self.port}"
+        )
+
+
+def find_job(environ: Environ) -> LaunchedJob | None:
+    """The job of several tasks that srun or mpirun has started this process for, if any.
+
+    Whether torchrun's variables are set is the caller's question: they come before all others.
+
+    >>> from tessel.transport.launchers import find_job
+    >>> find_job({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
+    >>> job = find_job({
+    ...     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    ...     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    ... })
+    >>> job.rank, job.workers, job.address
+    (1, 2, '127.0.0.1')
+
+    Raises:
+        ValueError: if there are several tasks, and it is not known how they meet.
+    """
+    launcher = find_launcher(environ)
+    if launcher is None:
+        return None
+    rank, workers = _number(environ, launcher.rank), _number(environ, launcher.workers)
+    if rank is None or workers is None:
+        has, lacks = (
+            (launcher.workers, launcher.rank) if rank is None else (launcher.rank, launcher.workers)
+        )
+        raise ValueError(
+            f"{_said(environ, has)} says that {launcher.command} has started this task, but "
+            f"{lacks[0]} is not set; {_WAY_OUT}"
+        )
+    _check(environ, rank < workers, launcher, launcher.rank, launcher.workers)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", workers)):
+        if environ.get(name) and environ[name] != str(value):
+            raise ValueError(
+                f"{name} is {environ[name]}, but {launcher.command} says {value}; unset it, or "
+                f"{_WAY_OUT}"
+            )
+    if workers == 1:
+        return None
+    local_rank, local_workers = _number(environ, launcher.local_rank), _local(environ, launcher)
+    if local_workers is not None:
+        names = launcher.local_workers or _LISTS_OF_TASKS
+        _check(environ, 0 < local_workers <= workers, launcher, names, launcher.workers)
+        if local_rank is not None:
+            _check(environ, local_rank < local_workers, launcher, launcher.local_rank, names)
+    name = _name(environ, launcher, local_workers == workers)
+    return LaunchedJob(
+        launcher,
+        rank,
+        workers,
+        local_rank,
+        local_workers,
+        _address(environ, launcher, workers, local_workers == workers),
+        _port(environ, name),
+        name,
+        launcher is SLURM and environ.get("SLURM_GPUS_PER_TASK", "0") not in ("", "0"),
+    )
+
+
+def find_launcher(environ: Environ) -> Launcher | None:
+    """Who has started this task, by its variables or by TESSEL_LAUNCHER."""
+    choice = environ.get(CHOICE) or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"{CHOICE} must be one of {', '.join(CHOICES)}, got {choice!r}")
+    if choice == "none":
+        return None
+    present = [each for each in LAUNCHERS if _is_present(environ, each)]
+    if choice != "auto":
+        chosen = next(each for each in LAUNCHERS if each.name == choice)
+        if chosen not in present:
+            raise ValueError(
+                f"{CHOICE} is {choice}, but the variables of {chosen.command} are not set; unset it"
+            )
+        return chosen
+    if {MPICH, SLURM} <= {*present}:
+        # srun --mpi=pmi2 sets both alike, and SLURM's say more
+        same = all(
+            _number(environ, getattr(MPICH, each)) == _number(environ, getattr(SLURM, each))
+            for each in ("rank", "workers")
+        )
+        return SLURM if same and OPEN_MPI not in present else present[0]
+    return present[0] if present else None
+
+
+def _is_present(environ: Environ, launcher: Launcher) -> bool:
+    """Whether this process is a task of the launcher."""
+    if launcher is SLURM:
+        # The shells of salloc and sbatch have the numbers of tasks, too, but are no tasks.
+        step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+        return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+    return any(environ.get(name) for name in (*launcher.rank, *launcher.workers))
+
+
+def _number(environ: Environ, names: tuple[str, ...]) -> int | None:
+    """The number that the first of these variables has that is set."""
+    name = next((name for name in names if environ.get(name)), None)
+    if name is None:
+        return None
+    said = environ[name]
+    if not (said.isascii() and said.isdigit() and len(said) < 10):
+        raise ValueError(f"{name} must be a whole number of 0 or more, got {said!r}")
+    return int(said)
+
+
+def _said(environ: Environ, names: tuple[str, ...]) -> str:
+    name = next((name for name in names if environ.get(name)), names[0])
+    return f"{name}={environ.get(name, '')}"
+
+
+def _check(
+    environ: Environ, fits: bool, launcher: Launcher, one: tuple[str, ...], other: tuple[str, ...]
+) -> None:
+    if not fits:
+        raise ValueError(
+            f"the variables of {launcher.command} contradict each other: {_said(environ, one)}, "
+            f"{_said(environ, other)}; {_WAY_OUT}"
+        )
+
+
+_LISTS_OF_TASKS = ("SLURM_GTIDS", "SLURM_STEP_TASKS_PER_NODE")
+
+
+def _local(environ: Environ, launcher: Launcher) -> int | None:
+    """How many tasks this host has."""
+    if launcher is not SLURM:
+        return _number(environ, launcher.local_workers)
+    if environ.get("SLURM_GTIDS"):  # the numbers of the tasks of this host
+        return len(environ["SLURM_GTIDS"].split(","))
+    node, counts = _number(environ, ("SLURM_NODEID",)), environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if node is None or not counts:
+        return None
+    for each in counts.split(","):  # as 2(x3),1
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
+        if found is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE must be as 2(x3),1, got {counts!r}")
+        node -= int(found[2] or 1)
+        if node < 0:
+            return int(found[1])
+    return None
+
+
+def _name(environ: Environ, launcher: Launcher, is_on_one_host: bool) -> str:
+    """The name of this start of tasks, which all of them know."""
+    words = [launcher.name]
+    words += [environ[name] for name in launcher.job if environ.get(name)][:1]
+    if launcher is not OPEN_MPI:  # also of mpirun's daemons, which srun has started
+        words += [environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in environ]
+    if len(words) == 1:
+        words += [environ[name] for name in ("PBS_JOBID",) if name in environ]
+    if launcher is MPICH and is_on_one_host:  # which gives no name, but one parent to all
+        words += _ancestor("hydra_pmi_proxy", "pmi_proxy", "hydra_bstrap_pro", "mpiexec.hydra")
+    return " ".join(words)
+
+
+def _ancestor(*commands: str) -> list[str]:
+    """The process with one of these names that has started this one, if the system says."""
+    process = os.getppid()
+    while process > 1:
+        try:
+            status = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            break
+        # 17 (a name) S 16 …: a name may have spaces and brackets
+        command, _, rest = status.partition("(")[2].rpartition(")")
+        if command in (each[:15] for each in commands):
+            return [f"{process} {rest.split()[19]}"]  # with its start: numbers are used again
+        process = int(rest.split()[1])
+    return []
+
+
+def _port(environ: Environ, name: str) -> int:
+    port = _number(environ, ("MASTER_PORT",))
+    if port is None:
+        return FIRST_PORT + zlib.crc32(name.encode("utf-8", "surrogateescape")) % NUM_PORTS
+    if not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {port}")
+    return port
+
+
+def _address(environ: Environ, launcher: Launcher, workers: int, is_on_one_host: bool) -> str:
+    """Where worker 0 is, as all tasks know it: on the first host."""
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"]
+    if is_on_one_host:
+        return _LOOPBACK
+    step = ("SLURM_STEP_NODELIST",) if launcher is SLURM else ()
+    for name in (*step, "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            try:
+                return next(hosts_of(environ[name]))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}; set MASTER_ADDR") from error
+    if launcher is SLURM and environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        return environ["SLURM_LAUNCH_NODE_IPADDR"]
+    if environ.get("PBS_NODEFILE"):
+        try:
+            words = Path(environ["PBS_NODEFILE"]).read_text().split()
+        except (OSError, UnicodeDecodeError):  # hosts but the first may not have it
+            words = []
+        if words:
+            return words[0]
+    passed = {"openmpi": "-x MASTER_ADDR=…", "mpich": "-genv MASTER_ADDR …"}.get(launcher.name)
+    raise ValueError(
+        f"{launcher.command} has started {workers} tasks, on several hosts or it does not say on "
+        f"how many, and where they meet is not known: set MASTER_ADDR to an address of the host of "
+        f"task 0; export MASTER_ADDR=…{f', or {passed}' if passed else ''}, or {CHOICE}=none if "
+        f"each task is to be a world of its own"
+    )
+
+
+def hosts_of(listing: str) -> Iterator[str]:
+    """The hosts that SLURM lists, as `scontrol show hostnames` prints them.
+
+    >>> from tessel.transport.launchers import hosts_of
+    >>> list(hosts_of("node[01-03,7],gpu-a"))
+    ['node01', 'node02', 'node03', 'node7', 'gpu-a']
+    """
+    text = listing.strip()
+    # commas within brackets are of ranges
+    for entry in re.split(r",(?![^\[]*\])", text):
+        pieces = re.split(r"\[([^\[\]]*)\]", entry)
+        if not entry or any(c in "[] \t" for piece in pieces[::2] for c in piece):
+            raise ValueError(f"expected a list of hosts as node[01-03,7],gpu-a, got {listing!r}")
+        choices: list[Iterable[str]] = [
+            [piece] if number % 2 == 0 else _Ranges(piece, listing)
+            for number, piece in enumerate(pieces)
+        ]
+        yield from _joined(choices)
+
+
+def _joined(choices: Sequence[Iterable[str]]) -> Iterator[str]:
+    """Each text with one piece of each choice; made when asked for, as most ask for the first."""
+    if not choices:
+        yield ""
+        return
+    for head in choices[0]:
+        yield from (head + rest for rest in _joined(choices[1:]))
+
+
+class _Ranges:
+    """The numbers of a bracket, as 01-03,7."""
+
+    def __init__(self, text: str, listing: str) -> None:
+        self._spans: list[tuple[int, int, int]] = []
+        for each in text.split(","):
+            found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", each)
+            if found is None or int(found[2] or found[1]) < int(found[1]):
+                raise ValueError(
+                    f"expected ranges as 01-03,7 in brackets, got {text!r} in {listing!r}"
+                )
+            self._spans.append((int(found[1]), int(found[2] or found[1]), len(found[1])))
+
+    def __iter__(self) -> Iterator[str]:
+        for low, high, width in self._spans:
+            for number in range(low, high + 1):
+                yield f"{number:0{width}}"
+
+
+# --- meeting
+
+
+def meet(job: LaunchedJob, limit: timedelta | None) -> Any:
+    """The store in which all workers of the job have met.
+
+    Worker 0 listens at the address of the job alone, which is the loopback interface for one host.
+
+    Raises:
+        RuntimeError: if they do not meet within the time limit; the text says why.
+    """
+    seconds = USUAL_SECONDS if limit is None else limit.total_seconds()
+    deadline = time.monotonic() + seconds
+    listener = _listener(job) if job.rank == 0 else None
+    while True:
+        # longer than worker 0 waits for the last, so that the others hear what it says then
+        left = timedelta(seconds=max(0.1, deadline - time.monotonic()) + _SECONDS_TO_TELL)
+        settings: dict[str, Any] = {}
+        if listener is not None:
+            settings = {"is_master": True, "master_listen_fd": listener.detach()}
+        try:
+            store = dist.TCPStore(
+                job.address, job.port, timeout=left, wait_for_workers=False, **settings
+            )
+            if _is_met(store, job, deadline):
+                return store
+        except (dist.DistError, OSError) as error:
+            # Also a store that has just gone: that of the script before, if a task runs several.
+            if job.rank == 0 or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{job}, which did not succeed within {seconds:.0f} s: {_first_line(error)}. "
+                    f"See whether all tasks call tessel.world(), and whether task 0 can be reached "
+                    f"there; MASTER_ADDR and MASTER_PORT choose another place"
+                ) from error
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _is_met(store: Any, job: LaunchedJob, deadline: float) -> bool:
+    """Wait until all workers are in a store; False if it is one of an earlier meeting."""
+    mine = f"{job.workers} tasks of {job.name}"
+    if job.rank == 0:
+        store.set("launched", mine)
+    told = store.get("launched").decode()
+    if told != mine:
+        raise RuntimeError(
+            f"{job}, but who listens there has {told}, and this task is one of {mine}; set "
+            f"MASTER_PORT to another port for each job"
+        )
+    if store.add(f"came/{job.rank}", 1) > 1:
+        if store.check(["met"]) and not store.get("met"):
+            return False
+        store.set("twice", f"two tasks say that they are worker {job.rank} of {job.workers}")
+    store.add("came", 1)
+    if job.rank == 0:
+        _await_all(store, job.workers, deadline)
+    problem = store.get("met").decode()
+    if not problem:
+        return True
+    heard = store.add("heard", 1)
+    deadline = time.monotonic() + _SECONDS_TO_TELL
+    # with worker 0 the store ends, and nobody else would hear of it
+    while job.rank == 0 and heard < store.add("came", 0) and time.monotonic() < deadline:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        heard = store.add("heard", 0)
+    raise RuntimeError(f"{job}, which they cannot: {problem}")
+
+
+def _await_all(store: Any, workers: int, deadline: float) -> None:
+    """Say, as worker 0, that all workers have come; or why they do not meet."""
+    while not store.check(["met"]):
+        if store.check(["twice"]):
+            store.set("met", store.get("twice"))
+        elif store.add("came", 0) == workers and not store.check(["twice"]):
+            store.set("met", "")
+        elif time.monotonic() > deadline:
+            missing = [str(w) for w in range(workers) if not store.check([f"came/{w}"])]
+            store.set("met", f"workers {', '.join(missing[:10])} did not come")
+        else:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _listener(job: LaunchedJob) -> socket.socket:
+    """The socket of worker 0."""
+    here = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(job.address, job.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise RuntimeError(
+            f"{job}, but {here} cannot look up {job.address!r} ({error}); set MASTER_ADDR"
+        ) from error
+    problem = ""
+    for family, _, _, _, (address, *_) in found:
+        if not job.is_on_one_host and (str(address).startswith("127.") or address == "::1"):
+            problem = f"is {address} on {here}, where no other host can reach it"
+            continue
+        try:
+            return socket.create_server((address, job.port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RuntimeError(
+                    f"{job}, but that port is in use on {here}; set MASTER_PORT to a free one, the "
+                    f"same for all tasks"
+                ) from error
+            problem = f"is no address of {here}, where worker 0 runs ({error.strerror})"
+    raise RuntimeError(
+        f"{job}, but {job.address} {problem}; set MASTER_ADDR to an address of the host of task 0"
+    )
+
+
+def own_interface(job: LaunchedJob) -> str | None:
+    """The network interface of this host that leads to the others, if it is known."""
+    if job.is_on_one_host and job.address == _LOOPBACK:
+        return loopback()
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(
+            job.address, job.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as way:
+            way.connect(place)  # of datagrams: nothing is sent, the system only looks up the way
+            address = str(way.getsockname()[0])
+        return interface_of(address)
+    except OSError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -1,0 +1,448 @@
+"""Launchers: what the variables of srun and mpirun say, and scripts that they start."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tessel
+from tessel.settings import OF_TASKS
+from tessel.transport import launchers, world
+from tessel.transport.launchers import (
+    FIRST_PORT,
+    MPICH,
+    NUM_PORTS,
+    OPEN_MPI,
+    SLURM,
+    LaunchedJob,
+    find_job,
+    hosts_of,
+    meet,
+)
+
+# What the launchers of Debian 12 set (Open MPI 4.1, MPICH 4.0, SLURM 22.05), less what nobody reads
+OF_OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_MCA_ess_base_jobid": "98697217",
+    "PMIX_NAMESPACE": "98697217",
+    "PMIX_RANK": "1",
+}
+OF_MPICH = {
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "4",
+    "MPI_LOCALRANKID": "2",
+    "PMI_FD": "6",
+    "PMI_RANK": "2",
+    "PMI_SIZE": "4",
+}
+OF_BATCH = {  # the script of sbatch: it has a number, but is no task
+    "SLURM_GTIDS": "0",
+    "SLURM_JOB_ID": "3",
+    "SLURM_JOB_NODELIST": "node[01-02]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "node[01-02]",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+OF_SALLOC = {k: v for k, v in OF_BATCH.items() if k not in ("SLURM_PROCID", "SLURM_LOCALID")}
+OF_SRUN = OF_BATCH | {
+    "SLURM_GTIDS": "2,3",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+OF_DAEMON = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}  # one for each host, of mpirun
+ON_ONE_HOST = {"SLURM_GTIDS": "0,1,2,3", "SLURM_LOCALID": "3", "SLURM_STEP_NODELIST": "node07"}
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "place", "local", "address"),
+    [
+        (OF_OPEN_MPI, OPEN_MPI, (1, 4), (1, 4), "127.0.0.1"),
+        (OF_OPEN_MPI | {"MASTER_ADDR": "10.1.2.3"}, OPEN_MPI, (1, 4), (1, 4), "10.1.2.3"),
+        # Open MPI in a job of SLURM: on other hosts its daemons are tasks of srun
+        (OF_SRUN | OF_OPEN_MPI, OPEN_MPI, (1, 4), (1, 4), "127.0.0.1"),
+        (
+            OF_SRUN | OF_OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            OPEN_MPI,
+            (1, 4),
+            (1, 2),
+            "node01",
+        ),
+        (OF_BATCH | OF_OPEN_MPI, OPEN_MPI, (1, 4), (1, 4), "127.0.0.1"),
+        (OF_MPICH, MPICH, (2, 4), (2, 4), "127.0.0.1"),
+        (OF_SRUN | OF_DAEMON | OF_MPICH, MPICH, (2, 4), (2, 4), "127.0.0.1"),
+        (
+            {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+            | {"PALS_APID": "a-b", "MASTER_ADDR": "x1000c0"},
+            MPICH,
+            (5, 8),
+            (1, 4),
+            "x1000c0",
+        ),
+        (OF_SRUN, SLURM, (3, 4), (1, 2), "node01"),
+        (OF_SRUN | ON_ONE_HOST, SLURM, (3, 4), (3, 4), "127.0.0.1"),
+        (OF_SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, SLURM, (3, 4), (1, 2), "node01"),  # pmi2
+        (without(OF_SRUN, "SLURM_STEP_NUM_TASKS"), SLURM, (3, 4), (1, 2), "node01"),
+        (without(OF_SRUN, "SLURM_GTIDS"), SLURM, (3, 4), (1, 2), "node01"),
+        (OF_SRUN | {"SLURM_STEP_NODELIST": "node02"}, SLURM, (3, 4), (1, 2), "node02"),
+        (
+            {k: v for k, v in OF_SRUN.items() if "NODELIST" not in k},
+            SLURM,
+            (3, 4),
+            (1, 2),
+            "10.0.0.9",
+        ),
+        (OF_SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "h"}, SLURM, (3, 4), (1, 2), "h"),
+        (OF_SRUN | {"TESSEL_LAUNCHER": "slurm"} | OF_OPEN_MPI, SLURM, (3, 4), (1, 2), "node01"),
+    ],
+)
+def test_jobs(
+    environ: dict[str, str],
+    launcher: launchers.Launcher,
+    place: tuple[int, int],
+    local: tuple[int, int],
+    address: str,
+) -> None:
+    job = find_job(environ)
+    assert job is not None and job.launcher is launcher and job.address == address
+    assert (job.rank, job.workers) == place and (job.local_rank, job.local_workers) == local
+    assert FIRST_PORT <= job.port < FIRST_PORT + NUM_PORTS
+    assert job.variables == {
+        "RANK": str(place[0]),
+        "WORLD_SIZE": str(place[1]),
+        "LOCAL_RANK": str(local[0]),
+        "LOCAL_WORLD_SIZE": str(local[1]),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(job.port),
+    }
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        OF_BATCH,
+        OF_SALLOC,
+        OF_SRUN | {"SLURM_STEP_ID": "4294967290", "SLURM_STEPID": "4294967290"},  # salloc's shell
+        OF_SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1 --pty bash
+        OF_SRUN | {"TESSEL_LAUNCHER": "none"},
+        OF_OPEN_MPI | {"TESSEL_LAUNCHER": "none"},
+        OF_OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        OF_MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"PBS_JOBID": "1.server", "PBS_NP": "8", "PBS_VNODENUM": "0", "PBS_TASKNUM": "1"},
+    ],
+)
+def test_worlds_of_one(environ: dict[str, str]) -> None:
+    assert find_job(environ) is None
+
+
+def size_of_world() -> int:
+    return tessel.world().size
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("environ", [OF_OPEN_MPI, OF_MPICH, OF_SRUN])
+def test_workers_of_a_task_are_no_tasks(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert find_job(without({**os.environ}, *OF_TASKS)) is None
+    for count in (1, 2):
+        assert tessel.launch(size_of_world, count) == [count] * count
+
+
+SEVERAL_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (OF_OPEN_MPI | SEVERAL_HOSTS, "set MASTER_ADDR to an address of the host of task 0"),
+        (OF_OPEN_MPI | SEVERAL_HOSTS, "-x MASTER_ADDR=…, or TESSEL_LAUNCHER=none"),
+        (OF_OPEN_MPI | SEVERAL_HOSTS | {"PBS_NODEFILE": "/nowhere"}, "set MASTER_ADDR"),
+        (OF_MPICH | {"MPI_LOCALNRANKS": "3"}, "-genv MASTER_ADDR …"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "it does not say on how many"),
+        (without(OF_OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set; set RANK"),
+        (without(OF_MPICH, "PMI_SIZE"), "PMI_RANK=2 says that mpirun of MPICH or Intel MPI has"),
+        (
+            OF_OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"},
+            "contradict each other: OMPI_COMM_WORLD_RANK",
+        ),
+        (OF_OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "OMPI_COMM_WORLD_LOCAL_RANK=4"),
+        (OF_OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "OMPI_COMM_WORLD_LOCAL_SIZE=5"),
+        (OF_SRUN | {"SLURM_PROCID": "9"}, "SLURM_PROCID=9, SLURM_STEP_NUM_TASKS=4"),
+        (OF_SRUN | {"SLURM_PROCID": "one"}, "SLURM_PROCID must be a whole number of 0 or more"),
+        (OF_SRUN | {"SLURM_GTIDS": "0,1,2,3,4"}, "SLURM_GTIDS=0,1,2,3,4"),
+        (OF_SRUN | {"SLURM_STEP_NODELIST": "node[3-1]"}, "SLURM_STEP_NODELIST: expected ranges"),
+        (without(OF_SRUN, "SLURM_GTIDS") | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "must be as 2(x3)"),
+        (OF_SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but srun says 4; unset it"),
+        (OF_SRUN | {"RANK": "0"}, "RANK is 0, but srun says 3; unset it"),
+        (OF_SRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT must be from 1 to 65535, got 70000"),
+        (OF_SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
+        (OF_SRUN | {"TESSEL_LAUNCHER": "ssh"}, "must be one of auto, none, openmpi, mpich, slurm"),
+        (OF_BATCH | {"TESSEL_LAUNCHER": "slurm"}, "the variables of srun are not set"),
+    ],
+)
+def test_tasks_that_cannot_meet_raise(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        find_job(environ)
+
+
+def test_pbs_lists_its_hosts_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("r1i0n3\nr1i0n3\nr1i0n7\n")
+    job = find_job(OF_OPEN_MPI | SEVERAL_HOSTS | {"PBS_NODEFILE": str(tmp_path / "nodes")})
+    assert job is not None and job.address == "r1i0n3"
+
+
+def test_ports_are_those_of_jobs() -> None:
+    def port(**more: str) -> int:
+        job = find_job(OF_SRUN | more)
+        assert job is not None
+        return job.port
+
+    assert port() == port(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0", SLURM_GTIDS="0,1")
+    assert len({port(SLURM_JOB_ID=str(number)) for number in range(100)}) > 95
+    assert port(SLURM_STEP_ID="1") != port()  # steps of one job may run beside each other
+    assert port(MASTER_PORT="4711") == 4711
+
+
+NAMES = st.text("abcxyz-_.0189", min_size=1, max_size=6)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """An entry of a list of hosts, and the hosts."""
+    text, hosts = "", [""]
+    for _ in range(draw(st.integers(1, 2))):
+        prefix = draw(NAMES)
+        text, hosts = text + prefix, [host + prefix for host in hosts]
+        if not draw(st.booleans()):
+            continue
+        width, spans, numbers = draw(st.integers(1, 4)), [], []
+        for _ in range(draw(st.integers(1, 3))):
+            low = draw(st.integers(0, 200))
+            high = low + draw(st.integers(0, 12))
+            spans.append(f"{low:0{width}}" + (f"-{high:0{width}}" if high > low else ""))
+            numbers += [f"{number:0{width}}" for number in range(low, high + 1)]
+        text, hosts = f"{text}[{','.join(spans)}]", [h + n for h in hosts for n in numbers]
+    return text, hosts
+
+
+@given(st.lists(entries(), min_size=1, max_size=4))
+def test_lists_of_hosts(parts: list[tuple[str, list[str]]]) -> None:
+    found = list(hosts_of(",".join(text for text, _ in parts)))
+    assert found == [host for _, hosts in parts for host in hosts]
+
+
+@given(st.text("ab[]-,019 ", max_size=12))
+def test_any_text_is_a_list_of_hosts_or_refused(text: str) -> None:
+    try:
+        first = next(hosts_of(text))
+    except ValueError as error:
+        assert "expected " in str(error) and repr(text) in str(error)
+    else:
+        assert first and not {*first} & {*"[], "}
+
+
+def test_long_lists_cost_nothing() -> None:
+    assert next(hosts_of("node[000000001-999999999]")) == "node000000001"
+
+
+@pytest.mark.skipif(shutil.which("scontrol") is None, reason="scontrol is not installed")
+@pytest.mark.parametrize("text", ["node[01-03,7],gpu-a", "a[1-2]b[08-11]", "n[98-101],m", "one"])
+def test_lists_of_hosts_are_those_of_scontrol(text: str) -> None:
+    said = subprocess.run(
+        ["scontrol", "show", "hostnames", text], capture_output=True, text=True, timeout=60
+    )
+    if said.returncode:
+        pytest.skip(f"scontrol does not run here: {said.stderr.splitlines()[-1:]}")
+    assert list(hosts_of(text)) == said.stdout.split()
+
+
+# --- meeting
+
+
+def job_of(rank: int, port: int, workers: int = 2, name: str = "test") -> LaunchedJob:
+    return LaunchedJob(SLURM, rank, workers, rank, workers, "127.0.0.1", port, name)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def outcomes(jobs: Sequence[LaunchedJob], seconds: float) -> list[str]:
+    """What each of these tasks gets when they meet, each in a thread."""
+    found: list[str] = [""] * len(jobs)
+    stores = []
+
+    def come(number: int) -> None:
+        try:
+            stores.append(meet(jobs[number], timedelta(seconds=seconds)))
+            found[number] = "met"
+        except RuntimeError as error:
+            found[number] = str(error)
+
+    threads = [threading.Thread(target=come, args=(each,)) for each in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_tasks_meet() -> None:
+    port = free_port()
+    assert outcomes([job_of(rank, port, 3) for rank in (2, 0, 1)], 30.0) == ["met"] * 3
+
+
+def test_a_task_that_does_not_come_is_named_by_all() -> None:
+    begin, port = time.monotonic(), free_port()
+    found = outcomes([job_of(0, port, 4), job_of(2, port, 4)], 1.0)
+    assert all("workers 1, 3 did not come" in text for text in found)
+    assert time.monotonic() - begin < 20
+
+
+def test_nobody_listens() -> None:
+    (found,) = outcomes([job_of(1, free_port())], 0.5)
+    assert "worker 1 of 2, started by srun; all meet at 127.0.0.1:" in found
+    assert "MASTER_ADDR and MASTER_PORT choose another place" in found
+
+
+def test_the_port_of_another_job() -> None:
+    port = free_port()
+    found = outcomes([job_of(0, port), job_of(1, port, name="other")], 2.0)
+    assert "workers 1 did not come" in found[0]
+    assert "who listens there has 2 tasks of test" in found[1] and "set MASTER_PORT" in found[1]
+
+
+def test_two_tasks_with_one_number() -> None:
+    port = free_port()
+    found = outcomes([job_of(0, port, 3), job_of(1, port, 3), job_of(1, port, 3)], 10.0)
+    assert all("two tasks say that they are worker 1 of 3" in text for text in found)
+
+
+def test_a_port_that_is_in_use() -> None:
+    text = r"in use on .* set MASTER_PORT to a free one"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(RuntimeError, match=text),
+    ):
+        meet(job_of(0, server.getsockname()[1]), timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("address", "local", "text"),
+    [
+        ("192.0.2.77", 2, "is no address of .*, where worker 0 runs .* set MASTER_ADDR"),
+        ("localhost", 1, "where no other host can reach it; set MASTER_ADDR"),
+        ("no-such-host.invalid", 1, "cannot look up 'no-such-host.invalid'"),
+    ],
+)
+def test_addresses_at_which_worker_0_cannot_listen(address: str, local: int, text: str) -> None:
+    job = LaunchedJob(OPEN_MPI, 0, 2, 0, local, address, free_port(), "test")
+    with pytest.raises(RuntimeError, match=text):
+        meet(job, timedelta(seconds=1))
+
+
+def test_gpus_that_the_launcher_has_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, shared = (find_job(OF_SRUN | {"SLURM_GPUS_PER_TASK": n}) for n in ("1", "0"))
+    assert bound is not None and bound.binds_gpus
+    assert shared is not None and not shared.binds_gpus
+    for name, value in bound.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(world.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(world, "_places", {})
+    with pytest.warns(UserWarning, match="2 workers on a host with 1 GPUs"):
+        assert not world._has_own_gpu()
+    world._places[world._key()] = world._Place(None, 3, 4, binds_gpus=True)
+    assert world._has_own_gpu()
+
+
+# --- the launchers themselves
+
+SCRIPT = """
+import os, sys, torch, tessel
+world = tessel.world()
+total = tessel.nn.AllSumReduce(world, [0])(torch.full((3,), float(world.rank + 1)))
+names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+line = [world.rank, world.size, total[0].item(), *(os.environ.get(name) for name in names)]
+open(f"{sys.argv[1]}-{world.size}-{world.rank}-{os.getpid()}", "w").write(repr(line))
+"""
+COMMANDS = {
+    "openmpi": ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "3"),
+    "mpich": ("mpirun.mpich", "-n", "3"),
+    "slurm": ("srun", "--overcommit", "-n", "3"),
+}
+
+
+def launch(name: str, tmp_path: Path, **more: str) -> list[list[object]]:
+    """What the tasks of a script say that a launcher has started."""
+    command = COMMANDS[name]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed (Debian: openmpi-bin, mpich, slurm-client)")
+    if name == "slurm" and subprocess.run(["sinfo"], capture_output=True, timeout=60).returncode:
+        pytest.skip("no SLURM controller answers here")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [*command, sys.executable, "script.py", "said"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TESSEL_TIMEOUT": "60"} | more,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(eval(file.read_text()) for file in tmp_path.glob("said-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("name", COMMANDS)
+def test_launchers_start_one_job(name: str, tmp_path: Path) -> None:
+    said = launch(name, tmp_path)
+    assert said == [[rank, 3, 6.0, str(rank), "3", "127.0.0.1"] for rank in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("name", COMMANDS)
+def test_launchers_start_worlds_of_one(name: str, tmp_path: Path) -> None:
+    said = launch(name, tmp_path, TESSEL_LAUNCHER="none")
+    assert said == [[0, 1, 1.0, None, None, None]] * 3
