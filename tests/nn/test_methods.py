@@ -184,6 +184,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "grad": lambda y: torch.func.grad(lambda z: (z.cumsum(2) ** 2).sum())(y),
     "lengths": lambda y: y.sum(2, keepdim=True) / y.numel() + y / y.shape[-1] * len(y),
     "branch": lambda y: y if y.detach().amax() > 100 else -y.cumsum(2),
+    "copy_": lambda y: torch.empty(y.shape, dtype=y.dtype).copy_(y).cumsum(2),
 }
 RAISE: dict[str, Callable[[Tensor], Tensor]] = {
     "numpy": lambda y: torch.from_numpy(np.cumsum(y.detach().numpy(), 2)),
@@ -194,7 +195,6 @@ RAISE: dict[str, Callable[[Tensor], Tensor]] = {
     "set_": lambda y: torch.empty(0, dtype=y.dtype).set_(y.detach()).cumsum(2),
     "storage": lambda y: torch.empty(0, dtype=y.dtype).set_(y.detach().untyped_storage()),
     "share_memory_": lambda y: y.detach().share_memory_().cumsum(2),
-    "copy_": lambda y: torch.empty(y.shape, dtype=y.dtype).copy_(y).cumsum(2),
     "out": lambda y: torch.cumsum(y.detach(), 2, out=torch.empty(y.shape, dtype=y.dtype)),
     "apply_": lambda y: y.detach().clone().apply_(lambda value: value + 1).cumsum(2),
 }

@@ -35,6 +35,15 @@ def from_dtensor(x: Any) -> Tensor:
 
     Raises:
         NotImplementedError: for placements that no layout can say: sums are `Partial("sum")`.
+
+    >>> import tessel, torch
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> def rows():
+    ...     mesh = tessel.world().to_mesh()
+    ...     x = tessel.from_dtensor(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    ...     return tuple(x.shape), tuple(x.local.shape)
+    >>> tessel.launch(rows, 2)
+    [((4, 3), (2, 3)), ((4, 3), (2, 3))]
     """
     from torch.distributed.tensor import DTensor, Replicate
 
