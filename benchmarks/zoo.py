@@ -77,9 +77,9 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module], list[int], list[int]]] = {
     "ResNet-50": ("torchvision", resnet, [8, 3, 256, 256], [2, 3, 64, 64]),
     "U-Net (SMP)": ("segmentation_models_pytorch", unet, [2, 3, 512, 512], [2, 3, 64, 64]),
     "SegResNet (MONAI)": ("monai", segresnet, [1, 1, 80, 80, 80], [1, 1, 16, 16, 16]),
-    "Swin-T": ("torchvision", swin, [4, 3, 448, 448], [1, 3, 64, 64]),
-    "ViT-B": ("timm", vit, [4, 3, 384, 384], [1, 3, 64, 64]),
-    "decoder (AutoencoderKL)": ("diffusers", decoder, [1, 4, 128, 128], [1, 4, 16, 16]),
+    "Swin-T": ("torchvision", swin, [2, 3, 448, 448], [1, 3, 64, 64]),
+    "ViT-B": ("timm", vit, [1, 3, 384, 384], [1, 3, 64, 64]),
+    "decoder (AutoencoderKL)": ("diffusers", decoder, [1, 4, 80, 80], [1, 4, 16, 16]),
 }
 
 
