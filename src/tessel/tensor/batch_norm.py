@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from tessel.core.linop import LinearOperator, in_transform, record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
+from tessel.tensor.moments import Pair, combined, local_moments, update_running
 from tessel.tensor.table import outlining
 from tessel.transport import Group
 
@@ -49,7 +49,7 @@ class BatchNorm:
     total: LinearOperator
     counts: tuple[int, ...]
     eps: float
-    running: tuple[Tensor | None, Tensor | None]
+    running: Pair
     momentum: float
     composed: Callable[..., Tensor]
 
@@ -68,10 +68,14 @@ class BatchNorm:
     def _normalized(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, ...]:
-        moments = self._gathered(*(self._cuda_moments(x) if x.is_cuda else _moments(x)))
+        moments = self._gathered(*(self._cuda_moments(x) if x.is_cuda else local_moments(x)))
         if not x.is_cuda:
-            mean, variance = self._combined(moments)
-            self._update(mean, variance)
+            total = sum(self.counts)
+            shares = constant(tuple(n / total for n in self.counts), moments.dtype, x.device)
+            means, variances = moments.unbind(1)
+            mean, variance = combined(means, variances, shares.unsqueeze(-1))
+            if self.running[0] is not None:
+                update_running(self.running, mean, variance, total, self.momentum)
             if not x.numel():
                 return torch.empty_like(x), mean, variance
             return (
@@ -124,21 +128,6 @@ class BatchNorm:
 
     # -- on a processor, whose kernels take means and variances
 
-    def _combined(self, moments: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean and variance of all places from those of each (Chan's formula)."""
-        count = sum(self.counts)
-        means, variances = moments.unbind(1)
-        shares = constant(tuple(n / count for n in self.counts), means.dtype, means.device)
-        mean = shares @ means
-        return mean, shares @ torch.addcmul(variances, means - mean, means - mean)
-
-    def _update(self, mean: Tensor, variance: Tensor) -> None:
-        count = sum(self.counts)
-        unbiased = variance * (count / (count - 1)) if self.running[1] is not None else variance
-        for each, new in zip(self.running, (mean, unbiased), strict=True):
-            if each is not None:
-                each.lerp_(new, self.momentum)
-
     def _gradient(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor
     ) -> Sequence[Tensor]:
@@ -185,15 +174,6 @@ class BatchNorm:
             grad, x, mean, scale, weight, both[0], both[1], counts
         )
         return of_x, *parameters
-
-
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and variance of each channel, in the kernels that are quickest; zeros of nothing."""
-    dims = (0, *range(2, x.dim()))
-    count = max(1, prod(x.shape[dim] for dim in dims))
-    mean = x.sum(dims) / count
-    centre = mean.reshape(-1, *[1] * (x.dim() - 2)).expand_as(x)
-    return mean, F.mse_loss(x, centre, reduction="none").sum(dims) / count
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:

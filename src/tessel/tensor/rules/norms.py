@@ -23,6 +23,7 @@ from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.core.shared import anchored_zeros, replicate, replication, used_together
 from tessel.tensor.batch_norm import BatchNorm, can_use_kernels, normalize
+from tessel.tensor.moments import Pair, combined, local_moments, mean_square, update_running
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -39,8 +40,6 @@ from tessel.tensor.table import (
 from tessel.tensor.tensor import Tensor as SpreadTensor
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
-
-Pair = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -187,41 +186,6 @@ class ChannelGroups(Gathering):
         flat = constant(tuple(n for row in counts for n in row), like.dtype, like.device)
         table = flat.view(len(counts), -1)
         return (table / table.sum(0)).unsqueeze(1)  # (place, 1, group)
-
-
-def _local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and variance over all dimensions but the second; zeros where there is no value."""
-    x = widened(x)
-    mean = x.sum(_all_but_second(x)) / max(1, _count(x))
-    centre = mean.detach()
-    # v = mean (x − c)² − (m − c)² for every constant c, and c = m rounds least. The second term is
-    # zero there, and so is its slope; its second derivative is not.
-    return mean, _mean_square(x, centre) - (mean - centre).square()
-
-
-def _mean_square(x: Tensor, centre: Tensor) -> Tensor:
-    """The mean of the squared distances from a constant centre.
-
-    Its gradient is one pass over `x` and keeps nothing else.
-    """
-    target = centre.reshape(-1, *[1] * (x.dim() - 2)).expand_as(x)
-    squares = F.mse_loss(x, target, reduction="none")
-    return squares.sum(_all_but_second(x)) / max(1, _count(x))
-
-
-def _all_but_second(x: Tensor) -> tuple[int, ...]:
-    return (0, *range(2, x.dim()))
-
-
-def _count(x: Tensor) -> int:
-    return prod(x.shape[dim] for dim in _all_but_second(x))
-
-
-def _combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and variance of all places from those of each (Chan's formula)."""
-    mean = (shares * means).sum(0)
-    variance = (shares * (variances + (means - mean).square())).sum(0)
-    return mean, variance
 
 
 def _normalized(
@@ -514,10 +478,10 @@ def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
     def composed(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, track: bool = False
     ) -> Tensor:
-        means, variances = gathering.gather(*_local_moments(x))
-        mean, variance = _combined(means, variances, gathering.shares(means))
+        means, variances = gathering.gather(*local_moments(x))
+        mean, variance = combined(means, variances, gathering.shares(means))
         if track:
-            _update(running, mean, _unbiased(variance, gathering), momentum)
+            update_running(running, mean, variance, sum(gathering.counts), momentum)
         return _normalized(x, mean, variance, weight, bias, eps, gathering)
 
     use = replication(gathering.statistics, gathering.axes)
@@ -525,19 +489,6 @@ def _normalize_over_parts(norm: Norm, gathering: Gathering) -> Tensor:
         return composed(norm.x, *parameters, track=norm.tracks)
     kernels = BatchNorm(gathering.move, use.H, gathering.counts, eps, running, momentum, composed)
     return normalize(kernels, norm.x, *parameters)
-
-
-def _unbiased(variance: Tensor, gathering: Gathering) -> Tensor:
-    count = sum(gathering.counts)
-    return variance * (count / (count - 1))
-
-
-@torch.no_grad()
-def _update(running: Pair, mean: Tensor, variance: Tensor, rate: float) -> None:
-    """Running statistics take in new ones, which count so much among them."""
-    for each, new in zip(running, (mean, variance), strict=True):
-        assert each is not None
-        each.mul_(1.0 - rate).add_(new, alpha=rate)
 
 
 # -- of instances ---------------------------------------------------------------------------------
@@ -562,14 +513,13 @@ def instance_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> An
             return norm.result(norm.anchored_zeros(weight, bias))
         return norm.result(F.instance_norm(x, None, None, weight, bias, True, 0.0, eps))
     rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
-    means, variances = gathering.gather(*_local_moments(rows))
-    mean, variance = _combined(means, variances, gathering.shares(means))
+    means, variances = gathering.gather(*local_moments(rows))
+    mean, variance = combined(means, variances, gathering.shares(means))
     if norm.tracks:
         # running statistics take in the average over the instances of the whole batch
-        both = _collected(mean, _unbiased(variance, gathering), norm.layout, (0, 1))
-        centre, spread = both.mean(1)
+        centre, spread = _collected(mean, variance, norm.layout, (0, 1)).mean(1)
         running = given["running_mean"], given["running_var"]
-        _update(running, centre, spread, given["momentum"])
+        update_running(running, centre, spread, sum(gathering.counts), given["momentum"])
     weight, bias = (
         None if each is None else each.expand_as(mean).reshape(-1) for each in norm.parameters()
     )
@@ -595,7 +545,7 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return norm.result(torch.group_norm(x, groups.local_shape[1], weight, bias, given["eps"]))
     rows = x.reshape(1, prod(x.shape[:2]), prod(x.shape[2:]))
     members = constant(tuple(groups.members), torch.int64, x.device)
-    means, variances = (each.reshape(x.shape[:2]) for each in _local_moments(rows))
+    means, variances = (each.reshape(x.shape[:2]) for each in local_moments(rows))
     # the moments of groups from those of channels; zeros for a group without a channel
     like = groups.local_shape
     sizes = torch.bincount(members, minlength=like[1]).clamp(min=1).to(means.dtype)
@@ -605,7 +555,7 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     means, variances = groups.gather(own, spread)
     mean, variance = (
         each.index_select(1, members).reshape(-1)
-        for each in _combined(means, variances, groups.shares(means))
+        for each in combined(means, variances, groups.shares(means))
     )
     weight, bias = (
         None if each is None else each.expand(x.shape[:2]).reshape(-1) for each in (weight, bias)
@@ -638,12 +588,12 @@ def layer_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     rows = x.reshape(1, prod(x.shape[:first]), prod(x.shape[first:]))
     # (1, rows, columns), the rows of which go on elsewhere
     if is_layer:
-        means, variances = gathering.gather(*_local_moments(rows))
-        mean, variance = _combined(means, variances, gathering.shares(means))
+        means, variances = gathering.gather(*local_moments(rows))
+        mean, variance = combined(means, variances, gathering.shares(means))
         y = _normalized(rows, mean.reshape(-1), variance.reshape(-1), None, None, given["eps"])
     else:
         wide = widened(rows)
-        (squares,) = gathering.gather(_mean_square(wide, wide.new_zeros(rows.shape[1])))
+        (squares,) = gathering.gather(mean_square(wide, wide.new_zeros(rows.shape[1])))
         square = (gathering.shares(squares) * squares).sum(0).reshape(-1)
         least = torch.finfo(square.dtype).eps if given["eps"] is None else given["eps"]
         y = _normalized(rows, None, square, None, None, least)
