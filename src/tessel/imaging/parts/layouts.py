@@ -84,10 +84,9 @@ class Rows:
         """How many copies of the image there are."""
         return prod(self.layout.partition.shape[axis] for axis in self.layout.shared)
 
-    @property
-    def place(self) -> int:
-        """Which of the copies this worker has a part of."""
-        coordinates = self.layout.partition.index
+    def place_of(self, worker: int) -> int:
+        """Which of the copies a worker has a part of."""
+        coordinates = self.layout.partition.coordinates(worker)
         assert coordinates is not None
         sizes = [self.layout.partition.shape[axis] for axis in self.layout.shared]
         return boxes.ravel([coordinates[axis] for axis in self.layout.shared], sizes)
