@@ -88,20 +88,17 @@ def layout_of(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Lay
                 f"layout can say Shard, Replicate and Partial('sum'); call "
                 f"x.redistribute(placements=…) first"
             )
-    cuts = tuple(_cut(partition, axes[dim], length) for dim, length in enumerate(lengths))
-    return Layout(partition, lengths, cuts, tuple(shared))
-
-
-def _cut(partition: Partition, axes: Sequence[int], length: int) -> Cut:
-    """How DTensor cuts a dimension along these axes: each cuts the parts of those before it."""
-    parts: list[Interval] = [(0, length)]
-    for axis in axes:
-        parts = [
-            boxes.shift(piece, start)
-            for start, stop in parts
-            for piece in boxes.chunked(stop - start, partition.shape[axis])
-        ]
-    return Cut(tuple(axes), tuple(parts))
+    cuts = []
+    for dim, length in enumerate(lengths):
+        parts: list[Interval] = [(0, length)]
+        for axis in axes[dim]:  # each cuts the parts of those before it
+            parts = [
+                boxes.shift(piece, start)
+                for start, stop in parts
+                for piece in boxes.chunked(stop - start, partition.shape[axis])
+            ]
+        cuts.append(Cut(tuple(axes[dim]), tuple(parts)))
+    return Layout(partition, lengths, tuple(cuts), tuple(shared))
 
 
 def to_dtensor(x: Tensor, mesh: Any) -> Any:
