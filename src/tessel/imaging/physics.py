@@ -394,12 +394,11 @@ class DistributedPhysics:
             image = rows.use(_even(x, records))
         # Now that all agreed on which gradients are asked for: a copy is a node of the graph whose
         # adjoint sums over workers, so that all of them must make the same ones.
-        copies = Copies()
-        if everyones:
+        copies, (args, settings) = Copies(), arguments
+        if everyones or own:
             copies.add(everyones, self.partition)
-        if own:
             copies.add(own, self.rows.own.partition)
-        args, settings = copies.instead(arguments) if copies else arguments
+            args, settings = copies.instead(arguments)
         return OperatorCall(
             call,
             image,
