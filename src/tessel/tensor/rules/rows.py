@@ -17,7 +17,7 @@ from tessel.core import boxes
 from tessel.core.layout import Cut, Layout
 from tessel.core.partition import Partition
 from tessel.core.shared import anchored_zeros
-from tessel.tensor.row_exchange import RowExchange, is_consecutive, owners, place_of, told
+from tessel.tensor.row_exchange import RowExchange, owners, place_of, told
 from tessel.tensor.table import (
     as_spread,
     computed,
@@ -36,7 +36,7 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def has_rows(layout: Layout, dim: int) -> bool:
     """Whether a dimension lies in parts of which each has rows of its own."""
-    return layout.is_split(dim) and is_consecutive(layout.cuts[dim], layout.shape[dim])
+    return layout.is_split(dim) and layout.cuts[dim].is_consecutive(layout.shape[dim])
 
 
 @kept_in_job
@@ -181,7 +181,7 @@ def receiving(
         for each, at in ((layout, dim), (values, dim), (index, 0))
         if each is not None and each.shape and len(each.cuts[at].intervals) > 1
     ]
-    if not cuts or not all(is_consecutive(*each) for each in cuts):
+    if not cuts or not all(cut.is_consecutive(length) for cut, length in cuts):
         return None
     axes = cuts[0][0].axes
     if not layout.is_split(dim):
@@ -265,7 +265,7 @@ def written_rows(
 def _values_cut(rows: Cut, dim: int, index: Layout, values: Layout) -> Cut:
     """How values lie along the dimension of rows: as they do, as their index does, or evenly."""
     for cut, length in ((values.cuts[dim], values.shape[dim]), (index.cuts[0], index.shape[0])):
-        if cut.axes == rows.axes and len(cut.intervals) > 1 and is_consecutive(cut, length):
+        if cut.axes == rows.axes and len(cut.intervals) > 1 and cut.is_consecutive(length):
             return cut
     return Cut(rows.axes, boxes.balanced(values.shape[dim], len(rows.intervals)))
 
