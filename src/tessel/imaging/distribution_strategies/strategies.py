@@ -296,13 +296,22 @@ def create_strategy(
                 f"it takes no settings {settings} and no other shape than {tuple(signal_shape)}"
             )
         return strategy
+    return maker_of(strategy)(signal_shape, **settings)
+
+
+def maker_of(strategy: Any) -> Callable[..., DistributedSignalStrategy]:
+    """What makes a strategy of a shape and settings; ValueError if it is none, nor the name of one.
+
+    >>> maker_of("basic").__name__
+    'BasicStrategy'
+    """
     make = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
     if not callable(make):
         raise ValueError(
             f"strategy must be one of {', '.join(STRATEGIES)}, a class or a strategy, "
             f"got {strategy!r}"
         )
-    return make(signal_shape, **settings)
+    return make
 
 
 def checked_sizes(
