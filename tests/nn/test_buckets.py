@@ -68,10 +68,6 @@ def plain(width: int = 3, depth: int = 3) -> nn.Sequential:
     return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))
 
 
-def grads_of(model: nn.Module) -> list[Tensor | None]:
-    return [each.grad for each in model.parameters()]
-
-
 def same_grads(spread: nn.Module, alone: nn.Module, tolerance: float = TOLERANCE) -> None:
     """Every parameter has the gradient of one process, and has none where that has none."""
     pairs = zip(spread.named_parameters(), alone.parameters(), strict=True)
