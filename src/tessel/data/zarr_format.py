@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
 from tessel.data.formats import Format, Keys, State, Stored, owned_once
-from tessel.data.sources import needed, torch_dtype
+from tessel.data.sources import as_tensor, needed, torch_dtype
 
 LIMIT = 8 << 20  # bytes of a chunk whose size nobody has said
 NOTES = "tessel"  # the attribute with what zarr does not say
@@ -95,8 +94,7 @@ class ZarrFormat(Format):
             array = zarr.open_array(folder, path="/".join(keys), mode="r")
             dtype = _stored(array).dtype
             if math.prod(layout.local_shape):
-                values = np.asarray(array[layout.local_slice() or ...])
-                part = torch.from_numpy(np.require(values, requirements=["C", "W", "O"]))
+                part = as_tensor(array[layout.local_slice() or ...])
             else:
                 part = torch.empty(layout.local_shape, dtype=BITS.get(dtype, dtype))
             found[keys] = part.view(dtype) if dtype in BITS else part

@@ -1,0 +1,101 @@
+"""A U-Net trains on a volume that no worker could hold."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from torch.nn.functional import interpolate, max_pool3d, mse_loss
+
+import tessel
+from tessel.data import FromArray, PartDataset, PartLoader
+from tessel.testing import WorkerPool
+
+SLABS = (4, 1, 64, 128, 128)  # of a volume of 34 MB
+MAY_HOLD = 20 << 20  # bytes, besides what a worker has before it trains
+
+
+class UNet(torch.nn.Module):
+    """Of a quarter of the resolution, and half of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv3d(1, 4, 4, stride=4)
+        self.inner = torch.nn.Conv3d(4, 4, 3, padding=1)
+        self.merge = torch.nn.Conv3d(8, 4, 3, padding=1)
+        self.norm = torch.nn.BatchNorm3d(4)
+        self.head = torch.nn.ConvTranspose3d(4, 1, 4, stride=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fine = torch.relu(self.norm(self.stem(x)))
+        coarse = torch.relu(self.inner(max_pool3d(fine, 2)))
+        return self.head(self.merge(torch.cat([fine, interpolate(coarse, scale_factor=2)], 1)))
+
+
+def train(model: Any, batches: Any, epochs: int = 2) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(epochs):
+        for x in batches:
+            loss = mse_loss(model(x), x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def made() -> UNet:
+    torch.manual_seed(0)
+    return UNet().double()
+
+
+@contextmanager
+def limited(extra: int) -> Iterator[None]:
+    """Give this process so much more memory of its own than it has, and no more."""
+    status = Path("/proc/self/status").read_text()
+    (now,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(now) + extra, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def train_in_parts(path: str, size: int) -> list[float]:
+    P = tessel.world()
+    grid = P.create_cartesian_topology_partition([1, 1, P.size, 1, 1])
+
+    def loader() -> PartLoader:
+        return PartLoader(PartDataset(FromArray(path), grid))
+
+    # threads, groups and buffers come with the first step, of which nothing is kept
+    model = tessel.nn.distribute_module(made(), grid)
+    train(model, [next(iter(loader()))], 1)
+    model.load_state_dict(made().state_dict())
+    with limited(MAY_HOLD):
+        with pytest.raises((MemoryError, RuntimeError)):
+            _ = torch.ones(size, dtype=torch.uint8)  # as large as the volume
+        return train(model, loader())
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_volume_larger_than_a_worker_may_hold(tmp_path: Path) -> None:
+    path = str(tmp_path / "volume.zarr")
+    array = zarr.create_array(path, shape=SLABS, chunks=(1, 1, 16, 64, 64), dtype="f8")
+    for number in range(len(array)):
+        array[number] = np.random.default_rng(number).normal(size=SLABS[1:])
+    assert array.nbytes > 1.5 * MAY_HOLD
+    expected = train(made(), [torch.from_numpy(array[k])[None] for k in range(len(array))])
+    with WorkerPool(timeout=100.0, threads=1) as pool:
+        for losses in pool.run(train_in_parts, path, array.nbytes, nprocs=4):
+            assert losses == pytest.approx(expected, rel=1e-12)
