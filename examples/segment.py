@@ -1,8 +1,8 @@
 """Train a segmentation model on one volume that nobody has whole.
 
 A SwinUNETR of MONAI, in which nobody has thought of workers, learns to segment a volume in a file.
-Each worker reads its box of the file and nothing else (`tessel.data`), and trains on
-that: `distribute_module(model, grid)`, then a plain training loop. Windows of attention, convolutions and
+Each worker reads its box of the file and nothing else (`tessel.data`), and trains on that:
+`distribute_module(model, grid)`, then a plain training loop. Windows of attention, convolutions and
 norms reach across the boxes, so the losses are those of one process, which trains beside unless
 `--parts-only` says that the volume is too large for it.
 

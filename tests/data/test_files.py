@@ -74,6 +74,22 @@ def there_and_back(folder: str, name: str, nprocs: int) -> None:
             assert type(plain) is torch.Tensor and torch.equal(plain, x)
 
 
+def on_some(path: str) -> None:
+    """A tensor of two of three workers, read by another two."""
+    P = tessel.world()
+    x = tessel.spread(values((5,)), P.create_partition_inclusive([2, 0]))
+    tessel.save({"x": x, "y": values((2,))}, path)
+    found = tessel.load(path, {"x": P.create_partition_inclusive([1, 2])})
+    assert torch.equal(found["x"].move_to(P).full(), values((5,)))
+    assert found["x"].local.shape == ((0,), (3,), (2,))[P.rank or 0]
+    assert torch.equal(found["y"], values((2,)))
+
+
+@both
+def test_tensors_of_some_workers(run: Run, tmp_path: Path, name: str) -> None:
+    run(on_some, str(tmp_path / name), nprocs=3)
+
+
 @both
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_any_layout_to_any_other(run: Run, tmp_path: Path, name: str, nprocs: int) -> None:

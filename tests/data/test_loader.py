@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -364,6 +365,15 @@ def outside() -> None:
 
 def test_workers_outside(run: Run) -> None:
     run(outside, nprocs=3)
+
+
+def test_a_dataset_goes_to_processes_that_are_not_forked() -> None:
+    """They are no workers: which box is meant goes with it, and groups do not."""
+    layout = Layout(grid_of(1), (3, 6, 5), (Cut.whole(3), Cut.whole(6), Cut((0,), ((0, 5),))))
+    for where in (grid_of(1, 1, 1, 1), layout):
+        dataset = PartDataset(FromArray(images()), where, halo=[(0, 0), (1, 1), (0, 0)])
+        again = pickle.loads(pickle.dumps(dataset))
+        assert torch.equal(again[3], torch.from_numpy(images()[3]))
 
 
 def test_reads_go_no_further_ahead_than_is_said() -> None:

@@ -92,10 +92,10 @@ def train_in_parts(path: str, size: int) -> list[float]:
 def test_a_volume_larger_than_a_worker_may_hold(tmp_path: Path) -> None:
     path = str(tmp_path / "volume.zarr")
     array = zarr.create_array(path, shape=SLABS, chunks=(1, 1, 16, 64, 64), dtype="f8")
-    for number in range(len(array)):
+    for number in range(SLABS[0]):
         array[number] = np.random.default_rng(number).normal(size=SLABS[1:])
     assert array.nbytes > 1.5 * MAY_HOLD
-    expected = train(made(), [torch.from_numpy(array[k])[None] for k in range(len(array))])
+    expected = train(made(), [torch.from_numpy(array[k])[None] for k in range(SLABS[0])])
     with WorkerPool(timeout=100.0, threads=1) as pool:
         for losses in pool.run(train_in_parts, path, array.nbytes, nprocs=4):
             assert losses == pytest.approx(expected, rel=1e-12)

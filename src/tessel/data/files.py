@@ -18,7 +18,7 @@ from tessel.core.layout import Layout
 from tessel.core.partition import Partition, world
 from tessel.data.checkpoint_format import CheckpointFormat
 from tessel.data.formats import Format, Keys, Stored
-from tessel.data.together import raise_together
+from tessel.data.together import kind_of, raise_together
 from tessel.data.zarr_format import ZarrFormat
 from tessel.state.tensor_file import commit
 from tessel.tensor.tensor import Tensor, converters, layout_on
@@ -153,7 +153,7 @@ def load(
 
     error = _attempt(look)
     listing = {keys: getattr(each, "identity", None) for keys, each in targets.items()}
-    raise_together(call, f"{stored} {listing}", error)
+    raise_together(call, f"{stored} {listing} {kind_of(device)}", error)
     layouts = {
         keys: Layout.whole(everyone, stored[keys].shape, shared=True) if each is None else each
         for keys, each in targets.items()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from tessel.core.layout import Layout
 from tessel.data.dataset import PartDataset
 from tessel.data.sampler import PartSampler, mixed
-from tessel.data.together import raise_together
+from tessel.data.together import kind_of, raise_together
 from tessel.tensor import Tensor
 
 Parts = list[torch.Tensor]
@@ -77,7 +77,7 @@ class PartLoader:
         try:
             length, axis = len(dataset), dataset.batch_axis
             shapes = [each.identity for each in dataset.layouts(0)] if length else []
-            facts = f"{length} samples of {dataset.dtypes} in {shapes} on {device}"
+            facts = f"{length} samples of {dataset.dtypes} in {shapes} on {kind_of(device)}"
             if num_workers < 0 or prefetch_factor < (num_workers > 0):
                 raise ValueError(
                     f"num_workers and prefetch_factor from 0 on are needed, and processes read at "
@@ -104,6 +104,7 @@ class PartLoader:
         self._processes, self._ahead, self._pins = num_workers, prefetch_factor, pin_memory
         self._device, self._context = device, multiprocessing_context
         self._reader = _Reader(dataset)
+        self._index = torch.accelerator.current_device_index() if pin_memory else 0
 
     @property
     def epoch(self) -> int:
@@ -170,7 +171,9 @@ class PartLoader:
         if not self._ahead:
             yield from (partial(self._read, request) for request in requests)
             return
-        executor = ThreadPoolExecutor(1, "tessel.data")
+        # a thread has a device of its own, the first one, on which pinning would start CUDA
+        use = partial(torch.accelerator.set_device_index, self._index)
+        executor = ThreadPoolExecutor(1, "tessel.data", use if self._pins else None)
         ahead: deque[Future[Parts | None]] = deque()
         try:
             for request in requests:

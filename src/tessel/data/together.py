@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tessel.core.agreement import agree, same, tell
 from tessel.core.partition import world
 from tessel.transport import code_of
@@ -36,3 +38,8 @@ def raise_together(call: str, facts: str, error: Exception | None = None) -> Non
         raise KINDS[number](f"{call}: on worker {failed[0]}, {text}") from error
     if len({code for _, code in said.values()}) > 1:
         same(tell(everyone, facts), "data", call)
+
+
+def kind_of(device: torch.device | str | None) -> str:
+    """What workers agree on of their devices, each of which may have a number of its own."""
+    return "cpu" if device is None else torch.device(device).type
