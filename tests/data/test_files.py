@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 from collections.abc import Callable
 from itertools import chain, pairwise
 from pathlib import Path
@@ -214,6 +216,7 @@ def test_chunks_are_no_larger_than_the_limit(tmp_path: Path, monkeypatch: Any) -
 
 def test_signs_of_zeros_and_strides(tmp_path: Path) -> None:
     """Zeros are zarr's fill value; views of other memory, and conjugates, are what they show."""
+    tmp_path = tmp_path / "new" / "folder"  # which is made
     for x in (-torch.zeros(3), torch.randn(4, 5).T, torch.randn(3, dtype=torch.complex64).conj()):
         for name in PATHS:
             tessel.save(x, tmp_path / name)
@@ -266,6 +269,19 @@ def some_fail(folder: str, name: str) -> None:
 @both
 def test_an_error_on_one_worker_raises_on_all(run: Run, tmp_path: Path, name: str) -> None:
     run(some_fail, str(tmp_path), name, nprocs=2)
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    """zarr's older format can name the codec of pickle, which zarr refuses for numbers."""
+    pickles = {"id": "pickle", "protocol": 5}
+    for number, codecs in enumerate(({"compressor": pickles}, {"filters": [pickles]})):
+        folder = tmp_path / f"{number}.zarr"
+        zarr.create_array(folder, shape=(3,), chunks=(3,), dtype="f8", zarr_format=2)
+        form = json.loads((folder / ".zarray").read_text())
+        (folder / ".zarray").write_text(json.dumps({**form, **codecs}))
+        (folder / "0").write_bytes(pickle.dumps(Path("a")))
+        with pytest.raises(ValueError, match="pickle"):
+            tessel.load(folder)
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

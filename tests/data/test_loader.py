@@ -397,6 +397,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     dataset = PartDataset(source, grid)
     for options in (
         {"batch_size": 0},
+        {"batch_size": 1.5},
         {"num_workers": -1},
         {"num_workers": 1, "prefetch_factor": 0},
         {"multiprocessing_context": "spawn"},

@@ -90,9 +90,14 @@ def save(
     # in the folder of the first worker, as others may have another working directory
     names = tell(everyone, str(folder.with_name(f".{folder.name}.{os.urandom(6).hex()}")))
     unfinished = Path(names[everyone.ranks[0]])
+
+    def make() -> None:
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        form.prepare(unfinished, state)
+
     try:
         first = everyone.rank == 0
-        error = _attempt(lambda: form.prepare(unfinished, state)) if first else None
+        error = _attempt(make) if first else None
         raise_together(call, "", error)
         if not unfinished.is_dir():
             error = FileNotFoundError(

@@ -55,10 +55,11 @@ class PartSampler(Sampler[list[int]]):
         batch_axis: int | None = 0,
     ) -> None:
         error = None
-        if batch_size < 1 or length < 0:
+        are_numbers = isinstance(batch_size, int) and isinstance(length, int)
+        if not are_numbers or batch_size < 1 or length < 0:
             error = ValueError(
-                f"a batch_size from 1 on and a length from 0 on are needed, got {batch_size} and "
-                f"{length}"
+                f"an integer batch_size from 1 on and a length from 0 on are needed, got "
+                f"{batch_size} and {length}"
             )
         if shuffle and sampler is not None:
             error = ValueError("a sampler says the order: shuffle=True cannot be said beside it")
