@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,15 +12,22 @@ from typing import Any
 
 import torch
 
+from tessel.core.agreement import tell
 from tessel.core.layout import Layout
-from tessel.data.formats import Format, Keys, State, Stored, owned_once
+from tessel.core.partition import world
+from tessel.data.formats import Format, Keys, State, Stored, is_writer, part_in
 from tessel.state.checkpoint import Part, checkpoint_reader
+from tessel.tensor import Tensor
 
 ALONE = "tensor"  # the name of a tensor that is in no dict
 
 
 class CheckpointFormat(Format):
-    """A checkpoint with the names that torch gives to values in dicts of dicts."""
+    """A checkpoint with the names that torch gives to values in dicts of dicts.
+
+    All workers know all layouts, so that each plans alone what everybody writes. Torch's own `save`
+    would exchange plans as pickles.
+    """
 
     def check(self, state: State) -> None:
         if [*state] == [(ALONE,)]:
@@ -27,29 +35,61 @@ class CheckpointFormat(Format):
                 f"a dict that has {ALONE!r} alone reads as one tensor from a checkpoint; use "
                 f"another name"
             )
+        names: dict[str, Keys] = {}
+        for keys in state:
+            if names.setdefault(".".join(keys), keys) != keys:
+                raise ValueError(f"{keys} and {names['.'.join(keys)]} have one name in checkpoints")
 
     def prepare(self, folder: Path, state: State) -> None:
         folder.mkdir()
 
     def write(self, folder: Path, state: State) -> Exception | None:
         # imported here, since it takes half a second
-        from torch.distributed.checkpoint import FileSystemWriter, save
+        from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+        from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
-        nested: dict[str, Any] = {}
-        for keys, x in state.items():
-            part, writes = owned_once(x, layout := _once(x.layout))
-            *outer, last = keys or (ALONE,)
-            holder = nested
-            for key in outer:
-                holder = holder.setdefault(key, {})
-            piece = Part.of(part.requires_grad_(x.requires_grad), layout)
-            holder[last] = piece if writes else Part(part, layout.shape, None)
+        everyone = world()
+        keys_of = {".".join(keys) or ALONE: keys for keys in state}
+        layouts = {name: _once(state[keys].layout) for name, keys in keys_of.items()}
+        parts = {
+            name: Part.of(part_in(layout, state[keys_of[name]]), layout)
+            for name, layout in layouts.items()
+        }
+        items = [
+            [
+                item
+                for name, layout in layouts.items()
+                if is_writer(layout, worker)
+                # all parts of an empty tensor are the same piece
+                and (math.prod(layout.shape) or worker == layout.partition.ranks[0])
+                for item in _outline(state[keys_of[name]], layout, worker).__create_write_items__(
+                    name, None
+                )
+            ]
+            for worker in everyone.ranks
+        ]
+        plans, metadata = create_default_global_save_plan([SavePlan(each) for each in items])
+        metadata.planner_data = {name: keys or (ALONE,) for name, keys in keys_of.items()}
+        writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
+        planner.set_up_planner(parts, None, everyone.rank == 0)
+        problem: Exception | None = None
+        found: list[Any] = []
         try:
-            with _silence():
-                save(nested, storage_writer=FileSystemWriter(folder))
-        except Exception as error:  # whatever torch raises is told to all workers
-            return error
-        return None
+            writer.set_up_storage_writer(everyone.rank == 0)
+            own = writer.prepare_global_plan(plans)[everyone.rank or 0]
+            found = [
+                (each.index.fqn, tuple(each.index.offset or ()), each.size_in_bytes, *_info(each))
+                for each in writer.write_data(own, planner).value()
+            ]
+        except Exception as error:  # whatever the storage raises is told to all workers
+            problem = error
+        told = tell(everyone, found).values()
+        if problem is None and everyone.rank == 0:
+            try:
+                writer.finish(metadata, [[_result(*each) for each in some] for some in told])
+            except Exception as error:  # as above
+                problem = error
+        return problem
 
     def stored(self, folder: Path) -> dict[Keys, Stored]:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -78,6 +118,32 @@ class CheckpointFormat(Format):
         with _silence():  # each worker for itself: its metadata say where everything is
             load(parts, storage_reader=checkpoint_reader(folder), no_dist=True)
         return found
+
+
+def _outline(x: Tensor, layout: Layout, worker: int) -> Part:
+    """The part of any worker, without values."""
+    box = layout.box(worker)
+    assert box is not None
+    shape = layout.shape_on(worker)
+    kind: Any = {"dtype": x.dtype, "requires_grad": x.requires_grad, "device": "meta"}
+    return Part(torch.empty(shape, **kind), layout.shape, tuple(start for start, _ in box))
+
+
+def _info(result: Any) -> tuple[str, int, int]:
+    """In which file something was written, and where."""
+    place = result.storage_data
+    return place.relative_path, place.offset, place.length
+
+
+def _result(
+    name: str, offset: tuple[int, ...], size: int, path: str, start: int, length: int
+) -> Any:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    index = MetadataIndex(name, torch.Size(offset))
+    return WriteResult(index, size, _StorageInfo(path, start, length))
 
 
 def _once(layout: Layout) -> Layout:

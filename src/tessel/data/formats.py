@@ -48,15 +48,15 @@ class Format(ABC):
         """This worker's boxes of tensors in these layouts."""
 
 
-def owned_once(x: Tensor, layout: Layout) -> tuple[torch.Tensor, bool]:
-    """This worker's part of a tensor in a layout, and whether it is the first of those who have it.
-
-    Args:
-        x: the tensor.
-        layout: one in which copies are shared, along all axes that split no dimension.
-    """
+def part_in(layout: Layout, x: Tensor) -> torch.Tensor:
+    """This worker's part of a tensor that moves to a layout; all workers call this."""
     with torch.no_grad():
         detached: Any = x.detach()
-        part = detached.move_to(layout).local
-    index = layout.partition.index
-    return part, index is not None and not any(index[axis] for axis in layout.shared)
+        part: torch.Tensor = detached.move_to(layout).local
+    return part
+
+
+def is_writer(layout: Layout, worker: int) -> bool:
+    """Whether a worker is the first of those who have its part, where copies are shared."""
+    index = layout.partition.coordinates(worker)
+    return index is not None and not any(index[axis] for axis in layout.shared)

@@ -11,8 +11,9 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.layout import Cut, Layout, Shape
-from tessel.data.formats import Format, Keys, State, Stored, owned_once
+from tessel.data.formats import Format, Keys, State, Stored, is_writer, part_in
 from tessel.data.sources import as_tensor, needed, torch_dtype
+from tessel.transport import this_worker
 
 LIMIT = 8 << 20  # bytes of a chunk whose size nobody has said
 NOTES = "tessel"  # the attribute with what zarr does not say
@@ -64,9 +65,9 @@ class ZarrFormat(Format):
         problem = None
         for keys, x in state.items():
             layout = self._aligned(keys, x)
-            part, writes = owned_once(x, layout)
-            if not writes or not part.numel() or problem is not None:
-                continue  # but to the moves of all tensors
+            part = part_in(layout, x)  # also after an error, as others wait for it
+            if not is_writer(layout, this_worker()) or not part.numel() or problem is not None:
+                continue
             try:
                 config = {"write_empty_chunks": True}
                 array = zarr.open_array(folder, path="/".join(keys), mode="r+", config=config)
