@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -61,7 +60,7 @@ class CheckpointFormat(Format):
                 for name, layout in layouts.items()
                 if is_writer(layout, worker)
                 # all parts of an empty tensor are the same piece
-                and (math.prod(layout.shape) or worker == layout.partition.ranks[0])
+                and (0 not in layout.shape or worker == layout.partition.ranks[0])
                 for item in _outline(state[keys_of[name]], layout, worker).__create_write_items__(
                     name, None
                 )
