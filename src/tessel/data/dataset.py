@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_structure, tree_unflatten
 from torch.utils.data import Dataset
 
 from tessel import transport
@@ -74,7 +74,9 @@ class PartDataset(Dataset[Any]):
         halo: Any = None,
     ) -> None:
         self._sources: list[Source]
-        self._sources, self._form = tree_flatten(sources)
+        self._sources, form = tree_flatten(sources)
+        # the place of each source among them, in their form
+        self._form = tree_unflatten([*range(len(self._sources))], form)
         if not self._sources or not all(isinstance(each, Source) for each in self._sources):
             raise TypeError(
                 f"tessel.data sources such as FromArray(array) are needed, alone or in tuples and "
@@ -101,7 +103,7 @@ class PartDataset(Dataset[Any]):
     def _for_each(self, given: Any) -> list[Any]:
         """What is given in the form of the sources, for each of them."""
         try:
-            return self._form.flatten_up_to(given)
+            return tree_structure(self._form).flatten_up_to(given)
         except ValueError as error:
             raise ValueError(f"expected one for each source, in the same form: {error}") from error
 
@@ -227,7 +229,7 @@ class PartDataset(Dataset[Any]):
         return [each.detach() for each in found]
 
     def _formed(self, values: Sequence[Any]) -> Any:
-        return tree_unflatten([*values], self._form)
+        return tree_map(lambda place: values[place], self._form)
 
     def collected(self, samples: Sequence[Any]) -> list[torch.Tensor]:
         """The arrays of a batch of samples that were read."""
