@@ -18,7 +18,7 @@ import tessel
 from tessel.data import FromArray, PartDataset, PartLoader
 from tessel.testing import WorkerPool
 
-SLABS = (4, 1, 64, 128, 256)  # of a volume of 67 MB
+SLABS = (8, 1, 32, 128, 256)  # of a volume of 67 MB
 MAY_HOLD = 48 << 20  # bytes, besides what a worker has before it trains
 
 
@@ -27,11 +27,11 @@ class UNet(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = torch.nn.Conv3d(1, 4, 4, stride=4)
-        self.inner = torch.nn.Conv3d(4, 4, 3, padding=1)
-        self.merge = torch.nn.Conv3d(8, 4, 3, padding=1)
-        self.norm = torch.nn.BatchNorm3d(4)
-        self.head = torch.nn.ConvTranspose3d(4, 1, 4, stride=4)
+        self.stem = torch.nn.Conv3d(1, 2, 4, stride=4)
+        self.inner = torch.nn.Conv3d(2, 2, 3, padding=1)
+        self.merge = torch.nn.Conv3d(4, 2, 3, padding=1)
+        self.norm = torch.nn.BatchNorm3d(2)
+        self.head = torch.nn.ConvTranspose3d(2, 1, 4, stride=4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fine = torch.relu(self.norm(self.stem(x)))
