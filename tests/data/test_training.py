@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -80,6 +81,9 @@ def limited(extra: int) -> Iterator[None]:
 
 
 def train_in_parts(path: str, size: int) -> list[float]:
+    # of the address space that is limited, threads take their whole stacks, 8 MiB each
+    threading.stack_size(1 << 20)
+    zarr.config.set({"threading.max_workers": 1})
     P = tessel.world()
     grid = P.create_cartesian_topology_partition([1, 1, P.size, 1, 1])
 
