@@ -143,6 +143,7 @@ def grid() -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 @everywhere
 def test_output_and_gradients_are_those_of_torch(run: Run, nprocs: int, size: int) -> None:
     """Also of second order, and the weight that `max_norm` leaves."""
