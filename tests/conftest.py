@@ -26,7 +26,7 @@ torch.set_num_threads(1)  # of this process: tensors are small here, and more th
 # what many tests import on each worker, and takes seconds: torch's compiler also comes with meta
 # tensors of some functions, and with forward mode
 PRELOAD = ("torch._dynamo", "deepinv", "matplotlib.pyplot", "hypothesis", "pytest")
-ALONE = ("launch", "transport")  # folders whose tests must have the machine for themselves,
+ALONE = ("launch", "transport")  # folders whose tests share the machine with one other at most,
 # but for these, of values alone
 BESIDE = (
     *("test_launchers", "test_message", "test_protocol", "test_sanitizers"),
@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): time limit of a test, else {LIMIT:g} s")
     config.addinivalue_line("markers", "slow: takes seconds, of processor time; not for --quick")
     config.addinivalue_line(
-        "markers", "alone: watches processes, memory or time; no other test runs beside it"
+        "markers", "alone: watches processes, memory or time; at most one other runs beside it"
     )
     config.addinivalue_line(
         "markers", "ends_workers: of the pool, whose imports are lost; runs last"
