@@ -23,6 +23,7 @@ from tessel.transport.job import can_share_memory as can_share_memory
 from tessel.transport.job import checks_calls as checks_calls
 from tessel.transport.job import chosen_transport as chosen_transport
 from tessel.transport.job import group_of as group_of
+from tessel.transport.job import hosts as hosts
 from tessel.transport.job import kept_in_job as kept_in_job
 from tessel.transport.job import leave as leave
 from tessel.transport.job import look_for_job as look_for_job

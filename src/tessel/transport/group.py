@@ -71,12 +71,14 @@ class Membership:
         tag: what messages of this thread carry now, so that they cannot be taken for others.
         traffic: the running totals of this worker.
         processes: of all workers, in their order.
+        hosts: for each worker the number of its host; empty if all run on one.
         host: those with whom this worker shares memory, if any.
         watch: over waits, and whether the job is broken.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     processes: list[PeerProcess] = field(default_factory=list)
+    hosts: tuple[int, ...] = ()
     host: Host | None = None
     watch: Watch = field(default_factory=Watch)
 
@@ -199,9 +201,10 @@ class Group:
     def program(
         self, dtype: torch.dtype, gives: Sequence[Give], takes: Sequence[Take]
     ) -> CopyProgram | None:
-        """An exchange between workers of one host, prepared, if it can be."""
+        """An exchange with workers of this host alone, prepared, if it can be."""
         ways = self._ways
-        if not ways.all_near or ways.host is None:
+        near = {ways.worker, *ways.near}
+        if ways.host is None or not all(each[0] in near for each in (*gives, *takes)):
             return None
         return ways.host.program(self._code, dtype, gives, takes)
 
@@ -409,11 +412,14 @@ class Group:
 
     def _count(self, sends: Iterable[SendBuffer], receives: Iterable[ReceiveBuffer]) -> None:
         """Add what travels to the totals: not what stays on this worker."""
-        totals, worker = self._membership.traffic, self._ways.worker
+        totals, worker, hosts = self._membership.traffic, self._ways.worker, self._membership.hosts
         for sent in sends:
             if sent.worker != worker:
                 totals.messages += 1
                 totals.bytes_sent += sent.tensor.nbytes
+                if hosts and hosts[sent.worker] != hosts[worker]:
+                    totals.messages_between_hosts += 1
+                    totals.bytes_between_hosts += sent.tensor.nbytes
         for received in receives:
             if received.worker != worker:
                 totals.bytes_received += received.place.nbytes

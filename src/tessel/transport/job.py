@@ -76,6 +76,11 @@ def look_for_job() -> None:
     _job()
 
 
+def hosts() -> tuple[int, ...]:
+    """For each worker of the job the number of its host; empty if all run on one."""
+    return _job().membership.hosts
+
+
 def shares_memory() -> bool:
     """Whether this worker exchanges tensors with another of its host through shared memory."""
     return _job().membership.host is not None
@@ -233,6 +238,9 @@ class _Job:
                 )
         checks_calls()  # raises, on all of them, if it is set to nonsense
         self.membership.processes = [process for process, _, _ in said]
+        names = [process.host for process, _, _ in said]
+        first = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.membership.hosts = tuple(first[name] for name in names) if len(first) > 1 else ()
         if all(shares for _, shares, _ in said):
             self.membership.host = host = _connected(agreement, self.membership.processes)
             if host is not None:

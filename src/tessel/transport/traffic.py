@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 @dataclass
 class Traffic:
-    """What this worker sent and received, payload only; `agreements` are counted apart."""
+    """What this worker sent and received, payload only; `agreements` are counted apart.
+
+    Attributes:
+        messages_between_hosts, bytes_between_hosts: of what it sent, what went to other hosts.
+    """
 
     messages: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     agreements: int = 0
+    messages_between_hosts: int = 0
+    bytes_between_hosts: int = 0
