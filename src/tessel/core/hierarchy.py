@@ -257,11 +257,14 @@ class _Ways:
 
     @property
     def is_long(self) -> bool:
-        """Whether so much is added over more than two hosts that each is to add a part of it."""
+        """Whether so much is added over more than two hosts that each is to add a part of it.
+
+        Else each gets the terms of all others, which sends more, in fewer steps.
+        """
         blocks: dict[Box, int] = {}
         for team in self.gives.all:
             blocks[team.box] = blocks.get(team.box, 0) + bool(team.terms)
-        return max(blocks.values()) > 2 and max(map(boxes.volume, blocks)) > SMALL
+        return any((count - 2) * boxes.volume(box) > SMALL for box, count in blocks.items())
 
     def sum_by_parts(self, worker: int) -> tuple[Plan, Plan]:
         """The sum over hosts of what all of them want: each host adds one part of a slice."""

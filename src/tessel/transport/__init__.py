@@ -19,6 +19,7 @@ from tessel.transport.group import Group as Group
 from tessel.transport.group import code_of as code_of
 from tessel.transport.group import packed_words as packed_words
 from tessel.transport.group import tells_errors as tells_errors
+from tessel.transport.job import between_hosts as between_hosts
 from tessel.transport.job import can_share_memory as can_share_memory
 from tessel.transport.job import checks_calls as checks_calls
 from tessel.transport.job import chosen_transport as chosen_transport
