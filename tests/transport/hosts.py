@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import heapq
+import importlib.util
 import itertools
 import os
 import random
@@ -76,6 +77,42 @@ class Hosts:
                     )
                 )
 
+    def mpirun(self, program: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Let mpirun of Open MPI start a program on both hosts, over TCP.
+
+        Its daemon of the second host is started by an agent that enters the namespace, in the place
+        of ssh.
+        """
+        agent = self.folder / "agent"
+        agent.write_text("#!/bin/sh\nexport host=$1; shift\n" + _enter("$host", "hostname $host; $*"))
+        agent.chmod(0o700)
+        network = ADDRESSES[0].rpartition(".")[0] + ".0/24"
+        settings = {
+            "plm_rsh_agent": str(agent),
+            "btl": "tcp,vader,self",
+            "pml": "ob1",
+            "btl_tcp_if_include": network,
+            "oob_tcp_if_include": network,
+        }
+        words = [word for pair in settings.items() for word in ("--mca", *pair)]
+        places = ",".join(f"{name}:{PER_HOST}" for name in self.names)
+        env = {"OMP_NUM_THREADS": "1", "TESSEL_TIMEOUT": str(LIMIT), "MASTER_ADDR": ADDRESSES[0]}
+        env |= {"MASTER_PORT": str(PORT), "PYTHONPATH": os.pathsep.join(sys.path)} | more
+        passed = [word for name in env for word in ("-x", name)]
+        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--host", places, *words]
+        with (self.folder / "output0").open("wb") as output:
+            self._started.append(
+                subprocess.Popen(
+                    ["sh", "-c", _enter(self.names[0], f'hostname {self.names[0]}; exec "$@"'), "-"]
+                    + [*command, "--bind-to", "none", *passed, *program],
+                    env=os.environ | env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            )
+        return self._started[-1]
+
     def wait_until_busy(self, seconds: float) -> None:
         """Until all workers are in the middle of their task."""
         deadline = time.monotonic() + seconds
@@ -123,6 +160,11 @@ class Hosts:
             self.cable.close()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _enter(host: str, script: str) -> str:
+    """A line of shell that runs a script, with the arguments of the line, on a host."""
+    return f'exec ip netns exec "{host}" unshare --uts sh -c \'{script}\' - "$@"\n'
 
 
 def ip(*words: str) -> None:
@@ -225,6 +267,17 @@ def why_not() -> str:
             return ""
     except (OSError, subprocess.CalledProcessError) as error:
         return f"no network namespaces can be made: {getattr(error, 'stderr', error)!r}"
+
+
+@cache
+def why_no_mpi() -> str:
+    """Why there is no MPI here; empty if there is."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is needed"
+    if shutil.which("mpirun") is None:
+        return "mpirun is needed, of Open MPI"
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    return "" if "Open MPI" in said.stdout else "mpirun is not that of Open MPI"
 
 
 @cache
