@@ -1,11 +1,12 @@
-"""All-reduce of two hosts with two workers each: Tessel over Gloo and over MPI, Gloo's and MPI's own.
+"""All-reduce on two hosts of two workers: Tessel over Gloo and over MPI, Gloo's own and MPI's own.
 
-The hosts are network namespaces of this machine with a cable between them (a veth pair), so it needs
+The hosts are network namespaces of this machine with a cable between them (a veth pair). It needs
 root, Linux, iproute2, and Open MPI with mpi4py in the environment of this Python. Open MPI has TCP
 there, as Gloo has. Tessel is `nn.AllSumReduce`, with its agreement, and `Move.apply`, without.
 
-In each round all contenders take turns, in the same processes; a sample is the mean of several calls
-of the slowest worker. Shown is the median over rounds.
+In each round all contenders take turns, in the same processes; a sample is the mean of some calls
+of the slowest worker. Shown is the median over rounds; and the processor time of all workers, which
+is what counts where all of them share two cores.
 
     python benchmarks/hosts.py [--rounds 9] [--most-kib 65536] [--json FILE]
 """
@@ -64,10 +65,9 @@ def main() -> None:
 
 
 def show(found: dict[str, dict[str, float]]) -> None:
-    names = list(next(iter(found.values())))
-    print("milliseconds".ljust(12), *(f"{name:>22}" for name in names))
-    for size, times in found.items():
-        print(f"{size} KiB".ljust(12), *(f"{times[name]:22.2f}" for name in names))
+    print("milliseconds".ljust(34), *(f"{size:>8}" for size in found), "KiB")
+    for name in next(iter(found.values())):
+        print(name.ljust(34), *(f"{times[name]:8.2f}" for times in found.values()))
 
 
 def be_worker(options: argparse.Namespace) -> None:
@@ -100,29 +100,38 @@ def be_worker(options: argparse.Namespace) -> None:
             f"Tessel over {way}": lambda module=module, x=x: module(x),  # type: ignore[misc]
             f"its move over {way}": lambda move=move, x=x: move.apply(x),  # type: ignore[misc]
         }
-        samples: dict[str, list[float]] = {name: [] for name in contenders}
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         counts = {}
         with torch.no_grad():
             for name, call in contenders.items():
                 assert torch.equal(call(), torch.full((length,), 10.0)), name
-                counts[name] = max(1, int(SECONDS / slowest(call, 2)))
+                counts[name] = max(1, int(SECONDS / slowest(call, 2)[0]))
             for _ in range(options.rounds):
                 for name, call in contenders.items():
                     samples[name].append(slowest(call, counts[name]))
-        found[str(kib)] = {name: 1e3 * statistics.median(each) for name, each in samples.items()}
+        found[str(kib)] = {
+            f"{name}{what}": 1e3 * statistics.median(each)
+            for name, pairs in samples.items()
+            for what, each in zip(("", ", processors"), zip(*pairs, strict=True), strict=True)
+        }
     if world.rank == 0:
         options.json.write_text(json.dumps(found))
 
 
-def slowest(call: Callable[[], object], count: int) -> float:
-    """Seconds of a call, the mean of some, on the worker for which they take longest."""
+def slowest(call: Callable[[], object], count: int) -> tuple[float, float]:
+    """Seconds of a call, the mean of some, on the worker for which they take longest.
+
+    And the seconds of processors that all workers need for it.
+    """
     dist.barrier()
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     for _ in range(count):
         call()
     took = torch.tensor([(time.perf_counter() - begin) / count])
+    work = torch.tensor([(time.process_time() - busy) / count])
     dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
+    dist.all_reduce(work)
+    return float(took), float(work)
 
 
 if __name__ == "__main__":

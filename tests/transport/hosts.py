@@ -84,7 +84,9 @@ class Hosts:
         of ssh.
         """
         agent = self.folder / "agent"
-        agent.write_text("#!/bin/sh\nexport host=$1; shift\n" + _enter("$host", "hostname $host; $*"))
+        agent.write_text(
+            "#!/bin/sh\nexport host=$1; shift\n" + _enter("$host", "hostname $host; $*")
+        )
         agent.chmod(0o700)
         network = ADDRESSES[0].rpartition(".")[0] + ".0/24"
         settings = {
@@ -100,11 +102,11 @@ class Hosts:
         env |= {"MASTER_PORT": str(PORT), "PYTHONPATH": os.pathsep.join(sys.path)} | more
         passed = [word for name in env for word in ("-x", name)]
         command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--host", places, *words]
+        entered = _enter(self.names[0], f'hostname {self.names[0]}; exec "$@"')
         with (self.folder / "output0").open("wb") as output:
             self._started.append(
                 subprocess.Popen(
-                    ["sh", "-c", _enter(self.names[0], f'hostname {self.names[0]}; exec "$@"'), "-"]
-                    + [*command, "--bind-to", "none", *passed, *program],
+                    ["sh", "-c", entered, "-", *command, "--bind-to", "none", *passed, *program],
                     env=os.environ | env,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

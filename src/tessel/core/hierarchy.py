@@ -39,22 +39,17 @@ class Team:
         workers: in ascending order.
         box: that all of them store.
         slices: which part of it each of them carries between hosts; None for nothing.
-        terms: of a sum, those that this team adds: their places on the grid, and which of its
-            workers hold each. A term that several teams hold is added by the first.
+        terms: of a sum, those that this team adds: their places on the grid, and who holds each.
     """
 
     host: int
     workers: tuple[int, ...]
     box: Box
     slices: tuple[Box | None, ...]
-    terms: tuple[tuple[Coordinates, tuple[int, ...]], ...]
+    terms: tuple[tuple[Coordinates, int], ...]
 
     def carried_by(self, worker: int) -> Box | None:
         return self.slices[self.workers.index(worker)]
-
-    def giver(self, term: tuple[int, ...], taker: int) -> int:
-        """Which of a term's holders gives it to another worker of the team: itself if it can."""
-        return taker if taker in term else term[self.workers.index(taker) % len(term)]
 
 
 class Teams:
@@ -68,27 +63,26 @@ class Teams:
 
     def __init__(self, layout: Layout, hosts: Hosts) -> None:
         found: dict[tuple[int, Box], list[int]] = {}
-        places: dict[Coordinates, list[int]] = {}
+        holders: dict[Coordinates, int] = {}
         for worker in sorted(layout.partition.ranks):
             box, at = layout.box(worker), layout.partition.coordinates(worker)
             if box is not None and at is not None and boxes.volume(box):
                 found.setdefault((hosts[worker], box), []).append(worker)
                 place = tuple(0 if axis in layout.shared else n for axis, n in enumerate(at))
-                places.setdefault(place, []).append(worker)
+                holders.setdefault(place, worker)
         key_of = {worker: key for key, workers in found.items() for worker in workers}
-        terms: dict[tuple[int, Box], list[tuple[Coordinates, tuple[int, ...]]]] = {}
-        for place in sorted(places):
-            holders = places[place]
-            key = key_of[holders[0]]
-            here = tuple(worker for worker in holders if key_of[worker] == key)
-            terms.setdefault(key, []).append((place, here))
+        terms: dict[tuple[int, Box], list[tuple[Coordinates, int]]] = {}
+        for place in sorted(holders):
+            terms.setdefault(key_of[holders[place]], []).append((place, holders[place]))
         # Teams of one box have as many carriers: those of two hosts have the same slices then.
         fewest: dict[Box, int] = {}
         for (_, box), workers in found.items():
             fewest[box] = min(len(workers), fewest.get(box, len(workers)))
         self.all = tuple(
             Team(host, tuple(workers), box, _slices(box, fewest[box], len(workers)), given)
-            for (host, box), workers in sorted(found.items(), key=lambda each: (each[0][0], each[1]))
+            for (host, box), workers in sorted(
+                found.items(), key=lambda each: (each[0][0], each[1])
+            )
             for given in [tuple(terms.get((host, box), ()))]
         )
         self.of = {worker: team for team in self.all for worker in team.workers}
@@ -144,8 +138,10 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
 def _uses(source: Layout, target: Layout, hosts: Hosts) -> tuple[bool, bool]:
     """Whether teams add terms that go to other hosts; whether they copy what comes from others."""
     gives, takes = teams(source, hosts), teams(target, hosts)
-    sums = not source.owns_once
+    sums, sizes = not source.owns_once, source.partition.shape
     adds = copies = False
+    if sums and any(sizes[axis] > 1 for axis in source.shared):
+        return False, False  # each host may have terms at hand that others have, too
     for team in takes.all:
         for taker in team.workers:
             for place, _ in source.agreement(team.box):
@@ -201,12 +197,10 @@ class _Ways:
         if team is not None:
             mine = team.carried_by(worker)
             for taker, part in zip(team.workers, team.slices, strict=True):
-                for _, term in team.terms if part is not None else ():
-                    if worker in term and team.giver(term, taker) == worker:
-                        gives.append(Piece.of(taker, part, team.box))
+                if part is not None:
+                    gives.append(Piece.of(taker, part, team.box))
             if mine is not None:
-                givers = [team.giver(term, worker) for _, term in team.terms]
-                takes = [Piece.of(giver, mine, mine) for giver in givers]
+                takes = [Piece.of(giver, mine, mine) for _, giver in team.terms]
         shapes = box_shape(self.source, worker), shape_of(self.has(worker))
         return assembled(worker, gives, takes, *shapes, once=False)
 
@@ -248,7 +242,7 @@ class _Ways:
             (giver, part)
             for team in self.gives.all
             if id(team) in met
-            for giver in (team.workers if self.adds else (term[0] for _, term in team.terms))
+            for giver in (team.workers if self.adds else (holder for _, holder in team.terms))
             if (part := _common(want, self.has(giver))) is not None
         ]
 
@@ -263,7 +257,7 @@ class _Ways:
         """
         blocks: dict[Box, int] = {}
         for team in self.gives.all:
-            blocks[team.box] = blocks.get(team.box, 0) + bool(team.terms)
+            blocks[team.box] = blocks.get(team.box, 0) + 1
         return any((count - 2) * boxes.volume(box) > SMALL for box, count in blocks.items())
 
     def sum_by_parts(self, worker: int) -> tuple[Plan, Plan]:
@@ -277,14 +271,12 @@ class _Ways:
         number = team.workers.index(worker)
         peers = [each.workers[number] for each in others]  # who carry the same slice
         ((start, stop),) = mine
-        parts = [
-            (boxes.shift(part, start),) for part in boxes.balanced(stop - start, len(others))
-        ]
+        parts = [(boxes.shift(part, start),) for part in boxes.balanced(stop - start, len(others))]
         part = parts[others.index(team)]
         add = assembled(
             worker,
-            [Piece.of(p, each, mine) for p, each in zip(peers, parts, strict=True)] * bool(team.terms),
-            [Piece.of(p, part, part) for p, each in zip(peers, others, strict=True) if each.terms],
+            [Piece.of(peer, each, mine) for peer, each in zip(peers, parts, strict=True)],
+            [Piece.of(peer, part, part) for peer in peers],
             boxes.extent(mine),
             boxes.extent(part),
             once=False,
@@ -292,7 +284,7 @@ class _Ways:
         copy = assembled(
             worker,
             [Piece.of(peer, part, part) for peer in peers],
-            [Piece.of(p, each, mine) for p, each in zip(peers, parts, strict=True)],
+            [Piece.of(peer, each, mine) for peer, each in zip(peers, parts, strict=True)],
             boxes.extent(part),
             boxes.extent(mine),
             once=True,

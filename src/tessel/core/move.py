@@ -206,7 +206,7 @@ class Stage:
         return self.group.exchange(self._sends(x), receives, x.device, self.plan.dense)
 
     def before(self, second: Stage, x: Tensor) -> Tensor:
-        """Two exchanges; what the second copies from this worker itself lies in the output at once."""
+        """Two exchanges; what the second copies from this worker itself is in its place at once."""
         y = x.new_empty(second.plan.target_shape)
         worker = transport.this_worker()
         parts = (_part(y, piece) for piece in second.plan.takes if piece.peer == worker)

@@ -165,7 +165,7 @@ class Group:
         self._count(sends, receives)
         ways, tag, key = self._ways, self._membership.tag, self._key()
         self._number_exchange()
-        # One collective is quickest where all messages go by Gloo, one by one; but it carries no tag.
+        # One collective is quickest where all would go by Gloo, one by one; but it carries no tag.
         if device.type == "cuda" or (dense and not tag and ways.are_all_by_gloo):
             place = self.attempt_by_wire(lambda: swap(ways, key, sends, receives, device), key)
             if device.type == "cuda":
@@ -558,7 +558,7 @@ class Group:
             self._watch.finish(wait)
 
     def _attempt_far(self, communicate: Callable[[], T], key: Key) -> T:
-        """The same with workers of other hosts, by MPI, in which this worker looks itself, or not."""
+        """The same with other hosts, by MPI, where this worker can look itself, or by Gloo."""
         if self._ways.mpi is not None:
             return self.attempt(communicate)
         return self.attempt_by_wire(communicate, key)

@@ -298,7 +298,6 @@ class _Job:
         for each in _listeners:
             each()
 
-
     def _use_mpi(self, agreement: Group, salt: int, is_asked_for: bool) -> None:
         """Let MPI carry what goes to other hosts, if it can on all workers."""
         offers = agreement.share_objects(mpi.start())

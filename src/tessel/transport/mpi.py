@@ -96,7 +96,7 @@ def _is_running() -> bool:
 def start() -> Offer:
     """Start MPI, unless this process has; all workers do so together."""
     try:
-        MPI: Any = importlib.import_module("mpi4py.MPI")  # noqa: N806
+        MPI: Any = importlib.import_module("mpi4py.MPI")
         if MPI.Is_finalized():
             return Offer("MPI has been finalized")
         if not MPI.Is_initialized():
@@ -152,10 +152,9 @@ class _Message:
             status = statuses()
             if not self.requests[self.num_done].Test(status):
                 return moved
-            if self.sizes:
-                # one that is longer is an error of MPI's
-                if status.Get_elements(_mpi().BYTE) != self.sizes[self.num_done]:
-                    raise OutOfStep(self.key, self.key, "a message has another length than expected")
+            # one that is longer is an error of MPI's
+            if self.sizes and status.Get_elements(_mpi().BYTE) != self.sizes[self.num_done]:
+                raise OutOfStep(self.key, self.key, "a message has another length than expected")
             self.num_done += 1
             moved = True
         self.is_done = True
@@ -184,7 +183,7 @@ class Mpi:
     def __init__(
         self, ranks: Sequence[int], salt: int, watch: Watch, host: Host | None, library: str
     ) -> None:
-        MPI = _mpi()  # noqa: N806
+        MPI = _mpi()
         self.library = library
         self._ranks, self._salt, self._watch, self._host = tuple(ranks), salt, watch, host
         self._lock = threading.Lock()
