@@ -11,6 +11,7 @@ from tessel.transport.wakeup import Wakeup
 # shares its core, others run in between, since what it waits for may be theirs to do. A nap also
 # bounds how late a worker is found to have died, since a dead worker notifies no other.
 SPINS = 2000  # looks at once, if each worker has a core
+SPINS_FOR_HOSTS = 40  # the same, where a worker may wait for what another host has yet to send
 YIELDS = 100  # looks after each of which another process may run
 NAP = 0.05  # seconds of sleep, unless another worker notifies this one
 SHORT_NAP = 5e-4  # the same, for one that also looks after messages between hosts

@@ -16,7 +16,7 @@ from tessel import endings
 from tessel.errors import WorkerLost
 from tessel.limits import time_limit
 from tessel.machine import usable_cores
-from tessel.transport.backoff import SPINS, YIELDS, Backoff
+from tessel.transport.backoff import SPINS, SPINS_FOR_HOSTS, YIELDS, Backoff
 from tessel.transport.board import MemoryBoard
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.channel import Incoming, Message, Outgoing, SegmentMap
@@ -127,6 +127,11 @@ class Host:
     def board(self) -> MemoryBoard:
         """Where the workers of this host say what they do."""
         return MemoryBoard(self.worker, self._segments, self._wakeups)
+
+    def spin_less(self) -> None:
+        """Keep the core for a short time only: others of this host may wait for another host."""
+        self._spins = min(self._spins, SPINS_FOR_HOSTS)
+        self._looks = self._spins or YIELDS
 
     def mix_threads(self) -> None:
         """Expect nothing of the order of messages: several threads of each worker send them."""

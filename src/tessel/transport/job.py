@@ -283,6 +283,8 @@ class _Job:
             self.membership.host = host = _connected(agreement, self.membership.processes)
             if host is not None:
                 host.watch = watch
+                if self.membership.hosts:
+                    host.spin_less()
                 if host.workers == everyone:  # a board in memory is read without asking anybody
                     watch.attach(this_worker(), everyone, host.board, host.board.alarm)
         problem = next((f"worker {w}: {each[3]}" for w, each in enumerate(said) if each[3]), "")

@@ -25,7 +25,7 @@ from tessel.encoding import encodable
 from tessel.errors import WorkerLost
 from tessel.limits import time_limit
 from tessel.machine import usable_cores
-from tessel.transport.backoff import SPINS, YIELDS
+from tessel.transport.backoff import SPINS_FOR_HOSTS, YIELDS
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
 from tessel.transport.host import USUAL_LIMIT, Host
 from tessel.transport.launchers import MPICH, OPEN_MPI, SLURM, find_launcher, task_of
@@ -34,7 +34,7 @@ from tessel.transport.watch import Wait, Watch
 from tessel.transport.wire import as_bytes, packed
 
 CHUNK = 2**30  # bytes of a message at most: MPI counts them in 32 bits
-SHORTEST_NAP, LONGEST_NAP, NAPS_NOTED = 2e-5, 1e-3, 50  # seconds; after how many the watch hears
+SHORTEST_NAP, LONGEST_NAP, NAPS_NOTED = 2e-5, 2e-4, 100  # seconds; after how many the watch hears
 # One of these mpirun sets for a process that it has started; those that a user can set are others.
 _SIGNS_OF_SERVER = {
     OPEN_MPI: ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
@@ -190,7 +190,7 @@ class Mpi:
         self._pending: list[_Message] = []
         self._owner = os.getpid()
         workers = 1 if host is None else len(host.workers)
-        self._spins = SPINS if workers <= usable_cores() else 0
+        self._spins = SPINS_FOR_HOSTS if workers <= usable_cores() else 0
         limit = time_limit()
         self._limit = USUAL_LIMIT if limit is None else limit.total_seconds()
         self._most_tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
