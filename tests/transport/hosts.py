@@ -316,8 +316,18 @@ def compare(folder: Path) -> None:
             y.square().sum().backward()
             expected = movement.gradients(everyones, lambda w, y: y.square().sum())
             assert_close(x.grad, mine(expected))
+    way = "MPI" if "PMIX_NAMESPACE" in os.environ and not why_no_mpi() else "Gloo"
+    assert tessel.transport.between_hosts().startswith(way), tessel.transport.between_hosts()
     large = torch.full((300_000,), float(me() + 1), dtype=torch.float64)
     assert torch.equal(tessel.nn.AllSumReduce(world, [0])(large), torch.full_like(large, 10.0))
+    for length, carriers in ((1000, (0, 2)), (300_000, range(WORKERS))):
+        whole = tessel.Layout.whole(world, (length,))
+        with tessel.testing.count_traffic() as traffic:
+            tessel.Move(whole, whole)(torch.ones(length))
+        # the sum of a host crosses once each way, by one worker or by all of them
+        crosses = 4 * length // len(carriers) * 2 if me() in carriers else 0
+        assert traffic.bytes_between_hosts == crosses, (length, traffic)
+        assert traffic.messages_between_hosts == (me() in carriers), (length, traffic)
     spread, whole = train(spread=True), train(spread=False)
     for got, expected in zip(spread, whole, strict=True):
         assert_close(got, expected, 1e-11)  # sums in another order, over five steps
@@ -366,13 +376,15 @@ def work(folder: Path) -> None:
 TASKS = {"compare": compare, "work": work}
 
 
-def _be_worker(task: str, rank: int, first: int, count: int, folder: Path) -> int:
-    os.environ |= {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(WORKERS),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank - first),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(count),
-    }
+def _be_worker(task: str, rank: int, first: int | None, folder: Path) -> int:
+    """Do a task, as the worker of a host, whose first is given, or as the one of mpirun."""
+    if first is not None:
+        os.environ |= {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": str(WORKERS),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank - first),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(PER_HOST),
+        }
     torch.set_num_threads(1)
     try:
         TASKS[task](folder)
@@ -391,7 +403,7 @@ def _be_host(task: str, first: int, count: int, folder: Path) -> int:
         if not child:
             code = 1
             try:
-                code = _be_worker(task, rank, first, count, folder)
+                code = _be_worker(task, rank, first, folder)
                 tessel.transport.leave()
             finally:
                 os._exit(code)
@@ -400,4 +412,10 @@ def _be_host(task: str, first: int, count: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[2] == "mpi":  # mpirun has told this worker its place
+        sys.exit(
+            _be_worker(
+                sys.argv[1], int(os.environ["OMPI_COMM_WORLD_RANK"]), None, Path(sys.argv[4])
+            )
+        )
     sys.exit(_be_host(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))

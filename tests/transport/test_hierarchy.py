@@ -1,19 +1,23 @@
-"""Hierarchy: plans for several hosts give the numbers of one, and each value crosses once."""
+"""Hierarchy: several hosts give the numbers of one, and each value crosses between them once."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import stress
+import tessel
 from tessel.core import hierarchy
 from tessel.core.hierarchy import Hosts, route
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
 from tessel.core.plan import Plan
 from tessel.core.plan import route as direct_route
+from tessel.testing import count_traffic
 
 Values = dict[int, np.ndarray]
 HOSTS: list[Hosts] = [(0, 0, 1, 1), (0, 1, 0, 0), (0, 1, 2, 2), (0, 0, 0, 1, 1, 2, 2, 2)]
@@ -183,3 +187,59 @@ def test_a_value_of_no_dimension_goes_by_teams_too() -> None:
         first, whole, hosts, {0: np.array(7.0)} | dict.fromkeys((1, 2, 3), np.zeros(0))
     )
     assert [float(each.item()) for each in got.values()] == [7.0] * 4 and crossed == 1
+
+
+# --- workers that pretend to be on several hosts
+
+
+def sums_over(names: tuple[str, ...], length: int) -> tuple[list[float], list[int], bool]:
+    """Sums and agreements of workers: their numbers, what crossed, and whether copies are equal."""
+    with stress.on_hosts(*names):
+        world, worker = tessel.world(), tessel.transport.this_worker()
+        group = world.prepare()
+        words = memoryview(group.share_words([worker])).cast("q")[:: tessel.transport.NUM_WORDS]
+        assert words.tolist() == list(range(len(names)))
+        some = world.create_partition_inclusive([len(names) - 1, 0])
+        generator = torch.Generator().manual_seed(worker)
+        x = torch.randn(length, generator=generator, dtype=torch.float32)
+        reduce = tessel.nn.AllSumReduce(world, [0])
+        y = reduce(x.requires_grad_())
+        with count_traffic() as traffic:
+            again = reduce(x)
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, float(len(names))))
+        copies = group.share_objects(y.detach())
+        alike = torch.equal(again, y) and all(torch.equal(copy, y.detach()) for copy in copies)
+        few = group.sum(torch.tensor([1.0, worker]))
+        if some.active:
+            few = few + tessel.nn.AllSumReduce(some, [0])(torch.ones(2)) - 2.0
+        crossed = [traffic.messages_between_hosts, traffic.bytes_between_hosts]
+        return few.tolist(), crossed, alike
+
+
+@pytest.mark.parametrize("length", [100, 40_000])
+def test_sums_over_hosts_are_equal_on_all_workers(run: Any, length: int) -> None:
+    results = run(sums_over, ("a", "b", "b", "a"), length)
+    assert [(few, alike) for few, _, alike in results] == [([4.0, 6.0], True)] * 4
+    crossed = [each for _, each, _ in results]
+    if length == 100:  # the first worker of each host carries all
+        assert crossed == [[1, 400], [1, 400], [0, 0], [0, 0]]
+    else:
+        assert crossed == [[1, 80_000]] * 4
+
+
+def out_of_step() -> str:
+    with stress.on_hosts("a", "b", "b", "a"):
+        group = tessel.world().prepare()
+        group.share_words([0])
+        group.num_exchanges += tessel.transport.this_worker() in (1, 2)  # of the second host
+        with pytest.raises(tessel.WorkerLost) as caught:
+            group.share_words([0])
+        return str(caught.value)
+
+
+@pytest.mark.ends_workers
+def test_hosts_that_are_out_of_step_raise_at_once(in_new_job: Any) -> None:
+    said = in_new_job(out_of_step, nprocs=4, timeout=60)
+    firsts = [text for text in said if "the exchanges before this one were" in text]
+    assert firsts and all("1 on worker 0, 2 on worker 1" in text for text in firsts), said
