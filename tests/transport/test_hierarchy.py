@@ -192,9 +192,9 @@ def test_a_value_of_no_dimension_goes_by_teams_too() -> None:
 # --- workers that pretend to be on several hosts
 
 
-def sums_over(names: tuple[str, ...], length: int) -> tuple[list[float], list[int], bool]:
+def sums_over(names: tuple[str, ...], length: int, way: str) -> tuple[list[float], list[int], bool]:
     """Sums and agreements of workers: their numbers, what crossed, and whether copies are equal."""
-    with stress.on_hosts(*names):
+    with stress.afresh(TESSEL_TRANSPORT=way), stress.on_hosts(*names):
         world, worker = tessel.world(), tessel.transport.this_worker()
         group = world.prepare()
         words = memoryview(group.share_words([worker])).cast("q")[:: tessel.transport.NUM_WORDS]
@@ -217,9 +217,10 @@ def sums_over(names: tuple[str, ...], length: int) -> tuple[list[float], list[in
         return few.tolist(), crossed, alike
 
 
+@pytest.mark.parametrize("way", ["shared", "gloo"])
 @pytest.mark.parametrize("length", [100, 40_000])
-def test_sums_over_hosts_are_equal_on_all_workers(run: Any, length: int) -> None:
-    results = run(sums_over, ("a", "b", "b", "a"), length)
+def test_sums_over_hosts_are_equal_on_all_workers(run: Any, length: int, way: str) -> None:
+    results = run(sums_over, ("a", "b", "b", "a"), length, way)
     assert [(few, alike) for few, _, alike in results] == [([4.0, 6.0], True)] * 4
     crossed = [each for _, each, _ in results]
     if length == 100:  # the first worker of each host carries all

@@ -1,7 +1,8 @@
 """Messages between processes: the only package that calls `torch.distributed`.
 
 A `Group` is a set of workers that can communicate. CPU tensors of workers on one host are sent
-through shared memory, all others through `torch.distributed`. It may import `core.boxes`, `errors`,
+through shared memory, those between hosts by MPI where mpirun has started the workers, and all
+others through `torch.distributed`. It may import `core.boxes`, `errors`,
 `limits` and `machine`.
 """
 

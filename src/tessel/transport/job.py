@@ -306,8 +306,8 @@ class _Job:
         problem, membership = mpi.problem_of(offers), self.membership
         if not problem:
             ranks = [offer.rank for offer in offers]
-            carrier = mpi.Mpi(ranks, salt, membership.watch, membership.host, offers[0].library)
-            membership.mpi = carrier
+            given = ranks, salt, membership.watch, membership.host, offers[0].library
+            membership.mpi = carrier = agreement.attempt(lambda: mpi.Mpi(*given))
             if membership.host is not None:
                 membership.host.far = carrier
         elif is_asked_for:
