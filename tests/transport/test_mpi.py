@@ -109,7 +109,7 @@ def test_movements_by_mpi_are_right(tmp_path: Path, more: dict[str, str]) -> Non
 FIRST = (
     """
 import mpi4py
-mpi4py.rc.thread_level = {level!r}
+mpi4py.rc.thread_level = 'LEVEL'
 from mpi4py import MPI
 """
     + HEAD
@@ -129,14 +129,14 @@ say(total, transport.between_hosts().partition(" (")[0], *notes)
 @pytest.mark.slow
 @pytest.mark.alone
 def test_mpi_that_the_user_has_started_is_used(tmp_path: Path) -> None:
-    assert said_by(tmp_path, FIRST.format(level="serialized")) == ["16.0 MPI"] * 4
+    assert said_by(tmp_path, FIRST.replace("LEVEL", "serialized")) == ["16.0 MPI"] * 4
 
 
 @needs_mpi
 @pytest.mark.slow
 @pytest.mark.alone
 def test_mpi_for_one_thread_leaves_it_to_gloo(tmp_path: Path) -> None:
-    first, *others = said_by(tmp_path, FIRST.format(level="funneled"))
+    first, *others = said_by(tmp_path, FIRST.replace("LEVEL", "funneled"))
     assert all(each.startswith("16.0 Gloo: worker 0: MPI was started for one") for each in others)
     assert "tensors are sent over Gloo between hosts, not MPI: worker 0: MPI was" in first
 
@@ -147,9 +147,9 @@ WAITS = (
 world = tessel.world()
 reduce = tessel.nn.AllSumReduce(world, [0])
 reduce(torch.ones(3))
-if world.rank == {who}:
+if world.rank == WHO:
     open("ready", "w").write(str(os.getpid()))
-    {does}
+    DOES
 try:
     for _ in range(1000):
         reduce(torch.ones(3))
@@ -163,7 +163,8 @@ except tessel.WorkerLost as error:
 
 def lost(folder: Path, who: int, does: str, **more: str) -> tuple[list[str], float]:
     """What the others say, and the seconds until mpirun has ended."""
-    process, begin = start(folder, WAITS.format(who=who, does=does), **more), 0.0
+    script = WAITS.replace("WHO", str(who)).replace("DOES", does)
+    process = start(folder, script, **more)
     while process.poll() is None and not (folder / "ready").exists():
         time.sleep(0.05)
     begin = time.monotonic()
