@@ -119,6 +119,9 @@ def route(source: Layout, target: Layout, worker: int, hosts: Hosts) -> tuple[Pl
     direct = direct_route(source, target, worker)
     if not hosts or all(plan.silent for plan in direct):
         return direct
+    ranks = (*source.partition.ranks, *target.partition.ranks)
+    if min(ranks) < 0 or max(ranks) >= len(hosts):  # placeholders run nowhere
+        return direct
     is_in_place = sums_in_place(source, target)
     if is_in_place:  # as one row of elements, which can be cut anywhere
         source, target = flattened(source), flattened(target)
