@@ -277,7 +277,7 @@ class Mpi:
         try:
             while not message.is_done:
                 if self.progress() or (self._host is not None and self._host.push_held()):
-                    looks, nap = 0, SHORTEST_NAP
+                    looks, nap, since = 0, SHORTEST_NAP, 0.0
                     continue
                 looks += 1
                 if looks <= self._spins:
