@@ -22,6 +22,7 @@ import tessel
 from hosts import why_no_mpi
 from tessel.transport import mpi
 from tessel.transport.mpi import Offer, problem_of, why_not
+from tessel.transport.wire import AGREEMENT, tag_of
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n")
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "7"}
@@ -271,13 +272,15 @@ def test_all_workers_come_to_one_conclusion() -> None:
     assert problem_of(alone) == "the job has 3 workers, and MPI has [1] processes"
 
 
-def test_messages_of_other_jobs_and_groups_have_other_tags() -> None:
-    tags = set()
-    for salt in (1, 2):
-        wire = object.__new__(mpi.Mpi)
-        wire._salt, wire._most_tags = salt, 2**22
-        tags |= {wire._tag((group, -1), tag) for group in range(20) for tag in range(20)}
-    assert len(tags) == 800 and min(tags) >= 0 and max(tags) <= 2**22
+@pytest.mark.parametrize("most", [2**15 - 1, 2**22, 2**31 - 1])
+def test_messages_of_other_numbers_groups_and_jobs_have_other_tags(most: int) -> None:
+    carrier = object.__new__(mpi.Mpi)
+    carrier._salt, carrier._most_tags = 7, most
+    tags = [carrier._tag((5, -1), tag_of(call)) for call in range(-5000, 5000)]
+    assert len({*tags}) == 10_000 and min(tags) >= 0 and max(tags) <= most
+    others = {carrier._tag((group, -1), AGREEMENT) for group in range(5)}
+    carrier._salt = 8
+    assert len(others | {carrier._tag((group, -1), AGREEMENT) for group in range(5)}) == 10
 
 
 def test_a_message_of_another_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from tessel.transport.host import USUAL_LIMIT, Host
 from tessel.transport.launchers import MPICH, OPEN_MPI, SLURM, find_launcher, task_of
 from tessel.transport.request import Key, OutOfStep
 from tessel.transport.watch import Wait, Watch
-from tessel.transport.wire import as_bytes, packed
+from tessel.transport.wire import AGREEMENT, as_bytes, packed
 
 CHUNK = 2**30  # bytes of a message at most: MPI counts them in 32 bits
 SHORTEST_NAP, LONGEST_NAP, NAPS_NOTED = 2e-5, 2e-4, 100  # seconds; after how many the watch hears
@@ -252,9 +252,13 @@ class Mpi:
         return wait
 
     def _tag(self, key: Key, tag: int) -> int:
-        """What a message carries: of MPI's tags, the one that the job, group and number give."""
-        said = f"{self._salt} {key[0]} {tag}".encode()
-        return zlib.crc32(said) % (self._most_tags + 1)
+        """What a message carries: its number, from where the tags of the job and group begin.
+
+        So those of a group differ for as long as MPI has tags, and those of others most likely.
+        """
+        is_agreement = tag == AGREEMENT
+        begin = zlib.crc32(f"{self._salt} {key[0]} {is_agreement}".encode())
+        return (begin + tag * (not is_agreement)) % (self._most_tags + 1)
 
     def progress(self) -> bool:
         """Test all messages that are under way; whether there was progress."""
