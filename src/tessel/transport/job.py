@@ -145,11 +145,11 @@ def chosen_transport() -> str:
 
 
 def between_hosts() -> str:
-    """What carries CPU tensors to other hosts, and why."""
+    """What carries CPU tensors to other hosts, and why; before groups are made, what would."""
     job = _job()
     if job.membership.mpi is not None:
         return f"MPI ({job.membership.mpi.library})"
-    if is_distributed() and num_workers() > 1:
+    if job.membership.processes:  # all workers have decided
         return f"Gloo: {job.why_gloo}" if job.why_gloo else "Gloo"
     choice = chosen_transport()
     if choice in ("shared", "gloo"):
