@@ -49,6 +49,7 @@ class LinearOperator(HasHandle):
     domain: Layout
     codomain: Layout
     _group: transport.Group | None = None
+    _derived = HasHandle._derived | {"_group"}
 
     def _apply(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must implement `_apply`")
@@ -161,9 +162,6 @@ class LinearOperator(HasHandle):
                 )
         self.check_dtype(meta.dtype, self._label)
         return self, meta
-
-    def _is_derived(self, name: str) -> bool:
-        return name == "_group" or name.startswith("_agreed_") or super()._is_derived(name)
 
 
 class Adjoint(LinearOperator):

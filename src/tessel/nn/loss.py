@@ -42,6 +42,8 @@ class DistributedLossBase(Layer):
     reduction: str
     setting_names: tuple[str, ...] = ("reduction",)  # what torch's own `forward` reads, plain
     weight_names: tuple[str, ...] = ()  # and tensors
+    # the keys of the calls say where weights lie in the memory of this process
+    _derived = Layer._derived | {"_calls"}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # by these names, as torch's
         return super().forward(input, target)
@@ -94,10 +96,6 @@ class DistributedLossBase(Layer):
             None if each is None else (each.dtype, each.device.type, each.requires_grad, each.shape)
             for each in self.weights
         )
-
-    def _is_derived(self, name: str) -> bool:
-        # the key says where weights lie in the memory of this process
-        return super()._is_derived(name) or name == "_calls"
 
     def extra_repr(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self._settings[0]]
