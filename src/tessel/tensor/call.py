@@ -136,20 +136,28 @@ def overload(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     Functions and methods of torch that are written in C++ are made of the same schemas: with the
     same arguments they are the same operators.
     """
-    schema, namespace = func._schema, func.namespace
-    own = schema.name.partition("::")[2]
-    known = OPERATORS.get(func.name())
-    if known is None and namespace == "aten":
-        places = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
-        known = next((getattr(each, own) for each in places if hasattr(each, own)), None)
-        return follow(name, func, args, kwargs) if known is None else known(*args, **kwargs)
-    if known is not None:
-        try:
-            return known(*args, **kwargs)
-        except UnsupportedError:
-            if not may_gather():
-                raise
+    result = by_operator(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    if func.namespace == "aten" and func.name() not in OPERATORS:
+        own = func._schema.name.partition("::")[2]
+        for place in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
+            if hasattr(place, own):
+                return getattr(place, own)(*args, **kwargs)
     return follow(name, func, args, kwargs)
+
+
+def by_operator(func: Any, args: Arguments, kwargs: Settings) -> Any:
+    """What `tensor/aten.py` makes of an operator; NotImplemented if operands are to be gathered."""
+    known = OPERATORS.get(func.name())
+    if known is None:
+        return NotImplemented
+    try:
+        return known(*args, **kwargs)
+    except UnsupportedError:
+        if not may_gather():
+            raise
+        return NotImplemented
 
 
 def at_once(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
@@ -216,8 +224,9 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
             # torch's first names, and the input by its position: rules know no others
             kwargs = {_TORCHS.get(key, key): value for key, value in kwargs.items()}
             args = (kwargs.pop("input"), *args) if "input" in kwargs else args
-        if not args:
-            args, kwargs = _first_by_position(kwargs)
+        if not args and (key := next((each for each in _FIRST if each in kwargs), None)):
+            args = (kwargs[key],)
+            kwargs = {k: each for k, each in kwargs.items() if k != key}
         if not args:
             raise unsupported(name, "the tensor must be its first argument", *held_layouts(kwargs))
         first = args[0]
@@ -245,16 +254,6 @@ def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 # by which functions call what comes first, where that is not "input"
 _FIRST = ("query", "tensors", "condition", "input1", "x1", "anchor", "tensor")
-
-
-def _first_by_position(kwargs: Settings) -> tuple[Arguments, Settings]:
-    """Arguments that are all given by name, as rules know them: the first by its position."""
-    for key in _FIRST:
-        if key in kwargs:
-            return (kwargs[key],), {name: each for name, each in kwargs.items() if name != key}
-    return (), kwargs
-
-
 _RESHAPE_IN_PLACE = frozenset(
     (
         *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
@@ -384,8 +383,7 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
         why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
         raise unsupported(name, why, *held_layouts(found))
     with below_autograd():
-        values, settings = mapped(of_values, args), mapped(of_values, kwargs)
-        result = _by_values(name, func, values, settings)
+        result = _by_values(name, func, mapped(of_values, args), mapped(of_values, kwargs))
     if isinstance(result, tuple) and len(func._schema.returns) == 1:  # torch wants a list here
         return list(result)
     return result
@@ -399,15 +397,11 @@ def _by_values(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return made(func(*parts(args), **parts(kwargs)), first)
     if torch.Tag.pointwise in func.tags or (name in ELEMENTWISE and func.namespace == "aten"):
         return follow(OF_ELEMENTS, func, args, kwargs)
-    operator = OPERATORS.get(func.name())
-    if operator is not None:
-        try:
-            return operator(*args, **kwargs)
-        except UnsupportedError:
-            if not may_gather():
-                raise
-    why = unsupported(name, "it has no rule", *held_layouts(found))
-    return without_rule(name, func, args, kwargs, why)
+    result = by_operator(func, args, kwargs)
+    if result is NotImplemented:
+        why = unsupported(name, "it has no rule", *held_layouts(found))
+        return without_rule(name, func, args, kwargs, why)
+    return result
 
 
 _ALIASES = frozenset(
