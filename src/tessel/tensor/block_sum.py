@@ -106,16 +106,6 @@ class BlockSchedule:
         return [((top, rows[1]), before), ((top, rows[1]), beside)]
 
 
-@kept_in_job
-def _fetch(schedule: BlockSchedule, layout: Layout, dim: int, step: int) -> Move:
-    """The movement that brings everybody the columns of a step, but none that it does not see."""
-    intervals = tuple(
-        schedule.block(place, step) if schedule.tiles(place, step) else (0, 0)
-        for place in range(len(schedule.rows))
-    )
-    return move(layout, recut(layout, dim, Cut(schedule.axes, intervals)))
-
-
 @dataclass(frozen=True)
 class Operand:
     """How a tensor of a sum lies.
@@ -138,10 +128,22 @@ class Operand:
             x = x.narrow(self.columns, start, tile.columns[1] - tile.columns[0])
         return x.narrow(-2, tile.start, tile.rows[1] - tile.rows[0]) if self.rows else x
 
+    @kept_in_job
     def fetch(self, schedule: BlockSchedule, step: int) -> Move:
-        """The movement that brings everybody the columns of a step."""
+        """The movement that brings everybody the columns of a step that it sees."""
         assert self.layout is not None and self.columns is not None
-        return _fetch(schedule, self.layout, len(self.layout.shape) + self.columns, step)
+        intervals = tuple(
+            schedule.block(place, step) if schedule.tiles(place, step) else (0, 0)
+            for place in range(len(schedule.rows))
+        )
+        dim = len(self.layout.shape) + self.columns
+        return move(self.layout, recut(self.layout, dim, Cut(schedule.axes, intervals)))
+
+
+def pieces_of(held: Sequence[Tensor | None], operands: Sequence[Operand], tile: Tile) -> list[Any]:
+    """What belongs to a tile, of all operands that are there."""
+    both = zip(held, operands, strict=True)
+    return [None if x is None else each.piece(x, tile) for x, each in both]
 
 
 def visits(
@@ -222,10 +224,7 @@ class BlockSum:
         """
         found = list(own)
         for tile in tiles:
-            pieces = [
-                None if x is None else each.piece(x, tile)
-                for x, each in zip(held, self.inputs, strict=True)
-            ]
+            pieces = pieces_of(held, self.inputs, tile)
             terms: list[Tensor | None] = list(self.term(tile, *pieces))
             for n, (each, k) in enumerate(zip(self.outputs, self.like, strict=True)):
                 piece, like, total = terms[n], held[k], found[n]

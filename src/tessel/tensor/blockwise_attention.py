@@ -28,6 +28,7 @@ from tessel.tensor.block_sum import (
     Term,
     Tile,
     derived,
+    pieces_of,
     visits,
 )
 from tessel.tensor.counter_random import uniform_in
@@ -132,21 +133,13 @@ class BlockwiseAttention:
         for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
                 old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
-                self._merge(old, out, *self._attended(tile, *self._pieces(tile, held)))
+                more, sums = self._attended(tile, *pieces_of(held, self.operands, tile))
+                new = torch.logaddexp(old, sums)
+                # where nothing is seen yet both are -inf, and their difference is no number
+                base = new.masked_fill(new == -math.inf, 0)
+                out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
+                old.copy_(new)
         return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
-
-    @staticmethod
-    def _merge(old: Tensor, out: Tensor, more: Tensor, sums: Tensor) -> None:
-        """Put the attention to more keys into that to the ones before, with its logarithms."""
-        new = torch.logaddexp(old, sums)
-        # where nothing is seen yet both are -inf, and their difference is no number
-        base = new.masked_fill(new == -math.inf, 0)
-        out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
-        old.copy_(new)
-
-    def _pieces(self, tile: Tile, held: Sequence[Tensor | None]) -> list[Any]:
-        both = zip(held, self.operands, strict=True)
-        return [None if x is None else each.piece(x, tile) for x, each in both]
 
     def _attended(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
         """The attention to the keys of a tile, and the logarithm of the sum of exponentials."""

@@ -86,6 +86,7 @@ class Pipeline:
         ]
         return self._states(intervals, self.layout.shape[self.batch], depth, width)
 
+    @kept_in_job
     def shift(self, step: int, depth: int, width: int) -> tuple[Layout, Layout]:
         """How states lie after a step, and before the next."""
         places, at = range(len(self.order)), {p: q for q, p in enumerate(self.order)}
@@ -120,11 +121,6 @@ def pipeline(layout: Layout, time: int, batch: int, backward: bool) -> Pipeline:
     # As many chunks as places: with more, workers would wait less at the ends, and longer for
     # torch, whose small products of a moment take as long as larger ones.
     return Pipeline(layout, time, batch, backward, min(most, len(layout.cuts[time].intervals)))
-
-
-@kept_in_job
-def _shift(way: Pipeline, step: int, depth: int, width: int) -> tuple[Layout, Layout]:
-    return way.shift(step, depth, width)
 
 
 class Wave:
@@ -189,7 +185,7 @@ class Wave:
         """Pass the states on, and get those for the next step, in one message."""
         if number >= self.way.num_steps - 1:
             return
-        between = move(*_shift(self.way, number, self.depth, sum(self.widths)))
+        between = move(*self.way.shift(number, self.depth, sum(self.widths)))
         found = between.apply(torch.cat(self.passed, -1))
         self.token = anchored_zeros((), found)
         self.received = list(found.split(self.widths, -1))

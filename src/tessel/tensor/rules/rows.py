@@ -103,9 +103,15 @@ def _exchange_of(
     if is_whole(index._layout):
         whole = open_part(index).long()
         check_range((whole,), dim, length, negative)
-        readers = _readers(lies, whole.device).reshape(-1)
+        # for each entry of the index, the place of the worker that has it
+        (split,) = (d for d in range(len(lies.shape)) if lies.is_split(d))
+        places = torch.arange(lies.shape[split], device=whole.device)
+        along = [-1 if d == split else 1 for d in range(len(lies.shape))]
+        readers = owners(places, lies.cuts[split].intervals).view(along).expand(lies.shape)
         whole, mine = whole.reshape(-1) % max(1, length), mine % max(1, length)
-        exchange, found = RowExchange.known(partition, rows, readers, whole, distinct=distinct)
+        exchange, found = RowExchange.known(
+            partition, rows, readers.reshape(-1), whole, distinct=distinct
+        )
         if distinct:
             return exchange, torch.searchsorted(found, mine)
         return exchange, torch.argsort(owners(mine, rows.intervals), stable=True)
@@ -117,13 +123,6 @@ def _exchange_of(
         partition, rows.axes, owner, mine - starts[owner], distinct=distinct
     )
     return exchange, order if distinct else torch.argsort(owner, stable=True)
-
-
-def _readers(lies: Layout, device: torch.device) -> torch.Tensor:
-    """For each entry of an index, the place of the worker that has it."""
-    (dim,) = (d for d in range(len(lies.shape)) if lies.is_split(d))
-    place = owners(torch.arange(lies.shape[dim], device=device), lies.cuts[dim].intervals)
-    return place.view([-1 if d == dim else 1 for d in range(len(lies.shape))]).expand(lies.shape)
 
 
 def check_range(
