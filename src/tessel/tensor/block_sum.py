@@ -88,22 +88,17 @@ class BlockSchedule:
         """What the worker at a place combines in a step: nothing where it sees nothing."""
         found, start = [], 0
         (first, stop) = self.block(place, step)
-        for rows in self.rows[place]:
-            for (top, bottom), (left, right) in self._seen(rows, (first, stop)):
+        for row, bottom in self.rows[place]:
+            top, columns = row, [(first, stop)]
+            if self.is_causal:  # rows that see any of the columns: before the diagonal, beside it
+                top = max(row, first)
+                columns = [(first, min(top, stop)), (top, min(bottom, stop))]
+            for left, right in columns:
                 if top < bottom and left < right:
-                    at = start + top - rows[0]
+                    at = start + top - row
                     found.append(Tile(at, (top, bottom), left - first, (left, right)))
-            start += rows[1] - rows[0]
+            start += bottom - row
         return found
-
-    def _seen(self, rows: Interval, columns: Interval) -> list[tuple[Interval, Interval]]:
-        """What rows see of columns: all of them, or before the diagonal and beside it."""
-        if not self.is_causal:
-            return [(rows, columns)]
-        top = max(rows[0], columns[0])
-        before = columns[0], min(top, columns[1])
-        beside = top, min(rows[1], columns[1])
-        return [((top, rows[1]), before), ((top, rows[1]), beside)]
 
 
 @dataclass(frozen=True)

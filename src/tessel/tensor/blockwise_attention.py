@@ -19,13 +19,13 @@ from torch import Tensor
 
 from tessel.core.boxes import Box
 from tessel.core.layout import Shape
+from tessel.core.linop import Tensors
 from tessel.core.numbers import constant
 from tessel.tensor.block_sum import (
     ROWS,
     BlockSchedule,
     BlockSum,
     Operand,
-    Term,
     Tile,
     derived,
     pieces_of,
@@ -93,6 +93,13 @@ class Scores:
         if self.heads is None:
             return x
         return x.index_select(-3, constant(self.heads, torch.int64, x.device))
+
+    def of_keys(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The adjoint: the gradient of keys or values x, summed over the heads that share them."""
+        if self.heads is None or grad.shape == x.shape:
+            return grad
+        index = constant(self.heads, torch.int64, grad.device)
+        return x.new_zeros(x.shape, dtype=grad.dtype).index_add_(-3, index, grad)
 
     def dropped(self, tile: Tile, weights: Tensor) -> Tensor:
         """Weights, or what stands in their place, with dropout."""
@@ -166,12 +173,8 @@ class BlockwiseAttention:
         return FlashKernel(q, k, v, mask, is_diagonal, self.scores.scale)
 
     def vjp(
-        self,
-        grads: Sequence[Tensor | None],
-        needs: Sequence[bool],
-        xs: Sequence[Tensor | None],
-        ys: Sequence[Tensor],
-    ) -> list[Tensor | None]:
+        self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
+    ) -> Tensors:
         """The gradients, by one more pass over the blocks."""
         (grad, of_logarithm), (out, logarithm) = grads, ys
         grad = torch.zeros_like(out) if grad is None else grad
@@ -186,16 +189,7 @@ class BlockwiseAttention:
             return shares.vjp([ones], (*needs, *[False] * 3), given)[:4]
         wanted = tuple(k for k, need in enumerate(needs) if need)
         # torch's kernel gives no gradient of a mask, and none for that of the logarithm
-        term = self._gradients(wanted, of_logarithm is None and 3 not in wanted)
-        outputs = tuple(self.operands[k] for k in wanted)
-        total = BlockSum(self.schedule, term, (*operands, ROWS, ROWS), outputs, wanted)
-        found: list[Tensor | None] = [None] * 4
-        for k, each in zip(wanted, total._apply(*given, ones, out), strict=True):
-            found[k] = each
-        return found
-
-    def _gradients(self, wanted: tuple[int, ...], may_use_kernel: bool) -> Term:
-        """The gradients of a tile: by torch's kernel, or as torch derives the shares."""
+        may_use_kernel = of_logarithm is None and 3 not in wanted
         derive = derived(self._shares, 7, wanted)
 
         def gradients(tile: Tile, *pieces: Any) -> Sequence[Tensor]:
@@ -204,9 +198,14 @@ class BlockwiseAttention:
             if kernel is None:
                 return derive(tile, *pieces[:-1])
             found = kernel.gradients(grad, out, logarithm)
-            return [_like(found[k], pieces[k], self.scores.heads) for k in wanted]
+            return [self.scores.of_keys(found[k], pieces[k]) for k in wanted]
 
-        return gradients
+        outputs = tuple(self.operands[k] for k in wanted)
+        total = BlockSum(self.schedule, gradients, (*operands, ROWS, ROWS), outputs, wanted)
+        found: list[Tensor | None] = [None] * 4
+        for k, each in zip(wanted, total._apply(*given, ones, out), strict=True):
+            found[k] = each
+        return found
 
     def _shares(self, tile: Tile, *pieces: Tensor | None) -> tuple[Tensor]:
         """Of each query, the share of a tile in what the gradient is that of."""
@@ -269,11 +268,3 @@ class FlashKernel:
             )
         )
         return found
-
-
-def _like(grad: Tensor, x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
-    """The gradient of keys or values, summed over the heads of queries that share them."""
-    if heads is None or grad.shape == x.shape:
-        return grad
-    index = constant(tuple(heads), torch.int64, grad.device)
-    return x.new_zeros(x.shape, dtype=grad.dtype).index_add_(-3, index, grad)

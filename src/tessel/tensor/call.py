@@ -382,25 +382,20 @@ def below(func: Any, args: Arguments, kwargs: Settings) -> Any:
     if func._schema.is_mutable:
         why = "it would change a spread tensor unseen, as torch.func.vmap and code in C++ do"
         raise unsupported(name, why, *held_layouts(found))
+    is_of_elements = torch.Tag.pointwise in func.tags
     with below_autograd():
-        result = _by_values(name, func, mapped(of_values, args), mapped(of_values, kwargs))
+        args, kwargs = mapped(of_values, args), mapped(of_values, kwargs)
+        if name in _LIKE and len(found) == 1:
+            result = made(func(*parts(args), **parts(kwargs)), first._layout)
+        elif is_of_elements or (name in ELEMENTWISE and func.namespace == "aten"):
+            result = follow(OF_ELEMENTS, func, args, kwargs)
+        else:
+            result = by_operator(func, args, kwargs)
+        if result is NotImplemented:
+            error = unsupported(name, "it has no rule", *held_layouts(found))
+            result = without_rule(name, func, args, kwargs, error)
     if isinstance(result, tuple) and len(func._schema.returns) == 1:  # torch wants a list here
         return list(result)
-    return result
-
-
-def _by_values(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    """What an operator gives: by the rule of the same function, else of whole operands."""
-    found = list(spread_among(args, kwargs))
-    first = found[0]._layout
-    if name in _LIKE and len(found) == 1:
-        return made(func(*parts(args), **parts(kwargs)), first)
-    if torch.Tag.pointwise in func.tags or (name in ELEMENTWISE and func.namespace == "aten"):
-        return follow(OF_ELEMENTS, func, args, kwargs)
-    result = by_operator(func, args, kwargs)
-    if result is NotImplemented:
-        why = unsupported(name, "it has no rule", *held_layouts(found))
-        return without_rule(name, func, args, kwargs, why)
     return result
 
 

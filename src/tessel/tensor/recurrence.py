@@ -20,7 +20,7 @@ import torch
 
 from tessel.core import boxes
 from tessel.core.boxes import Interval
-from tessel.core.layout import Cut, Layout
+from tessel.core.layout import Cut, Layout, Shape
 from tessel.core.shared import anchored_zeros
 from tessel.tensor.tensor import move
 from tessel.transport import kept_in_job
@@ -85,6 +85,13 @@ class Pipeline:
             for place in range(len(self.order))
         ]
         return self._states(intervals, self.layout.shape[self.batch], depth, width)
+
+    @kept_in_job
+    def by_samples(self, shape: Shape) -> Layout:
+        """States that lie as the samples do, and are the same along all other axes."""
+        grid, cut = self.layout.partition, self.layout.cuts[self.batch]
+        shared = tuple(axis for axis in range(grid.dim) if axis not in cut.axes)
+        return Layout(grid, shape, (Cut.whole(shape[0]), cut, Cut.whole(shape[2])), shared)
 
     @kept_in_job
     def shift(self, step: int, depth: int, width: int) -> tuple[Layout, Layout]:

@@ -49,11 +49,6 @@ def number_of(call: int) -> int | None:
     return ~call >> 1 if call < 0 else None
 
 
-def call_of(number: int, is_agreement: bool) -> int:
-    """What messages carry of an exchange, or agreement, with this number: less than 0."""
-    return ~(number << 1 | is_agreement)
-
-
 @dataclass
 class Wait:
     """A thread that waits for others.

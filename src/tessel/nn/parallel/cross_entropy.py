@@ -29,7 +29,6 @@ from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.rules.losses import checked
 from tessel.tensor.rules.split_classes import CrossEntropy
 from tessel.tensor.table import opened
-from tessel.transport import kept_in_job
 
 
 def parallel_cross_entropy(
@@ -146,7 +145,7 @@ class ParallelCrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 @eagerly
 def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
-    known = _known_alone(loss)
+    known = loss.known_alone()
     kinds = tuple(
         (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else type(each)
         for each in (x, target, weight)
@@ -169,12 +168,6 @@ def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     # the workers told each other that every target is a class
     with in_mode_of(terms), setting(checked, True):
         return opened(loss.measure.by_torch(spread_part(x, layout, terms), goal, weight))[0]
-
-
-@kept_in_job
-def _known_alone(loss: ShardedLoss) -> set[Any]:
-    """The kinds of tensors that were found to fit a call of one worker."""
-    return set()
 
 
 def _check_known(state: State) -> None:

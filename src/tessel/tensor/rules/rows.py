@@ -224,49 +224,44 @@ def written_rows(
         negative: whether the index may count from the end.
     """
     rows, length, partition = layout.cuts[dim], layout.shape[dim], layout.partition
-    spread = as_spread(index, partition)
-    place = place_of(partition, rows.axes)
-    start, stop = rows.intervals[place]
-    is_number = not isinstance(values, torch.Tensor) or not values.dim()
-    is_known = is_whole(spread._layout)
-    all_here = is_number or is_whole(as_spread(values, partition)._layout)
+    spread, given = as_spread(index, partition), None
+    if isinstance(values, torch.Tensor) and values.dim():
+        given = as_spread(values, partition)
     if outlining.get():
-        hung = [] if is_number else [open_part(as_spread(values, partition))]
-        return x + anchored_zeros((), x, *hung)
-    if is_number and not is_known:
+        return x + anchored_zeros((), x, *([] if given is None else [open_part(given)]))
+    if given is None and not is_whole(spread._layout):
         spread = as_spread(spread.full(), partition)
-        is_known = True
-    if is_known and all_here:
-        check_range((open_part(spread),), dim, length, negative)
+    if is_whole(spread._layout) and (given is None or is_whole(given._layout)):
         # every worker has all that is written, and takes what belongs to its rows
-        whole = open_part(spread).long() % max(1, length)
+        start, stop = rows.intervals[place_of(partition, rows.axes)]
+        whole = open_part(spread).long()
+        check_range((whole,), dim, length, negative)
+        whole = whole % max(1, length)
         mine = ((whole >= start) & (whole < stop)).nonzero().squeeze(1)
-        if is_number:
+        if given is None:
             return write(x, whole[mine] - start, values)
         # whole along the axes that split the rows, a copy for each worker of its own
-        there = recut(layout, dim, Cut.whole(values.shape[dim]), values.shape[dim])
-        part = moved(as_spread(values, partition), there)
-        return write(x, whole[mine] - start, part.index_select(dim, mine))
-    lies = _values_cut(rows, dim, spread._layout, as_spread(values, partition)._layout)
-    there = recut(layout, dim, lies, values.shape[dim])
-    part = moved(as_spread(values, partition), there)
-    along = of_cuts(partition, (values.shape[dim],), (lies,))
+        there = recut(layout, dim, Cut.whole(given.shape[dim]), given.shape[dim])
+        return write(x, whole[mine] - start, moved(given, there).index_select(dim, mine))
+    assert given is not None
+    count = given.shape[dim]
+    # values travel from where they lie, or their index does, or evenly from all
+    found = (
+        cut
+        for cut, n in ((given._layout.cuts[dim], count), (spread._layout.cuts[0], len(spread)))
+        if cut.axes == rows.axes and len(cut.intervals) > 1 and is_consecutive(cut, n)
+    )
+    lies = next(found, Cut(rows.axes, boxes.balanced(count, len(rows.intervals))))
+    part = moved(given, recut(layout, dim, lies, count))
+    along = of_cuts(partition, (count,), (lies,))
     exchange, order = _exchange_of(layout, dim, spread, along, distinct=adds, negative=negative)
     if adds:
-        count = sum(exchange.counts[place])
+        count = sum(exchange.counts[exchange.place])
         sums = part.new_zeros([count if d == dim else n for d, n in enumerate(part.shape)])
         sent = sums.index_add(dim, order, part)
     else:
         sent = part.index_select(dim, order)
     return write(x, *exchange.write(sent, layout, dim))
-
-
-def _values_cut(rows: Cut, dim: int, index: Layout, values: Layout) -> Cut:
-    """How values lie along the dimension of rows: as they do, as their index does, or evenly."""
-    for cut, length in ((values.cuts[dim], values.shape[dim]), (index.cuts[0], index.shape[0])):
-        if cut.axes == rows.axes and len(cut.intervals) > 1 and is_consecutive(cut, length):
-            return cut
-    return Cut(rows.axes, boxes.balanced(values.shape[dim], len(rows.intervals)))
 
 
 def row_index(index: torch.Tensor, dim: int) -> torch.Tensor | None:
