@@ -229,7 +229,7 @@ class ModelConversion:
         equalize([value for _, value in _values(model) if id(value) in late], self.P_x)
         self.enter(model)
 
-    def settle(self, model: nn.Module) -> None:
+    def make_values_plain(self, model: nn.Module) -> None:
         """Keep what a call has put into parameters and buffers as torch would have it there.
 
         What every worker has whole becomes plain again: it enters a `state_dict`, and optimizers.
@@ -376,7 +376,7 @@ class Entrance:
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
                 raise
-        self.conversion.settle(self.module)
+        self.conversion.make_values_plain(self.module)
         if spread:  # the result goes as the input came
             return result
         return nested(

@@ -120,7 +120,7 @@ def rule_of(name: str) -> Rule:
 
 def scripted(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     """Code that nobody can look into: of whole operands, with the same random numbers on all."""
-    args, kwargs = mapped(_settled, args), mapped(_settled, kwargs)
+    args, kwargs = mapped(_summed, args), mapped(_summed, kwargs)
     layouts = held_layouts(args, kwargs)
     if not may_gather() and not all(map(is_whole, layouts)):
         raise unsupported(name, "scripted code has no rule", *layouts)
@@ -214,8 +214,8 @@ def by_rule(func: Any, args: Arguments, kwargs: Settings) -> Any:
 
 
 def _followed(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
-    if _needs_settling(args) or (kwargs and _needs_settling(kwargs.values())):
-        args, kwargs = mapped(_settled, args), mapped(_settled, kwargs)
+    if _needs_summing(args) or (kwargs and _needs_summing(kwargs.values())):
+        args, kwargs = mapped(_summed, args), mapped(_summed, kwargs)
     if kwargs and kwargs.get("out") is not None:
         return _written(name, func, args, kwargs)
     rule = RULES.get(name)
@@ -310,7 +310,7 @@ def _partition(args: Arguments, kwargs: Settings) -> Any:
     return next(spread_among(args, kwargs))._layout.partition
 
 
-def _needs_settling(values: Iterable[Any]) -> bool:
+def _needs_summing(values: Iterable[Any]) -> bool:
     """Whether a tensor among the arguments is in separate copies, or has no part here."""
     for value in values:
         if isinstance(value, Tensor):
@@ -318,14 +318,14 @@ def _needs_settling(values: Iterable[Any]) -> bool:
             if layout.summed is not layout or layout.is_outside:
                 return True
         elif isinstance(value, list | tuple):
-            if _needs_settling(value):
+            if _needs_summing(value):
                 return True
-        elif isinstance(value, dict) and _needs_settling(value.values()):
+        elif isinstance(value, dict) and _needs_summing(value.values()):
             return True
     return False
 
 
-def _settled(value: Any) -> Any:
+def _summed(value: Any) -> Any:
     """An argument; a tensor in separate copies is a sum that is not made yet: it is now."""
     if not isinstance(value, Tensor):
         return value

@@ -153,21 +153,21 @@ def _of_shard(loss: ShardedLoss, x: Tensor, target: Any, weight: Any) -> Tensor:
     # a worker alone has nobody to agree with, and torch itself looks at the values
     if kinds in known:
         return loss.measure.by_torch(x, target, weight)
-    layout, terms, target_terms = agreed_logits(loss, x, target, weight)
+    layout, meta, target_meta = agreed_logits(loss, x, target, weight)
     if loss.partition.size == 1:
         known.add(kinds)
     # A target that needs a gradient on some workers only would leave these alone in the backward
     # pass: here it needs one on all of them, or on none.
-    target = grad_alike(as_agreed(target, target_terms, True), target_terms)
+    target = grad_alike(as_agreed(target, target_meta, True), target_meta)
     # of no classes there is nothing to exchange: torch answers the same on every worker
     if loss.partition.size == 1 or not layout.shape[loss.input.dim]:
-        x = grad_alike(as_agreed(x, terms, True), terms)
+        x = grad_alike(as_agreed(x, meta, True), meta)
         return loss.measure.by_torch(x, target, weight)
     # classes are whole on every worker; probabilities may be split as the logits are
     goal = target if loss.target is None else SpreadTensor(target, layout)
     # the workers told each other that every target is a class
-    with in_mode_of(terms), setting(checked, True):
-        return opened(loss.measure.by_torch(spread_part(x, layout, terms), goal, weight))[0]
+    with in_mode_of(meta), setting(checked, True):
+        return opened(loss.measure.by_torch(spread_part(x, layout, meta), goal, weight))[0]
 
 
 def _check_known(state: State) -> None:

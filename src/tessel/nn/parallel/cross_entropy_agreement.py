@@ -107,7 +107,7 @@ class ShardedLoss:
 
         Raises for shardings that do not fit the classes, and for targets that do not fit the input.
         """
-        (input_shapes, input_terms), (target_shapes, target_terms) = inputs, targets
+        (input_shapes, input_meta), (target_shapes, target_meta) = inputs, targets
         of_input, of_target = dict(input_shapes), dict(target_shapes)
         workers = self.input.partition.ranks
         if self.wanted not in (None, workers):
@@ -134,14 +134,14 @@ class ShardedLoss:
             target_shape = same(of_target, "shape of the target", self.label)
         self._check_target(layout.shape, target_shape)
         kinds = {
-            "input": Kind(layout.shape, input_terms.dtype, input_terms.device, False),
-            "target": Kind(target_shape, target_terms.dtype, target_terms.device, False),
+            "input": Kind(layout.shape, input_meta.dtype, input_meta.device, False),
+            "target": Kind(target_shape, target_meta.dtype, target_meta.device, False),
             "weight": self.weight,
             **vars(self.measure),
         }
         # torch's loss of such tensors raises for what torch does not take, on all workers
         loss_dtype(F.cross_entropy, tuple(kinds.items()), self.autocast)
-        return layout, input_terms, target_terms
+        return layout, input_meta, target_meta
 
     def _whole(self, name: str, sharding: Sharding, shapes: dict[int, Shape]) -> Layout:
         """The layout of the whole of which workers have balanced parts."""
