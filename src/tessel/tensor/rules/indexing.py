@@ -30,7 +30,15 @@ from tessel.tensor.rules.masks import (
 )
 from tessel.tensor.rules.pointwise import changed, check_change, fitted, pointwise
 from tessel.tensor.rules.reductions import argument, dims_of
-from tessel.tensor.rules.rows import Write, has_rows, receiving, row_index, rows_at, written_rows
+from tessel.tensor.rules.rows import (
+    Write,
+    check_range,
+    has_rows,
+    receiving,
+    row_index,
+    rows_at,
+    written_rows,
+)
 from tessel.tensor.table import (
     Arguments,
     Settings,
@@ -45,7 +53,6 @@ from tessel.tensor.table import (
     of_cuts,
     opened,
     outlines,
-    outlining,
     parts,
     put_back,
     recut,
@@ -115,16 +122,6 @@ def _item(name: str, item: Any, layout: Layout) -> Any:
     if not is_index:
         raise unsupported(name, f"an index of type {type(item).__name__} is not known", layout)
     return item
-
-
-def _check_range(index: torch.Tensor, dim: int, length: int, negative: bool = False) -> None:
-    """Raise, on all workers, if an index is out of range: torch would raise where it is used."""
-    if not index.numel() or index.device.type != "cpu" or outlining.get():
-        return
-    low, high = int(index.amin()), int(index.amax())
-    if low < (-length if negative else 0) or high >= length:
-        wrong = high if high >= length else low
-        raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {length}")
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -298,7 +295,7 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
         if merged is not None:
             return rows_at(*merged)
     for dim, index in indices.items():
-        _check_range(index, dim, layout.shape[dim], negative=True)
+        check_range(index, dim, layout.shape[dim], negative=True)
     if len(indices) > 1:  # they are small beside what they pick
         indices = {dim: whole_of(index) for dim, index in indices.items()}
     split = [each for each in held_layouts(list(indices.values())) if not is_whole(each)]
@@ -342,7 +339,7 @@ def _merged(x: Tensor, indices: dict[int, torch.Tensor]) -> tuple[Tensor, int, t
     index: Any = 0
     for dim in order:
         length = layout.shape[dim]
-        _check_range(indices[dim], dim, length, negative=True)
+        check_range(indices[dim], dim, length, negative=True)
         index = index * length + indices[dim] % max(1, length)
     places = range(at, at + len(order))
     merged: Any = x.movedim(order, tuple(places)).flatten(at, at + len(order) - 1)
@@ -558,7 +555,7 @@ def _places(x: Tensor, items: list[Any]) -> tuple[Layout, Layout, tuple[Any, ...
     layout = x._layout
     for dim, each in enumerate(items):
         if isinstance(each, torch.Tensor):
-            _check_range(each, dim, layout.shape[dim], negative=True)
+            check_range(each, dim, layout.shape[dim], negative=True)
     everything = [(0, length, 1) for length in layout.shape]  # a slice of all of a dimension
     named = tuple(
         dim
@@ -704,7 +701,7 @@ def index_select(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any
     (dim,) = dims_of(dim, x._layout)
     if _are_rows(x._layout, dim, index):
         return rows_at(x, dim, index.reshape(-1), negative=False)
-    _check_range(index, dim, x.shape[dim])
+    check_range(index, dim, x.shape[dim])
     return x[(*[slice(None)] * dim, index.reshape(-1))]
 
 
@@ -739,7 +736,7 @@ def gather(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     if row is not None:
         y = rows_at(x[corner], dim, row, negative=False)
         return y.move_to(index._layout) if isinstance(index, Tensor) else y
-    _check_range(index, dim, x.shape[dim])
+    check_range(index, dim, x.shape[dim])
     origin = x._layout
     x = x[corner]
     there = hosted(x._layout, (dim,))
@@ -799,7 +796,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         y = _rows_replaced(name, x, dim, row_index, index, source, write, adds)
         if y is not None:
             return y
-    _check_range(index, dim, layout.shape[dim])
+    check_range(index, dim, layout.shape[dim])
     there = hosted(x._layout, (dim,))
     places = there  # of the first indices, where they are; along `dim`, as many as there are
     for d, (cut, n) in enumerate(zip(there.cuts, shape, strict=True)):
@@ -838,7 +835,7 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     )
     if y is not None:
         return y
-    _check_range(index, dim, layout.shape[dim], negative=counts_back)
+    check_range(index, dim, layout.shape[dim], negative=counts_back)
     there = hosted(x._layout, (dim,))
     if isinstance(source, torch.Tensor) and source.dim():
         lying = reshaped_along(there, tuple(source.shape), (dim,))

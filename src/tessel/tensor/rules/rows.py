@@ -102,7 +102,7 @@ def _exchange_of(
     mine = moved(index, lies).reshape(-1).long()
     if is_whole(index._layout):
         whole = open_part(index).long()
-        check_range((whole,), dim, length, negative)
+        check_range(whole, dim, length, negative)
         # for each entry of the index, the place of the worker that has it
         (split,) = (d for d in range(len(lies.shape)) if lies.is_split(d))
         places = torch.arange(lies.shape[split], device=whole.device)
@@ -125,13 +125,10 @@ def _exchange_of(
     return exchange, order if distinct else torch.argsort(owner, stable=True)
 
 
-def check_range(
-    values: tuple[torch.Tensor, ...], dim: int, length: int, negative: bool = False
-) -> None:
-    """Raise if an index that all workers have is out of range, as torch would where it is used."""
-    for index in values:
-        if index.numel() and index.device.type == "cpu":
-            _check_bounds(int(index.amin()), int(index.amax()), dim, length, negative)
+def check_range(index: torch.Tensor, dim: int, length: int, negative: bool = False) -> None:
+    """Raise, on all workers, if an index is out of range: torch would raise where it is used."""
+    if index.numel() and index.device.type == "cpu" and not outlining.get():
+        _check_bounds(int(index.amin()), int(index.amax()), dim, length, negative)
 
 
 def check_told(
@@ -143,7 +140,7 @@ def check_told(
     negative: bool,
 ) -> None:
     """The same for an index of which each worker has a part: they tell each other its bounds."""
-    bounds = index.new_tensor([0, 0])
+    bounds = index.new_tensor([0, -1])
     if index.numel():
         bounds = torch.stack(torch.aminmax(index))
     low, high = told(partition, axes, bounds).unbind(1)
@@ -151,7 +148,7 @@ def check_told(
 
 
 def _check_bounds(low: int, high: int, dim: int, length: int, negative: bool) -> None:
-    if low < (-length if negative else 0) or high >= max(1, length):
+    if low < (-length if negative else 0) or high >= length:
         wrong = high if high >= length else low
         raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {length}")
 
@@ -235,7 +232,7 @@ def written_rows(
         # every worker has all that is written, and takes what belongs to its rows
         start, stop = rows.intervals[place_of(partition, rows.axes)]
         whole = open_part(spread).long()
-        check_range((whole,), dim, length, negative)
+        check_range(whole, dim, length, negative)
         whole = whole % max(1, length)
         mine = ((whole >= start) & (whole < stop)).nonzero().squeeze(1)
         if given is None:
@@ -244,16 +241,9 @@ def written_rows(
         there = recut(layout, dim, Cut.whole(given.shape[dim]), given.shape[dim])
         return write(x, whole[mine] - start, moved(given, there).index_select(dim, mine))
     assert given is not None
-    count = given.shape[dim]
-    # values travel from where they lie, or their index does, or evenly from all
-    found = (
-        cut
-        for cut, n in ((given._layout.cuts[dim], count), (spread._layout.cuts[0], len(spread)))
-        if cut.axes == rows.axes and len(cut.intervals) > 1 and is_consecutive(cut, n)
-    )
-    lies = next(found, Cut(rows.axes, boxes.balanced(count, len(rows.intervals))))
-    part = moved(given, recut(layout, dim, lies, count))
-    along = of_cuts(partition, (count,), (lies,))
+    lies, length = _values_cut(rows, dim, spread._layout, given._layout), given.shape[dim]
+    part = moved(given, recut(layout, dim, lies, length))
+    along = of_cuts(partition, (length,), (lies,))
     exchange, order = _exchange_of(layout, dim, spread, along, distinct=adds, negative=negative)
     if adds:
         count = sum(exchange.counts[exchange.place])
@@ -262,6 +252,14 @@ def written_rows(
     else:
         sent = part.index_select(dim, order)
     return write(x, *exchange.write(sent, layout, dim))
+
+
+def _values_cut(rows: Cut, dim: int, index: Layout, values: Layout) -> Cut:
+    """How values lie along the dimension of rows: as they do, as their index does, or evenly."""
+    for cut, length in ((values.cuts[dim], values.shape[dim]), (index.cuts[0], index.shape[0])):
+        if cut.axes == rows.axes and len(cut.intervals) > 1 and is_consecutive(cut, length):
+            return cut
+    return Cut(rows.axes, boxes.balanced(values.shape[dim], len(rows.intervals)))
 
 
 def row_index(index: torch.Tensor, dim: int) -> torch.Tensor | None:
