@@ -68,7 +68,7 @@ class DistributedLossBase(Layer):
         return tuple(getattr(self, name) for name in self.weight_names)
 
     def agree_on(self, name: str, value: Any, said: Said, note: str = "") -> Beside:
-        """Learn from all workers what they hold of a tensor beside the input."""
+        """Learn from all workers what they hold of another tensor than the input."""
         # A checksum reads all of a weight: it is made again only when torch has counted a change.
         key = (note, self._settings, *map(_version, self.weights))
         calls: dict[Any, tuple[str, str]] = self.__dict__.setdefault("_calls", {})

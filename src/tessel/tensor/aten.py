@@ -395,7 +395,7 @@ def group_norm(
 def batch_norm_in_evaluation(
     x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """As torch's: beside the result what would be statistics, which are empty here."""
+    """As torch's: besides the result, statistics, which are empty here."""
     y = F.batch_norm(x, mean, variance, weight, bias, False, momentum, eps)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return y, empty, empty.clone()
@@ -511,7 +511,7 @@ def upsample_linearly_to(x: Any, size: Any, align_corners: bool, *scales: Any) -
 
 
 def _check_by_size(x: Any, scales: Sequence[Any]) -> None:
-    """Scales beside sizes need not agree with these: then values are read elsewhere."""
+    """Scales that are passed with sizes need not agree with them, and change what is read."""
     if any(each is not None for each in scales):
         raise unsupported("interpolate", "not with sizes and scales at once", *held_layouts(x))
 

@@ -120,7 +120,7 @@ def _item(name: str, item: Any, layout: Layout) -> Any:
         item = torch.tensor([as_int(each) for each in item], dtype=torch.int64)
     is_index = isinstance(item, torch.Tensor) and item.dtype in (torch.int64, torch.int32)
     if not is_index:
-        raise unsupported(name, f"an index of type {type(item).__name__} is not known", layout)
+        raise unsupported(name, f"an index of type {type(item).__name__} is not supported", layout)
     return item
 
 
@@ -300,7 +300,7 @@ def _looked_up(name: str, x: Tensor, indices: dict[int, torch.Tensor]) -> Tensor
         indices = {dim: whole_of(index) for dim, index in indices.items()}
     split = [each for each in held_layouts(list(indices.values())) if not is_whole(each)]
     if split and split[0].partition != layout.partition:
-        raise unsupported(name, "tensors of indices on other workers are not known", layout, *split)
+        raise unsupported(name, "index tensors on other workers are not supported", layout, *split)
     if split:
         there = _beside(layout, tuple(indices), split[0])
         cuts = split[0].cuts
@@ -430,7 +430,7 @@ def setitem(name: str, func: Any, args: Arguments, kwargs: Settings) -> None:
         return
     layout = x._layout
     if any(each is None for each in items):
-        raise unsupported(name, "new dimensions beside tensors of indices are not known", layout)
+        raise unsupported(name, "new dimensions next to index tensors are not supported", layout)
     there, region, at = _places(x, items)
     if isinstance(value, torch.Tensor):
         value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
@@ -603,7 +603,7 @@ def index_put(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
         return y
     items = _items(name, tuple(given["indices"]), layout)
     if not any(isinstance(each, torch.Tensor) for each in items):
-        raise unsupported(name, "tensors of indices are needed", layout)
+        raise unsupported(name, "index tensors are needed", layout)
     there, region, key = _places(x, items)
     value = given["values"]
     value = fitted(value.reshape(indexed_lengths(value, region.shape)), region)
@@ -779,7 +779,7 @@ def scatter(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     outlines(function, (x, dim, index, source), given)  # torch's own error
     layout = x._layout
     if not layout.shape or not index.dim():
-        raise unsupported(name, "tensors without dimensions are not known", layout)
+        raise unsupported(name, "tensors without dimensions are not supported", layout)
     (dim,) = dims_of(dim, layout)
     shape = tuple(index.shape)
     if isinstance(source, torch.Tensor):
@@ -822,7 +822,7 @@ def index_write(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     function = _out_of_place(name)
     outlines(function, (x, dim, index, source), given)  # torch's own error
     if not layout.shape:
-        raise unsupported(name, "tensors without dimensions are not known", layout)
+        raise unsupported(name, "tensors without dimensions are not supported", layout)
     (dim,) = dims_of(dim, layout)
 
     def write(part: torch.Tensor, rows: torch.Tensor, values: Any) -> torch.Tensor:

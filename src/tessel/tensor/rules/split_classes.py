@@ -30,7 +30,7 @@ LEAST = 4 * 2**20  # bytes of a piece of large ones: allocators keep smaller blo
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """What torch's cross entropy takes beside tensors.
+    """What torch's cross entropy takes besides tensors.
 
     Args:
         ignore_index: a class that does not count.
