@@ -140,13 +140,18 @@ class BlockwiseAttention:
         for _, held, tiles in visits(self.schedule, self.operands, (q, k, v, mask)):
             for tile in tiles:
                 old, out = ROWS.piece(logarithm, tile), ROWS.piece(found, tile)
-                more, sums = self._attended(tile, *pieces_of(held, self.operands, tile))
-                new = torch.logaddexp(old, sums)
-                # where nothing is seen yet both are -inf, and their difference is no number
-                base = new.masked_fill(new == -math.inf, 0)
-                out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
-                old.copy_(new)
+                # no name for what it gives, which would be kept while the next tile is computed
+                self._merge(old, out, *self._attended(tile, *pieces_of(held, self.operands, tile)))
         return found.to(q.dtype), logarithm.masked_fill_(logarithm == -math.inf, 0)
+
+    @staticmethod
+    def _merge(old: Tensor, out: Tensor, more: Tensor, sums: Tensor) -> None:
+        """Put the attention to more keys into that to the ones before, with its logarithms."""
+        new = torch.logaddexp(old, sums)
+        # where nothing is seen yet both are -inf, and their difference is no number
+        base = new.masked_fill(new == -math.inf, 0)
+        out.mul_((old - base).exp_()).add_(more.mul_((sums - base).exp_()))
+        old.copy_(new)
 
     def _attended(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
         """The attention to the keys of a tile, and the logarithm of the sum of exponentials."""
