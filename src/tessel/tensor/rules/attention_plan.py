@@ -196,7 +196,7 @@ class AttentionPlanner:
         return self.shapes[0][-2] <= longest
 
     @cached_property
-    def has_rows(self) -> bool:
+    def mask_has_rows(self) -> bool:
         """Whether there is a mask with a row for each query."""
         return len(self.shapes) > 3 and len(self.shapes[3]) > 1 and self.shapes[3][-2] > 1
 
@@ -229,7 +229,7 @@ class AttentionPlanner:
         return self._held("gather", lie, _cut(result, -2, self.rows), self.rows)
 
     def queries(self) -> AttentionPlan:
-        """Keys and values split, all queries beside each of their parts; results are summed."""
+        """Keys and values split, all queries with each of their parts; results are summed."""
         inputs, target = self.wholes
         lie = [_apart(inputs[0], self.axes)]
         for number, each in enumerate(inputs[1:], 1):
@@ -240,7 +240,7 @@ class AttentionPlanner:
         stays = queries is not None and queries.cuts[-2].axes == self.axes
         if stays:  # each worker sums up the results of its own queries
             target = _cut(target, -2, self.rows)
-        # beside a result comes the sum of its weights, and before it, from all, the largest score
+        # with a result comes the sum of its weights, and before it, from all, the largest score
         terms = max(
             prod((*target.shape_on(w)[:-1], target.shape[-1] + 1)) for w in target.partition.ranks
         )
@@ -287,7 +287,7 @@ class AttentionPlanner:
 
     def _has_rows(self, number: int) -> bool:
         """Whether an operand has a row for each query."""
-        return number == 0 or (number == 3 and self.has_rows)
+        return number == 0 or (number == 3 and self.mask_has_rows)
 
     @cached_property
     def _operands(self) -> tuple[Operand, ...]:
@@ -295,7 +295,7 @@ class AttentionPlanner:
         found = [ROWS, Operand(columns=-2), Operand(columns=-2)]
         if len(self.shapes) > 3:
             columns = -1 if self.shapes[3][-1] > 1 else None
-            found.append(Operand(rows=self.has_rows, columns=columns))
+            found.append(Operand(rows=self.mask_has_rows, columns=columns))
         return tuple(found)
 
     def _held(
