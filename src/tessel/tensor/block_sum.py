@@ -22,7 +22,7 @@ from torch import Tensor
 from tessel.core import boxes
 from tessel.core.boxes import Interval
 from tessel.core.layout import Cut, Layout
-from tessel.core.linop import record_map
+from tessel.core.linop import Tensors, record_map
 from tessel.core.move import Move
 from tessel.core.partition import Partition
 from tessel.tensor.table import recut, widened
@@ -234,11 +234,7 @@ class BlockSum:
         return [_zeros(held[k]) if x is None else x for x, k in zip(found, self.like, strict=True)]
 
     def vjp(
-        self,
-        grads: Sequence[Tensor | None],
-        needs: Sequence[bool],
-        xs: Sequence[Tensor | None],
-        ys: Sequence[Tensor] = (),
+        self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
         """A sum over the same blocks, of what torch derives from a term."""
         grads = [
