@@ -563,11 +563,11 @@ def loss_of_elements(name: str, *settings: str) -> None:
         named |= dict(zip(settings, given, strict=False))
         return own(x, target, reduction=_REDUCTIONS[reduction], **named)
 
-    def backward(grad: Any, x: Any, target: Any, *given: Any) -> Any:
+    def pulled(grad: Any, x: Any, target: Any, *given: Any) -> Any:
         return pulled_back(lambda x: loss(x, target, *given), grad, x)[0]
 
     operator(name)(loss)
-    operator(f"{name}_backward")(backward)
+    operator(f"{name}_backward")(pulled)
 
 
 loss_of_elements("mse_loss")
