@@ -349,8 +349,7 @@ def _missing(before: tuple[Layout, ...], after: tuple[Layout, ...], worker: int)
         for old in before:
             held = old.box(worker)
             assert held is not None
-            overlaps = [boxes.overlap(*both) for both in zip(box, held, strict=True)]
-            found -= prod(0 if each is None else each[1] - each[0] for each in overlaps)
+            found -= boxes.common_volume(box, held)
     return found
 
 
