@@ -79,8 +79,16 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
 
     Numbers are counted from the start, slices have their bounds, lists are tensors.
     """
-    given = list(key) if isinstance(key, tuple) else [key]
-    items = [_item(name, each, layout) for each in given]
+    items: list[Any] = []
+    for item in key if isinstance(key, tuple) else [key]:
+        if isinstance(item, list | tuple | range) and all(map(_is_number, item)):
+            item = torch.tensor([as_int(each) for each in item], dtype=torch.int64)
+        is_index = isinstance(item, torch.Tensor) and item.dtype in (torch.int64, torch.int32)
+        is_plain = item is None or item is Ellipsis or isinstance(item, slice) or _is_number(item)
+        if not is_index and not is_plain:
+            kind = type(item).__name__
+            raise unsupported(name, f"an index of type {kind} is not supported", layout)
+        items.append(item)
     named = sum(each is not None and each is not Ellipsis for each in items)
     dots = [k for k, each in enumerate(items) if each is Ellipsis]
     if len(dots) > 1:
@@ -111,17 +119,6 @@ def _items(name: str, key: Any, layout: Layout) -> list[Any]:
             item %= length
         found.append(item)
     return found
-
-
-def _item(name: str, item: Any, layout: Layout) -> Any:
-    if item is None or item is Ellipsis or isinstance(item, slice) or _is_number(item):
-        return item
-    if isinstance(item, list | tuple | range) and all(_is_number(each) for each in item):
-        item = torch.tensor([as_int(each) for each in item], dtype=torch.int64)
-    is_index = isinstance(item, torch.Tensor) and item.dtype in (torch.int64, torch.int32)
-    if not is_index:
-        raise unsupported(name, f"an index of type {type(item).__name__} is not supported", layout)
-    return item
 
 
 # -- reading --------------------------------------------------------------------------------------
