@@ -192,7 +192,7 @@ class Stage:
             x = x.reshape(plan.source_shape)
         if x.is_cuda and room is None and self._row is not None and not plan.silent:
             return self._joined(x, *self._row)
-        y = self._room(x) if room is None else self._cleared(room)
+        y = self._room(x, room)
         if not self._follow(x, y, False):
             sends, receives = self._sends(x), self._receives(y)
             if plan.silent:
@@ -280,12 +280,14 @@ class Stage:
             second.group.exchange_at_once(sends, receives, y.device, plan.dense)
         return y
 
-    def _room(self, like: Tensor) -> Tensor:
-        """Room for the output."""
+    def _room(self, like: Tensor, given: Tensor | None = None) -> Tensor:
+        """Room for the output, if none is given; with zeros where nothing comes."""
         plan = self.plan
         shape, dim = plan.target_shape, self.spaced
         step = None if dim is None else prod(shape[dim + 1 :]) * like.itemsize
-        if dim is not None and step and step % STEP == 0:
+        if given is not None:
+            y = given
+        elif dim is not None and step and step % STEP == 0:
             # slices along the dimension would lie at large powers of two: a gap sets them apart
             inner = prod(shape[dim + 1 :])
             flat = like.new_empty((prod(shape[: dim + 1]), inner + GAP // like.itemsize))
@@ -294,11 +296,7 @@ class Stage:
             y = torch.empty_like(like, memory_format=torch.contiguous_format)
         else:
             y = like.new_empty(shape)
-        return self._cleared(y)
-
-    def _cleared(self, y: Tensor) -> Tensor:
-        """Zeros where nothing comes."""
-        return y if self.plan.fills else y.zero_()
+        return y if plan.fills else y.zero_()
 
     def _sends(self, x: Tensor) -> list[SendBuffer]:
         """What leaves the input."""

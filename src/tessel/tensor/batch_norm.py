@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tessel.core.linop import LinearOperator, in_transform, record_map
+from tessel.core.linop import LinearOperator, Tensors, in_transform, record_map
 from tessel.core.move import Move
 from tessel.core.numbers import constant
 from tessel.tensor.moments import Pair, combined, local_moments, update_running
@@ -95,12 +95,8 @@ class BatchNorm:
         return torch.batch_norm_elemt(x, weight, bias, mean, scale, self.eps), mean, scale
 
     def vjp(
-        self,
-        grads: Sequence[Tensor | None],
-        needs: Sequence[bool],
-        xs: Sequence[Tensor | None],
-        ys: Sequence[Tensor],
-    ) -> Sequence[Tensor | None]:
+        self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
+    ) -> Tensors:
         """The gradients of x, w and b; those of the composition if they are derived again."""
         (grad, *_), (x, weight, _) = grads, xs
         assert x is not None
