@@ -107,20 +107,10 @@ class BatchNorm:
         if grad is None:
             grad = torch.zeros_like(x)
         if torch.is_grad_enabled():
-            return self._derivable(grad, needs, xs)
+            return derived(self.composed, grad, needs, xs)
         given = self._cuda_gradient if x.is_cuda else self._gradient
         found = given(grad, needs, x, weight, *ys)
         return [each if need else None for each, need in zip(found, needs, strict=True)]
-
-    def _derivable(
-        self, grad: Tensor, needs: Sequence[bool], xs: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        wanted = [x for x, need in zip(xs, needs, strict=True) if need and x is not None]
-        found: Any = torch.autograd.grad(
-            self.composed(*xs), wanted, grad, create_graph=True, materialize_grads=True
-        )
-        each = iter(found)
-        return [next(each) if need else None for need in needs]
 
     def _gathered(self, *moments: Tensor) -> Tensor:
         """Those of all places, each of which has two rows."""
@@ -184,6 +174,21 @@ class BatchNorm:
         return of_x, *parameters
 
 
+def derived(
+    composed: Callable[..., Tensor],
+    grad: Tensor,
+    needs: Sequence[bool],
+    xs: Sequence[Tensor | None],
+) -> Sequence[Tensor | None]:
+    """The gradients of the composition, which can be derived again."""
+    wanted = [x for x, need in zip(xs, needs, strict=True) if need and x is not None]
+    found: Any = torch.autograd.grad(
+        composed(*xs), wanted, grad, create_graph=True, materialize_grads=True
+    )
+    each = iter(found)
+    return [next(each) if need else None for need in needs]
+
+
 def gradient_sums(
     grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -210,7 +215,8 @@ def gradient_of(
     """c g + a x̂ + b, with numbers c and (a, b) for every index of the second dimension."""
     if not x.numel():
         return torch.zeros_like(x)
-    found = F.batch_norm(x, mean, variance, *slopes.unbind(), False, 0.0, eps)
+    slope, shift = slopes
+    found = F.batch_norm(x, mean, variance, slope, shift, False, 0.0, eps)
     return found.addcmul_(grad, scale.view(-1, *[1] * (x.dim() - 2)))
 
 
