@@ -71,8 +71,8 @@ class Stripped:
     def apply(self, x: Tensor, of_part: OfPart, of_strip: OfStrip) -> Tensor:
         """This worker's outputs; the bias is added by `of_part` alone."""
         halo = AsyncHalo(self.halo)
-        token = halo.start(x)
-        y = of_part(x, self.padding)
+        own, token = halo.start(x)
+        y = of_part(own, self.padding)
         flat = halo.wait(token)
         for edge, strip in zip(self.edges, self.halo.split(flat), strict=True):
             rows = torch.arange(*edge.outputs, device=x.device)
