@@ -128,6 +128,20 @@ class Move(LinearOperator):
 
         return wait
 
+    def start_apart(self, x: Tensor) -> Callable[[], list[Tensor]]:
+        """The same, but what makes up the output is not put together.
+
+        The result gives its pieces, in the order of the sum. This worker's own is not copied.
+        """
+        (stage,) = self.stages
+        return stage.begin_apart(x)
+
+    def complete(self, y: Tensor) -> Tensor:
+        """Send what is in its place in the output already; others fill the rest."""
+        (stage,) = self.stages
+        stage.complete(y)
+        return y
+
     def start_adding(self, x: Tensor, total: Tensor) -> Callable[[], None]:
         """The same, where the output is added to a contiguous tensor that nobody changes meanwhile.
 
@@ -191,6 +205,41 @@ class Stage:
 
         return arrive
 
+    def begin_apart(self, x: Tensor) -> Callable[[], list[Tensor]]:
+        """Send what others need; the result gives all pieces, of which the own one is a view."""
+        plan, worker = self.plan, transport.this_worker()
+        sends = [SendBuffer(piece.peer, _part(x, piece)) for piece in plan.gives]
+        pieces = [
+            _part(x, plan.kept)
+            if plan.kept is not None and piece.peer == worker
+            else x.new_empty(piece.shape)
+            for piece in plan.takes
+        ]
+        receives = [
+            ReceiveBuffer(piece.peer, room)
+            for piece, room in zip(plan.takes, pieces, strict=True)
+            if piece.peer != worker
+        ]
+        wait = self.group.exchange(sends, receives, x.device, plan.dense)
+
+        def arrive() -> list[Tensor]:
+            wait()
+            return pieces
+
+        return arrive
+
+    def complete(self, y: Tensor) -> None:
+        """Send this worker's part of the output; what comes from others is put beside it."""
+        sends = [SendBuffer(piece.peer, _part(self.own(y), piece)) for piece in self.plan.gives]
+        receives = self._receives(y, is_there=True)
+        self.group.exchange(sends, receives, y.device, self.plan.dense)()
+
+    def own(self, y: Tensor) -> Tensor:
+        """What of the output comes from this worker itself."""
+        worker = transport.this_worker()
+        pieces = (piece for piece in self.plan.takes if piece.peer == worker)
+        return next((_part(y, piece) for piece in pieces), y[:0])
+
     def begin_adding(self, x: Tensor, y: Tensor) -> Callable[[], None]:
         """Send what others need; the result adds what arrives to what is in its place."""
         x = shaped(x, self.plan.source_shape)
@@ -200,8 +249,7 @@ class Stage:
     def before(self, second: Stage, x: Tensor) -> Tensor:
         """A sum in two exchanges; the part that this worker sums up lies in the output at once."""
         y = x.new_empty(second.plan.target_shape)
-        worker = transport.this_worker()
-        own = next((_part(y, piece) for piece in second.plan.takes if piece.peer == worker), y[:0])
+        own = second.own(y)
         self(x, own)
         plan = second.plan
         if not plan.silent and not second._follow(own, y, is_there=True):
