@@ -131,10 +131,12 @@ def _flattened(layout: Layout) -> Layout:
 def plan(source: Layout, target: Layout, worker: int) -> Plan:
     """One exchange from `source` to `target`, as `worker` sees it."""
     takes = tuple(_takes(source, target, worker))
-    if not source.owns_once:
-        takes = _cover_first(takes, prod(_box_shape(target, worker)))
-    gives = sorted(_gives(source, target, worker), key=_peer)
     target_shape = _box_shape(target, worker)
+    if target.owns_once and all(target.partition.shape[axis] == 1 for axis in target.shared):
+        # Nobody else has the sum, so that it may begin with the worker's own: where that covers
+        # the output, as in the adjoint of a halo, nothing has to be cleared before.
+        takes = tuple(sorted(takes, key=lambda p: p.peer != worker or p.shape != target_shape))
+    gives = sorted(_gives(source, target, worker), key=_peer)
     # What is copied covers the output together; of what is added, the first alone has to, since
     # the others are added to what it wrote. Else the output is cleared before.
     first = takes if source.owns_once else takes[:1]
@@ -176,25 +178,6 @@ def _takes(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:
     # In the order of the source's grid: so all workers that get a copy of a sum add in one order.
     for place, part in source.agreement(box):
         yield Piece.of(_giver(source, place, target, worker), part, box)
-
-
-def _cover_first(takes: tuple[Piece, ...], numel: int) -> tuple[Piece, ...]:
-    """A piece that covers the output before all others, if that changes no sum.
-
-    As the adjoint of a halo, a worker adds strips of its neighbours to its own part. If the part
-    came after one, the output would be cleared for it, and the part added rather than copied. Where
-    no index is in two strips, each is a sum of two terms, which is the same either way round.
-    """
-    cover = next((piece for piece in takes if piece.numel == numel), None)
-    if cover is None or cover is takes[0]:
-        return takes
-    others = [piece for piece in takes if piece is not cover]
-    for number, piece in enumerate(others):
-        for other in others[:number]:
-            sides = zip(piece.region, other.region, strict=True)
-            if all(a.start < b.stop and b.start < a.stop for a, b in sides):
-                return takes
-    return cover, *others
 
 
 def _gives(source: Layout, target: Layout, worker: int) -> Iterator[Piece]:

@@ -183,17 +183,30 @@ class Sum:
         swaps = copies == 2 and length < LARGE  # whole tensors, as moves do
         self._scatter = Move(layout(row, whole), layout(rows, whole if swaps else part))
         self._collect = None if swaps else Move(layout(part), layout(whole))
+        # who sum by one all-reduce between GPUs: all workers, each with a copy of its own
+        self._sums_all = copies == partition.size
 
-    def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """Send; the result waits, and gives the sum."""
+    def start(self, x: Tensor, may_change: bool = False) -> Callable[[], Tensor]:
+        """Send; the result waits, and gives the sum, which may be in the place of x."""
+        group = self._scatter.group
+        if self._sums_all and group.adds_on_devices(x):
+            total = x if may_change else x.clone()
+            summed = group.all_reduce(total)
+
+            def arrived() -> Tensor:
+                summed()
+                return total
+
+            return arrived
         arrive = self._scatter.start_apart(x.unsqueeze(0))
 
         def wait() -> Tensor:
             rows = [each.squeeze(0) for each in arrive()]
             if self._collect is None:
                 return rows[0] + rows[1]
-            # The sum is made where it belongs: to copy it takes as long as to add.
-            y = x.new_empty(x.shape)
+            # The sum is made where it belongs: to copy it takes as long as to add. Of two terms the
+            # own one may lie there.
+            y = x if may_change and len(rows) == 2 else x.new_empty(x.shape)
             own = self._collect.stages[0].own(y)
             if rows:  # else this worker adds nothing: there are fewer values than workers
                 torch.add(rows[0], rows[1], out=own)
@@ -260,10 +273,11 @@ class GradientBucket:
             self.like.new_zeros(length) if grad is None else grad.reshape(-1)
             for grad, length in zip(grads, self._lengths, strict=True)
         ]
-        if len(flat) > 1:  # a single gradient travels as it is, without a copy and a flag
+        is_ours = len(flat) > 1
+        if is_ours:  # a single gradient travels as it is, without a copy and a flag
             flags = tuple(float(grad is not None) for grad in grads)
             flat = [torch.cat([*flat, constant(flags, self.like.dtype, self.like.device)])]
-        wait = self._sum.start(flat[0])
+        wait = self._sum.start(flat[0], is_ours)
 
         def arrive() -> Parts:
             summed = wait()
