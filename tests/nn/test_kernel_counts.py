@@ -22,24 +22,28 @@ Run = Callable[..., list[Any]]
 # what only looks at memory, or asks for it
 VIEWS = set(
     """
-    alias as_strided detach diagonal empty empty_like empty_strided expand narrow permute
-    resize_ select slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze
-    view _reshape_alias item _local_scalar_dense is_same_size result_type set_ numel stride
-    size resolve_conj resolve_neg lift_fresh _unsafe_view
+    _local_scalar_dense _reshape_alias _unsafe_view alias as_strided broadcast_tensors chunk
+    contiguous detach diagonal empty empty_like empty_strided expand expand_as flatten
+    is_same_size item lift_fresh narrow new_empty numel permute reshape resize_ resolve_conj
+    resolve_neg result_type select set_ size slice split split_with_sizes squeeze stride t
+    to transpose unbind unfold unsqueeze view view_as
     """.split()  # noqa: SIM905
 )
 
 
 def kernels(step: Callable[[], object]) -> Counter[str]:
-    """How often a step calls each operator of torch that calls no other."""
+    """How often a step, or autograd for it, calls each operator of torch."""
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         step()
     found: Counter[str] = Counter()
     for event in recorded.events():
-        kind, _, name = event.name.partition("::")
-        if kind == "aten" and name not in VIEWS:
-            below = (child.name.partition("::") for child in event.cpu_children)
-            found[name] += all(each[0] != "aten" or each[2] in VIEWS for each in below)
+        above = event.cpu_parent
+        while above is not None and not above.name.startswith("aten::"):
+            above = above.cpu_parent
+        # what an operator calls itself, as to turn a number into a tensor, is not ours
+        if above is None and event.name.startswith("aten::"):
+            name = event.name.removeprefix("aten::")
+            found[name] += name not in VIEWS
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
+from tessel.core.boxes import Region
 from tessel.core.graph import node
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
@@ -337,7 +338,34 @@ class Stage:
 
     def _cleared(self, y: Tensor) -> Tensor:
         """Zeros where nothing comes."""
-        return y if self.plan.fills else y.zero_()
+        for gap in self._gaps:
+            y[gap].zero_()
+        return y
+
+    @cached_property
+    def _gaps(self) -> Sequence[Region]:
+        """Where in the output nothing comes: beside what comes, if that is one box; else anywhere.
+
+        Padding of a split dimension comes as rows beyond the border. To clear all of the output for
+        them would take as long as to copy it.
+        """
+        plan, shape = self.plan, self.plan.target_shape
+        if plan.fills:
+            return ()
+        regions = [piece.region for piece in plan.takes]
+        hull = [
+            (min(part.start for part in parts), max(part.stop for part in parts))
+            for parts in zip(*regions, strict=True)
+        ]
+        length = prod(stop - start for start, stop in hull)
+        if not plan.once or not hull or sum(piece.numel for piece in plan.takes) != length:
+            return [()]
+        found: list[Region] = []
+        for dim, ((start, stop), end) in enumerate(zip(hull, shape, strict=True)):
+            inner = tuple(slice(*part) for part in hull[:dim])
+            found += [(*inner, slice(0, start))] * (start > 0)
+            found += [(*inner, slice(stop, end))] * (stop < end)
+        return found
 
     def _sends(self, x: Tensor) -> list[SendBuffer]:
         """What leaves the input."""

@@ -203,7 +203,7 @@ class Sum:
         def wait() -> Tensor:
             rows = [each.squeeze(0) for each in arrive()]
             if self._collect is None:
-                return rows[0] + rows[1]
+                return rows[0] + rows[1] if rows else x.clone()  # of no values nothing comes
             # The sum is made where it belongs: to copy it takes as long as to add. Of two terms the
             # own one may lie there.
             y = x if may_change and len(rows) == 2 else x.new_empty(x.shape)

@@ -52,7 +52,8 @@ def combined(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, 
         shares: what part of all values each place has.
     """
     mean = (shares * means).sum(0)
-    variance = (shares * (variances + (means - mean).square())).sum(0)
+    offsets = means - mean
+    variance = (shares * torch.addcmul(variances, offsets, offsets)).sum(0)
     return mean, variance
 
 
