@@ -75,8 +75,8 @@ def counted(kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Co
 @pytest.mark.parametrize(
     ("case", "most"),
     [
-        (("ResNet18", (8, 10), (2, 3, 64, 64)), 3.0),
-        (("UNet", (2, 4), (1, 1, 16, 16, 16)), 3.0),
+        (("ResNet18", (8, 10), (2, 3, 64, 64)), 2.6),  # nearly all of it in batch norms
+        (("UNet", (2, 4), (1, 1, 16, 16)), 2.3),
     ],
 )
 def test_kernels_of_a_training_step(run: Run, case: Any, most: float) -> None:
