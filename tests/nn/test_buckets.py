@@ -349,10 +349,10 @@ def watch_order() -> list[str]:
     seen: list[str] = []
     start = shared.Sum.start
 
-    def watched(self: Any, x: Tensor) -> Callable[[], Tensor]:
+    def watched(self: Any, *given: Any) -> Callable[[], Tensor]:
         number = sum(each.startswith("sends") for each in seen)
         seen.append(f"sends {number}")
-        wait = start(self, x)
+        wait = start(self, *given)
 
         def landing() -> Tensor:
             seen.append(f"waits {number}")

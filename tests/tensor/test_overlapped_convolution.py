@@ -49,8 +49,8 @@ def travel_in_two_steps() -> None:
     x = values(halo.domain.local_shape, 7 + (tessel.world().rank or 0)).requires_grad_()
     at_once = halo(x)
     halo = AsyncHalo(halo)
-    token = halo.start(x)
-    between = x * 2  # what is computed meanwhile
+    own, token = halo.start(x)
+    between = own * 2  # what is computed meanwhile
     landed = halo.wait(token)
     close("strips", landed, at_once)
     loss = landed.pow(3).sum()

@@ -145,7 +145,13 @@ def _preceded(own: Callable[..., Any]) -> Callable[..., Any]:
 
 _MOVEMENTS = tuple(
     (kind, name, kind.__dict__[name])
-    for kind, name in ((Move, "_apply"), (Move, "start"), (Halo, "_swap"))
+    for kind, name in (
+        (Move, "_apply"),
+        (Move, "start"),
+        (Move, "start_apart"),
+        (Move, "complete"),
+        (Halo, "_swap"),
+    )
 )
 
 
