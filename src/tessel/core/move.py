@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tessel import transport
-from tessel.core.graph import node
+from tessel.core.graph import placed
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
 from tessel.core.numbers import constant
@@ -99,7 +99,7 @@ class Move(LinearOperator):
 
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return node(x, self.handle)
+            return placed(x, self)
         if x.is_cuda and self.sums_all and self.group.adds_on_devices(x):
             y = x.clone(memory_format=torch.contiguous_format)
             self.group.all_reduce(y)()

@@ -548,7 +548,8 @@ def group_norm(name: str, func: Any, args: Arguments, kwargs: Settings) -> Any:
     means, variances = (each.reshape(x.shape[:2]) for each in local_moments(rows))
     # the moments of groups from those of channels; zeros for a group without a channel
     like = groups.local_shape
-    sizes = torch.bincount(members, minlength=like[1]).clamp(min=1).to(means.dtype)
+    counts = tuple(max(1.0, float(groups.members.count(k))) for k in range(like[1]))
+    sizes = constant(counts, means.dtype, x.device)
     own = means.new_zeros(like).index_add(1, members, means) / sizes
     around = variances + (means - own.index_select(1, members)).square()
     spread = variances.new_zeros(like).index_add(1, members, around) / sizes
