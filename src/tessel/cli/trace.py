@@ -1,7 +1,7 @@
 """Say who waited for whom in a trace, and draw it.
 
-A trace is what `with tessel.trace("run.json"):` or `tessel run --trace run.json` wrote. A table says
-how long each worker waited for each other, a second one what each did all the time, a third in
+A trace is what `with tessel.trace("run.json"):` or `tessel run --trace run.json` wrote. A table
+says how long each worker waited for each other, a second one what each did all the time, a third in
 which layers they waited the longest. The picture has a line for each worker. Every event is in the
 file itself, which https://ui.perfetto.dev and chrome://tracing show.
 """

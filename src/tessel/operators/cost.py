@@ -17,11 +17,11 @@ from tessel.core import boxes
 from tessel.core.layout import Layout
 from tessel.operators.dct import Trigonometric
 from tessel.operators.dft import ParDFT
-from tessel.operators.layouts import box_of, num_messages, numel_sent
+from tessel.operators.layouts import box_of, num_messages, numel_sent, share_inside
 from tessel.operators.leaf import Leaf
 from tessel.operators.matrices import ParMatrix, ParMultilinear
 from tessel.operators.planning import Local, OperatorPlan, Transfer
-from tessel.operators.rates import Rates
+from tessel.operators.rates import Machine, Rates
 from tessel.operators.restriction import ParRestriction
 from tessel.operators.storage import leaves_of, needed, parameters_sent
 from tessel.operators.tasks import OperatorTask, Scaling, Summands, count_flops, dtype_after
@@ -106,11 +106,13 @@ class Counter:
         rates: how fast a worker is.
         storage: how each parameter lies.
         columns: the length of a batch, on each worker.
+        machine: whose network and caches count; None for rates alone.
     """
 
     rates: Rates
     storage: Mapping[Leaf, Layout]
     columns: int = 1
+    machine: Machine | None = None
 
     def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
         """What each step costs a worker."""
@@ -132,15 +134,45 @@ class Counter:
                 arriving = num_messages(line.after, line.before, worker)
                 source = self._bytes(line.before, line.dtype_before, worker)
                 target = self._bytes(line.after, line.dtype_after, worker)
-                seconds = (
-                    self.rates.latency * max(messages, arriving)
-                    + max(sent, received) / self.rates.bandwidth
-                    + 2 * (sent + target) / self.rates.memory  # packed, and put together
+                inside = self._share_inside(line.before, line.after, worker)
+                seconds = self._sending(
+                    max(messages, arriving), max(sent, received), inside, line.before.partition.size
                 )
+                seconds += 2 * (sent + target) / self._memory(source + target)  # packed, unpacked
                 cost = Cost(0.0, messages, sent, source + target + sent + received, seconds)
             kept = sum(self._bytes(here, dtype, worker) for here, dtype in line.held)
             found.append(replace(cost, memory=cost.memory + kept + parameters))
         return found
+
+    def _sending(self, messages: int, num_bytes: int, inside: float, workers: int) -> float:
+        """The seconds in which messages travel, a share of them inside of a host.
+
+        Between hosts all workers of a host share its connection, and all hosts the network.
+        """
+        latency, rates = self.rates.latency, self.rates
+        seconds = inside * (latency * messages + num_bytes / rates.bandwidth)
+        network = None if self.machine is None else self.machine.network
+        if inside == 1 or network is None:
+            return seconds
+        outside, sharing = 1 - inside, min(workers, network.workers_per_host)
+        seconds += outside * messages * network.latency
+        seconds += outside * num_bytes * sharing / network.bandwidth
+        if network.bisection:
+            seconds += outside * num_bytes * workers / network.bisection
+        return seconds
+
+    def _share_inside(self, before: Layout, after: Layout, worker: int) -> float:
+        """Which share of what a worker sends goes to others of its host."""
+        network = None if self.machine is None else self.machine.network
+        if network is None or before.partition.size <= network.workers_per_host:
+            return 1.0
+        return share_inside(before, after, worker, network.workers_per_host)
+
+    def _memory(self, working_set: int) -> float:
+        """The bytes a second that are read and written, of so many that are used again."""
+        cache = None if self.machine is None else self.machine.cache
+        is_near = cache is not None and working_set <= cache.size
+        return self.rates.memory * cache.speed if cache is not None and is_near else self.rates.memory
 
     def parameter_bytes(self, worker: int) -> int:
         """What a worker stores of the parameters."""
@@ -166,7 +198,11 @@ class Counter:
                 messages, sent = messages + times, sent + values * width
                 weights += boxes.volume(box_of(here, at)) * width
         flops = count_flops(line.group, shape) if source else 0.0
-        seconds = self.rates.step + sent / self.rates.bandwidth + messages * self.rates.latency
+        workers = line.before.partition.size
+        network = None if self.machine is None else self.machine.network
+        near = workers if network is None else network.workers_per_host
+        # parameters come from anywhere: as many from this host as there are workers of it
+        seconds = self.rates.step + self._sending(messages, sent, min(1.0, near / workers), workers)
         if source or target:
             seconds += self._work(line, flops, source, target, weights)
         # A sum inside of a step holds the results of all terms, and their total.
@@ -178,7 +214,8 @@ class Counter:
     ) -> float:
         """The seconds of a local step without what moves for it."""
         actor, rates = line.group[0].actor, self.rates
-        passing = (source + target + weights) / rates.memory
+        memory = self._memory(source + target)
+        passing = (source + target + weights) / memory
         if isinstance(actor, ParDFT):
             last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
@@ -186,7 +223,7 @@ class Counter:
             # own over the tensor.
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
             weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
-            return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
+            return flops / (rates.fft if has_rows else rates.fft_across) + weighing / memory
         if isinstance(actor, Trigonometric):  # numbers change places before and behind a transform
             last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and last in line.group[0].dims
@@ -196,7 +233,7 @@ class Counter:
         if isinstance(actor, ParMatrix):
             return passing + flops / rates.matrix
         if isinstance(actor, ParRestriction):
-            return (min(source, target) + target) / rates.memory
+            return (min(source, target) + target) / memory
         if isinstance(actor, Summands):
             # Of all kinds: its transforms and matrices are not told apart.
             return len(actor.operators) * passing + flops / rates.fft

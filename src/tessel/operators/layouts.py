@@ -323,6 +323,16 @@ def num_messages(before: Layout, after: Layout, worker: int) -> int:
     return takers - (common_numel(own, box_of(after, worker)) > 0)
 
 
+def share_inside(before: Layout, after: Layout, worker: int, workers_per_host: int) -> float:
+    """Which share of the values that a worker sends then goes to others of its host."""
+    sent = numel_sent(before, after, worker)
+    first = worker - worker % workers_per_host
+    here = range(first, min(first + workers_per_host, after.partition.size))
+    own = box_of(before, worker)
+    inside = sum(common_numel(own, box_of(after, each)) for each in here if each != worker)
+    return min(1.0, inside / sent) if sent else 1.0
+
+
 @lru_cache(maxsize=1024)
 def _filled(cut: Cut) -> tuple[Interval, ...]:
     """The parts that are not empty, ascending."""

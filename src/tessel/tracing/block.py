@@ -181,6 +181,8 @@ class Block:
                 with suppress(OSError, ValueError):
                     found.append(json.loads(_beside(self.path, worker).read_bytes()))
             parts = [each for each in found if each["token"] == self.token]
+            if not parts:
+                return  # another worker has seen all, this one's as well
             _write(self.path, merge(parts, self.num_workers))
             if len(parts) == self.num_workers:
                 for worker in range(self.num_workers):

@@ -175,7 +175,7 @@ class Recorder:
     def thread(self) -> ThreadNotes:
         """The notes of this thread."""
         try:
-            return self._own.notes  # type: ignore[no-any-return]
+            return self._own.notes
         except AttributeError:
             notes = self._own.notes = ThreadNotes(self)
             self.threads.append(notes)
@@ -313,7 +313,7 @@ def _derive(recorder: Recorder, layer: str, grads: Any) -> None:
     if task != notes.backward:
         notes.backward = task
         ending = partial(notes.mark, "")
-        torch.autograd.Variable._execution_engine.queue_callback(ending)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
 
 
 def _step(recorder: Recorder, begins: bool, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -393,7 +393,7 @@ def _stage(recorder: Recorder, own: Function) -> Function:
         notes = recorder.thread()
         notes.bytes = recorder.bytes_of(stage, x.element_size(), is_there)
         try:
-            return own(stage, x, y, is_there)  # type: ignore[no-any-return]
+            return own(stage, x, y, is_there)
         finally:
             notes.bytes = None
 
@@ -404,7 +404,7 @@ def _follow(recorder: Recorder, own: Function) -> Function:
     def follow(group: Group, program: Any, y: Any, x: Any) -> int:
         notes = recorder.thread()
         if notes.is_inside:
-            return own(group, program, y, x)  # type: ignore[no-any-return]
+            return own(group, program, y, x)
         key = group._key()
         event = _exchange_event(notes)
         shown = _begin_range(recorder, event.title)
@@ -422,7 +422,7 @@ def _follow(recorder: Recorder, own: Function) -> Function:
             event.others = _readers(event.sent)
             notes.note(event)
             notes.last = event
-        return landed  # type: ignore[no-any-return]
+        return landed
 
     return follow
 
@@ -480,7 +480,7 @@ def _exchange(recorder: Recorder, own: Function) -> Function:
     ) -> Callable[[], None]:
         notes = recorder.thread()
         if notes.is_inside:
-            return own(group, sends, receives, device, dense)  # type: ignore[no-any-return]
+            return own(group, sends, receives, device, dense)
         event = _exchange_event(notes)
         event.key = recorder.number(group._key())
         event.way = _way(group, device, dense)
@@ -492,12 +492,12 @@ def _exchange(recorder: Recorder, own: Function) -> Function:
         def arrive() -> None:
             here = recorder.thread()
             if here.is_inside:
-                return wait()  # type: ignore[no-any-return]
+                return wait()
             arrival = _exchange_event(here)
             arrival.key, arrival.way, arrival.posts = event.key, event.way, False
             arrival.layer, arrival.is_backward = event.layer, event.is_backward
             arrival.received, arrival.others = come, readers
-            return _inside(recorder, here, arrival, wait)  # type: ignore[no-any-return]
+            return _inside(recorder, here, arrival, wait)
 
         return arrive
 
@@ -508,14 +508,12 @@ def _exchange_at_once(recorder: Recorder, own: Function) -> Function:
     def exchange(group: Group, sends: Any, receives: Any, device: Any, dense: bool = False) -> None:
         notes = recorder.thread()
         if notes.is_inside:
-            return own(group, sends, receives, device, dense)  # type: ignore[no-any-return]
+            return own(group, sends, receives, device, dense)
         event = _exchange_event(notes)
         event.key = recorder.number(group._key())
         event.way = _way(group, device, dense)
         _fill(event, sends, receives)
-        return _inside(  # type: ignore[no-any-return]
-            recorder, notes, event, lambda: own(group, sends, receives, device, dense)
-        )
+        return _inside(recorder, notes, event, lambda: own(group, sends, receives, device, dense))
 
     return exchange
 
