@@ -8,7 +8,7 @@ keep for later; libraries may take some of their own on top. Times follow from a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -106,13 +106,14 @@ class Counter:
         rates: how fast a worker is.
         storage: how each parameter lies.
         columns: the length of a batch, on each worker.
-        machine: whose network and caches count; None for rates alone.
+        machine: whose network counts; None for rates alone.
     """
 
     rates: Rates
     storage: Mapping[Leaf, Layout]
     columns: int = 1
     machine: Machine | None = None
+    _shares: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def costs(self, lines: Sequence[ExplainedStep], worker: int) -> list[Cost]:
         """What each step costs a worker."""
@@ -134,11 +135,11 @@ class Counter:
                 arriving = num_messages(line.after, line.before, worker)
                 source = self._bytes(line.before, line.dtype_before, worker)
                 target = self._bytes(line.after, line.dtype_after, worker)
-                inside = self._share_inside(line.before, line.after, worker)
+                inside = self._share_inside(line.before, line.after)
                 seconds = self._sending(
                     max(messages, arriving), max(sent, received), inside, line.before.partition.size
                 )
-                seconds += 2 * (sent + target) / self._memory(source + target)  # packed, unpacked
+                seconds += 2 * (sent + target) / self.rates.memory  # packed, and put together
                 cost = Cost(0.0, messages, sent, source + target + sent + received, seconds)
             kept = sum(self._bytes(here, dtype, worker) for here, dtype in line.held)
             found.append(replace(cost, memory=cost.memory + kept + parameters))
@@ -161,18 +162,15 @@ class Counter:
             seconds += outside * num_bytes * workers / network.bisection
         return seconds
 
-    def _share_inside(self, before: Layout, after: Layout, worker: int) -> float:
-        """Which share of what a worker sends goes to others of its host."""
+    def _share_inside(self, before: Layout, after: Layout) -> float:
+        """Which share of what workers send goes to others of their host."""
         network = None if self.machine is None else self.machine.network
         if network is None or before.partition.size <= network.workers_per_host:
             return 1.0
-        return share_inside(before, after, worker, network.workers_per_host)
-
-    def _memory(self, working_set: int) -> float:
-        """The bytes a second that are read and written, of so many that are used again."""
-        cache = None if self.machine is None else self.machine.cache
-        is_near = cache is not None and working_set <= cache.size
-        return self.rates.memory * cache.speed if cache is not None and is_near else self.rates.memory
+        key = id(before), id(after)  # of lines that live as long as this counts
+        if key not in self._shares:
+            self._shares[key] = share_inside(before, after, network.workers_per_host)
+        return self._shares[key]
 
     def parameter_bytes(self, worker: int) -> int:
         """What a worker stores of the parameters."""
@@ -214,8 +212,7 @@ class Counter:
     ) -> float:
         """The seconds of a local step without what moves for it."""
         actor, rates = line.group[0].actor, self.rates
-        memory = self._memory(source + target)
-        passing = (source + target + weights) / memory
+        passing = (source + target + weights) / rates.memory
         if isinstance(actor, ParDFT):
             last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and any(last in task.dims for task in line.group)
@@ -223,7 +220,7 @@ class Counter:
             # own over the tensor.
             weighing = sum(t.actor.is_weighted for t in line.group) * 2 * max(source, target)
             weighing += sum(t.actor.is_padded for t in line.group) * (source + target)
-            return flops / (rates.fft if has_rows else rates.fft_across) + weighing / memory
+            return flops / (rates.fft if has_rows else rates.fft_across) + weighing / rates.memory
         if isinstance(actor, Trigonometric):  # numbers change places before and behind a transform
             last = len(line.before.shape) - 1
             has_rows = self.columns == 1 and last in line.group[0].dims
@@ -233,7 +230,7 @@ class Counter:
         if isinstance(actor, ParMatrix):
             return passing + flops / rates.matrix
         if isinstance(actor, ParRestriction):
-            return (min(source, target) + target) / memory
+            return (min(source, target) + target) / rates.memory
         if isinstance(actor, Summands):
             # Of all kinds: its transforms and matrices are not told apart.
             return len(actor.operators) * passing + flops / rates.fft

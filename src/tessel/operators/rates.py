@@ -68,19 +68,6 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """Memory next to a core.
-
-    Attributes:
-        size: bytes for each worker while all cores of a host are busy.
-        speed: how many times as fast as the memory of the host it is.
-    """
-
-    size: float
-    speed: float
-
-
-@dataclass(frozen=True)
 class Machine:
     """What is known of the machines on which workers run.
 
@@ -89,7 +76,6 @@ class Machine:
         rates: measured with several numbers of workers, ascending.
         origin: where the numbers come from.
         network: between such machines; None if it is not known, and as fast as one machine inside.
-        cache: if it is known; else `memory` of the rates stands for it as well.
 
     >>> built_in().rates_for(2).workers
     2
@@ -99,7 +85,6 @@ class Machine:
     rates: tuple[Rates, ...]
     origin: str
     network: Network | None = None
-    cache: Cache | None = None
 
     def rates_for(self, workers: int) -> Rates:
         """The rates when so many workers take part.
@@ -121,7 +106,7 @@ class Machine:
         return target
 
 
-N = TypeVar("N", Rates, Network, Cache)
+N = TypeVar("N", Rates, Network)
 
 
 def model_path() -> Path:
@@ -177,13 +162,11 @@ def _machine(found: Any) -> Machine:
         raise ValueError("rates must be a list of at least one object")
     rates = tuple(_numbers(Rates, f"rates[{k}]", each) for k, each in enumerate(found["rates"]))
     network = found.get("network")
-    cache = found.get("cache")
     return Machine(
         _count("cores", found["cores"]),
         tuple(sorted(rates, key=lambda each: each.workers)),
         str(found["origin"]),
         None if network is None else _numbers(Network, "network", network),
-        None if cache is None else _numbers(Cache, "cache", cache),
     )
 
 
