@@ -54,8 +54,8 @@ def pencils(grid: tuple[int, ...]) -> list[OperatorPlan]:
     P, D = HypotheticalPartition(grid[:2]), torch.complex128
     x, y, z = (ParIdentity(D, 1024), ParIdentity(D, 1024), ParIdentity(D, 513))
     F, last = ParDFT(D, 1024), ParDFT(torch.float64, 1024)
-    whole_last, whole_middle, whole_first = (
-        Layout.split(P, spectrum, axes) for axes in ((0, 1, None), (0, None, 1), (None, 0, 1))
+    whole_middle, whole_first = (
+        Layout.split(P, spectrum, axes) for axes in ((0, None, 1), (None, 0, 1))
     )
     first = kron(ParIdentity(torch.float64, 1024), ParIdentity(torch.float64, 1024), last)
     return [

@@ -25,6 +25,7 @@ from dataclasses import asdict
 import torch
 from rich.console import Console
 
+from tessel.cli.plan_model import best_grids, layers_of, load_model, table_of
 from tessel.operators.algebra import ParOperator, kron
 from tessel.operators.choose import Choice, best_partition
 from tessel.operators.dft import ParDFT
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--anywhere", action="store_true", help="leave the result where the last step ends"
     )
     parser.add_argument(
-        "--machine", metavar="FILE", help="the machine model, or jean-zay; else that of this machine"
+        "--machine", metavar="FILE", help="machine model, or jean-zay; that of this machine else"
     )
     parser.add_argument(
         "--partition", type=_lengths, help="predict for this partition, such as 64,64,1, alone"
@@ -110,6 +111,35 @@ def execute(args: argparse.Namespace) -> int:
     except (ValueError, ImportError) as error:
         print(f"tessel plan: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _plan_model(args: argparse.Namespace, machine: Machine) -> int:
+    """Compare grids for a model."""
+    for name in ("channels", "modes", "partition", "picture", "anywhere"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} belongs to operators, not to --model")
+    if args.workers < 1 or len(args.shape) < 3:
+        raise ValueError(
+            f"--model needs 1 worker or more, and --shape with batch, channels and space; got "
+            f"{args.workers} and {args.shape}"
+        )
+    shape = (args.shape[0] * args.batch, *args.shape[1:])
+    calls, held = layers_of(load_model(args.model), shape, getattr(torch, args.dtype))
+    found = best_grids(calls, held, shape, args.workers, machine)
+    if args.json:
+        said = {"workers": args.workers, "machine": machine.origin}
+        print(json.dumps({**said, "candidates": [asdict(each) for each in found]}, indent=2))
+        return 0
+    console = Console(highlight=False)
+    wide = console if console.is_terminal else Console(highlight=False, width=160)
+    wide.print(
+        f"[bold]{args.workers} workers[/], a training step of {args.model} on an input of "
+        f"{'×'.join(map(str, shape))}: {len(found)} grids, {len(calls)} calls of layers"
+    )
+    for each in table_of(found):
+        wide.print(each)
+    wide.print(f"machine: {machine.origin}")
     return 0
 
 

@@ -182,7 +182,7 @@ def best_partition(
         return largest, sum(n > 1 for n in grid)  # of equals, the one that splits fewer dimensions
 
     # Those on which all workers have something, if there are any.
-    grids = _factorings(workers, shape) or _factorings(workers, (workers,) * len(shape))
+    grids = factorings(workers, shape) or factorings(workers, (workers,) * len(shape))
     if partition is not None:
         given = tuple(as_int(size) for size in partition)
         if len(given) != len(shape) or min(given) < 1 or prod(given) != workers:
@@ -213,7 +213,7 @@ def plan_on(operator: ParOperator, grid: Shape, out: Shape | str | None = None) 
     return make_plan(operator, *on_common_grids(source, end))
 
 
-def _factorings(number: int, most: Shape) -> list[Shape]:
+def factorings(number: int, most: Shape) -> list[Shape]:
     """All ways to write a number as a product of factors that are not larger than these."""
     if number > prod(most):
         return []
@@ -225,5 +225,5 @@ def _factorings(number: int, most: Shape) -> list[Shape]:
         (factor, *rest)
         for factor in divisors
         if factor <= most[0]
-        for rest in _factorings(number // factor, most[1:])
+        for rest in factorings(number // factor, most[1:])
     ]

@@ -128,9 +128,9 @@ def known_machine(path: str | os.PathLike[str] | None = None) -> Machine:
     40
     """
     source = model_path() if path is None else Path(path)
-    if path is not None and not source.exists() and source.suffix in ("", ".json"):
-        shipped = MACHINES / f"{source.stem}.json"
-        source = shipped if source.name in (source.stem, shipped.name) and shipped.exists() else source
+    if path is not None and not source.exists() and source.parent == Path():
+        shipped = MACHINES / f"{source.name.removesuffix('.json')}.json"
+        source = shipped if shipped.exists() else source
     try:
         written = source.read_bytes()
     except FileNotFoundError:
