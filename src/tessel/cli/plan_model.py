@@ -147,7 +147,9 @@ def layers_of(
 def _call(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> LayerCall:
     source, target = tuple(x.shape), tuple(y.shape)
     ndim = len(source) - 2
-    flops, window, stride = 0.0, (), ()
+    flops = 0.0
+    window: Shape = ()
+    stride: Shape = ()
     weight = getattr(module, "weight", None)
     if hasattr(module, "kernel_size") and ndim > 0:
         sizes, dilation = (_each(getattr(module, n, 1), ndim) for n in ("kernel_size", "dilation"))
