@@ -7,7 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from functools import partial
 
@@ -148,7 +148,8 @@ def measure_job(hosts: Sequence[str] | None = None) -> Machine:
     for worker, host in enumerate(hosts):
         rooms.setdefault(host, []).append(worker)
     per_host, alike = min(map(len, rooms.values())), [*rooms.values()]
-    rates = _combined(P.group.share_objects(_worker_rates()), max)
+    said = tell(P, asdict(_worker_rates())).values()
+    rates = _combined([Rates(**each) for each in said], max)
     inside = {w: room[(k + 1) % len(room)] for room in alike for k, w in enumerate(room)}
     if per_host > 1:
         latency, bandwidth = _pair_rates(inside)

@@ -225,9 +225,8 @@ def draw(path: str | Path) -> Figure:
     events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] < len(ROWS)]
     length = max(found.seconds, 1e-9)
     figure = new_figure(14, 1.7 + 0.62 * len(found.workers))
-    ax = figure.add_axes(
-        (0.07, 0.75 / figure.get_figheight(), 0.80, 1 - 1.5 / figure.get_figheight())
-    )
+    height = figure.get_figheight()
+    ax = figure.add_axes((0.07, 0.6 / height, 0.80, 1 - 1.05 / height))
     unit, scale = ("s", 1.0) if length >= 2 else ("ms", 1e3)
     for line, worker in enumerate(found.workers):
         own = [e for e in events if e["pid"] == worker]
