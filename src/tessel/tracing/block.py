@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+import sys
 import time
 import warnings
 import zlib
@@ -80,7 +81,7 @@ class Block:
     def __init__(self, path: str | os.PathLike[str], limit: int) -> None:
         self.path = Path(os.fspath(path)).absolute()  # whoever changes directory finds it there
         self.limit = index(limit)
-        self.token = ""
+        self.token, self.process = "", os.getpid()
         self.worker, self.num_workers, self.host = 0, 1, this_host()
         self.clock: list[list[int]] = []
 
@@ -250,7 +251,7 @@ def end_program(error: BaseException | None = None) -> None:
     """Write the trace of this program, if there is one: the first call counts."""
     global _program
     block, _program = _program, None
-    if block is None:
+    if block is None or block.process != os.getpid():  # a fork ends before the worker does
         return
     atexit.unregister(end_program)
     # A program may leave its job before it ends: what the launcher has said still holds.
@@ -259,10 +260,13 @@ def end_program(error: BaseException | None = None) -> None:
     block.num_workers = transport.num_workers() if joined else whole_number("WORLD_SIZE", 1)
     # parts of one run lie in one folder: they are of the same job, or of the same parent
     block.token = text("TORCHELASTIC_RUN_ID") or text("SLURM_JOB_ID") or str(os.getppid())
-    if error is None and joined:
-        block.end_together()
-    else:
-        block.end_alone()
+    try:
+        if error is None and joined:
+            block.end_together()
+        else:
+            block.end_alone()
+    except OSError as failure:  # the program itself has done its work
+        print(f"tessel: the trace {block.path} cannot be written: {failure}", file=sys.stderr)
 
 
 transport.when_joined(begin_program)
