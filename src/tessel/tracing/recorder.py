@@ -536,12 +536,10 @@ def _sum(recorder: Recorder, own: Function) -> Function:
         notes = recorder.thread()
         others = {worker: value.nbytes for worker in group.workers if worker != this_worker()}
         notes.bytes = others, others
-        notes.texts.append("sum of a small tensor")
         try:
-            return own(group, value)
+            return _with_text(recorder, "sum of a small tensor", lambda: own(group, value))
         finally:
             notes.bytes = None
-            notes.texts.pop()
 
     return add
 
@@ -581,12 +579,7 @@ def _labelled(recorder: Recorder, own: Function) -> Function:
     """An agreement that knows what it is about."""
 
     def agree_on(agreement: Agreement[Any], x: Any) -> Any:
-        notes = recorder.thread()
-        notes.texts.append(agreement.label)
-        try:
-            return own(agreement, x)
-        finally:
-            notes.texts.pop()
+        return _with_text(recorder, agreement.label, lambda: own(agreement, x))
 
     return agree_on
 
