@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -349,6 +350,20 @@ def compiled(path: str) -> tuple[int, int]:
         again(x).sum().backward()  # compiled in it
     function(x)
     return traffic.bytes_sent, traffic.bytes_received
+
+
+def test_compiled_modules_say_nothing_of_hooks(tmp_path: Path, recwarn: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    function = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = function(torch.ones(2, 3))
+    before = list(warnings.filters)
+    with tessel.trace(tmp_path / "run.json"):
+        assert torch.equal(function(torch.ones(2, 3)), expected)
+        function(torch.ones(4, 3)).sum().backward()
+    assert warnings.filters == before
+    assert not [each for each in recwarn if "hooks" in str(each.message)]
+    names = {e["args"]["layer"] for e in events_of(tmp_path / "run.json")}
+    assert "Sequential" in names
 
 
 def test_compiled_code_is_traced(run: Run, tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -217,7 +219,7 @@ class Recorder:
     def name_of(self, module: nn.Module, outer: list[Running]) -> str:
         """What a module is called in the model whose forward runs; its class if it is the model."""
         if not outer:
-            return type(module).__name__
+            return type(getattr(module, "_orig_mod", module)).__name__  # of torch.compile
         root = outer[0].module
         names = self._names.get(root)
         if names is None or id(module) not in names:
@@ -241,6 +243,7 @@ class Recorder:
 
 
 _hooks: list[Any] = []
+_filters: list[Any] = []  # of warnings
 _replaced: list[tuple[Any, str, Any, Any]] = []  # of which class what, by what
 
 
@@ -260,6 +263,11 @@ def switch_on(limit: int) -> Recorder:
     _hooks.append(register_optimizer_step_pre_hook(begin))
     end = partial(_step, recorder, False)
     _hooks.append(register_optimizer_step_post_hook(end))
+    # compiled modules would say at each call that hooks of all modules see them twice
+    warnings.filterwarnings(
+        "ignore", message=r"Using `torch\.compile\(module\)` when there are global"
+    )
+    _filters.append(warnings.filters[0])
     return recorder
 
 
@@ -272,6 +280,9 @@ def switch_off(recorder: Recorder) -> None:
     _replaced.clear()
     while _hooks:
         _hooks.pop().remove()
+    while _filters:
+        with suppress(ValueError):  # somebody has taken it away
+            warnings.filters.remove(_filters.pop())  # type: ignore[attr-defined]
 
 
 # -- layers ---------------------------------------------------------------------------------------
