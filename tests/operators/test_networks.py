@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tessel
+from scripts import python
 from tessel.cli import main, measure
 from tessel.cli.plan_model import best_grids, layers_of, load_model
 from tessel.operators.choose import plan_on
@@ -197,6 +198,22 @@ def test_a_job_is_measured(run: Callable[..., list[Any]], hosts: list[str], tmp_
         assert first.network.workers_per_host == per_host
         assert 1e-7 < first.network.latency < 1 and 1e5 < first.network.bandwidth < 1e13
     assert known_machine(first.save(tmp_path / "machine.json")) == first
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_doctor_measures_under_a_launcher(tmp_path: Path) -> None:
+    words = ("run", "-n", "2", "-m", "tessel", "doctor", "--measure", "--output", "cluster.json")
+    ended = python("-m", "tessel", *words, cwd=tmp_path, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    model = known_machine(tmp_path / "cluster.json")
+    assert model.rates[0].workers == 2 and model.network is None
+    assert ended.stdout.count("measured on 1 host of 2 workers") == 1  # by the first worker alone
+
+
+def test_an_output_without_a_measurement_is_refused(capsys: Any) -> None:
+    assert main(["doctor", "--output", "machine.json"]) == 2
+    assert "--output says where --measure" in capsys.readouterr().err
 
 
 # --- models
