@@ -27,6 +27,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("interop",),
     ("testing",),
     ("tracing",),
+    ("data",),
     ("models",),
     ("state",),
     ("nn",),
