@@ -24,6 +24,7 @@ from tessel.cli import main as command
 from tessel.cli.trace import read
 from tessel.tracing import clocks, recorder
 from tessel.tracing.merged import kind_of
+from tessel.transport import ReceiveBuffer, SendBuffer
 
 Run = Callable[..., list[Any]]
 ROWS = recorder.ROWS
@@ -225,6 +226,31 @@ def test_profilers_see_it(run: Run, tmp_path: Path) -> None:
     for names in run(profiled, str(tmp_path / "run.json"), nprocs=2, timeout=120):
         assert {"tessel computing first.0", "tessel moving first.0", "tessel packing last"} <= names
         assert "tessel agreeing Net" in names
+
+
+def on_devices(path: str) -> tuple[int, int]:
+    """What movements of GPUs call, with tensors that Gloo takes as well."""
+    group, rank = tessel.world().group, tessel.world().rank
+    with tessel.trace(path), tessel.testing.count_traffic() as traffic:
+        total = torch.full((6,), 1.0 + rank)
+        group.all_reduce(total)()
+        assert total.tolist() == [6.0] * 6
+        sends = [
+            SendBuffer(other, torch.full((2,), float(rank))) for other in range(3) if other != rank
+        ]
+        places = [ReceiveBuffer(other, torch.empty(2)) for other in range(3) if other != rank]
+        came = group.bring(sends, places, torch.device("cpu"))
+        assert [each[0].item() for each in came] == [w for w in range(3) if w != rank]
+    return traffic.bytes_sent, traffic.bytes_received
+
+
+def test_ways_of_devices_are_traced(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for worker, counted in enumerate(run(on_devices, str(path), nprocs=3)):
+        own = [e["args"] for e in events_of(path) if e["pid"] == worker]
+        for name, number in zip(("bytes_sent", "bytes_received"), counted, strict=True):
+            assert sum(each.get(name, 0) for each in own) == number > 0
+        assert "all-reduce of gloo" in {each.get("by", "") for each in own}
 
 
 def nested(folder: str) -> None:

@@ -516,17 +516,51 @@ def _exchange(recorder: Recorder, own: Function) -> Function:
 
 
 def _exchange_at_once(recorder: Recorder, own: Function) -> Function:
-    def exchange(group: Group, sends: Any, receives: Any, device: Any, dense: bool = False) -> None:
+    """Messages that are waited for at once; also those that a GPU gets, wherever they come to."""
+
+    def exchange(
+        group: Group, sends: Any, receives: Any, device: Any, *dense: Any, **named: Any
+    ) -> Any:
+        act = partial(own, group, sends, receives, device, *dense, **named)
         notes = recorder.thread()
         if notes.is_inside:
-            return own(group, sends, receives, device, dense)
+            return act()
         event = _exchange_event(notes)
         event.key = recorder.number(group._key())
-        event.way = _way(group, device, dense)
+        event.way = _way(group, device, any((*dense, *named.values())))
         _fill(event, sends, receives)
-        return _inside(recorder, notes, event, lambda: own(group, sends, receives, device, dense))
+        return _inside(recorder, notes, event, act)
 
     return exchange
+
+
+def _all_reduce(recorder: Recorder, own: Function) -> Function:
+    """A sum that the library of the GPUs makes, in a ring; the result waits for it."""
+
+    def all_reduce(group: Group, total: torch.Tensor) -> Callable[[], None]:
+        notes = recorder.thread()
+        event = _exchange_event(notes)
+        event.key = recorder.number(group._key())
+        event.way = f"all-reduce of {torch.distributed.get_backend(group.handle)}"
+        size, place = (
+            2 * total.nbytes * (group.size - 1) // group.size,
+            group.workers.index(this_worker()),
+        )
+        event.sent = {group.workers[(place + 1) % group.size]: size}
+        event.received = {group.workers[place - 1]: size}
+        event.others = group.workers
+        wait = _inside(recorder, notes, event, lambda: own(group, total))
+
+        def arrive() -> None:
+            here = recorder.thread()
+            arrival = _exchange_event(here)
+            arrival.key, arrival.way, arrival.posts = event.key, event.way, False
+            arrival.others = group.workers
+            return _inside(recorder, here, arrival, wait)
+
+        return arrive
+
+    return all_reduce
 
 
 def _way(group: Group, device: torch.device, dense: bool) -> str:
@@ -635,6 +669,8 @@ _WRAPPED: tuple[tuple[Any, str, Callable[[Recorder, Function], Function]], ...] 
     (Group, "finish", _finish),
     (Group, "exchange", _exchange),
     (Group, "exchange_at_once", _exchange_at_once),
+    (Group, "bring", _exchange_at_once),
+    (Group, "all_reduce", _all_reduce),
     (Group, "sum", _sum),
     (Group, "share", _agreement),
     (Group, "attempt_by_wire", _by_wire),
