@@ -38,6 +38,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("core",),  # the package itself: what others import of the kernel's modules
     ("core.halo", "core.shared"),
     ("core.move",),
+    ("core.hierarchy",),
     ("core.plan",),
     ("core.linop",),
     ("core.checksum",),

@@ -144,7 +144,9 @@ def test_a_trace_has_all_that_moves(run: Run, tmp_path: Path, workers: int, form
 
 
 @pytest.mark.parametrize(
-    "settings", [{"transport": "gloo"}, {"engine": "python"}, {"check": "1"}], ids=str
+    "settings",
+    [{"transport": "gloo"}, {"engine": "python"}, {"check": "1"}, {"test_hosts": "a,b,b"}],
+    ids=str,
 )
 def test_on_other_ways(in_new_job: Run, tmp_path: Path, settings: dict[str, str]) -> None:
     path = tmp_path / "run.json"
@@ -157,10 +159,9 @@ def test_on_other_ways(in_new_job: Run, tmp_path: Path, settings: dict[str, str]
     waits = read(path).waits
     assert waits[0][1] > 0.25 and waits[2][1] > 0.25
     ways = {e["args"]["by"] for e in events if e["cat"] == "moving"}
-    wanted = {"gloo": "gloo", "python": "shared memory", "1": "engine"}[
-        next(iter(settings.values()))
-    ]
-    assert any(wanted in way for way in ways), ways
+    wanted = {"transport": "gloo", "engine": "shared memory", "check": "engine"}
+    wanted["test_hosts"] = "messages of gloo"
+    assert any(wanted[next(iter(settings))] in way for way in ways), ways
 
 
 def test_a_sleeper_is_waited_for(run: Run, tmp_path: Path, capsys: Any) -> None:

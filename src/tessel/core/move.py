@@ -12,10 +12,11 @@ from torch import Tensor
 
 from tessel import transport
 from tessel.core.graph import node
+from tessel.core.hierarchy import route
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
 from tessel.core.numbers import constant
-from tessel.core.plan import Piece, Plan, route
+from tessel.core.plan import Piece, Plan
 from tessel.transport import (
     NOTHING,
     UNREAD,
@@ -82,7 +83,7 @@ class Move(LinearOperator):
     @cached_property
     def route(self) -> tuple[Plan, ...]:
         """The exchanges of this worker."""
-        return route(self.domain, self.codomain, transport.this_worker())
+        return route(self.domain, self.codomain, transport.this_worker(), transport.hosts())
 
     def check_dtype(self, dtype: torch.dtype, label: str) -> None:
         if dtype in UNSUMMABLE and not self.domain.owns_once:
@@ -95,7 +96,11 @@ class Move(LinearOperator):
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The same, with the group that makes them."""
-        return tuple(Stage(plan, self.group, self.spaced) for plan in self.route)
+        *before, last = self.route
+        return (
+            *(Stage(plan, self.group) for plan in before),
+            Stage(last, self.group, self.spaced),
+        )
 
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -104,9 +109,12 @@ class Move(LinearOperator):
             y = x.clone(memory_format=torch.contiguous_format)
             self.group.all_reduce(y)()
             return self._as_output(y)
-        stages = self.stages
-        y = stages[0](x) if len(stages) == 1 else stages[0].before(stages[1], x)
-        return self._as_output(y)
+        *first, last = self.stages
+        # what is copied last can lie in its place in the output before
+        into_output = first.pop() if first and last.plan.once and self.spaced is None else None
+        for stage in first:
+            x = stage(x)
+        return self._as_output(last(x) if into_output is None else into_output.before(last, x))
 
     @cached_property
     def sums_all(self) -> bool:
@@ -259,10 +267,11 @@ class Stage:
         return self.group.exchange(self._sends(x), receives, x.device, self.plan.dense)
 
     def before(self, second: Stage, x: Tensor) -> Tensor:
-        """A sum in two exchanges; the part that this worker sums up lies in the output at once."""
+        """Two exchanges; what the second copies from this worker itself is in its place at once."""
         y = x.new_empty(second.plan.target_shape)
         worker = transport.this_worker()
-        own = next((_part(y, piece) for piece in second.plan.takes if piece.peer == worker), y[:0])
+        parts = (_part(y, piece) for piece in second.plan.takes if piece.peer == worker)
+        own = next(parts, y.new_empty(0))
         self(x, own)
         plan = second.plan
         if not plan.silent and not second._follow(own, y, is_there=True):

@@ -569,9 +569,10 @@ def _way(group: Group, device: torch.device, dense: bool) -> str:
     if device.type == "cpu" and ways.all_near:
         return _HOST_MEMORY
     backend = torch.distributed.get_backend(group.handle)
-    if device.type == "cuda" or (dense and not group._membership.tag):
+    if device.type == "cuda" or (dense and not group._membership.tag and ways.are_all_by_gloo):
         return f"one all-to-all of {backend}"
-    return f"messages of {backend}" + (f", and {_HOST_MEMORY}" if ways.near else "")
+    far = backend if ways.mpi is None else "MPI"
+    return f"messages of {far}" + (f", and {_HOST_MEMORY}" if ways.near else "")
 
 
 def _sum(recorder: Recorder, own: Function) -> Function:

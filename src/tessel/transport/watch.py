@@ -65,6 +65,7 @@ class Wait:
         number: of the wait.
         interrupt: what ends a wait in which this worker cannot look at the alarm itself.
         beats: how often it looked in vain.
+        outer: the wait of the same thread in the course of which this one began.
         place_in_order: among the exchanges of its group that hold no thread, from 1.
         holds_thread: whether its thread does nothing else.
     """
@@ -77,6 +78,7 @@ class Wait:
     thread: threading.Thread = field(default_factory=threading.current_thread)
     since: float = field(default_factory=time.monotonic)
     place_in_order: int | None = None
+    outer: Wait | None = None
     holds_thread: ClassVar[bool] = True
 
     @property
@@ -260,6 +262,19 @@ class Watch:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         self._post(Status(FINISHED if error is None else FAILED, text))
 
+    def have_all_ended(self, seconds: float) -> bool:
+        """Whether the programs of all workers have ended, or do within these seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                states = [self._board_of().read(worker).state for worker in self.workers]
+            except RuntimeError:  # the store has gone: with worker 0, which has waited for all
+                return True
+            if all(state in (FINISHED, FAILED) for state in states):
+                return True
+            time.sleep(TICK)
+        return False
+
     def how_it_ended(self, worker: int) -> str:
         """How the program of a worker ended that takes no part any more."""
         status = Status() if self._board is None else self._board.read(worker)
@@ -280,6 +295,7 @@ class Watch:
         """Note that this thread waits."""
         self._num_waits += 1
         wait = Wait(key, tuple(needs), self._num_waits, interrupt)
+        wait.outer = self._waits.get(wait.thread.ident or 0)
         self._waits[wait.thread.ident or 0] = wait
         self._start()
         return wait
@@ -304,6 +320,8 @@ class Watch:
     def finish(self, wait: Wait) -> None:
         """Note that it has what it waited for."""
         self._waits.pop(wait.thread.ident or 0, None)
+        if wait.outer is not None:  # which goes on, say for messages of another host
+            self._waits[wait.thread.ident or 0] = wait.outer
 
     def describe(self, wait: Wait) -> str:
         """Where a thread waits, in the words of the user."""

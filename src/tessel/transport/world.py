@@ -50,6 +50,15 @@ def launched_as() -> str | None:
     return None if job is None else str(job)
 
 
+def launched_task() -> tuple[int, int]:
+    """The number of this process, and how many there are, as its launcher says before they meet."""
+    if is_distributed():
+        return this_worker(), num_workers()
+    job = find_job(os.environ)
+    given = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
+    return given if job is None else (job.rank, job.workers)
+
+
 def join(backend: str | None = None) -> bool:
     """Join the job that the launcher's environment describes; whether there was one to join.
 
