@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from tessel.core import hierarchy
 from tessel.core.hierarchy import Hosts, route
 from tessel.core.layout import Layout
 from tessel.core.partition import Partition
-from tessel.core.plan import Plan
+from tessel.core.plan import LARGE, Plan
 from tessel.core.plan import route as direct_route
+from tessel.core.shared import Sum
 from tessel.testing import count_traffic
 
 Values = dict[int, np.ndarray]
@@ -227,6 +229,33 @@ def test_sums_over_hosts_are_equal_on_all_workers(run: Any, length: int, way: st
         assert crossed == [[1, 400], [1, 400], [0, 0], [0, 0]]
     else:
         assert crossed == [[1, 80_000]] * 4
+
+
+def bucket_sums(way: str) -> int:
+    """Sums of gradients, in two steps, to the last bit; the most stages that one takes."""
+    with stress.afresh(TESSEL_TRANSPORT=way), stress.on_hosts("a", "a", "b", "b"):
+        world, stages = tessel.world(), 1
+        grid = world.create_cartesian_topology_partition([2, 2])
+        for P, axes in ((world, (0,)), (grid, (0,)), (grid, (1,)), (grid, (0, 1))):
+            copies = [P.shape[axis] for axis in axes]
+            for length in (1, 1001, LARGE + 3):
+                given = [torch.sin(torch.arange(length) + 10.0 * k) for k in range(prod(copies))]
+                place = P.index
+                assert place is not None
+                own = sum(place[axis] * prod(copies[k + 1 :]) for k, axis in enumerate(axes))
+                found = Sum(P, axes, length)
+                expected = given[0] + given[1]
+                for each in given[2:]:
+                    expected += each
+                assert torch.equal(found.start(given[own])(), expected), (axes, length)
+                moves = (each for each in (found._scatter, found._collect) if each is not None)
+                stages = max(stages, *(len(each.stages) for each in moves))
+        return stages
+
+
+@pytest.mark.parametrize("way", ["shared", "gloo"])
+def test_sums_of_gradients_between_hosts(run: Any, way: str) -> None:
+    assert min(run(bucket_sums, way, nprocs=4)) > 1  # some go from stage to stage
 
 
 def out_of_step() -> str:

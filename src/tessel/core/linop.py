@@ -24,6 +24,7 @@ from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Outline
 
 Agreed = tuple["LinearOperator", TensorMeta]
+Tensors = Sequence[Tensor | None]  # None is a zero that nobody computed, or left out
 ANCHOR = torch.empty(0, requires_grad=True)  # needs a gradient and never gets one
 
 
@@ -49,6 +50,7 @@ class LinearOperator(HasHandle):
     domain: Layout
     codomain: Layout
     _group: transport.Group | None = None
+    _derived = HasHandle._derived | {"_group"}
 
     def _apply(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must implement `_apply`")
@@ -63,8 +65,7 @@ class LinearOperator(HasHandle):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the operator to this worker's part, after all workers agreed that theirs fit."""
-        compiles = torch.compiler.is_compiling()  # compilers cannot look into what is cached
-        return apply_agreed(self, x, self.domain.partition.active if compiles else self._gives)
+        return apply_agreed(self, x, self.domain.partition.active)
 
     def apply(self, x: Tensor, meta: TensorMeta | None = None) -> Tensor:
         """Apply the operator without asking the others.
@@ -141,11 +142,6 @@ class LinearOperator(HasHandle):
         return f"{type(self).__name__}({self.domain} → {self.codomain})"
 
     @cached_property
-    def _gives(self) -> bool:
-        """Whether this worker holds a part of the input."""
-        return self.domain.partition.active
-
-    @cached_property
     def _agreement(self) -> Agreement[Agreed]:
         identity = f"{self._label} {self.domain.identity} {self.codomain.identity}"
         ranks = self.domain.partition.ranks
@@ -161,9 +157,6 @@ class LinearOperator(HasHandle):
                 )
         self.check_dtype(meta.dtype, self._label)
         return self, meta
-
-    def _is_derived(self, name: str) -> bool:
-        return name == "_group" or name.startswith("_agreed_") or super()._is_derived(name)
 
 
 class Adjoint(LinearOperator):
@@ -442,7 +435,7 @@ class Several(Protocol):
 
 
 def record_several(
-    operator: Several, xs: Sequence[Tensor | None], anchor: Tensor | None = None
+    operator: Several, xs: Tensors, anchor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Apply `operator` so that autograd knows its derivatives.
 
@@ -476,12 +469,8 @@ class DifferentiableMap(Protocol):
     def _apply(self, *xs: Tensor | None) -> tuple[Tensor, ...]: ...
 
     def vjp(
-        self,
-        grads: Sequence[Tensor | None],
-        needs: Sequence[bool],
-        xs: Sequence[Tensor | None],
-        ys: Sequence[Tensor],
-    ) -> Sequence[Tensor | None]:
+        self, grads: Tensors, needs: Sequence[bool], xs: Tensors, ys: Sequence[Tensor]
+    ) -> Tensors:
         """The gradients of the inputs `xs` that need one, recorded if gradients are.
 
         `ys` are the results that are kept. None in the place of a gradient of a result is a zero.
@@ -575,7 +564,8 @@ class _ApplyAnyMode(_Apply):
     def forward(
         x: Tensor, anchor: Tensor | None, operator: LinearOperator
     ) -> tuple[Tensor, Tensor]:
-        return _Apply.forward(_values_of(x), anchor, operator)
+        y = operator._apply(_values_of(x))
+        return y, y.new_empty(0)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -88,32 +88,6 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     return model
 
 
-def _place_entrances(model: nn.Module, conversion: ModelConversion) -> None:
-    """Let all methods of all modules agree on their input, if they are called from outside."""
-    place_regions(model, conversion.P_x)
-    for module in model.modules():
-        own = module.__dict__.get("forward")
-        # converted for other workers
-        elsewhere = isinstance(own, Entrance) and own.conversion.P_x != conversion.P_x
-        if isinstance(module, Layer) or elsewhere:
-            continue
-        # Models are also called by methods such as `encode`. With parts these would compute with
-        # the parts alone: what calls layers is right, and a mean between them is that of the part.
-        kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
-        found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
-        others = [
-            name
-            for name, value in found.items()
-            if isinstance(value, FunctionType | staticmethod)
-            and not name.startswith("_")
-            and not hasattr(nn.Module, name)
-            # what somebody put into this module takes the place of the method
-            and isinstance(module.__dict__.get(name), Entrance | None)
-        ]
-        for name in ("forward", *others):
-            module.__dict__[name] = Entrance(module, conversion, name)
-
-
 def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
     """Raise on all workers if their models differ in form; else a number that all of them have."""
     form: list[tuple[Any, ...]] = [
@@ -222,8 +196,33 @@ class ModelConversion:
         self._alike: dict[int, weakref.ref[Tensor]] = {}
 
     def enter(self, model: nn.Module) -> None:
-        """Take a model in whose parameters and buffers are alike on all workers."""
-        _place_entrances(model, self)
+        """Take a model in whose parameters and buffers are alike on all workers.
+
+        All methods of all its modules then agree on their input, if they are called from outside.
+        """
+        place_regions(model, self.P_x)
+        for module in model.modules():
+            own = module.__dict__.get("forward")
+            # converted for other workers
+            elsewhere = isinstance(own, Entrance) and own.conversion.P_x != self.P_x
+            if isinstance(module, Layer) or elsewhere:
+                continue
+            # Models are also called by methods such as `encode`. With parts these would compute
+            # with the parts alone: what calls layers is right, and a mean between them is that of
+            # the part.
+            kinds = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
+            found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
+            others = [
+                name
+                for name, value in found.items()
+                if isinstance(value, FunctionType | staticmethod)
+                and not name.startswith("_")
+                and not hasattr(nn.Module, name)
+                # what somebody put into this module takes the place of the method
+                and isinstance(module.__dict__.get(name), Entrance | None)
+            ]
+            for name in ("forward", *others):
+                module.__dict__[name] = Entrance(module, self, name)
         self.note(Contents(model).values)
 
     def note(self, values: Iterable[Tensor]) -> None:
@@ -256,7 +255,7 @@ class ModelConversion:
         equalize([value for _, value in _values(model) if id(value) in late], self.P_x)
         self.enter(model)
 
-    def settle(self, model: nn.Module) -> None:
+    def make_values_plain(self, model: nn.Module) -> None:
         """Keep what a call has put into parameters and buffers as torch would have it there.
 
         What every worker has whole becomes plain again: it enters a `state_dict`, and optimizers.
@@ -403,7 +402,7 @@ class Entrance:
             except BaseException as error:  # others may still wait for this worker
                 P_x.prepare().give_up(error)
                 raise
-        self.conversion.settle(self.module)
+        self.conversion.make_values_plain(self.module)
         if spread:  # the result goes as the input came
             return result
         return nested(

@@ -71,6 +71,7 @@ class Layer(HasHandle):
     _group: transport.Group | None = None
     _takes_part: bool  # whether this worker is one of the group
     _number: int  # of the call in which the group was asked for: tells equal layers apart
+    _derived = HasHandle._derived | {"_agreements", "_group", "_number", "_takes_part"}
 
     def __init__(self, P_x: Partition, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)  # that of torch's own layer
@@ -232,10 +233,6 @@ class Layer(HasHandle):
     def partitions(self) -> Iterable[Partition]:
         """All partitions whose workers take part."""
         return (self.P_x,)
-
-    def _is_derived(self, name: str) -> bool:
-        own = ("_agreements", "_group", "_number", "_takes_part")
-        return name in own or super()._is_derived(name)
 
     def extra_repr(self) -> str:
         assert isinstance(self, torch.nn.Module)

@@ -664,7 +664,8 @@ def _with_text(recorder: Recorder, text: str, act: Callable[[], Any]) -> Any:
 
 _WRAPPED: tuple[tuple[Any, str, Callable[[Recorder, Function], Function]], ...] = (
     *((Move, name, _movement) for name in ("_apply", "start", "start_adding")),
-    *((Halo, name, _movement) for name in ("start", "start_adjoint", "finish", "finish_adjoint")),
+    *((Move, name, _movement) for name in ("start_apart", "complete")),
+    *((Halo, name, _movement) for name in ("start", "start_adjoint", "finish", "add_arrived")),
     (Stage, "_follow", _stage),
     (Group, "follow", _follow),
     (Group, "finish", _finish),

@@ -114,7 +114,25 @@ class Exchange:
     def __call__(self) -> None:
         """Wait until all has come and is in its place, and all was sent."""
         try:
-            self._finish()
+            if self._ordered:  # so that a sum comes out the same each time, to the last bit
+                requests = dict(self._awaited)
+                for buffer in self._receives:
+                    if buffer.worker == self._ways.worker:
+                        buffer.put(self._own[0])
+                    elif buffer.worker in requests:
+                        request = requests[buffer.worker]
+                        request.is_open = True
+                        self._wait_near([(buffer.worker, request)], ())
+                    else:
+                        self._pending_receives.pop(buffer.worker)()
+                if self._messages:
+                    self._wait_near([])
+            elif self._awaited or self._messages:
+                self._wait_near(self._awaited)
+            for receive in self._pending_receives.values():
+                receive()
+            for send in self._pending_sends:
+                send()
         except BaseException:
             self._open_all()
             raise
@@ -123,27 +141,6 @@ class Exchange:
         """Let all that still comes find its place, and not that of a later exchange."""
         for _, request in self._awaited:
             request.is_open = True
-
-    def _finish(self) -> None:
-        if self._ordered:  # so that a sum comes out the same each time, to the last bit
-            requests = dict(self._awaited)
-            for buffer in self._receives:
-                if buffer.worker == self._ways.worker:
-                    buffer.put(self._own[0])
-                elif buffer.worker in requests:
-                    request = requests[buffer.worker]
-                    request.is_open = True
-                    self._wait_near([(buffer.worker, request)], ())
-                else:
-                    self._pending_receives.pop(buffer.worker)()
-            if self._messages:
-                self._wait_near([])
-        elif self._awaited or self._messages:
-            self._wait_near(self._awaited)
-        for receive in self._pending_receives.values():
-            receive()
-        for send in self._pending_sends:
-            send()
 
     def _wait_near(self, awaited: Sequence[Awaited], messages: Sequence[Any] | None = None) -> None:
         host = self._ways.host

@@ -390,7 +390,8 @@ class Host:
             messages: of this worker.
             group: who takes part, so that the death of one makes the wait vain.
         """
-        backoff, wait, far = Backoff(self._wakeup, self._spins), None, self.far
+        backoff, far = Backoff(self._wakeup, self._spins), self.far
+        wait: Wait | None = None
         try:
             while True:  # what happens may be the doing of another thread
                 for worker, request in awaited:
@@ -411,25 +412,14 @@ class Host:
                 elif backoff.pause(far.is_busy if far else False) and not self._progresses(awaited):
                     needed = [*(who for who, _ in awaited), *(each.worker for each in messages)]
                     self.check_alive(needed, group, backoff.seconds)
-                    wait = self._noted(wait, awaited, messages, needed)
+                    if wait is None:  # it has lasted a nap: the watch is to know of it
+                        key = awaited[0][1].key if awaited else messages[0].key
+                        wait = self.watch.begin(key, needed)
+                    wait.beats += 1
             backoff.end()
         finally:
             if wait is not None:
                 self.watch.finish(wait)
-
-    def _noted(
-        self,
-        wait: Wait | None,
-        awaited: Sequence[Awaited],
-        messages: Sequence[SendRequest | SendWords | Rendezvous],
-        needed: Sequence[int],
-    ) -> Wait:
-        """Let the watch know of a wait that has lasted a nap."""
-        if wait is None:
-            key = awaited[0][1].key if awaited else messages[0].key
-            wait = self.watch.begin(key, needed)
-        wait.beats += 1
-        return wait
 
     def check_alive(self, needed: Sequence[int], group: Sequence[int], seconds: float) -> None:
         """Raise WorkerLost if what this worker waits for will not come."""

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -48,11 +47,6 @@ Key = tuple[int, int]
 def number_of(call: int) -> int | None:
     """The number of an exchange that is not part of a backward pass: those have a call's number."""
     return ~call >> 1 if call < 0 else None
-
-
-def call_of(number: int, is_agreement: bool) -> int:
-    """What messages carry of an exchange, or agreement, with this number: less than 0."""
-    return ~(number << 1 | is_agreement)
 
 
 @dataclass
@@ -109,7 +103,18 @@ class Wait:
     @property
     def place(self) -> tuple[str, str]:
         """The call that it is in, and the line of the user's code."""
-        return _place(sys._current_frames().get(self.thread.ident or 0))
+        what, operator, line = "", "", ""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        while frame is not None:
+            path, values = frame.f_code.co_filename, frame.f_locals
+            what = what or _call_in(frame.f_code.co_name, values)
+            if not operator and hasattr(values.get("self"), "codomain"):
+                operator = repr(values["self"])
+            is_library = path.startswith(("<", _HERE)) or f"{os.sep}torch{os.sep}" in path
+            if not line and not is_library and path != threading.__file__:
+                line = f"{os.path.basename(path)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return what or operator or "an exchange", line
 
 
 class Counts(Protocol):
@@ -431,7 +436,8 @@ class Watch:
         All that was sent before its first look has then come, to this worker and to that one.
         """
         seen, own = self._seen.get(worker, (None, mine))
-        if seen is None or own.wait != mine.wait or not _is_same(seen, status):
+        same = seen is not None and seen._replace(beats=status.beats, text=status.text) == status
+        if seen is None or own.wait != mine.wait or not same:
             self._seen[worker] = status, mine
             return False
         has_looked = status.state != WAITS or status.beats - seen.beats >= beats
@@ -524,24 +530,6 @@ def _ending(status: Status) -> str:
     return "its program has ended" if status.state == FINISHED else ""
 
 
-def _is_same(before: Status, now: Status) -> bool:
-    return before._replace(beats=0, text="") == now._replace(beats=0, text="")
-
-
-def _place(frame: FrameType | None) -> tuple[str, str]:
-    """What a thread does for its user: the call, and the line of the user's code."""
-    what, operator, line = "", "", ""
-    while frame is not None:
-        path, values = frame.f_code.co_filename, frame.f_locals
-        what = what or _call_in(frame.f_code.co_name, values)
-        if not operator and hasattr(values.get("self"), "codomain"):
-            operator = repr(values["self"])
-        if not line and not path.startswith(_HERE) and not _is_library(path):
-            line = f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return what or operator or "an exchange", line
-
-
 def _call_in(function: str, values: Mapping[str, Any]) -> str:
     """Which call a function belongs to, if its variables say so."""
     owner = values.get("self")
@@ -552,7 +540,3 @@ def _call_in(function: str, values: Mapping[str, Any]) -> str:
     if function == "agree":
         return str(values.get("call", ""))
     return type(owner).__name__ if isinstance(owner, torch.nn.Module) else ""
-
-
-def _is_library(path: str) -> bool:
-    return path.startswith("<") or f"{os.sep}torch{os.sep}" in path or path == threading.__file__
