@@ -143,6 +143,7 @@ class Agreement(Generic[T]):
     givers: Collection[int]
     conclude: Conclusion[T]
     identity: str = ""
+    compiled: dict[Signature, T] = field(default_factory=dict)  # of calls in compiled code
     _known: dict[bytes, T] = field(default_factory=dict)
     _said: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
 

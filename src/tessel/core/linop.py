@@ -6,10 +6,12 @@ operator itself, and the gradient is its adjoint.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +20,8 @@ from torch.autograd import forward_ad
 
 from tessel import transport
 from tessel.core.agreement import Agreement, Signature, TensorMeta, as_agreed, in_forward_mode
-from tessel.core.graph import node
+from tessel.core.context import setting
+from tessel.core.graph import current_trace, outside_of_graphs, placed, settings_in
 from tessel.core.handles import HasHandle, constant_in_graphs, object_of
 from tessel.core.layout import Layout, Shape
 from tessel.core.partition import Outline
@@ -100,7 +103,9 @@ class LinearOperator(HasHandle):
         group = self._group
         if group is None:
             # not by an attribute: moves are frozen
-            self.__dict__["_group"] = group = transport.group_of(self._members())
+            with outside_of_graphs() if is_traced() else nullcontext():
+                group = transport.group_of(self._members())
+            self.__dict__["_group"] = group
             for part in [*vars(self).values()]:  # those that it is made of, if it is a copy
                 if isinstance(part, LinearOperator):
                     part.prepare()
@@ -254,6 +259,77 @@ class Product(Composed, LinearOperator):
         return hash((Product, self.factors))
 
 
+class Entering(LinearOperator):
+    """The identity, by which every run of compiled code agrees again on what enters it.
+
+    Shapes are fixed when a call is compiled, by an agreement of all workers.
+
+    Args:
+        layout: of the tensor.
+        agreement: of the call; its conclusion begins with the layout.
+        signature: what this worker brings to it.
+        module: what is compiled: its settings are in the graph as they were.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        agreement: Agreement[Any],
+        signature: Signature,
+        module: torch.nn.Module,
+    ) -> None:
+        self.domain = self.codomain = layout
+        self.agreement, self.signature = agreement, signature
+        self.module = weakref.ref(module)
+        self.settings: list[Any] | None = None  # those of the first run
+        self.__dict__["_group"] = agreement.group
+
+    @property
+    def H(self) -> LinearOperator:
+        return _Passing(self.domain, self.group)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return placed(x, self)
+        self._check_settings()
+        layout, *_ = self.agreement.agree_on(self.signature)
+        if layout != self.domain:
+            raise ValueError(
+                f"{self.agreement.label}: this call was compiled for {self.domain}, and not for "
+                f"{layout}; compiled calls have fixed shapes on all workers"
+            )
+        return x.clone()
+
+    def _check_settings(self) -> None:
+        """Raise if a setting has changed since the first run: the graph has the old one."""
+        module = self.module()
+        now = [] if module is None else settings_in(module)
+        if self.settings is None:
+            self.settings = now
+        if now != self.settings:
+            pairs = zip_longest(now, self.settings, fillvalue=("a module", None))
+            (name, new), (_, old) = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"{self.agreement.label}: {name} is {new}, and this call was compiled with {old}; "
+                f"put it back, or call torch.compiler.reset() on all workers to compile it anew"
+            )
+
+
+class _Passing(LinearOperator):
+    """The identity, where nothing is done."""
+
+    def __init__(self, layout: Layout, group: transport.Group) -> None:
+        self.domain = self.codomain = layout
+        self.__dict__["_group"] = group
+
+    @property
+    def H(self) -> LinearOperator:
+        return self
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Compiled(LinearOperator):
     """An operator in compiled code, whose every run agrees again.
 
@@ -275,7 +351,7 @@ class Compiled(LinearOperator):
 
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return node(x, self.handle)
+            return placed(x, self)
         operator, _ = self.agreement.agree_on(self.signature)
         if operator != self.operator:
             raise ValueError(
@@ -355,6 +431,11 @@ def _apply(operator: LinearOperator | LocalMap, x: Tensor, anchor: Tensor | None
         # An operator may give its input back; the result of a call must not be the argument.
         return y.clone() if y is x else y
     return _ApplyAnyMode.apply(x, anchor, operator)[0]
+
+
+def is_traced() -> bool:
+    """Whether a call runs on tensors without values, for a graph of what it computes."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def in_transform() -> bool:
@@ -536,12 +617,16 @@ class _Apply(torch.autograd.Function):
         ctx.operator = inputs[2]
         # By the number of its call a backward exchange is told apart from those of other calls.
         ctx.call = _number_of_call(ctx.operator)
+        ctx.trace = None if not is_traced() else current_trace.get()
         ctx.save_for_backward(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors  # asked for on all workers: a checkpoint recomputes then
         anchor = token if torch.is_grad_enabled() else None
+        if ctx.trace is not None:  # movements of a backward pass are numbered on from those before
+            with setting(current_trace, ctx.trace):
+                return _apply(ctx.operator.H, grad, anchor), None, None
         if torch.compiler.is_compiling():
             return _apply(ctx.operator.H, grad, anchor), None, None
         grad = _values_of(grad)

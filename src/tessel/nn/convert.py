@@ -19,13 +19,25 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tessel.core.agreement import agree, tell
 from tessel.core.context import setting
-from tessel.core.graph import eagerly
+from tessel.core.graph import current_trace, in_graphs, outside_of_graphs
+from tessel.core.handles import HasHandle
 from tessel.core.layout import Layout, zero_volume_tensor
+from tessel.core.linop import is_traced
 from tessel.core.partition import Partition
 from tessel.core.shared import equalize
 from tessel.distributed.shardings import state_of
 from tessel.nn import buckets
-from tessel.nn.layer import Layer, alone, entered, lies, needs_of
+from tessel.nn.layer import (
+    Layer,
+    alone,
+    enter,
+    entered,
+    fix_shapes,
+    is_in_model,
+    lies,
+    needs_of,
+    parts_agreement,
+)
 from tessel.nn.nesting import nested, tensors_in
 from tessel.nn.replacements import place_regions
 from tessel.tensor import Tensor as SpreadTensor
@@ -311,7 +323,7 @@ class Contents:
         self.values = [*self.parameters, *buffers.values()]
 
 
-class Entrance:
+class Entrance(HasHandle):
     """The `forward` of a module in a converted model: the outermost agrees on the input.
 
     The same for its other methods. These may be called with no tensor that could be a part, and
@@ -322,6 +334,8 @@ class Entrance:
         conversion: of the model.
         name: of the method.
     """
+
+    _derived = HasHandle._derived | {"_calls", "_agreements", "_traces"}
 
     def __init__(
         self, module: nn.Module, conversion: ModelConversion, name: str = "forward"
@@ -356,7 +370,11 @@ class Entrance:
         method = inspect.getattr_static(type(self.module), self.name)
         return method.__get__(self.module, type(self.module))(*args, **kwargs)
 
-    @eagerly
+    def can_be_traced(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether a compiler may have this call in its graph, in which shapes are fixed then."""
+        return fix_shapes((args, kwargs)) and not is_in_model()
+
+    @in_graphs("module")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if running.get() is not None:
             return self.forward(*args, **kwargs)  # inside of a model
@@ -382,6 +400,8 @@ class Entrance:
         if P_x.size == 1 and not spread:
             with setting(alone, True):
                 return self.forward(*args, **kwargs)
+        if is_traced():
+            return self._traced(args, kwargs)
         _check_untraced(self.module, (args, kwargs))
         contents = Contents(self.module)
         # buckets first: what they foresee is part of what workers agree on with the input
@@ -403,12 +423,43 @@ class Entrance:
                 P_x.prepare().give_up(error)
                 raise
         self.conversion.make_values_plain(self.module)
-        if spread:  # the result goes as the input came
-            return result
-        return nested(
-            lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
-            result,
-        )
+        return result if spread else as_parts(result)  # it goes as the input came
+
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """The call for a graph of what it computes with parts, which every run agrees on again.
+
+        Parameters are summed one by one, and not in buckets, whose messages are no nodes.
+        """
+        P_x, module = self.conversion.P_x, self.module
+        flags, is_off = needs_of(Contents(module).parameters)
+        mode = "training" if module.training else "evaluation"
+        call = f"{type(module).__name__} over {P_x}, compiled in {mode}"
+        key = (module.training, is_off, *flags)
+        agreements = self.__dict__.setdefault("_agreements", {})
+        if key not in agreements:
+            agreements[key] = parts_agreement(P_x.prepare(), P_x, call, f"{call} {key}")
+
+        def enter_part(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() != P_x.dim:
+                return value
+            return SpreadTensor(*enter(agreements[key], value, module))
+
+        with (
+            setting(running, P_x),
+            choose_fallback(self.conversion.fallback),
+            setting(written_whole, []),
+            setting(belongs_elsewhere, lambda x: True),
+        ):
+            args, kwargs = nested(enter_part, (args, kwargs))
+            result = self.forward(*args, **kwargs)
+            self._check_no_whole(result)
+        trace = current_trace.get()
+        moves = [] if trace is None else [repr(each) for each in trace.operators]
+        if (key, len(moves)) not in agreements:  # a call is traced several times
+            with outside_of_graphs():
+                agree(P_x, f"{call}, with {len(moves)} movements", identity=f"{call} {moves}")
+            agreements[key, len(moves)] = True
+        return as_parts(result)
 
     def _held_by(self, contents: Contents, given: list[Tensor]) -> Callable[[Tensor], bool]:
         """What knows the tensors that others than the code of the model may look at."""
@@ -488,8 +539,12 @@ class Entrance:
 
         return nested(enter, (args, kwargs))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
+
+def as_parts(result: Any) -> Any:
+    """What a model gives to a caller who gave it parts."""
+    return nested(
+        lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y, result
+    )
 
 
 _CALL = nn.Module._call_impl.__code__

@@ -555,7 +555,8 @@ def _normalize_groups(norm: Norm, groups: ChannelGroups) -> tuple[Tensor, Tensor
         if groups.size > 1:
             # the moments of groups from those of channels; zeros for a group without a channel
             like = groups.local_shape
-            sizes = torch.bincount(members, minlength=like[1]).clamp(min=1).to(means.dtype)
+            counts = tuple(max(1.0, float(groups.members.count(k))) for k in range(like[1]))
+            sizes = constant(counts, means.dtype, x.device)
             own = means.new_zeros(like).index_add(1, members, means) / sizes
             around = variances + (means - own.index_select(1, members)).square()
             means, variances = own, means.new_zeros(like).index_add(1, members, around) / sizes
