@@ -26,6 +26,7 @@ LAYERS = (  # from the top; a module imports only what stands below it, or in it
     ("imaging",),
     ("interop",),
     ("testing",),
+    ("tracing",),
     ("data",),
     ("models",),
     ("state",),
