@@ -34,10 +34,6 @@ def node(x: Tensor, handle: str) -> Tensor:
         return object_of(name)._apply(x)
 
 
-# Others wait for a worker also where it does not need what comes, as one with an empty part.
-torch.fx.node.has_side_effect(torch.ops.tessel.apply.default)
-
-
 @node.register_fake
 def _(x: Tensor, handle: str) -> Tensor:
     return x.new_empty(object_of(handle.partition("#")[0]).codomain.local_shape)
@@ -160,6 +156,8 @@ def _be_ready() -> bool:
     # not before: the compiler takes as long to import as torch
     if not _called:
         _called.append(torch._dynamo.nonstrict_trace(_run))
+        # Others wait for a worker also where it needs nothing of what comes, as with an empty part.
+        torch.fx.node.has_side_effect(torch.ops.tessel.apply.default)
     return True
 
 

@@ -31,7 +31,7 @@ OfStrip = Callable[[Tensor, Numbers, int, Interval], Tensor]
 
 LEAST_VALUES = 1 << 15  # of a worker's part, below which a copy of it is cheaper
 # On a GPU the strips take some fifteen launches more, in which it copies about so much.
-LEAST_VALUES_ON_GPU = 1 << 24
+LEAST_VALUES_ON_GPU = 1 << 25
 LEAST_RATIO = 4  # of a part to the weight, whose gradient is summed over the strips
 LARGEST_SHARE = 0.25  # of the outputs that strips may concern
 
