@@ -28,6 +28,14 @@ from tessel.nn import buckets
 from tessel.nn.layer import Layer, alone, entered, lies, needs_of
 from tessel.nn.nesting import nested, tensors_in
 from tessel.nn.replacements import place_regions
+from tessel.nn.wrapped import (
+    Replicas,
+    check_alike,
+    fully_sharded_kind,
+    is_dtensor,
+    is_fully_sharded,
+    wrappers_of,
+)
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.adoption import belongs_elsewhere
 from tessel.tensor.gathering import check_choice, written_whole
@@ -76,6 +84,8 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     """
     check_choice(fallback)
     stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
+    if split := [(n, p) for n, p in model.named_parameters() if is_dtensor(p)]:
+        check_alike(split, P_x)
     equalize([value for _, value in _values(model)], P_x)
     conversion = ModelConversion(P_x, stream, fallback)
     conversion.enter(model)
@@ -120,6 +130,11 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
         for name, value in (*model.named_parameters(), *model.named_buffers())
         if (state := state_of(value)) is not None
     ]
+    form += [
+        (name, f"{value.placements}", tuple(value.shape), str(value.dtype))  # type: ignore[attr-defined]
+        for name, value in model.named_parameters()
+        if is_dtensor(value)
+    ]
     form += [(p, type(m).__qualname__, m.extra_repr()) for p, m in model.named_modules()]
     if not P_x.active:
         return 0
@@ -137,8 +152,13 @@ def _agree_on_model(model: nn.Module, P_x: Partition) -> int:
     return number
 
 
-def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers that are whole, not shards nor those of distributed layers."""
+def _values(model: nn.Module, split: bool = False) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers that are whole, not shards nor those of distributed layers.
+
+    Args:
+        model: the model.
+        split: whether what `fully_shard` has split is among them.
+    """
     placed = {
         id(value)
         for module in model.modules()
@@ -153,6 +173,7 @@ def _values(model: nn.Module) -> list[tuple[str, Tensor]]:
         and not state_of(value)
         # what lies spread is right where it lies; lazy layers draw what they need in the first call
         and not isinstance(value, SpreadTensor | UninitializedParameter | UninitializedBuffer)
+        and (split or not is_dtensor(value))
     ]
 
 
@@ -192,6 +213,7 @@ class ModelConversion:
 
     def __init__(self, P_x: Partition, stream: Stream, fallback: str) -> None:
         self.P_x, self.stream, self.fallback = P_x, stream, fallback
+        self.replicas = Replicas(P_x)
         # the parameters and buffers that all workers have alike, by their identities
         self._alike: dict[int, weakref.ref[Tensor]] = {}
 
@@ -218,7 +240,7 @@ class ModelConversion:
             return ()
         values = [
             (name, tuple(value.shape), str(value.dtype))
-            for name, value in _values(model)
+            for name, value in _values(model, split=True)
             if id(value) in late
         ]
         modules = [(type(each).__qualname__, each.extra_repr()) for each in contents.unentered]
@@ -227,6 +249,10 @@ class ModelConversion:
     def take_in(self, model: nn.Module, contents: Contents) -> None:
         """Give what was put into a model later the values of the first worker, and entrances."""
         late = {id(value) for value in self.unknown(contents.values)}
+        if contents.is_split:  # what is written into a gathered parameter is lost again
+            parameters = list(model.named_parameters())
+            check_alike([(name, p) for name, p in parameters if id(p) in late], self.P_x)
+            late -= {id(value) for _, value in parameters}
         equalize([value for _, value in _values(model) if id(value) in late], self.P_x)
         self.enter(model)
 
@@ -260,12 +286,17 @@ class Contents:
         parameters: in the order of `model.parameters()`.
         values: parameters and buffers.
         unentered: modules that are not converted.
+        fully_sharded: those to which `fully_shard` was applied.
+        is_split: whether it holds, or is in, such modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
         parameters: dict[int, Tensor] = {}
         buffers: dict[int, Tensor] = {}
         self.unentered: list[nn.Module] = []
+        self.fully_sharded: list[nn.Module] = []
+        self.is_split = False
+        kind = fully_sharded_kind()
         seen: set[int] = set()
 
         def walk(module: nn.Module) -> None:
@@ -273,6 +304,8 @@ class Contents:
             is_entered = isinstance(module.__dict__.get("forward"), Entrance)
             if not is_entered and not isinstance(module, Layer):
                 self.unentered.append(module)
+            if isinstance(module, kind):
+                self.fully_sharded.append(module)
             for held, found in ((module._parameters, parameters), (module._buffers, buffers)):
                 for value in held.values():
                     if value is not None:
@@ -351,6 +384,9 @@ class Entrance:
                 setting(belongs_elsewhere, held),
             ):
                 return self.forward(*args, **kwargs)
+        contents = Contents(self.module)
+        wrappers = wrappers_of(contents.fully_sharded)
+        wrapping = self.conversion.replicas.check(type(self.module).__name__, wrappers)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)
@@ -358,10 +394,12 @@ class Entrance:
             with setting(alone, True):
                 return self.forward(*args, **kwargs)
         _check_untraced(self.module, (args, kwargs))
-        contents = Contents(self.module)
+        # A bucket may wait for gradients of several modules, and `fully_shard` does not.
+        contents.is_split = any(map(is_fully_sharded, wrappers))
+        fuses = not contents.is_split
         # buckets first: what they foresee is part of what workers agree on with the input
         with (
-            buckets.in_buckets(self.schedule, contents.parameters),
+            buckets.in_buckets(self.schedule, contents.parameters, self.module, fuses),
             self.conversion.stream.flowing(),
             setting(running, P_x),
             choose_fallback(self.conversion.fallback),
@@ -371,7 +409,7 @@ class Entrance:
             args, kwargs = self._entered(args, kwargs, given, contents)
             try:
                 result = self.forward(*args, **kwargs)
-                buckets.agree_on_uses(self.module, P_x)
+                buckets.agree_on_uses(self.module, P_x, wrapping)
                 if not spread:
                     self._check_no_whole(result)
             except BaseException as error:  # others may still wait for this worker

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import tensors
 
+_STORAGE: Any = torch.UntypedStorage
+
 
 class Memory:
     """Bytes of tensors that were made in a block: `current` now, and `peak` at most at once."""
@@ -49,7 +51,8 @@ class _MemoryCounter(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.memory = memory
-        self.known: set[int] = set()
+        self.known: dict[int, int] = {}  # the bytes of each storage that counts
+        self._resize = torch.UntypedStorage.resize_
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -60,14 +63,39 @@ class _MemoryCounter(TorchDispatchMode):
             key, size = storage._cdata, storage.nbytes()
             # A view has the storage of what it was made of, which counts once, or not at all.
             if key not in self.known and key not in given:
-                self.known.add(key)
-                self.memory._add(size)
-                weakref.finalize(storage, self._forget, key, size)
+                self._note(storage, size)
         return result
 
-    def _forget(self, key: int, size: int) -> None:
-        self.known.discard(key)  # the address may be that of another storage next
-        self.memory._add(-size)
+    def __enter__(self) -> Any:
+        # `fully_shard` frees a tensor that stays, and no function of torch says so.
+        resize, counter = self._resize, self
+
+        def resize_(storage: Any, size: int) -> Any:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            change = storage.nbytes() - before
+            if storage._cdata in counter.known:
+                counter.known[storage._cdata] += change
+                counter.memory._add(change)
+            elif change > 0:
+                counter._note(storage, change)
+            return result
+
+        _STORAGE.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> Any:
+        _STORAGE.resize_ = self._resize
+        return super().__exit__(*problem)
+
+    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
+        self.known[storage._cdata] = size
+        self.memory._add(size)
+        weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, key: int) -> None:
+        # the address may be that of another storage next
+        self.memory._add(-self.known.pop(key))
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
