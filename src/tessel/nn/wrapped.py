@@ -128,10 +128,11 @@ class Replicas:
         kind = "DistributedDataParallel"
         if not isinstance(wrapper, DistributedDataParallel):
             kind = "fully_shard"
-        label = f"{kind} over workers {list(workers)} around the converted {name}"
         problem = unfit(heard)
-        replicas = sorted({ranks for ranks, _ in heard})
-        text = f"{label}: {problem}" if problem else f"{label}, with the replicas {replicas}"
+        text = f"{kind} over workers {list(workers)} around the converted {name}: {problem}"
+        if not problem:  # the same on all workers of a replica, which may be in other groups
+            replicas = sorted({ranks for ranks, _ in heard})
+            text = f"{kind} around the converted {name}, with the replicas on workers {replicas}"
         if self.P_x.active and self.P_x.size > 1:
             agree(self.P_x, text)  # one that is not wrapped, or otherwise, is found out here
         if problem:
@@ -185,7 +186,8 @@ def check_alike(values: Iterable[tuple[str, Tensor]], P_x: Partition) -> None:
             at = mesh.get_coordinate() or ()
             pairs = zip(value.placements, at, strict=True)  # type: ignore[attr-defined]
             place = tuple(k for each, k in pairs if each.is_shard())
-        own[name, tuple(value.shape), str(value.dtype), place] = checksum(part)
+        # a copy: memory that numpy has seen cannot be freed as `fully_shard` does it
+        own[name, tuple(value.shape), str(value.dtype), place] = checksum(part.clone())
     told = tell(P_x, list(own.items()))
     first: dict[Any, tuple[int, int]] = {}
     for worker, items in told.items():

@@ -198,9 +198,10 @@ class OptimizerState:
             state: dict[str, Any] = get_optimizer_state_dict(self.module, self._own)
         kept = state["state"]
         if self._is_redundant:  # all workers write the groups with all parameters
+            pairs = zip(self._own.param_groups, self.optimizer.param_groups, strict=True)
             state["param_groups"] = [
-                {**group, "params": [places.names[id(each)] for each in group["params"]]}
-                for group in self.optimizer.param_groups
+                {**own, **group, "params": [places.names[id(each)] for each in group["params"]]}
+                for own, group in pairs
             ]
         problems = [
             f"the value {what!r} of an optimizer for {name} has the shape {tuple(value.shape)}, "
