@@ -488,6 +488,33 @@ def test_fully_shard_over_more_workers_of_one_replica_raises(run: Run) -> None:
     assert all("it has 2 workers of the replica" in each for each in found), found
 
 
+def flattened(first: bool) -> str:
+    """The FSDP before `fully_shard`."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    grid, (x, _) = Grid(), batch()
+    model: nn.Module = made()
+    try:
+        if first:
+            model = distribute_module(model, grid.P_x)
+        model = FullyShardedDataParallel(
+            model, process_group=grid.group("data"), device_id=torch.device("cpu")
+        )
+        if not first:
+            distribute_module(model, grid.P_x)
+        model(grid.part(x))
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_fsdp_raises(run: Run, first: bool) -> None:
+    found = run(flattened, first, nprocs=4)
+    assert all("use torch.distributed.fsdp.fully_shard" in each for each in found), found
+
+
 def branches() -> str:
     """Workers that use other parameters, which `fully_shard` has put into their places."""
     grid, (x, _) = Grid(), batch()

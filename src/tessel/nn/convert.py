@@ -31,9 +31,11 @@ from tessel.nn.replacements import place_regions
 from tessel.nn.wrapped import (
     Replicas,
     check_alike,
-    fully_sharded_kind,
     is_dtensor,
     is_fully_sharded,
+    refuse_flattened,
+    sharded_kinds,
+    unviewed,
     wrappers_of,
 )
 from tessel.tensor import Tensor as SpreadTensor
@@ -84,6 +86,7 @@ def distribute_module(model: nn.Module, P_x: Partition, fallback: str = "gather"
     """
     check_choice(fallback)
     stream = Stream(_agree_on_model(model, P_x))  # before anything is sent by what models hold
+    refuse_flattened(type(model).__name__, model.modules(), P_x)
     if split := [(n, p) for n, p in model.named_parameters() if is_dtensor(p)]:
         check_alike(split, P_x)
     equalize([value for _, value in _values(model)], P_x)
@@ -286,7 +289,7 @@ class Contents:
         parameters: in the order of `model.parameters()`.
         values: parameters and buffers.
         unentered: modules that are not converted.
-        fully_sharded: those to which `fully_shard` was applied.
+        sharded: those whose parameters FSDP has split.
         is_split: whether it holds, or is in, such modules.
     """
 
@@ -294,9 +297,9 @@ class Contents:
         parameters: dict[int, Tensor] = {}
         buffers: dict[int, Tensor] = {}
         self.unentered: list[nn.Module] = []
-        self.fully_sharded: list[nn.Module] = []
+        self.sharded: list[nn.Module] = []
         self.is_split = False
-        kind = fully_sharded_kind()
+        kinds = sharded_kinds()
         seen: set[int] = set()
 
         def walk(module: nn.Module) -> None:
@@ -304,8 +307,8 @@ class Contents:
             is_entered = isinstance(module.__dict__.get("forward"), Entrance)
             if not is_entered and not isinstance(module, Layer):
                 self.unentered.append(module)
-            if isinstance(module, kind):
-                self.fully_sharded.append(module)
+            if isinstance(module, kinds):
+                self.sharded.append(module)
             for held, found in ((module._parameters, parameters), (module._buffers, buffers)):
                 for value in held.values():
                     if value is not None:
@@ -367,7 +370,8 @@ class Entrance:
     @eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if running.get() is not None:
-            return self.forward(*args, **kwargs)  # inside of a model
+            result = self.forward(*args, **kwargs)  # inside of a model
+            return nested(unviewed, result) if is_fully_sharded(self.module) else result
         P_x = self.conversion.P_x
         given = tensors_in(args, kwargs)
         spread = any(isinstance(each, SpreadTensor) for each in given)
@@ -385,7 +389,7 @@ class Entrance:
             ):
                 return self.forward(*args, **kwargs)
         contents = Contents(self.module)
-        wrappers = wrappers_of(contents.fully_sharded)
+        wrappers = wrappers_of(contents.sharded)
         wrapping = self.conversion.replicas.check(type(self.module).__name__, wrappers)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
@@ -416,12 +420,13 @@ class Entrance:
                 P_x.prepare().give_up(error)
                 raise
         self.conversion.settle(self.module)
-        if spread:  # the result goes as the input came
-            return result
-        return nested(
-            lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
-            result,
-        )
+        if not spread:
+            result = nested(
+                lambda y: y.move_to(outside(y.layout)).local if isinstance(y, SpreadTensor) else y,
+                result,
+            )
+        # the result goes as the input came
+        return nested(unviewed, result) if is_fully_sharded(self.module) else result
 
     def _held_by(self, contents: Contents, given: list[Tensor]) -> Callable[[Tensor], bool]:
         """What knows the tensors that others than the code of the model may look at."""

@@ -21,7 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tessel.core.agreement import agree, tell
 from tessel.core.checksum import checksum
+from tessel.core.linop import record_local
 from tessel.core.partition import Partition
+from tessel.tensor import Tensor as SpreadTensor
+from tessel.tensor.tensor import open_part
 from tessel.transport import share_over
 
 Ranks = tuple[int, ...]
@@ -36,14 +39,32 @@ def is_dtensor(value: Tensor) -> bool:
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
-def fully_sharded_kind() -> Any:
-    """The class of modules to which `fully_shard` was applied; () as long as there is none."""
-    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+def sharded_kinds() -> tuple[Any, ...]:
+    """The classes of modules whose parameters FSDP has split; () as long as there are none."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long, and few need it
+    return () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
 
 
 def is_fully_sharded(module: Module) -> bool:
     """Whether `fully_shard` was applied to this very module."""
-    return isinstance(module, fully_sharded_kind())
+    return isinstance(module, sharded_kinds()[:1])
+
+
+def is_flattened(module: Module) -> bool:
+    """Whether it is a `FullyShardedDataParallel`, the FSDP before `fully_shard`."""
+    return isinstance(module, sharded_kinds()[1:])
+
+
+def refuse_flattened(name: str, modules: Iterable[Module], P_x: Partition) -> None:
+    """Raise on all workers if parameters are parts of flat ones, which workers take for alike."""
+    if any(map(is_flattened, modules)):
+        text = (
+            f"{name} over {P_x} is in, or holds, a FullyShardedDataParallel, which keeps other "
+            f"numbers on each worker without saying so; use torch.distributed.fsdp.fully_shard"
+        )
+        if P_x.active and P_x.size > 1:
+            agree(P_x, text)
+        raise NotImplementedError(text)
 
 
 def partitions_of(module: Module) -> list[Partition]:
@@ -109,6 +130,8 @@ class Replicas:
         Returns:
             In words, what all workers of a replica must have alike.
         """
+        wrappers = list(wrappers)
+        refuse_flattened(name, wrappers, self.P_x)
         ddps = []
         for wrapper in wrappers:
             for groups in averaging_groups(wrapper):
@@ -173,6 +196,31 @@ def unfit(heard: Sequence[tuple[Ranks, bool]]) -> str:
     return ""
 
 
+class Unviewed:
+    """The same values as a tensor that is no view of another, without a copy."""
+
+    @property
+    def H(self) -> Unviewed:
+        return self
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def unviewed(y: Any) -> Any:
+    """An output of a module to which `fully_shard` was applied, not as a view.
+
+    Torch gathers the parameters again when a gradient of the output comes. If it is changed in
+    place, as by the next activation, torch forgets about that, but only where it is a view: parts
+    of outputs may be views where outputs in one process are none.
+    """
+    part = open_part(y) if isinstance(y, SpreadTensor) else y
+    if not isinstance(part, Tensor) or not (part.requires_grad and part._is_view()):
+        return y
+    part = record_local(Unviewed(), part)
+    return SpreadTensor(part, y.layout) if isinstance(y, SpreadTensor) else part
+
+
 def check_alike(values: Iterable[tuple[str, Tensor]], P_x: Partition) -> None:
     """Raise ValueError on all workers if those that hold the same part have other values.
 
@@ -202,7 +250,7 @@ def check_alike(values: Iterable[tuple[str, Tensor]], P_x: Partition) -> None:
 
 
 def _is_wrapper(module: Module) -> bool:
-    return isinstance(module, DistributedDataParallel) or is_fully_sharded(module)
+    return isinstance(module, (DistributedDataParallel, *sharded_kinds()))
 
 
 def _workers(handle: Any) -> list[int]:
