@@ -52,7 +52,6 @@ class _MemoryCounter(TorchDispatchMode):
         super().__init__()
         self.memory = memory
         self.known: dict[int, int] = {}  # the bytes of each storage that counts
-        self._resize = torch.UntypedStorage.resize_
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -68,7 +67,8 @@ class _MemoryCounter(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         # `fully_shard` frees a tensor that stays, and no function of torch says so.
-        resize, counter = self._resize, self
+        resize, counter = _STORAGE.resize_, self
+        self._before = vars(_STORAGE).get("resize_")  # that of a counter outside
 
         def resize_(storage: Any, size: int) -> Any:
             before = storage.nbytes()
@@ -85,7 +85,10 @@ class _MemoryCounter(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *problem: Any) -> Any:
-        _STORAGE.resize_ = self._resize
+        if self._before is None:
+            del _STORAGE.resize_
+        else:
+            _STORAGE.resize_ = self._before
         return super().__exit__(*problem)
 
     def _note(self, storage: torch.UntypedStorage, size: int) -> None:
