@@ -14,6 +14,7 @@ copy, and not its own. The losses are those of one process.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,20 +100,16 @@ def train(number: int, batch: int, epochs: int) -> list[float]:
             optimizer.zero_grad()
             losses.append(float(accelerator.reduce(loss.detach(), "mean")))
     if P.rank == 0:
-        print(f"{P.size} worker{'s' if P.size > 1 else ''}, {number} of the model, Accelerate")
+        print(f"{P.size} worker{'s' if P.size > 1 else ''}, copies of the model: {number}")
     return losses
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main(train: Callable[[int, int, int], list[float]] = train) -> None:
+    parser = argparse.ArgumentParser(description="Train a U-Net on images in parts.")
     parser.add_argument("--replicas", type=int, default=1, help="copies of the model")
     parser.add_argument("--batch", type=int, default=4, help="images in a step, of all copies")
     parser.add_argument("--epochs", type=int, default=2)
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = options()
+    given = parser.parse_args()
     losses = train(given.replicas, given.batch, given.epochs)
     if tessel.world().rank == 0:
         for step, loss in enumerate(losses):

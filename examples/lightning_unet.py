@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tessel
-from tessel.examples.accelerate_unet import UNet, images, options, own_part, replicas
+from tessel.examples.accelerate_unet import UNet, images, main, own_part, replicas
 
 
 def train(number: int, batch: int, epochs: int) -> list[float]:
@@ -72,17 +72,9 @@ def train(number: int, batch: int, epochs: int) -> list[float]:
     )
     trainer.fit(Segmenter(), DataLoader(data, batch // number, sampler=sampler))
     if P.rank == 0:
-        print(f"{P.size} worker{'s' if P.size > 1 else ''}, {number} of the model, Lightning")
+        print(f"{P.size} worker{'s' if P.size > 1 else ''}, copies of the model: {number}")
     return losses
 
 
-def main() -> None:
-    given = options()
-    losses = train(given.replicas, given.batch, given.epochs)
-    if tessel.world().rank == 0:
-        for step, loss in enumerate(losses):
-            print(f"step {step}: loss {loss:.6f}")
-
-
 if __name__ == "__main__":
-    main()
+    main(train)
