@@ -264,7 +264,8 @@ def check_nccl_transport(folder: str, backend: str) -> None:
         x = torch.ones(5, device="cuda").to(dtype)
         y = torch.zeros_like(x)
         sends, receives = [transport.SendBuffer(0, x)], [transport.ReceiveBuffer(0, y)]
-        (received,) = wire.swap((0,), sends, receives, x.device, handle)
+        (received,), wait = wire.swap((0,), sends, receives, x.device, handle)
+        wait()
         assert torch.equal(received, x)
         group.exchange(sends, receives, x.device)()
         assert torch.equal(y, x)

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "most_nccl"), [("ResNet-18", 94), ("3-D U-Net", 43)])
+@pytest.mark.parametrize(("name", "most_nccl"), [("ResNet-18", 86), ("3-D U-Net", 42)])
 def test_a_step_of_a_model(name: str, most_nccl: int) -> None:
     (case,) = (each for each in launches.MODELS if each.startswith(name))
     found = [
@@ -37,4 +37,4 @@ def test_a_step_of_a_model(name: str, most_nccl: int) -> None:
     alone, spread = found
     assert spread["waits"] == 0, found
     assert spread["NCCL"] <= most_nccl, found
-    assert spread["launches"] <= 2.0 * alone["launches"], found
+    assert spread["launches"] <= 1.9 * alone["launches"], found

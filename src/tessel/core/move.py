@@ -14,6 +14,7 @@ from tessel import transport
 from tessel.core.graph import node
 from tessel.core.layout import Layout, Shape
 from tessel.core.linop import LinearOperator
+from tessel.core.numbers import constant
 from tessel.core.plan import Piece, Plan, route
 from tessel.transport import (
     NOTHING,
@@ -99,9 +100,24 @@ class Move(LinearOperator):
     def _apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return node(x, self.handle)
+        if x.is_cuda and self.sums_all and self.group.adds_on_devices(x):
+            y = x.clone(memory_format=torch.contiguous_format)
+            self.group.all_reduce(y)()
+            return self._as_output(y)
         stages = self.stages
         y = stages[0](x) if len(stages) == 1 else stages[0].before(stages[1], x)
         return self._as_output(y)
+
+    @cached_property
+    def sums_all(self) -> bool:
+        """Whether each worker has a copy of its own of the whole, and all get their sum."""
+        source, target = self.domain, self.codomain
+        copies = prod(source.partition.shape[axis] for axis in source.separate)
+        return (
+            copies == source.partition.size > 1
+            and source.partition == target.partition
+            and source.cuts == target.cuts
+        )
 
     def _as_output(self, y: Tensor) -> Tensor:
         """What has arrived, in the shape of the part; no view, since nobody has what it views.
@@ -166,6 +182,8 @@ class Stage:
             return x.clone(memory_format=torch.contiguous_format)
         if x.shape != plan.source_shape:
             x = x.reshape(plan.source_shape)
+        if x.is_cuda and room is None and self._row is not None and not plan.silent:
+            return self._joined(x, *self._row)
         y = self._room(x) if room is None else self._cleared(room)
         if not self._follow(x, y, False):
             sends, receives = self._sends(x), self._receives(y)
@@ -175,6 +193,49 @@ class Stage:
             else:
                 self.group.exchange_at_once(sends, receives, x.device, plan.dense)
         return y
+
+    @cached_property
+    def _row(self) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+        """If what comes lies side by side along one dimension: this, and the row.
+
+        Of the row each is (number of the piece, -1) or (-1, number of zeros). None where pieces
+        are added, where there are none, or where other dimensions have gaps.
+        """
+        plan, shape = self.plan, self.plan.target_shape
+        pieces = [piece for piece, _ in self._incoming(False)]
+        if not plan.once or self.spaced is not None or not pieces or 0 in shape:
+            return None
+        open_dims = {
+            d for piece in pieces for d, n in enumerate(shape) if piece.shape[d] != n
+        }  # along which some piece is not as long as the output
+        if len(open_dims) != 1 or any(0 in piece.shape for piece in pieces):
+            return None
+        (dim,) = open_dims
+        if prod(shape[:dim]) == 1:
+            return None  # pieces are contiguous in the output: they come to where they belong
+        row, at = [], 0
+        order = sorted(range(len(pieces)), key=lambda number: pieces[number].region[dim].start)
+        for number in order:
+            start = pieces[number].region[dim].start
+            row += [(-1, start - at)] * (start > at) + [(number, -1)]
+            at = pieces[number].region[dim].stop
+        return dim, (*row, *[(-1, shape[dim] - at)] * (shape[dim] > at))
+
+    def _joined(self, x: Tensor, dim: int, row: Sequence[tuple[int, int]]) -> Tensor:
+        """The output on a GPU, where each copy is a launch: all that comes in one kernel."""
+        incoming = [piece for piece, _ in self._incoming(False)]
+        places = [ReceiveBuffer(piece.peer, x.new_empty(piece.shape)) for piece in incoming]
+        came = self.group.bring(self._sends(x), places, x.device)
+        shape = self.plan.target_shape
+        before, after = prod(shape[:dim]), prod(shape[dim + 1 :])
+        # Torch joins tensors of more than four dimensions one by one.
+        parts = [
+            came[number].reshape(before, -1, after)
+            if number >= 0
+            else constant((0.0,), x.dtype, x.device).expand(before, zeros, after)
+            for number, zeros in row
+        ]
+        return torch.cat(parts, 1).view(shape)
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         """Send what others need; the result puts what arrives into its place."""

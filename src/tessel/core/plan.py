@@ -131,8 +131,12 @@ def _flattened(layout: Layout) -> Layout:
 def plan(source: Layout, target: Layout, worker: int) -> Plan:
     """One exchange from `source` to `target`, as `worker` sees it."""
     takes = tuple(_takes(source, target, worker))
-    gives = sorted(_gives(source, target, worker), key=_peer)
     target_shape = _box_shape(target, worker)
+    if target.owns_once and all(target.partition.shape[axis] == 1 for axis in target.shared):
+        # Nobody else has the sum, so that it may begin with the worker's own: where that covers
+        # the output, as in the adjoint of a halo, nothing has to be cleared before.
+        takes = tuple(sorted(takes, key=lambda p: p.peer != worker or p.shape != target_shape))
+    gives = sorted(_gives(source, target, worker), key=_peer)
     # What is copied covers the output together; of what is added, the first alone has to, since
     # the others are added to what it wrote. Else the output is cleared before.
     first = takes if source.owns_once else takes[:1]

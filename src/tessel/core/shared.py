@@ -183,9 +183,21 @@ class Sum:
         swaps = copies == 2 and length < LARGE  # whole tensors, as moves do
         self._scatter = Move(layout(row, whole), layout(rows, whole if swaps else part))
         self._collect = None if swaps else Move(layout(part), layout(whole))
+        # who sum by one all-reduce between GPUs: all workers, each with a copy of its own
+        self._sums_all = copies == partition.size
 
-    def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """Send; the result waits, and gives the sum."""
+    def start(self, x: Tensor, may_change: bool = False) -> Callable[[], Tensor]:
+        """Send; the result waits, and gives the sum, which may be in the place of x."""
+        group = self._scatter.group
+        if self._sums_all and group.adds_on_devices(x):
+            total = x if may_change else x.clone()
+            summed = group.all_reduce(total)
+
+            def arrived() -> Tensor:
+                summed()
+                return total
+
+            return arrived
         arrive = self._scatter.start(x.unsqueeze(0))
 
         def wait() -> Tensor:
@@ -260,10 +272,11 @@ class GradientBucket:
             self.like.new_zeros(length) if grad is None else grad.reshape(-1)
             for grad, length in zip(grads, self._lengths, strict=True)
         ]
-        if len(flat) > 1:  # a single gradient travels as it is, without a copy and a flag
+        is_ours = len(flat) > 1
+        if is_ours:  # a single gradient travels as it is, without a copy and a flag
             flags = tuple(float(grad is not None) for grad in grads)
             flat = [torch.cat([*flat, constant(flags, self.like.dtype, self.like.device)])]
-        wait = self._sum.start(flat[0])
+        wait = self._sum.start(flat[0], is_ours)
 
         def arrive() -> Parts:
             summed = wait()

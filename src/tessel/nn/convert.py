@@ -42,7 +42,13 @@ from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.adoption import belongs_elsewhere
 from tessel.tensor.gathering import check_choice, written_whole
 from tessel.tensor.gathering import fallback as choose_fallback
-from tessel.tensor.shared_random import common_seed, has_common_seed, seed_generators
+from tessel.tensor.shared_random import (
+    NO_DRAWING,
+    capturing,
+    common_seed,
+    has_common_seed,
+    seed_generators,
+)
 from tessel.tensor.table import gathered, in_backward, is_whole, running
 from tessel.transport import kept_in_job
 
@@ -186,6 +192,7 @@ class Stream:
 
     seed: int
     num_calls: int = 0
+    draws_on_gpu: bool | None = None  # whether the last call did; None before the first
 
     @contextmanager
     def flowing(self) -> Iterator[None]:
@@ -197,12 +204,31 @@ class Stream:
         if in_backward():
             yield
             return
+        seed = common_seed(self.seed + self.num_calls)
+        self.num_calls += 1
+        if capturing():  # in which the generator of a GPU cannot be seeded
+            self._check_capture()
+            with torch.random.fork_rng([]):
+                torch.default_generator.manual_seed(seed)
+                yield
+            return
         # a fork of the generators: those of the caller go on after the model as they were before
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
-            seed_generators(common_seed(self.seed + self.num_calls))
-            self.num_calls += 1
+            seed_generators(seed)
             yield
+            for device in devices:
+                self.draws_on_gpu = torch.cuda.default_generators[device].get_offset() > 0
+
+    def _check_capture(self) -> None:
+        """Raise unless the last call has shown that a CUDA graph may repeat this one."""
+        if self.draws_on_gpu is None:
+            raise RuntimeError(
+                "call this converted model once before it is captured in a CUDA graph: torch asks "
+                "for that, too, and the call shows whether the model draws random numbers"
+            )
+        if self.draws_on_gpu:
+            raise NotImplementedError(NO_DRAWING)
 
 
 class ModelConversion:

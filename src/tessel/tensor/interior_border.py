@@ -22,6 +22,8 @@ from tessel.tensor.windowed import Windowed
 from tessel.transport import kept_in_job
 
 LEAST_VALUES = 1 << 18  # of a worker's part, below which a copy of it is cheaper
+# Pieces take a dozen launches more than the copy, in which time a GPU copies as much as this.
+LEAST_VALUES_ON_GPU = 1 << 24
 Pool = Callable[[Tensor, Interval], Tensor]  # of what outputs along the split dimension read
 
 

@@ -14,6 +14,18 @@ _SIGN = 0x7E55E1
 _BITS = 40
 
 
+NO_DRAWING = (
+    "a converted model draws random numbers from seeds that the host gives it, the same on all "
+    "workers; a CUDA graph would repeat those of its capture. Capture the model in eval mode, or "
+    "without dropout and its like"
+)
+
+
+def capturing() -> bool:
+    """Whether calls are recorded in a CUDA graph, rather than run."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def common_seed(number: int) -> int:
     """A seed for generators of all workers, from a number that all of them have."""
     return _SIGN << _BITS | number % 2**_BITS
@@ -45,6 +57,8 @@ def common_number(partition: Partition) -> int:
     if isinstance(partition, Outline):
         with unset_fake_temporarily():
             return int(torch.randint(2**62, ()))  # generators stay in step
+    if capturing():
+        raise NotImplementedError(NO_DRAWING)
     number = int(torch.randint(2**62, ()))
     if has_common_seed() or partition.size == 1 or not partition.active:
         return number

@@ -86,7 +86,7 @@ class Windowed:
         assert own is not None and wanted is not None
         if 0 in self.read.local_shape:
             return anchored_zeros(self.read.local_shape, x)
-        return x[boxes.within(wanted, own)]
+        return cropped(x, boxes.within(wanted, own))
 
     @cached_property
     def adds_zeros(self) -> bool:
@@ -140,6 +140,17 @@ class Windowed:
         return self.target.local_shape == self.target.shape and (
             self.read.local_shape == self.source.shape
         )
+
+
+def cropped(x: Tensor, region: Sequence[slice]) -> Tensor:
+    """Some of the last dimensions of a tensor, and all of those that are not shorter then.
+
+    The gradient of a slice is zeros of the size of x and a copy: too much where nothing is cut off.
+    """
+    for dim, part in enumerate(region, start=x.dim() - len(region)):
+        if part.stop - part.start < x.shape[dim]:
+            x = x.narrow(dim, part.start, part.stop - part.start)
+    return x
 
 
 def overhang(hull: Interval, length: int) -> Interval:

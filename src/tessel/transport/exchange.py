@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tessel.transport import wire
 from tessel.transport.buffers import ReceiveBuffer, SendBuffer
@@ -126,19 +127,21 @@ def swap(
     sends: Sequence[SendBuffer],
     receives: Sequence[ReceiveBuffer],
     device: torch.device,
-) -> Callable[[], None]:
-    """Let messages travel in one collective; what puts them into their places."""
+) -> Callable[[], list[Tensor]]:
+    """Let messages travel in one collective; what waits for them, and gives them as they came.
+
+    Those for which there is one contiguous place come to it.
+    """
     own = [buffer.tensor for buffer in sends if buffer.worker == ways.worker]
     others = [buffer for buffer in sends if buffer.worker != ways.worker]
     # On a GPU the number would have to be waited for: there the next agreement compares it.
     number = key[1] if device.type == "cpu" else None
     come = [buffer for buffer in receives if buffer.worker != ways.worker]
-    parts = iter(wire.swap(ways.workers, others, come, device, ways.handle, number))
-    values = [own[0] if each.worker == ways.worker else next(parts) for each in receives]
+    parts, wait = wire.swap(ways.workers, others, come, device, ways.handle, number)
 
-    def receive() -> None:
-        for buffer, value in zip(receives, values, strict=True):
-            if value is not buffer.place:  # where it is already
-                buffer.put(value)
+    def receive() -> list[Tensor]:
+        wait()
+        came = iter(parts)
+        return [own[0] if each.worker == ways.worker else next(came) for each in receives]
 
     return receive

@@ -162,14 +162,69 @@ class Group:
         self._number_exchange()
         # one collective is quickest, where messages go one by one; but it carries no tag
         if device.type == "cuda" or (dense and not tag and not ways.all_near):
-            place = self.attempt_by_wire(lambda: swap(ways, key, sends, receives, device), key)
-            if device.type == "cuda":
-                self._watch_device(key)
-            return place
+            come = self._swap(key, sends, receives, device)
+
+            def put() -> None:
+                for buffer, value in zip(receives, come(), strict=True):
+                    if value is not buffer.place:  # where it is already
+                        buffer.put(value)
+
+            return put
         wait = self.attempt(lambda: Exchange(ways, key, sends, receives), starts=True)
         if ways.all_near:
             return lambda: self.attempt(wait)
         return lambda: self.attempt_by_wire(wait, key)
+
+    def _swap(
+        self,
+        key: Key,
+        sends: Sequence[SendBuffer],
+        receives: Sequence[ReceiveBuffer],
+        device: torch.device,
+    ) -> Callable[[], list[Tensor]]:
+        """One collective for all messages; the result waits for what comes."""
+        ways = self._ways
+        wait = self.attempt_by_wire(lambda: swap(ways, key, sends, receives, device), key)
+
+        def come() -> list[Tensor]:
+            values = wait()
+            if device.type == "cuda":  # whose stream waits, not the host
+                self._watch_device(key)
+            return values
+
+        return come
+
+    def bring(
+        self, sends: Sequence[SendBuffer], receives: Sequence[ReceiveBuffer], device: torch.device
+    ) -> list[Tensor]:
+        """What comes to a GPU, wherever it came to: places only say its shape and dtype."""
+        self._count(sends, receives)
+        key = self._key()
+        self._number_exchange()
+        return self._swap(key, sends, receives, device)()
+
+    def adds_on_devices(self, x: Tensor) -> bool:
+        """Whether a tensor lies on a GPU and NCCL can sum it."""
+        return x.is_cuda and self._uses_nccl and wire.can_add(x.dtype)
+
+    def all_reduce(self, total: Tensor) -> Callable[[], None]:
+        """Start the sum of a contiguous tensor of a GPU over all workers, in its place.
+
+        All workers get the same bits: NCCL adds each value in one place. The result waits for it.
+        """
+        traffic, key = self._membership.traffic, self._key()
+        traffic.messages += 1
+        size = 2 * total.nbytes * (self.size - 1) // self.size  # as a ring sends and receives it
+        traffic.bytes_sent += size
+        traffic.bytes_received += size
+        self._number_exchange()
+        wait = self.attempt_by_wire(lambda: wire.all_reduce(total, self.handle), key)
+
+        def arrive() -> None:
+            wait()
+            self._watch_device(key)
+
+        return arrive
 
     def exchange_at_once(
         self,

@@ -18,6 +18,8 @@ from tessel.transport.request import OutOfStep
 
 _LONGEST = 2**36  # bytes of an encoded item: more is a length that was misread
 # what Gloo and NCCL both move as it is; anything else travels as bytes
+# what NCCL adds; complex numbers are pairs of these
+_ADDED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 _NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
 
 
@@ -60,12 +62,12 @@ def swap(
     device: torch.device,
     handle: Any,
     number: int | None = None,
-) -> list[Tensor]:
-    """One collective for all messages of a group; what came, for each buffer.
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """One collective for all messages of a group; what comes, for each buffer, and what waits.
 
     Messages carry a number, if there is one, which must be the same on all workers. Without one, as
     on a GPU, where each copy is a launch, a single message leaves from where it lies, and comes to
-    its place at once.
+    its place at once; a GPU computes on while it travels.
     """
     given = {buffer.worker: as_bytes(packed(buffer.tensor)) for buffer in sends}
     asked = {buffer.worker: buffer.place.nbytes for buffer in receives}
@@ -81,16 +83,25 @@ def swap(
     sent = full[0] if len(full) == 1 else torch.cat(parts)
     place = _only_place(receives) if number is None else None
     into = sent.new_empty(sum(takes)) if place is None else as_bytes(place)
-    received = all_to_all(sent, into, [part.numel() for part in parts], takes, handle)
+    gives = [part.numel() for part in parts]
+    work: Any = dist.all_to_all_single(
+        into, sent, takes, gives, group=handle, async_op=number is None
+    )
+
+    def wait(kept: Tensor = sent) -> None:  # until it has left
+        if work is not None:
+            work.wait()
+
     if place is not None:
-        return [buffer.place for buffer in receives]
-    came: Sequence[Tensor] = received.split(takes)
+        return [buffer.place for buffer in receives], wait
+    came: Sequence[Tensor] = into.split(takes)
     if number is not None:
         if any(not torch.equal(part[: mine.numel()], mine) for part in came):
             raise OutOfStep((0, number), (0, 0))
         came = [part[mine.numel() :] for part in came]
     found = dict(zip(workers, came, strict=True))
-    return [found[worker].view(place.dtype).view(place.shape) for worker, place, _ in receives]
+    views = [found[worker].view(place.dtype).view(place.shape) for worker, place, _ in receives]
+    return views, wait
 
 
 def _only_place(receives: Sequence[ReceiveBuffer]) -> Tensor | None:
@@ -102,12 +113,11 @@ def _only_place(receives: Sequence[ReceiveBuffer]) -> Tensor | None:
     return place if place.is_contiguous() and not place.is_conj() and not place.is_neg() else None
 
 
-def all_to_all(
-    send: Tensor, received: Tensor, gives: Sequence[int], takes: Sequence[int], handle: Any
-) -> Tensor:
-    """Send `gives[k]` bytes to the k-th worker, get `takes[k]` from it."""
-    dist.all_to_all_single(received, send, list(takes), list(gives), group=handle)
-    return received
+def all_reduce(total: Tensor, handle: Any) -> Callable[[], None]:
+    """Start the sum of a contiguous tensor of a GPU over a group, in its place; what waits."""
+    numbers = torch.view_as_real(total) if total.is_complex() else total
+    work: Any = dist.all_reduce(numbers, group=handle, async_op=True)
+    return lambda: work.wait()  # (its result says nothing)
 
 
 def share_over(handle: Any, item: Any) -> list[Any]:
@@ -203,6 +213,11 @@ def control_device(handle: Any) -> torch.device:
 def moves_on_device(handle: Any) -> bool:
     """Whether tensors of a GPU travel from there, by NCCL, while the host goes on."""
     return "nccl" in str(dist.get_backend_config(handle))
+
+
+def can_add(dtype: torch.dtype) -> bool:
+    """Whether NCCL adds numbers of this type."""
+    return dtype in _ADDED or dtype in (torch.complex64, torch.complex128)
 
 
 def packed(tensor: Tensor) -> Tensor:

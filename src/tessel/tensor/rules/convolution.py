@@ -254,7 +254,34 @@ class ConvolutionPlan:
         """What this worker convolves."""
         for wrap in self.wraps:
             x = wrap.apply(x)
+        if self.reads_part:
+            return x
         return self.windowed.in_order(self.windowed.fetch(x))
+
+    @cached_property
+    def reads_part(self) -> bool:
+        """Whether torch makes the same of this worker's part as of what it reads of it.
+
+        With a stride, the windows may end before the part does: torch leaves the rest alone, and
+        the gradient of a slice would be zeros of the size of the part and a copy.
+        """
+        plan = self.windowed
+        own, wanted = plan.source.box(), plan.read.box()
+        if own is None or wanted is None or plan.places:
+            return False
+        if plan.use is not None or plan.adds_zeros or not plan.is_silent:
+            return False
+        paddings = (0,) * (len(own) - len(self.padding)) + self.padding
+        for mine, read, field, padding in zip(own, wanted, plan.fields, paddings, strict=True):
+            if not isinstance(field, Window):
+                if mine != read:
+                    return False
+                continue
+            spare = 2 * padding - field.dilation * (field.kernel - 1) - 1
+            counts = {(stop - start + spare) // field.stride for start, stop in (mine, read)}
+            if mine[0] != read[0] or len(counts) > 1:
+                return False
+        return True
 
 
 @kept_in_job

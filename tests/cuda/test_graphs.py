@@ -1,0 +1,73 @@
+"""A training step with NCCL inside, captured in a CUDA graph and replayed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import models
+import tessel
+from test_nccl_ranks import SECONDS, over_nccl
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.limit(SECONDS + 20.0),
+]
+
+
+def trained(captured: bool, kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """The parameters and buffers after some steps, and the seconds that the host took for one."""
+    torch.manual_seed(0)
+    P = tessel.world().create_cartesian_topology_partition([1, 1, 2, *[1] * (len(shape) - 3)])
+    model = tessel.nn.distribute_module(getattr(models, kind)(*arguments), P).double().cuda()
+    given = torch.Generator().manual_seed(1)
+    whole = [torch.randn(shape, generator=given).double() for _ in range(4)]
+    parts = [tessel.Layout.balanced(P, shape).local_part(x).cuda() for x in whole]
+    x = parts[0].clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # as torch asks for it: steps before the capture, beside it
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            step()
+    seconds = []
+    for part in parts:
+        x.copy_(part)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        graph.replay() if captured else step()
+        seconds.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    with torch.no_grad():  # and eagerly again
+        y = model(x).cpu()
+    return {key: value.cpu() for key, value in model.state_dict().items()}, y, min(seconds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "shape"),
+    [("ResNet18", (8, 10), (2, 3, 64, 64)), ("UNet", (3, 4), (1, 1, 16, 16, 16))],
+)
+def test_a_captured_step_is_the_step(
+    kind: str, arguments: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    eager = over_nccl(trained, 2, False, kind, arguments, shape)
+    replayed = over_nccl(trained, 2, True, kind, arguments, shape)
+    for (one, y, slow), (other, z, fast) in zip(eager, replayed, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            torch.testing.assert_close(other[key], value, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(z, y, rtol=1e-9, atol=1e-9)
+        assert fast < slow, (fast, slow)  # the host starts one graph
