@@ -71,7 +71,8 @@ class Grid:
     def spread(self, x: Tensor) -> tessel.Tensor:
         """The same as a spread tensor."""
         shape = x.chunk(2)[self.replica].shape
-        return tessel.from_local(self.part(x), Layout.balanced(self.P_x, shape))
+        # not by `from_local`, in which all workers of the job agree on one tensor
+        return tessel.Tensor(self.part(x), Layout.balanced(self.P_x, shape))
 
     def labels(self, labels: Tensor) -> Tensor:
         return labels.chunk(2)[self.replica]
@@ -162,22 +163,24 @@ def test_data_parallel(run: Run) -> None:
     run(check_data_parallel, nprocs=4)
 
 
-def check_spread_unused() -> None:
-    """DDP looks for unused parameters from the output, which may be a spread tensor."""
+def check_spread_static() -> None:
+    """DDP finds out what is used in the first call, or looks at the output in each."""
     grid, (x, labels) = Grid(), batch()
-    for settings in SETTINGS["unused"], SETTINGS["static"]:
-        one = made()
-        F.cross_entropy(one(x), labels).backward()
-        model = in_ddp(grid, made(), "before", process_group=grid.group("data"), **settings)
-        for _ in range(NUM_STEPS):
-            model.zero_grad()
-            y = model(grid.spread(x))
-            F.cross_entropy(y, grid.labels(labels)).backward()
-            assert_gradients(model, one)
+    one = made()
+    F.cross_entropy(one(x), labels).backward()
+    group = grid.group("data")
+    model = in_ddp(grid, made(), "before", process_group=group, static_graph=True)
+    for _ in range(NUM_STEPS):
+        model.zero_grad()
+        F.cross_entropy(model(grid.spread(x)), grid.labels(labels)).backward()
+        assert_gradients(model, one)
+    model = in_ddp(grid, made(), "before", process_group=group, find_unused_parameters=True)
+    with pytest.raises(NotImplementedError, match="in the graph of its output"):
+        model(grid.spread(x))
 
 
 def test_spread_tensors_and_a_search_for_unused_parameters(run: Run) -> None:
-    run(check_spread_unused, nprocs=4)
+    run(check_spread_static, nprocs=4)
 
 
 def check_unused() -> None:
@@ -753,4 +756,4 @@ def test_split_parameters_take_less_memory(run: Run) -> None:
     )
     assert 4 < plain < 7, (plain, state, split)
     assert state < plain - 1, (plain, state, split)
-    assert split < 3, (plain, state, split)
+    assert split < 2, (plain, state, split)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Proxy
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tessel.core.agreement import agree, tell
@@ -108,7 +109,8 @@ def _place_entrances(model: nn.Module, conversion: ModelConversion) -> None:
         own = module.__dict__.get("forward")
         # converted for other workers
         elsewhere = isinstance(own, Entrance) and own.conversion.P_x != conversion.P_x
-        if isinstance(module, Layer) or elsewhere:
+        # DDP is called with parts, and gives parts: it looks at the graph of its output
+        if isinstance(module, Layer | DistributedDataParallel) or elsewhere:
             continue
         # Models are also called by methods such as `encode`. With parts these would compute with
         # the parts alone: what calls layers is right, and a mean between them is that of the part.
@@ -331,7 +333,7 @@ class Contents:
         def walk(module: nn.Module) -> None:
             seen.add(id(module))
             is_entered = isinstance(module.__dict__.get("forward"), Entrance)
-            if not is_entered and not isinstance(module, Layer):
+            if not is_entered and not isinstance(module, Layer | DistributedDataParallel):
                 self.unentered.append(module)
             if isinstance(module, kinds):
                 self.sharded.append(module)
@@ -416,7 +418,7 @@ class Entrance:
                 return self.forward(*args, **kwargs)
         contents = Contents(self.module)
         wrappers = wrappers_of(contents.sharded)
-        wrapping = self.conversion.replicas.check(type(self.module).__name__, wrappers)
+        wrapping = self.conversion.replicas.check(type(self.module).__name__, wrappers, spread)
         if not P_x.active:
             first = next(iter(given), torch.empty(0))
             return zero_volume_tensor(dtype=first.dtype, device=first.device)

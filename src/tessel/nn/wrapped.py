@@ -62,9 +62,13 @@ def refuse_flattened(name: str, modules: Iterable[Module], P_x: Partition) -> No
             f"{name} over {P_x} is in, or holds, a FullyShardedDataParallel, which keeps other "
             f"numbers on each worker without saying so; use torch.distributed.fsdp.fully_shard"
         )
-        if P_x.active and P_x.size > 1:
-            agree(P_x, text)
-        raise NotImplementedError(text)
+        _refuse(text, P_x)
+
+
+def _refuse(text: str, P_x: Partition) -> None:
+    if P_x.active and P_x.size > 1:
+        agree(P_x, text)  # others that have no reason to raise hear of it
+    raise NotImplementedError(text)
 
 
 def partitions_of(module: Module) -> list[Partition]:
@@ -120,12 +124,13 @@ class Replicas:
         self.P_x = P_x
         self._known: set[Ranks] = set()  # the workers of wrappers that are right
 
-    def check(self, name: str, wrappers: Iterable[Module]) -> str:
+    def check(self, name: str, wrappers: Iterable[Module], spread: bool) -> str:
         """Raise ValueError on all workers if a wrapper's mean is not one over replicas.
 
         Args:
             name: of the model.
             wrappers: those of this call.
+            spread: whether the output of the model will be a spread tensor.
 
         Returns:
             In words, what all workers of a replica must have alike.
@@ -140,6 +145,13 @@ class Replicas:
                     self._check(name, wrapper, groups, workers)
                     self._known.add(workers)
             if isinstance(wrapper, DistributedDataParallel):
+                if spread and wrapper.find_unused_parameters and not wrapper.static_graph:
+                    _refuse(
+                        f"{name} over {self.P_x}: DistributedDataParallel looks for unused "
+                        f"parameters in the graph of its output, and a spread tensor has that of "
+                        f"its part; pass parts to the model, or find_unused_parameters=False",
+                        self.P_x,
+                    )
                 ddps.append("no_sync()" if not wrapper.require_backward_grad_sync else "mean")
         return f"DistributedDataParallel ({', '.join(ddps)})" if ddps else "no wrapper"
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from tessel.tensor import Tensor as SpreadTensor
 from tessel.tensor.table import tensors
@@ -104,6 +104,8 @@ class _MemoryCounter(TorchDispatchMode):
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     for each in tensors(values):
         if isinstance(each, SpreadTensor):
-            each = each._part  # what this worker stores of it
-        if each.device.type != "meta":
+            yield from _storages(each._part)  # what this worker stores of it
+        elif is_traceable_wrapper_subclass(each):  # such as a DTensor, whose own storage is empty
+            yield from _storages([getattr(each, name) for name in each.__tensor_flatten__()[0]])
+        elif each.device.type != "meta":
             yield each.untyped_storage()
