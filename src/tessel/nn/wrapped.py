@@ -145,11 +145,12 @@ class Replicas:
                     self._check(name, wrapper, groups, workers)
                     self._known.add(workers)
             if isinstance(wrapper, DistributedDataParallel):
-                if spread and wrapper.find_unused_parameters and not wrapper.static_graph:
+                if spread and (wrapper.find_unused_parameters or wrapper.static_graph):
                     _refuse(
-                        f"{name} over {self.P_x}: DistributedDataParallel looks for unused "
-                        f"parameters in the graph of its output, and a spread tensor has that of "
-                        f"its part; pass parts to the model, or find_unused_parameters=False",
+                        f"{name} over {self.P_x}: DistributedDataParallel with "
+                        f"find_unused_parameters or static_graph looks at the graph of its output, "
+                        f"and that of a spread tensor lies with its part; pass parts to the model, "
+                        f"or take neither of the two",
                         self.P_x,
                     )
                 ddps.append("no_sync()" if not wrapper.require_backward_grad_sync else "mean")
