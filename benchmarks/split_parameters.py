@@ -6,7 +6,7 @@ state are, and each layer gathers its own while it computes (fully_shard). Count
 tensors that are alive at once, from the making of the model to the end of the second step, and the
 bytes that a worker sends in a step by Tessel; what torch's wrappers send is not in it.
 
-    python benchmarks/split_parameters.py [--workers 2 4] [--quick]
+    python benchmarks/split_parameters.py [--workers 2 4] [--only TEXT] [--quick]
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ def train(name: str, way: str, quick: bool) -> tuple[float, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--only", default="", help="part of the name of a model")
     parser.add_argument("--quick", action="store_true", help="narrow models")
     options = parser.parse_args()
     print("| model | workers | kept | peak of a worker | sent by Tessel in a step |")
     print("|---|---|---|---|---|")
-    for name in MODELS:
+    for name in (each for each in MODELS if options.only in each):
         for workers in (1, *options.workers):
             for way in WAYS if workers > 1 else WAYS[:1]:
                 found = tessel.launch(train, workers, name, way, options.quick, timeout=500)
